@@ -1,0 +1,35 @@
+# Two commands are all a newcomer needs: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: quickstart test test-slow lint docs bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
+	# torch first and alone: an unconstrained resolve may fetch gigabytes of CUDA libraries.
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+quickstart: $(READY)
+	$(BIN)/strop quickstart
+
+test: lint
+	$(BIN)/pytest -n 2 -m 'not slow and not gpu'
+
+test-slow: $(READY)
+	$(BIN)/pytest -m 'slow and not gpu'
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/strop config docs > docs/configuration.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

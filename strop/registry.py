@@ -1,0 +1,158 @@
+"""Names that can be chosen in a configuration, and what each choice needs.
+
+A registry maps a name to an entry. An entry carries *facts* (what it needs, what it forbids), so nobody else has to
+compare names: the trainer asks `entry.facts["needs"]`, never `name == "gae"`.
+
+Built-ins are declared in `catalog.py` by import path, without importing them (torch stays out of the configuration room).
+Users add their own with the decorator, in a file named under `plugins:`
+
+    from strop.catalog import ADVANTAGES
+
+    @ADVANTAGES.register("centred", needs=("group",))
+    def centred(rewards, mask, groups): ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def nearest(name: str, choices: Iterable[str], most: int = 3) -> list[str]:
+    """The choices a person who typed `name` may have meant, best first."""
+    return difflib.get_close_matches(name, list(choices), n=most, cutoff=0.6)
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A sentence to end an error message with, or nothing."""
+    close = nearest(name, choices)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+@dataclass
+class Entry:
+    """One registered choice."""
+
+    name: str
+    target: Any  # the object, or "module:attribute" until it is first used
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "built-in"
+
+    def load(self) -> Any:
+        if isinstance(self.target, str):
+            module, _, attribute = self.target.partition(":")
+            self.target = getattr(importlib.import_module(module), attribute)
+        return self.target
+
+
+class Registry:
+    """All choices of one kind. Hyphens and underscores in names are the same."""
+
+    def __init__(self, kind: str, facts: Mapping[str, Any] | None = None):
+        """`facts` are the facts an entry of this kind may declare, with the value of those it does not."""
+        self.kind = kind
+        self.defaults = dict(facts or {})
+        self._entries: dict[str, Entry] = {}
+
+    def declare(self, name: str, target: Any, *, source: str = "built-in", **facts: Any) -> None:
+        """Add an entry; `target` may be "package.module:attribute", imported when first used."""
+        key = self._key(name)
+        strange = sorted(set(facts) - set(self.defaults))
+        if strange:
+            raise ValueError(
+                f"{self.kind} {name!r} declares {strange}, but entries of this kind may declare {sorted(self.defaults)}."
+            )
+        old = self._entries.get(key)
+        if old is not None and (old.source != source or source == "built-in"):
+            raise ValueError(f"{self.kind} {name!r} is registered twice: by {old.source} and by {source}. Rename one of them.")
+        self._entries[key] = Entry(key, target, {**self.defaults, **facts}, source)
+
+    def register(self, name: str, **facts: Any) -> Callable[[Any], Any]:
+        """Decorator form of `declare`, for plugins."""
+
+        def decorate(target: Any) -> Any:
+            self.declare(name, target, source=getattr(target, "__module__", "a plugin"), **facts)
+            return target
+
+        return decorate
+
+    def entry(self, name: str) -> Entry:
+        found = self._entries.get(self._key(name)) if isinstance(name, str) else None
+        if found is None:
+            raise ValueError(
+                f"Unknown {self.kind} {name!r}.{did_you_mean(str(name), self._entries)} "
+                f"Known: {', '.join(self.names())}. Your own goes in a file listed under `plugins`."
+            )
+        return found
+
+    def get(self, name: str) -> Any:
+        return self.entry(name).load()
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._key(name) in self._entries
+
+    @staticmethod
+    def _key(name: str) -> str:
+        return name.strip().lower().replace("-", "_")
+
+
+def load_module(path: str) -> ModuleType:
+    """Import a user's file: a path, `file://path`, `pkg://dotted.module`, or a dotted module name."""
+    if path.startswith("pkg://"):
+        return _import_dotted(path.removeprefix("pkg://"))
+    plain = path.removeprefix("file://")
+    if not plain.endswith(".py") and "/" not in plain:
+        return _import_dotted(plain)
+    file = Path(plain).expanduser().resolve()
+    if not file.is_file():
+        raise ValueError(f"The Python file {path!r} does not exist (looked for {file}).")
+    # A name that is stable over processes, so that what the file defines can be pickled to workers.
+    name = f"strop_plugin_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[name]
+        raise ValueError(f"{file} does not parse: {error.msg} (line {error.lineno}).") from error
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{file} fails while it is imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def load_attribute(path: str, name: str) -> Any:
+    """What a user's file calls `name`."""
+    module = load_module(path)
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ValueError(f"{path} defines no {name!r}.{did_you_mean(name, public)} It defines: {', '.join(public) or 'nothing'}.")
+    return getattr(module, name)
+
+
+def load_plugins(paths: Iterable[str]) -> None:
+    """Import every file of the `plugins:` list; each worker process does this before anything else."""
+    for path in paths:
+        load_module(path)
+
+
+def _import_dotted(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"The module {name!r} cannot be imported: {error}. Give a path ending in .py, or install it.") from error
