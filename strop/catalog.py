@@ -13,22 +13,81 @@ from strop.registry import Registry
 # prompt are compared), "greedy_baseline" (one greedy rollout per prompt), "sum_pi_squared" (from the old log-prob pass),
 # "old_log_probs", "reward_components". min_group: the smallest rollout.n that makes sense.
 ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1})
+_HERE = "strop.algorithms.advantages"
+ADVANTAGES.declare("gae", f"{_HERE}.gae:gae", needs=("values",))
+ADVANTAGES.declare("reinforce", f"{_HERE}.returns:reinforce")
+ADVANTAGES.declare("reinforce_plus_plus", f"{_HERE}.returns:reinforce_plus_plus")
+ADVANTAGES.declare("remax", f"{_HERE}.returns:remax", needs=("greedy_baseline",))
+ADVANTAGES.declare("grpo", f"{_HERE}.outcome:grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("grpo_vectorized", f"{_HERE}.outcome:grpo_vectorized", needs=("group",), min_group=2)
+ADVANTAGES.declare("grpo_passk", f"{_HERE}.outcome:grpo_passk", needs=("group",), min_group=2)
+ADVANTAGES.declare("dr_grpo", f"{_HERE}.outcome:dr_grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("rloo", f"{_HERE}.outcome:rloo", needs=("group",), min_group=2)
+ADVANTAGES.declare("rloo_vectorized", f"{_HERE}.outcome:rloo_vectorized", needs=("group",), min_group=2)
+ADVANTAGES.declare("opo", f"{_HERE}.outcome:opo", needs=("group",), min_group=2)
+ADVANTAGES.declare("gpg", f"{_HERE}.outcome:gpg", needs=("group",), min_group=2)
+ADVANTAGES.declare("gdpo", f"{_HERE}.outcome:gdpo", needs=("group", "reward_components"), min_group=2)
+ADVANTAGES.declare(
+    "reinforce_plus_plus_baseline", f"{_HERE}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
+)
+for _name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+    _needs = ("group", "old_log_probs", "sum_pi_squared")
+    ADVANTAGES.declare(_name, f"{_HERE}.token_baseline:{_name}", needs=_needs, min_group=2)
+# OpenRLHF's names of the same.
+ADVANTAGES.declare("group_norm", f"{_HERE}.outcome:grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("reinforce_baseline", f"{_HERE}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2)
+ADVANTAGES.declare("flash_reinforce", f"{_HERE}.outcome:flash_reinforce")
 
 # --- Policy losses -------------------------------------------------------------------------------------------------------
 # aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides.
 POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None})
+_losses = "strop.algorithms.policy_losses"
+POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla")
+POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv")
+POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl")
+POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo")
+POLICY_LOSSES.declare("luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum")
+POLICY_LOSSES.declare("geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean")
+POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo")
+POLICY_LOSSES.declare("sapo", f"{_losses}.smooth:sapo", aggregation="seq-mean-token-mean")
+POLICY_LOSSES.declare("vespo", f"{_losses}.smooth:vespo")
+POLICY_LOSSES.declare("clip_cov", f"{_losses}.covariance:clip_cov")
+POLICY_LOSSES.declare("kl_cov", f"{_losses}.covariance:kl_cov")
+POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg")
+POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce")
+POLICY_LOSSES.declare("dro", f"{_losses}.reinforce:dro")
+POLICY_LOSSES.declare("bypass_mode", f"{_losses}.bypass:bypass_mode", needs=("rollout_log_probs",))
 
 # --- Estimators of the KL divergence to the reference --------------------------------------------------------------------
+# Names with a `+` have the value of the name before it and the gradient of k2.
 KL_ESTIMATORS = Registry("KL estimator")
+for _name, _target in {"kl": "k1", "k1": "k1", "abs": "absolute", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}.items():
+    KL_ESTIMATORS.declare(_name, f"strop.algorithms.kl:{_target}")
+    KL_ESTIMATORS.declare(f"{_name}+", f"strop.algorithms.kl:{_target}")
+KL_ESTIMATORS.declare("full", "strop.algorithms.kl:full")
 
 # --- Ways to reduce a per-token loss to a number -------------------------------------------------------------------------
 AGGREGATIONS = Registry("loss aggregation")
+AGGREGATIONS.declare("token-mean", "strop.algorithms.aggregation:token_mean")
+AGGREGATIONS.declare("token-sum", "strop.algorithms.aggregation:token_sum")
+AGGREGATIONS.declare("seq-mean-token-sum", "strop.algorithms.aggregation:sequence_mean_token_sum")
+AGGREGATIONS.declare("seq-mean-token-mean", "strop.algorithms.aggregation:sequence_mean_token_mean")
+AGGREGATIONS.declare("seq-mean-token-sum-norm", "strop.algorithms.aggregation:sequence_mean_token_sum_norm")
 
 # --- Learning-rate schedules ---------------------------------------------------------------------------------------------
 SCHEDULES = Registry("learning-rate schedule")
+for _name in ("constant", "cosine", "linear", "wsd"):
+    SCHEDULES.declare(_name, f"strop.algorithms.schedules:{_name}")
 
 # --- Pairwise and supervised losses --------------------------------------------------------------------------------------
-PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": ()})
+# needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same of a frozen copy).
+# length_normalised: the log-probs of an answer are averaged over its tokens, not summed.
+PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False})
+PREFERENCE_LOSSES.declare("sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",))
+PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.preference:reward_logexp", needs=("scores",))
+PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.preference:dpo", needs=("log_probs", "reference"))
+PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.preference:ipo", needs=("log_probs", "reference"))
+PREFERENCE_LOSSES.declare("simpo", "strop.algorithms.preference:simpo", needs=("log_probs",), length_normalised=True)
 
 # --- Rule scorers --------------------------------------------------------------------------------------------------------
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in

@@ -1,0 +1,74 @@
+"""Exponential moving average of named tensors: the smoothed weights that a run may export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+class EMA:
+    """average ← decay · average + (1 - decay) · value, kept in float32 whatever the dtype of the values.
+
+    With bfloat16 averages an update of a few thousandths would be rounded away. Integer and boolean tensors (buffers that
+    count) are copied, not averaged.
+    """
+
+    def __init__(self, named: Named, *, decay: float = 0.992, device: torch.device | str | None = None):
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"The EMA decay must lie between 0 and 1, it is {decay}.")
+        self.decay = decay
+        self.updates = 0
+        self.average = {name: _keep(value, device) for name, value in _items(named)}
+
+    @torch.no_grad()
+    def update(self, named: Named) -> None:
+        values = dict(_items(named))
+        self._check(values)
+        for name, average in self.average.items():
+            value = values[name].detach().to(average)
+            if average.is_floating_point():
+                average.lerp_(value, 1.0 - self.decay)
+            else:
+                average.copy_(value)
+        self.updates += 1
+
+    @torch.no_grad()
+    def copy_to(self, named: Named) -> None:
+        """Overwrite the given tensors with the averages, in their own dtype and on their own device."""
+        values = dict(_items(named))
+        self._check(values)
+        for name, value in values.items():
+            value.copy_(self.average[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "updates": self.updates, "average": dict(self.average)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._check(state["average"])
+        self.decay, self.updates = float(state["decay"]), int(state["updates"])
+        for name, value in state["average"].items():
+            self.average[name].copy_(value)
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        missing, strange = sorted(self.average.keys() - values.keys()), sorted(values.keys() - self.average.keys())
+        if missing or strange:
+            raise ValueError(f"The EMA was made of other tensors: missing {missing[:5]}, not known {strange[:5]}.")
+        for name, value in values.items():
+            if value.shape != self.average[name].shape:
+                raise ValueError(
+                    f"The EMA of {name!r} has shape {tuple(self.average[name].shape)}, the tensor {tuple(value.shape)}."
+                )
+
+
+def _items(named: Named) -> Iterable[tuple[str, Tensor]]:
+    return named.items() if isinstance(named, Mapping) else named
+
+
+def _keep(value: Tensor, device: torch.device | str | None) -> Tensor:
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    return value.detach().to(device=device or value.device, dtype=dtype, copy=True)
