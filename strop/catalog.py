@@ -13,30 +13,30 @@ from strop.registry import Registry
 # prompt are compared), "greedy_baseline" (one greedy rollout per prompt), "sum_pi_squared" (from the old log-prob pass),
 # "old_log_probs", "reward_components". min_group: the smallest rollout.n that makes sense.
 ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1})
-_HERE = "strop.algorithms.advantages"
-ADVANTAGES.declare("gae", f"{_HERE}.gae:gae", needs=("values",))
-ADVANTAGES.declare("reinforce", f"{_HERE}.returns:reinforce")
-ADVANTAGES.declare("reinforce_plus_plus", f"{_HERE}.returns:reinforce_plus_plus")
-ADVANTAGES.declare("remax", f"{_HERE}.returns:remax", needs=("greedy_baseline",))
-ADVANTAGES.declare("grpo", f"{_HERE}.outcome:grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("grpo_vectorized", f"{_HERE}.outcome:grpo_vectorized", needs=("group",), min_group=2)
-ADVANTAGES.declare("grpo_passk", f"{_HERE}.outcome:grpo_passk", needs=("group",), min_group=2)
-ADVANTAGES.declare("dr_grpo", f"{_HERE}.outcome:dr_grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("rloo", f"{_HERE}.outcome:rloo", needs=("group",), min_group=2)
-ADVANTAGES.declare("rloo_vectorized", f"{_HERE}.outcome:rloo_vectorized", needs=("group",), min_group=2)
-ADVANTAGES.declare("opo", f"{_HERE}.outcome:opo", needs=("group",), min_group=2)
-ADVANTAGES.declare("gpg", f"{_HERE}.outcome:gpg", needs=("group",), min_group=2)
-ADVANTAGES.declare("gdpo", f"{_HERE}.outcome:gdpo", needs=("group", "reward_components"), min_group=2)
+_advantages = "strop.algorithms.advantages"
+ADVANTAGES.declare("gae", f"{_advantages}.gae:gae", needs=("values",))
+ADVANTAGES.declare("reinforce", f"{_advantages}.returns:reinforce")
+ADVANTAGES.declare("reinforce_plus_plus", f"{_advantages}.returns:reinforce_plus_plus")
+ADVANTAGES.declare("remax", f"{_advantages}.returns:remax", needs=("greedy_baseline",))
+ADVANTAGES.declare("grpo", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("grpo_vectorized", f"{_advantages}.outcome:grpo_vectorized", needs=("group",), min_group=2)
+ADVANTAGES.declare("grpo_passk", f"{_advantages}.outcome:grpo_passk", needs=("group",), min_group=2)
+ADVANTAGES.declare("dr_grpo", f"{_advantages}.outcome:dr_grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("rloo", f"{_advantages}.outcome:rloo", needs=("group",), min_group=2)
+ADVANTAGES.declare("rloo_vectorized", f"{_advantages}.outcome:rloo_vectorized", needs=("group",), min_group=2)
+ADVANTAGES.declare("opo", f"{_advantages}.outcome:opo", needs=("group",), min_group=2)
+ADVANTAGES.declare("gpg", f"{_advantages}.outcome:gpg", needs=("group",), min_group=2)
+ADVANTAGES.declare("gdpo", f"{_advantages}.outcome:gdpo", needs=("group", "reward_components"), min_group=2)
 ADVANTAGES.declare(
-    "reinforce_plus_plus_baseline", f"{_HERE}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
+    "reinforce_plus_plus_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
 )
 for _name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
     _needs = ("group", "old_log_probs", "sum_pi_squared")
-    ADVANTAGES.declare(_name, f"{_HERE}.token_baseline:{_name}", needs=_needs, min_group=2)
+    ADVANTAGES.declare(_name, f"{_advantages}.token_baseline:{_name}", needs=_needs, min_group=2)
 # OpenRLHF's names of the same.
-ADVANTAGES.declare("group_norm", f"{_HERE}.outcome:grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("reinforce_baseline", f"{_HERE}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2)
-ADVANTAGES.declare("flash_reinforce", f"{_HERE}.outcome:flash_reinforce")
+ADVANTAGES.declare("group_norm", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
+ADVANTAGES.declare("reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2)
+ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce")
 
 # --- Policy losses -------------------------------------------------------------------------------------------------------
 # aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides.

@@ -6,9 +6,16 @@ and in the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
 from torch import Tensor
 
 EPS = 1e-8
+
+# Which peer's number to give where ours deliberately differs; None is our own choice.
+Compat = Literal["verl", "openrlhf"] | None
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
@@ -20,9 +27,9 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None =
     return masked_fill_zero(values, mask).sum(dim)
 
 
-def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Mean over the mask; an empty mask gives 0."""
-    return masked_sum(values, mask, dim) / (mask.sum(dim) + EPS)
+def masked_mean(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None, *, eps: float = EPS) -> Tensor:
+    """Mean over the mask; an empty mask gives 0, or NaN with `eps=0`."""
+    return masked_sum(values, mask, dim) / (mask.sum(dim) + eps)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
@@ -30,14 +37,40 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     count = mask.sum()
     needed = 2 if unbiased else 1
     if count < needed:
-        raise ValueError(f"A variance needs at least {needed} valid tokens, the mask has {int(count)} (mask shape {tuple(mask.shape)}).")
+        raise ValueError(
+            f"A variance needs at least {needed} valid tokens, the mask has {int(count)} (shape {tuple(mask.shape)})."
+        )
     centred = values - masked_mean(values, mask)
     variance = masked_mean(centred.square(), mask)
     return variance * (count / (count - 1)) if unbiased else variance
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Zero mean and unit variance over the mask; positions outside it are scaled alike and mean nothing."""
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, *, compat: Compat = None) -> Tensor:
+    """Zero mean and unit variance over the mask (unbiased variance + 1e-8); the mean is put back if not `shift_mean`.
+
+    Positions outside the mask become 0; `compat="verl"` shifts and scales them like the others.
+    """
     mean = masked_mean(values, mask)
     white = (values - mean) * (masked_var(values, mask) + EPS).rsqrt()
-    return white if shift_mean else white + mean
+    white = white if shift_mean else white + mean
+    return white if compat == "verl" else masked_fill_zero(white, mask)
+
+
+def masked_normalise(values: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """Zero mean and unit population variance along one dimension, 0 outside the mask; an empty slice stays 0."""
+    count = mask.sum(dim, keepdim=True).clamp(min=1)
+    kept = masked_fill_zero(values, mask)
+    centred = masked_fill_zero(kept - kept.sum(dim, keepdim=True) / count, mask)
+    return centred * (centred.square().sum(dim, keepdim=True) / count + EPS).rsqrt()
+
+
+def clamp_between(values: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Clamp to tensor bounds, the lower one winning where they cross (`torch.clamp` lets the upper one win)."""
+    return torch.maximum(torch.minimum(values, high), low)
+
+
+def mask_through_stop(token_ids: Tensor, stop_ids: int | Sequence[int]) -> Tensor:
+    """1 up to and with the first stop token of each row, 0 after it; a row without one is all 1."""
+    stops = torch.as_tensor([stop_ids] if isinstance(stop_ids, int) else list(stop_ids), device=token_ids.device)
+    stopped = torch.isin(token_ids, stops).long()
+    return (stopped.cumsum(-1) - stopped == 0).long()

@@ -1,0 +1,56 @@
+"""What every estimator asks of its input, checked in one place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def checked_rewards(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards in float32 or wider, finite everywhere, and the mask as bool.
+
+    A reward that is not finite is refused where the mask is set and read as 0 elsewhere.
+    """
+    if rewards.dim() != 2 or rewards.shape != mask.shape:
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must have one shape [batch, tokens]."
+            + (" Put a score per row on its last token first: `place_terminal`." if rewards.dim() == 1 else "")
+        )
+    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+    mask = mask.bool()
+    # One cheap sum tells whether anything is amiss: a NaN or an infinity anywhere makes it non-finite.
+    if not torch.isfinite(rewards.sum()):
+        strange = ~torch.isfinite(rewards)
+        refused = (strange & mask).nonzero()
+        if len(refused):
+            row, column = refused[0].tolist()
+            raise ValueError(
+                f"rewards {tuple(rewards.shape)} hold {len(refused)} values under the mask {tuple(mask.shape)} that are NaN or "
+                f"infinite, the first at row {row}, token {column}. Mask the sample, or let the reward function raise."
+            )
+        rewards = rewards.masked_fill(strange, 0.0)
+    return rewards, mask
+
+
+def checked_like(name: str, tensor: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+    """A per-token companion of the rewards, in their dtype, with zeros outside the mask."""
+    if tensor.shape != rewards.shape:
+        raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape of rewards {tuple(rewards.shape)}.")
+    return tensor.to(rewards.dtype).masked_fill(~mask, 0.0)
+
+
+def checked_rows(name: str, tensor: Tensor, rewards: Tensor) -> Tensor:
+    """One entry per row of the rewards."""
+    if tensor.dim() != 1 or len(tensor) != len(rewards):
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} must hold one entry per row of rewards {tuple(rewards.shape)}: ({len(rewards)},)."
+        )
+    return tensor
+
+
+def checked_groups(groups: Tensor, rewards: Tensor) -> Tensor:
+    """Group labels as ids 0, 1, 2 ... without gaps."""
+    checked_rows("groups", groups, rewards)
+    if groups.is_floating_point() or groups.is_complex():
+        raise ValueError(f"groups must be integer labels, got {groups.dtype}; `group_ids` makes them from prompt uids.")
+    return torch.unique(groups, return_inverse=True)[1]

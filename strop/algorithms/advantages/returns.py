@@ -1,0 +1,63 @@
+"""Estimators that give each token the (discounted) reward still to come, without a critic."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from strop.algorithms.advantages.inputs import checked_rewards, checked_rows
+from strop.algorithms.advantages.normalise import Normalisation, normalise
+from strop.algorithms.advantages.result import AdvantageResult
+from strop.algorithms.advantages.scan import close_holes, discounted_sums, has_holes, rank_among_valid, reopen_holes
+from strop.algorithms.masked import Compat
+from strop.algorithms.reward_placement import move_to_trainable
+
+
+def returns_to_go(
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, skip_gaps: bool = True, compat: Compat = None
+) -> Tensor:
+    """G_t = r_t + gamma G_{t+1} over the valid tokens, 0 elsewhere.
+
+    Gaps, stray rewards and `compat` as in `gae`; here `compat` also keeps what the recursion carries through gaps.
+    """
+    rewards, mask = checked_rewards(rewards, mask)
+    rewards = rewards.masked_fill(~mask, 0.0) if compat else move_to_trainable(rewards, mask)
+    if skip_gaps and gamma != 1.0 and has_holes(mask):
+        ranks = rank_among_valid(mask)
+        returns = reopen_holes(discounted_sums(close_holes(rewards, mask, ranks), gamma), ranks)
+    else:
+        returns = discounted_sums(rewards, gamma)
+    return returns if compat else returns.masked_fill_(~mask, 0.0)
+
+
+def reinforce(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    normalisation: Normalisation = "none",
+    skip_gaps: bool = True,
+    compat: Compat = None,
+) -> AdvantageResult:
+    """REINFORCE (Williams, 1992): A_t = G_t, normalised over the tokens of the batch if asked."""
+    returns = returns_to_go(rewards, mask, gamma=gamma, skip_gaps=skip_gaps, compat=compat)
+    return AdvantageResult(normalise(returns, mask.bool(), normalisation, compat=compat), returns)
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, compat: Compat = None) -> AdvantageResult:
+    """REINFORCE++ (Hu, 2025): G_t whitened over the tokens of the batch.
+
+    `compat="verl"` loses rewards standing outside the mask and refuses fewer than two valid tokens.
+    """
+    returns = returns_to_go(rewards, mask, gamma=gamma, compat=compat).masked_fill(~mask.bool(), 0.0)
+    advantages = normalise(returns, mask.bool(), "whiten", compat=compat).masked_fill(~mask.bool(), 0.0)
+    return AdvantageResult(advantages, returns)
+
+
+def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Compat = None) -> AdvantageResult:
+    """ReMax (Li et al., 2024): A_t = G_t - b with b [B] the summed reward of one greedy answer to the same prompt.
+
+    `compat="verl"` loses rewards standing outside the mask and leaves G_t (without baseline) in gaps.
+    """
+    returns = returns_to_go(rewards, mask, compat=compat)
+    baselines = checked_rows("reward_baselines", reward_baselines, rewards).to(returns.dtype)
+    return AdvantageResult(returns - baselines[:, None] * mask.bool(), returns)

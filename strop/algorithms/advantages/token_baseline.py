@@ -1,0 +1,102 @@
+"""The variance-minimising baseline per token position (optimal token baseline).
+
+The weight of an answer at token t is the energy of its score function up to t: W_t is the sum over its valid tokens k <= t of
+w_k = 1 - 2 pi_k + sum_v pi_v^2, the squared norm of the gradient of log pi_k with respect to the logits. The baseline of a
+group is b_t = sum_i W_it G_it / sum_i W_it over its members that are still alive at t, and A_t = G_t - b_t.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.advantages.grouping import group_second, group_size, group_sum
+from strop.algorithms.advantages.inputs import checked_groups, checked_like, checked_rewards
+from strop.algorithms.advantages.result import AdvantageResult
+from strop.algorithms.advantages.returns import returns_to_go
+from strop.algorithms.advantages.scan import close_holes, rank_among_valid, reopen_holes
+from strop.algorithms.masked import EPS, Compat
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    groups: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = False,
+    align_turns: bool = False,
+    compat: Compat = None,
+) -> AdvantageResult:
+    """A_t = (G_t - b_t) on valid tokens; a group of one has b = 0.
+
+    Weights w are multiplied by the squared `rollout_is_weights` if given. `handle_zero_tail` sets b to 0 where a single member
+    is alive, which would be compared with itself only. `align_turns` compares the k-th *valid* token of the members instead
+    of the k-th column. `compat="verl"` loses rewards standing outside the mask, keeps returns there, and takes for the zero
+    tail the columns of the longest member from the token count of the second longest on, which differs if there are gaps.
+    """
+    rewards, mask = checked_rewards(rewards, mask)
+    groups = checked_groups(groups, rewards)
+    weights = _energy(rewards, mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    returns = returns_to_go(rewards, mask, compat=compat)
+    ranks = rank_among_valid(mask) if align_turns else None
+    side_by_side = [each if ranks is None else close_holes(each, mask, ranks) for each in (returns, weights, mask)]
+    baseline = _baseline(side_by_side[0], side_by_side[1], side_by_side[2], groups)[groups]
+    if handle_zero_tail:
+        baseline = baseline.masked_fill(_alone(side_by_side[2], groups, compat), 0.0)
+    baseline = baseline if ranks is None else reopen_holes(baseline, ranks)
+    return AdvantageResult((returns - baseline).masked_fill(~mask, 0.0), returns)
+
+
+def tir_optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    groups: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    compat: Compat = None,
+) -> AdvantageResult:
+    """`optimal_token_baseline` for tool-integrated reasoning: turns are aligned over the gaps that tool output leaves."""
+    return optimal_token_baseline(
+        rewards,
+        mask,
+        groups=groups,
+        old_log_probs=old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        rollout_is_weights=rollout_is_weights,
+        handle_zero_tail=handle_zero_tail,
+        align_turns=True,
+        compat=compat,
+    )
+
+
+def _energy(
+    rewards: Tensor, mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None
+) -> Tensor:
+    """w_t on valid tokens, 0 elsewhere."""
+    chosen = checked_like("old_log_probs", old_log_probs, rewards, mask).exp()
+    energy = 1.0 - 2.0 * chosen + checked_like("sum_pi_squared", sum_pi_squared, rewards, mask)
+    if rollout_is_weights is not None:
+        energy = energy * checked_like("rollout_is_weights", rollout_is_weights, rewards, mask).square()
+    return energy.masked_fill(~mask, 0.0)
+
+
+def _baseline(returns: Tensor, energy: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+    """b_t of each group, [G, T]."""
+    weights = energy.cumsum(-1).masked_fill(~mask, 0.0)
+    baseline = group_sum(returns * weights, groups) / (group_sum(weights, groups) + EPS)
+    return baseline.masked_fill((group_size(groups) < 2)[:, None], 0.0)
+
+
+def _alone(mask: Tensor, groups: Tensor, compat: Compat) -> Tensor:
+    """[B, T]: where fewer than two members of the row's group have a valid token."""
+    if compat != "verl":
+        return (group_sum(mask.long(), groups) < 2)[groups]
+    lengths = mask.sum(-1).double()
+    second = group_second(lengths, groups)[groups]
+    return (lengths > second)[:, None] & (torch.arange(mask.shape[-1], device=mask.device) >= second[:, None])

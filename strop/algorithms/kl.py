@@ -1,0 +1,139 @@
+"""Estimates of the KL divergence from the policy to its reference, and the coefficient that weighs it.
+
+With d = log pi(a) - log pi_ref(a) on sampled tokens (Schulman, "Approximating KL divergence"):
+
+    k1 = d        unbiased, high variance, may be negative
+    abs = |d|
+    k2 = d^2 / 2  biased; its gradient is the unbiased gradient of the KL
+    k3 = exp(-d) - 1 + d   unbiased and never negative
+    full = sum_v pi_v (log pi_v - log pi_ref_v), from the logits of both models
+
+A `+` after a name keeps the value and takes the gradient of k2 instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from strop.catalog import KL_ESTIMATORS
+
+UNLIMITED = float("inf")
+
+
+def k1(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    return (log_probs - ref_log_probs).clamp(-limit, limit)
+
+
+def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    return (log_probs - ref_log_probs).abs().clamp(max=limit)
+
+
+def k2(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    return (0.5 * (log_probs - ref_log_probs).square()).clamp(max=limit)
+
+
+def k3(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = 10.0, exponent_limit: float = 20.0) -> Tensor:
+    """The exponent is held in +-`exponent_limit` and the result at or below `limit`: one outlier must not drown the batch."""
+    gap = (ref_log_probs - log_probs).clamp(-exponent_limit, exponent_limit)
+    return (gap.exp() - gap - 1.0).clamp(-limit, limit)
+
+
+def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """Exact KL per position from two logit tensors [..., V]."""
+    if logits.shape != ref_logits.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and ref_logits {tuple(ref_logits.shape)} must have one shape [..., vocabulary]."
+        )
+    ours, theirs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
+    return torch.where(ours.isneginf(), 0.0, ours.exp() * (ours - theirs)).sum(-1)
+
+
+def kl_penalty(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    *,
+    estimator: str = "k3",
+    old_log_probs: Tensor | None = None,
+    ratio_limit: float = 10.0,
+    **limits: float,
+) -> Tensor:
+    """The named estimate per token; `limits` go to the estimator (`limit`, for k3 also `exponent_limit`).
+
+    For a name with `+`: v + s - sg(s), v the detached value and s = k2. If an older policy sampled the tokens, `old_log_probs`
+    says how likely it found them, and s is weighed by the detached ratio pi / pi_old, at most `ratio_limit`.
+    """
+    if log_probs.shape != ref_log_probs.shape:
+        raise ValueError(
+            f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must have one shape."
+        )
+    function = KL_ESTIMATORS.get(estimator)
+    if function is full:
+        raise ValueError(
+            f"The KL estimator {estimator!r} needs the logits of both models, not the log-probs of the sampled tokens "
+            f"(got {tuple(log_probs.shape)}). Call `full(logits, ref_logits)`, or choose k1, k2 or k3."
+        )
+    value = function(log_probs, ref_log_probs, **limits)
+    if not estimator.strip().endswith("+"):
+        return value
+    surrogate = k2(log_probs, ref_log_probs)
+    if old_log_probs is not None:
+        surrogate = surrogate * (log_probs - old_log_probs).detach().exp().clamp(max=ratio_limit)
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+class KLController(Protocol):
+    """The coefficient of the KL in the reward, step by step. Its state belongs in a checkpoint."""
+
+    value: float
+
+    def update(self, current_kl: float, samples: int) -> None: ...
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
+
+
+class FixedKL:
+    """A coefficient that stays."""
+
+    def __init__(self, coef: float):
+        self.value = coef
+
+    def update(self, current_kl: float, samples: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+class AdaptiveKL(FixedKL):
+    """Proportional control (Ziegler et al., 2019): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon."""
+
+    def __init__(self, coef: float, *, target: float, horizon: int):
+        super().__init__(coef)
+        if target <= 0 or horizon <= 0:
+            raise ValueError(f"An adaptive KL coefficient needs target_kl > 0 and horizon > 0, got {target} and {horizon}.")
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current_kl: float, samples: int) -> None:
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * samples / self.horizon
+
+
+def kl_controller(
+    kind: Literal["fixed", "adaptive"], *, coef: float, target: float = 0.1, horizon: int = 10_000
+) -> KLController:
+    """The controller of a configuration's `kl_ctrl.type`."""
+    if kind == "fixed":
+        return FixedKL(coef)
+    if kind == "adaptive":
+        return AdaptiveKL(coef, target=target, horizon=horizon)
+    raise ValueError(f"kl_ctrl.type must be 'fixed' or 'adaptive', got {kind!r}.")
