@@ -17,3 +17,46 @@ DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {
         "max and min are words of the name, not letters anywhere in it: the mean of `admin` is a mean",
     ),
 }
+
+_ZERO = "positions outside the mask are exactly 0 here, so nothing can leak from them"
+_STRAY = "a reward standing outside the mask counts for the last valid token before it; the peer loses it"
+_VERL = 'compat="verl"'
+_OPENRLHF = 'compat="openrlhf"'
+
+DIFFERENCES |= {
+    **{("*.compute_gae_advantage_return", tag): (_VERL, _ZERO) for tag in ("ragged", "holes", "single_row")},
+    ("*.compute_gae_advantage_return", "leaky"): (_VERL, _STRAY),
+    ("*.compute_gae_advantage_return", "one_valid_token"): (_VERL, "a lone advantage becomes 0; the run goes on"),
+    ("*.compute_reinforce_plus_plus_outcome_advantage", "leaky"): (_VERL, _STRAY),
+    ("*.compute_reinforce_plus_plus_outcome_advantage", "one_valid_token"): (
+        _VERL,
+        "a lone advantage becomes 0; the run goes on",
+    ),
+    **{
+        (f"*.compute_{name}_advantage", tag): (_VERL, reason)
+        for name in ("remax_outcome", "optimal_token_baseline", "multi_turn_optimal_token_baseline")
+        for tag, reason in (("leaky", _STRAY), ("holes", _ZERO))
+    },
+    ("*.compute_gdpo_outcome_advantage", "multi_reward"): (
+        _VERL,
+        "compared in float64, so parts that cancel leave no rounding",
+    ),
+    ("verl.*.masked_whiten", "ragged"): (_VERL, _ZERO),
+    ("verl.*.masked_whiten", "holes"): (_VERL, _ZERO),
+    ("verl.*.masked_whiten", "empty_row"): (_VERL, _ZERO),
+    ("verl.utils.groupwise.as_torch_index", ""): ("compact=False", "ids never have gaps, whatever integers label the prompts"),
+    ("openrlhf.*.get_advantages_and_returns", "holes"): (
+        f"skip_gaps=False, {_OPENRLHF}",
+        "text the policy did not write is no time step: it is not discounted and has no value",
+    ),
+    ("openrlhf.*.get_cumulative_returns", "holes"): (
+        f"skip_gaps=False, {_OPENRLHF}",
+        "text the policy did not write is no time step: it is not discounted",
+    ),
+    ("openrlhf.*.compute_advantages_and_returns", ""): (f"skip_gaps=False, {_OPENRLHF}", _ZERO),
+    **{
+        ("openrlhf.*.compute_reward", tag): (_OPENRLHF, "the KL is charged for tokens of the policy only")
+        for tag in ("ragged", "holes", "single_row")
+    },
+    ("openrlhf.models.utils.masked_mean", "nonfinite"): ("eps=0", "the mean of nothing is 0, not NaN"),
+}
