@@ -1,0 +1,71 @@
+"""What the policy losses share: their result, their inputs made safe, and the ratio between two policies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.masked import masked_fill_zero
+from strop.algorithms.shapes import require_same_shape
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip range and far below overflow
+LEVELS = ("token", "sequence", "sequence_token")
+
+
+class PolicyLoss(NamedTuple):
+    per_token: Tensor  # [B, T], zero outside the mask
+    metrics: dict[str, Tensor]  # [B, T] each, without gradient, to be averaged over the mask
+
+
+def inside(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """The given tensors with zeros outside the mask, so that whatever stood there reaches no value and no gradient."""
+    require_same_shape(mask=mask, **tensors)
+    return tuple(masked_fill_zero(tensor, mask) for tensor in tensors.values())
+
+
+def finish(per_token: Tensor, mask: Tensor, rollout_weights: Tensor | None, **metrics: Tensor) -> PolicyLoss:
+    """Apply the importance weights of the rollout, which are constants, and cut the metrics off the graph."""
+    if rollout_weights is not None:
+        (weights,) = inside(mask, rollout_weights=rollout_weights.detach())
+        per_token = per_token * weights
+    return PolicyLoss(per_token, {name: value.detach().to(per_token.dtype) for name, value in metrics.items()})
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each row's mask as [B, 1]; 0 for a row without tokens. `values` are already zero outside the mask."""
+    return values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def log_ratio(
+    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, *, level: str = "token", limit: float | None = LOG_RATIO_LIMIT
+) -> Tensor:
+    """x = log π(a) - log π_old(a), zero outside the mask, limited to ±`limit`, at one of three levels:
+
+    token            each token its own
+    sequence         the mean of the row, value and gradient (GSPO): exp of it is the geometric mean of the ratios
+    sequence_token   the value of the row mean, the gradient of the token alone (GSPO-token)
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}.")
+    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
+    x = masked_fill_zero(log_probs - old_log_probs, mask)
+    if level == "sequence":
+        x = row_mean(x, mask).expand_as(x)
+    if level == "sequence_token":
+        own = masked_fill_zero(log_probs, mask)
+        x = own - own.detach() + row_mean(x, mask).detach()
+    return x if limit is None else x.clamp(-limit, limit)
+
+
+def require_clip_range(clip_low: float, clip_high: float) -> None:
+    if clip_low < 0 or clip_high < 0:
+        raise ValueError(
+            f"clip_low and clip_high are distances from a ratio of 1 and must not be negative: {clip_low}, {clip_high}."
+        )
+
+
+def sign_choice(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
+    """`positive` where the advantage is above zero, else `otherwise`."""
+    return torch.where(advantages > 0, positive, otherwise).to(advantages.dtype)

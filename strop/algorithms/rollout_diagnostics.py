@@ -1,0 +1,149 @@
+"""How far the engine that sampled and the model that is trained disagree, in numbers for the log.
+
+All functions take the log-ratio d = log π_train - log π_rollout or its parts, look only at the mask, and never divide by zero:
+what cannot be computed is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.masked import masked_fill_zero
+from strop.algorithms.shapes import require_same_shape
+
+LIMIT = 20.0  # of a log-ratio before exp
+Metrics = dict[str, Tensor]
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_fill_zero(values, mask).sum() / mask.sum().clamp(min=1)
+
+
+def row_means(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each row that has tokens; rows without are left out."""
+    lengths = mask.sum(-1)
+    return (masked_fill_zero(values, mask).sum(-1) / lengths.clamp(min=1))[lengths > 0]
+
+
+def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    return masked_fill_zero(values, mask).sum(-1)[mask.sum(-1) > 0]
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else values.new_zeros(())
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if values.numel() else values.new_zeros(())
+
+
+def _smallest(values: Tensor) -> Tensor:
+    return values.min() if values.numel() else values.new_zeros(())
+
+
+def _spread(values: Tensor) -> Tensor:
+    return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def _rate(flags: Tensor) -> Tensor:
+    return _mean(flags.float())
+
+
+def _token_spread(values: Tensor, mask: Tensor) -> Tensor:
+    centre = token_mean(values, mask)
+    return token_mean((values - centre).square(), mask).sqrt()
+
+
+def weight_metrics(log_ratio: Tensor, mask: Tensor, weights: Tensor, *, level: str, lower: float, upper: float) -> Metrics:
+    """Of importance weights after truncation and before normalisation; `upper` and `lower` count the ratios beyond them.
+
+    eff_sample_size = (mean w)² / mean w², in (0, 1]: the share of the tokens that still matters; 0 when all weights are.
+    """
+    on = mask.bool()
+    ratio = log_ratio.clamp(-LIMIT, LIMIT).exp()
+    whole = row_sums(log_ratio, mask).clamp(max=LIMIT).exp()
+    rows = row_means(weights, mask)
+    raw_rows = whole if level == "sequence" else row_means(ratio, mask)
+    single, spread_over = (ratio[on], weights[on]) if level == "token" else (whole, whole)
+    square = token_mean(weights.square(), mask)
+    return {
+        "rollout_is_mean": token_mean(weights, mask),
+        "rollout_is_max": _largest(spread_over),
+        "rollout_is_min": _smallest(spread_over),
+        "rollout_is_std": _token_spread(weights, mask),
+        "rollout_is_ratio_fraction_high": _rate(single > upper),
+        "rollout_is_ratio_fraction_low": _rate(single < lower),
+        "rollout_is_eff_sample_size": torch.where(
+            square > 0, token_mean(weights, mask).square() / square.clamp(min=1e-30), 0.0
+        ),
+        "rollout_is_seq_mean": _mean(rows),
+        "rollout_is_seq_std": _spread(rows),
+        "rollout_is_seq_max": _largest(rows),
+        "rollout_is_seq_min": _smallest(rows),
+        "rollout_is_seq_max_deviation": _largest((rows - 1).abs()),
+        "rollout_is_seq_fraction_high": _rate(raw_rows > upper),
+        "rollout_is_seq_fraction_low": _rate(raw_rows < lower),
+    }
+
+
+def rejection_metrics(
+    name: str, statistic: Tensor, mask: Tensor, kept: Tensor, *, lower: float | None, upper: float
+) -> Metrics:
+    """Of one rejection criterion: its statistic [B, T] over the mask, and the share of tokens and rows it rejects.
+
+    The spread is that of the statistic limited to its bounds, so that one outlier, already counted, does not hide it.
+    """
+    values = statistic[mask.bool()]
+    rows = row_means(statistic, mask)
+    judged = values if name.startswith("token") else rows
+    floor = 0.0 if lower is None else lower
+    rejected = (mask.bool() & ~kept).float()
+    found = {
+        "mean": token_mean(statistic, mask),
+        "max": _largest(values),
+        "min": _smallest(values),
+        "std": _token_spread(statistic.clamp(floor, upper), mask),
+        "fraction_high": _rate(judged > upper),
+        "fraction_low": _rate(judged < floor),
+        "seq_mean": _mean(rows),
+        "seq_std": _spread(rows),
+        "seq_max": _largest(rows),
+        "seq_min": _smallest(rows),
+        "seq_max_deviation": _largest(rows.abs()),
+        "seq_fraction_high": _rate(rows > upper),
+        "masked_fraction": token_mean(rejected, mask),
+        "seq_masked_fraction": _rate(row_sums(rejected, mask) > 0),
+    }
+    if lower is not None:
+        found["seq_fraction_low"] = _rate(rows < lower)
+    return {f"rollout_rs_{name}_{key}": value for key, value in found.items()}
+
+
+def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor) -> Metrics:
+    """Perplexities of both policies, KL(rollout || train) by two estimators, and the χ² divergence that bounds the variance
+    of importance weights, per token and per sequence.
+    """
+    require_same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    old_log_probs = old_log_probs.detach()
+    train = -row_means(old_log_probs, mask)
+    found = {"training_ppl": _mean(train.exp()), "training_log_ppl": _mean(train)}
+    if rollout_log_probs is None:
+        return found
+    d = masked_fill_zero(old_log_probs - rollout_log_probs, mask)
+    rollout = -row_means(rollout_log_probs, mask)
+    difference = train - rollout
+    limited = d.clamp(-LIMIT, LIMIT)
+    return found | {
+        "kl": token_mean(-d, mask),
+        "k3_kl": token_mean(limited.exp() - limited - 1, mask),
+        "rollout_ppl": _mean(rollout.exp()),
+        "rollout_log_ppl": _mean(rollout),
+        "log_ppl_diff": _mean(difference),
+        "log_ppl_abs_diff": _mean(difference.abs()),
+        "log_ppl_diff_max": _largest(difference),
+        "log_ppl_diff_min": _smallest(difference),
+        "ppl_ratio": _mean(difference.exp()),
+        "chi2_token": token_mean(limited.exp().square(), mask) - 1,
+        "chi2_seq": _mean(row_sums(d, mask).clamp(-LIMIT, LIMIT).exp().square()) - 1,
+    }
