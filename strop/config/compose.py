@@ -1,0 +1,215 @@
+"""From a command line and YAML files to one tree of values. The only file that knows Hydra.
+
+Hydra composes what the *user* said: a primary YAML, its `defaults:` list, groups, overrides. Our own groups are empty there;
+defaults come from the schema afterwards. So the tree that Hydra returns is exactly what was set by hand, which is what the
+notices ("you set X, but it does nothing because ...") need to know, and nothing is refused before old names are translated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.config.aliases import flatten, nest, translate
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import keys
+from strop.config.typed import ConfigError, build, convert, unknown_key
+from strop.registry import did_you_mean, load_plugins
+
+BUILT_IN = Path(__file__).parent / "yaml"
+
+# The group files of every era of verl, so that a `defaults:` list written for it composes. value: what the choice itself sets.
+GROUPS: dict[str, dict[str, Any]] = {
+    **{f"actor/{name}": {} for name in ("actor", "dp_actor")},
+    "actor/megatron_actor": {"strategy": "megatron"},
+    **{f"ref/{name}": {} for name in ("ref", "dp_ref", "megatron_ref")},
+    "rollout/rollout": {},
+    "model/hf_model": {},
+    **{f"critic/{name}": {} for name in ("critic", "dp_critic", "megatron_critic")},
+    **{
+        f"reward_model/{name}": {}
+        for name in ("reward_model", "dp_reward_model", "dp_reward_loop", "megatron_reward_model", "megatron_reward_loop")
+    },
+    "reward_manager/reward_manager": {},
+    "data/legacy_data": {},
+    "algorithm/rollout_correction": {},
+    **{f"{group}/{name}": {} for group in ("optim", "engine") for name in ("fsdp", "megatron")},
+    "npu_profile/npu_profile": {},
+    "profiler/profiler": {},
+}
+
+
+@dataclass
+class Loaded:
+    """A configuration that passed every check of single values."""
+
+    root: str
+    config: Any
+    set_by_user: dict[str, Any]
+    notices: list[str] = field(default_factory=list)
+
+    def tree(self) -> dict[str, Any]:
+        return asdict(self.config)
+
+
+def load(root: str, overrides: Sequence[str] = (), config: str | None = None, search: str | None = None) -> Loaded:
+    """Compose and type-check. `root` is a name in ROOTS; `config` a YAML of the user's (name or path); `search` its folder."""
+    kind = ROOTS[root]
+    overrides = [_clean(text) for text in overrides]
+    _refuse_unknown(overrides, root)
+    said = flatten(_compose(root, overrides, config, search))
+    leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
+    if "plugins" in leaves:  # plugins may register the very names that are checked next
+        load_plugins(convert(list[str], leaves["plugins"]))
+    tree = resolve(_merge(asdict(kind()), nest(leaves)))
+    made = build(kind, tree)
+    for key in keys(kind):
+        if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
+            notices.append(f"{key.path} has no effect: {key.inert}.")
+    return Loaded(root, made, leaves, notices)
+
+
+def _clean(text: str) -> str:
+    """Overrides may add keys without `+`: what does not exist is refused by us, with the nearest names."""
+    if text.startswith(("+", "~")) or "=" not in text:
+        if text.startswith("~"):
+            return text
+        if "=" not in text:
+            raise ConfigError(f"Expected key=value, got {text!r}.")
+        return "++" + text.lstrip("+")
+    key = text.partition("=")[0]
+    is_group = "@" in key or "/" in key or key in {name.partition("/")[0] for name in GROUPS} - {"data", "critic", "algorithm"}
+    if is_group or key.startswith("hydra."):
+        return text
+    return "++" + text
+
+
+def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
+    """Typos on the command line are answered before Hydra is even imported."""
+    known = {key.path for key in keys(ROOTS[root])}
+    problems = []
+    for text in overrides:
+        if not text.startswith("++"):
+            continue
+        path = text[2:].partition("=")[0]
+        if path.startswith("hydra."):
+            continue
+        translated, _ = translate({path: 0}, root)
+        for name in translated:
+            inside = any(name == k or name.startswith(k + ".") or k.startswith(name + ".") for k in known)
+            if not inside:
+                problems.append(unknown_key(path, ROOTS[root]))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _compose(root: str, overrides: Sequence[str], config: str | None, search: str | None) -> dict[str, Any]:
+    import yaml
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    store = ConfigStore.instance()
+    for path, node in GROUPS.items():
+        group, _, name = path.partition("/")
+        store.store(group=group, name=name, node=node)
+    folder, name = _locate(root, config, search)
+    extra = [] if folder == BUILT_IN else [f"hydra.searchpath=[file://{BUILT_IN}]"]
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            composed = compose(name, overrides=[*overrides, *extra])
+        return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The YAML does not parse: {_one_line(error)}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error)) from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _locate(root: str, config: str | None, search: str | None) -> tuple[Path, str]:
+    """Folder and name of the primary YAML."""
+    if search is not None:
+        folder = Path(search).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-path: there is no folder {folder}.")
+    else:
+        folder = BUILT_IN
+    if config is None:
+        return folder, root
+    as_path = (folder if search is not None else Path.cwd()) / Path(config).expanduser()
+    for candidate in (as_path, as_path.with_name(as_path.name + ".yaml")):
+        if candidate.is_file():
+            return candidate.parent.resolve(), candidate.name.removesuffix(".yaml").removesuffix(".yml")
+    if (BUILT_IN / f"{config.removesuffix('.yaml')}.yaml").is_file() and search is None:
+        return BUILT_IN, config.removesuffix(".yaml")
+    names = [f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml")}]
+    raise ConfigError(f"There is no configuration {config!r} in {folder}.{did_you_mean(config, names)}")
+
+
+def _explain(error: Exception) -> str:
+    text = _one_line(error)
+    if "sweep" in text.lower():
+        return f"{text} A value with commas is a list: write [a,b], or quote it: 'key=\"a,b\"'."
+    return text
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:6])
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, section by section."""
+    merged = dict(base)
+    for name, value in over.items():
+        below = merged.get(name)
+        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+_WHOLE = re.compile(r"^\$\{([A-Za-z_][\w.]*)\}$")
+_INSIDE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+def resolve(tree: dict[str, Any]) -> dict[str, Any]:
+    """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to OmegaConf."""
+    leaves = flatten(tree)
+    if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in leaves.values()):
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+        except OmegaConfBaseException as error:
+            raise ConfigError(_one_line(error)) from error
+    return _resolve(tree, tree, ())
+
+
+def _resolve(value: Any, tree: dict[str, Any], seen: tuple[str, ...]) -> Any:
+    if isinstance(value, dict):
+        return {name: _resolve(below, tree, seen) for name, below in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, tree, seen) for item in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
+    def look_up(path: str) -> Any:
+        if path in seen:
+            raise ConfigError(f"These keys refer to each other in a circle: {' -> '.join([*seen, path])}.")
+        at: Any = tree
+        for part in path.split("."):
+            if not isinstance(at, dict) or part not in at:
+                raise ConfigError(f"{value!r} refers to {path}, which does not exist.")
+            at = at[part]
+        return _resolve(at, tree, (*seen, path))
+
+    whole = _WHOLE.match(value)
+    return look_up(whole[1]) if whole else _INSIDE.sub(lambda match: str(look_up(match[1])), value)

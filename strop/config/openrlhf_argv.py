@@ -1,0 +1,175 @@
+"""Reads an OpenRLHF command: launcher, trainer, flags of any generation. Knows nothing about what flags mean."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.config.openrlhf_table import Row, names_of, read_words
+from strop.registry import did_you_mean
+
+TRAINERS = {"train_ppo": "ppo", "train_ppo_ray": "ppo", "train_sft": "sft", "train_rm": "rm", "train_dpo": "dpo"}
+REMOVED = {
+    "train_kto": "KTO",
+    "train_prm": "process reward models",
+    "train_kd": "distillation",
+    "batch_inference": "batch inference (see `strop generate`)",
+    "interactive_chat": "interactive chat",
+}
+_ENTRY = re.compile(r"(?:.*[./])?(train_\w+|batch_inference|interactive_chat)(?:\.py)?")
+_GPUS = ("num_gpus", "nproc_per_node")
+_NODES = ("num_nodes", "nnodes")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A flag as it was typed."""
+
+    value: Any
+    spelled: str
+
+    @property
+    def shown(self) -> str:
+        """The value for people."""
+        if self.value is True:
+            return ""
+        return " ".join(map(str, self.value)) if isinstance(self.value, list) else str(self.value)
+
+
+@dataclass
+class Command:
+    """A command that was understood."""
+
+    verb: str
+    trainer: str
+    generation: int  # 1: single-node train_ppo of 2024; 2: flat names; 3: dotted names
+    given: dict[str, Given]
+    launcher: list[str]
+    gpus: int | None = None  # what a launcher says; Ray commands say it with flags
+    nodes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_command(argv: list[str]) -> Command:
+    words = _words(argv)
+    launcher, trainer, rest = _split_entry(words)
+    verb = TRAINERS[trainer]
+    notes: list[str] = []
+    given = _read_flags(rest, verb, notes)
+    generation = _generation(trainer, verb, given, notes)
+    command = Command(verb, trainer, generation, given, launcher, notes=notes)
+    if "ray" not in launcher:
+        command.gpus, command.nodes = _launched(launcher, _GPUS), _launched(launcher, _NODES)
+        if command.gpus is None:
+            command.gpus = _included(launcher)
+    return command
+
+
+def _words(argv: list[str]) -> list[str]:
+    """Argument words. A whole command in one string (a script, with continuations and comments) is split as a shell would."""
+    if len(argv) == 1 and re.search(r"\s", argv[0]):
+        lines = [line for line in argv[0].replace("\\\r\n", "\\\n").split("\n") if not line.lstrip().startswith("#")]
+        try:
+            argv = shlex.split("\n".join(lines).replace("\\\n", " "))
+        except ValueError as error:
+            raise ValueError(f"The command cannot be split into words: {error}. Check its quotes.") from None
+    return [word for word in argv if word.strip() not in ("", "\\") or word == ""]
+
+
+def _split_entry(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """What stands before the trainer's name, the name, and its arguments."""
+    start = words.index("--") + 1 if "--" in words else 0
+    for at in range(start, len(words)):
+        found = _ENTRY.fullmatch(words[at].strip())
+        if found is None:
+            continue
+        name = found[1]
+        if name in REMOVED:
+            raise ValueError(f"{name} ({REMOVED[name]}) was removed from OpenRLHF and has no converter. Known: {_known()}.")
+        if name in TRAINERS:
+            return words[:at], name, words[at + 1 :]
+        raise ValueError(f"Unknown OpenRLHF trainer {name!r}.{did_you_mean(name, TRAINERS)} Known: {_known()}.")
+    raise ValueError(
+        f"No OpenRLHF trainer in the command. Start it with one of {_known()}, for instance "
+        "`train_ppo_ray --pretrain ...` or `python3 -m openrlhf.cli.train_sft ...`."
+    )
+
+
+def _known() -> str:
+    return ", ".join(TRAINERS)
+
+
+def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Given]:
+    given: dict[str, Given] = {}
+    at = 0
+    while at < len(words):
+        if not words[at].startswith("--"):
+            raise ValueError(
+                f"{words[at][:60]!r} belongs to no flag. A switch takes no value; a value with spaces needs quotes."
+            )
+        name, equals, attached = words[at][2:].partition("=")
+        rows = names_of(verb).get(name)
+        if rows is None:
+            raise ValueError(f"Unknown flag --{name} of OpenRLHF's {verb} trainer.{did_you_mean(name, names_of(verb))}")
+        end = at + 1
+        while end < len(words) and not words[end].startswith("--"):
+            end += 1
+        values = ([attached] if equals else []) + words[at + 1 : end]
+        _check_count(rows[0], name, values)
+        if rows[0].id in given:
+            notes.append(f"--{name} is given more than once; the last one counts.")
+        for row in rows:
+            given[row.id] = Given(read_words(row, values), f"--{name}")
+        at = end
+    return given
+
+
+def _check_count(row: Row, name: str, values: list[str]) -> None:
+    wanted = {"switch": 0, "pair": 2, "words": None}.get(row.type, 1)
+    if wanted is None or len(values) == wanted:
+        return
+    if wanted == 0:
+        raise ValueError(f"--{name} is a switch and takes no value, but {values[0][:60]!r} follows it. Leave that out.")
+    if len(values) < wanted:
+        raise ValueError(
+            f"--{name} needs {'two numbers' if wanted == 2 else 'a value'}, but {len(values) or 'none'} follows it."
+        )
+    raise ValueError(
+        f"--{name} takes {wanted} value{'s' * (wanted > 1)}, but {' '.join(values)[:60]!r} follows it. Add quotes?"
+    )
+
+
+def _generation(trainer: str, verb: str, given: dict[str, Given], notes: list[str]) -> int:
+    names = names_of(verb)
+    dotted = {flag.spelled for flag in given.values() if "." in flag.spelled}
+    flat = {flag.spelled for flag in given.values() if all(row.flag != flag.spelled[2:] for row in names[flag.spelled[2:]])}
+    if dotted:
+        if flat:
+            notes.append(
+                f"Old and new flag names are mixed ({min(flat)}, {min(dotted)}); OpenRLHF would refuse, both are read here."
+            )
+        return 3
+    later = any(row.only_later for flag in given.values() for row in names[flag.spelled[2:]])
+    if trainer == "train_ppo" and not later:
+        return 1
+    return 2 if flat or trainer == "train_ppo" else 3
+
+
+def _launched(launcher: list[str], names: tuple[str, ...]) -> int | None:
+    """A whole number that the launcher was given as `--name 8` or `--name=8`."""
+    for at, word in enumerate(launcher):
+        name, equals, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_") in names and name.startswith("-"):
+            value = value if equals else (launcher[at + 1] if at + 1 < len(launcher) else "")
+            return int(value) if value.isascii() and value.isdecimal() and int(value[:9]) > 0 else None
+    return None
+
+
+def _included(launcher: list[str]) -> int | None:
+    """GPUs of DeepSpeed's `--include localhost:0,1,2,3`."""
+    for at, word in enumerate(launcher[:-1]):
+        if word in ("--include", "-i") and launcher[at + 1].count(":") == 1:
+            return len([gpu for gpu in launcher[at + 1].split(":")[1].split(",") if gpu])
+    return None

@@ -1,0 +1,361 @@
+"""Rules between keys. Each finding says what clashes, with the values, and what to set.
+
+An *error* stops a run before it starts; a *warning* says that something probably does not do what was meant.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strop.catalog import ADVANTAGES
+from strop.config.arithmetic import plan_ppo
+from strop.config.compose import Loaded
+from strop.config.objective import has_critic, has_reference, needs, objective
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: str  # "error" or "warning"
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+Findings = Iterator[Finding]
+
+
+def error(key: str, message: str) -> Finding:
+    return Finding("error", key, message)
+
+
+def warning(key: str, message: str) -> Finding:
+    return Finding("warning", key, message)
+
+
+def check(loaded: Loaded) -> list[Finding]:
+    """Every rule that applies to this kind of configuration."""
+    return [finding for rule in RULES[loaded.root] for finding in rule(loaded.config, loaded)]
+
+
+def around(value: int, divisor: int) -> str:
+    """The nearest multiples of `divisor` on both sides of `value`."""
+    below, above = value // divisor * divisor, -(-value // divisor) * divisor
+    return " or ".join(str(v) for v in dict.fromkeys((below, above)) if v > 0)
+
+
+def inputs(config: Any, loaded: Loaded) -> Findings:
+    if config.actor_rollout_ref.model.path is None:
+        yield error("actor_rollout_ref.model.path", "not set. Name the model to train: a folder, a hub name or a .gguf file.")
+    if not config.data.train_files:
+        yield error("data.train_files", "not set. Name one or more parquet, json or jsonl files (`strop data` makes some).")
+    if config.trainer.val_only and not config.data.val_files:
+        yield error("data.val_files", "trainer.val_only=true needs files to validate on.")
+    reward = config.reward_model
+    if reward.enable and not (reward.model.path or reward.remote_url):
+        yield error(
+            "reward_model.model.path", "reward_model.enable=true needs reward_model.model.path or reward_model.remote_url."
+        )
+    for section in ("data.custom_cls",):
+        own = config.data.custom_cls
+        if (own.path is None) != (own.name is None):
+            yield error(section, f"path={own.path!r} and name={own.name!r}: set both or neither.")
+
+
+def batches(config: Any, loaded: Loaded) -> Findings:
+    actor, trainer = config.actor_rollout_ref.actor, config.trainer
+    devices = trainer.nnodes * trainer.n_gpus_per_node
+    sp, tp = actor.ulysses_sequence_parallel_size, actor.tensor_parallel_size
+    if devices % (sp * tp):
+        yield error(
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            f"{devices} devices (nnodes {trainer.nnodes} x n_gpus_per_node {trainer.n_gpus_per_node}) cannot be divided into "
+            f"groups of {sp} (sequence) x {tp} (tensor). Use {around(devices, sp * tp)} devices, or sizes that divide {devices}.",
+        )
+        return
+    prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    sections = [("actor_rollout_ref.actor", actor, "actor")]
+    if has_critic(config):
+        sections.append(("critic", config.critic, "critic"))
+    for path, section, role in sections:
+        mini = section.ppo_mini_batch_size
+        if mini > prompts:
+            yield error(
+                f"{path}.ppo_mini_batch_size",
+                f"{mini} prompts per update, but a step has only data.train_batch_size={prompts}. "
+                f"Set it to {prompts} (one update per step) or to a divisor of {prompts}.",
+            )
+            continue
+        if prompts % mini:
+            yield warning(
+                f"{path}.ppo_mini_batch_size",
+                f"{mini} does not divide data.train_batch_size={prompts}: the last update of a step has {prompts % mini} prompts. "
+                f"data.train_batch_size={around(prompts, mini)} would be even.",
+            )
+        plan = plan_ppo(config, role=role)
+        if (mini * n) % plan.data_parallel:
+            yield error(
+                f"{path}.ppo_mini_batch_size",
+                f"{mini} prompts x rollout.n {n} = {mini * n} sequences cannot be shared by {plan.data_parallel} ranks. "
+                f"Set it to {_mini_near(mini, n, plan.data_parallel)}.",
+            )
+        yield from _micro(path, section, plan.data_parallel, plan.sequences_per_device)
+        if section.use_dynamic_bsz:
+            longest = config.data.max_prompt_length + config.data.max_response_length
+            budget = section.ppo_max_token_len_per_gpu * sp
+            if budget < longest:
+                yield error(
+                    f"{path}.ppo_max_token_len_per_gpu",
+                    f"{section.ppo_max_token_len_per_gpu} tokens (x {sp} by sequence parallelism) cannot hold one sequence of "
+                    f"max_prompt_length + max_response_length = {longest}. Set at least {-(-longest // sp)}.",
+                )
+
+
+def _mini_near(mini: int, n: int, ranks: int) -> str:
+    good = [m for m in range(max(1, mini - ranks), mini + ranks + 1) if (m * n) % ranks == 0]
+    below, above = [m for m in good if m < mini], [m for m in good if m > mini]
+    return " or ".join(str(m) for m in (below[-1:] + above[:1]))
+
+
+def _micro(path: str, section: Any, ranks: int, local: int) -> Findings:
+    old, new = section.ppo_micro_batch_size, section.ppo_micro_batch_size_per_gpu
+    if old is not None and new is not None:
+        yield error(
+            f"{path}.ppo_micro_batch_size",
+            f"set together with ppo_micro_batch_size_per_gpu ({old} over all devices, {new} per device). Keep only the latter.",
+        )
+    elif old is not None and old % ranks:
+        yield error(
+            f"{path}.ppo_micro_batch_size",
+            f"{old} sequences over all devices cannot be shared by {ranks} ranks. Set {around(old, ranks)}, or better "
+            f"ppo_micro_batch_size_per_gpu={max(1, old // ranks)}.",
+        )
+    if new is not None and not section.use_dynamic_bsz and new < local and local % new:
+        yield warning(
+            f"{path}.ppo_micro_batch_size_per_gpu",
+            f"{new} does not divide the {local} sequences of an update per device: the last micro-batch has {local % new}. "
+            "The result is the same; a divisor is a little faster.",
+        )
+
+
+def sampling(config: Any, loaded: Loaded) -> Findings:
+    rollout, n = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.n
+    greedy = rollout.temperature == 0 or not rollout.do_sample
+    if greedy and n > 1:
+        yield error(
+            "actor_rollout_ref.rollout.n",
+            f"{n} samples per prompt with temperature={rollout.temperature:g} and do_sample={str(rollout.do_sample).lower()} "
+            "would all be the same. Set temperature above 0 and do_sample=true.",
+        )
+    val = rollout.val_kwargs
+    if val.temperature == 0 and (val.n > 1 or val.do_sample):
+        yield warning(
+            "actor_rollout_ref.rollout.val_kwargs",
+            f"temperature=0 is greedy, so n={val.n} and do_sample={str(val.do_sample).lower()} change nothing. "
+            "Set val_kwargs.temperature to sample.",
+        )
+    if val.temperature > 0 and not val.do_sample and "actor_rollout_ref.rollout.val_kwargs.do_sample" in loaded.set_by_user:
+        yield warning(
+            "actor_rollout_ref.rollout.val_kwargs.do_sample",
+            f"false, but val_kwargs.temperature={val.temperature:g} samples all the same. Set the temperature to 0 for greedy.",
+        )
+    longest = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield warning(
+            "actor_rollout_ref.rollout.max_model_len",
+            f"{rollout.max_model_len} is less than prompt_length + response_length = {longest}: long prompts get shorter responses.",
+        )
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if devices % size:
+        yield error(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"{devices} devices cannot be divided into engines of {size}. Set a divisor of {devices}.",
+        )
+    if rollout.expert_parallel_size > 1 and rollout.expert_parallel_size != size:
+        yield error(
+            "actor_rollout_ref.rollout.expert_parallel_size",
+            f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = {size}.",
+        )
+    if rollout.name in ("vllm", "sglang") and importlib.util.find_spec(rollout.name) is None:
+        if rollout.strict:
+            yield error(
+                "actor_rollout_ref.rollout.name",
+                f"{rollout.name} is not installed and rollout.strict=true. pip install 'strop[{rollout.name}]', or name=native.",
+            )
+        else:
+            yield warning(
+                "actor_rollout_ref.rollout.name",
+                f"{rollout.name} is not installed; the native engine samples instead (rollout.strict=true would refuse).",
+            )
+
+
+def estimators(config: Any, loaded: Loaded) -> Findings:
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    name = algorithm.adv_estimator
+    facts = ADVANTAGES.entry(name).facts
+    if n < facts["min_group"]:
+        yield error(
+            "actor_rollout_ref.rollout.n",
+            f"{name} compares the samples of one prompt and needs at least {facts['min_group']}, got n={n}. Set rollout.n=8, say.",
+        )
+    elif n == 1 and "group" in facts["needs"]:
+        yield warning(
+            "actor_rollout_ref.rollout.n",
+            f"{name} compares the samples of one prompt, but n=1: there is no baseline. Set rollout.n=8, say.",
+        )
+    if config.critic.enable is False and "values" in needs(config):
+        yield error(
+            "critic.enable", f"false, but {name} needs values. Leave it unset, or choose grpo, rloo, reinforce_plus_plus ..."
+        )
+    if not has_critic(config):
+        said = [path for path in loaded.set_by_user if path.startswith("critic.")]
+        if said:
+            yield warning(said[0], f"no effect: {name} needs no critic (so do {len(said) - 1} more critic.* keys).")
+    groups = algorithm.filter_groups
+    if groups.enable and n == 1:
+        yield error(
+            "algorithm.filter_groups.enable", "dynamic sampling compares the samples of one prompt; set rollout.n above 1."
+        )
+    for key, pair in (
+        ("algorithm.filter_groups.range", groups.range),
+        ("reward_model.clip_range", config.reward_model.clip_range),
+    ):
+        if pair is not None and (len(pair) != 2 or pair[0] >= pair[1]):
+            yield error(key, f"expected [low, high] with low < high, got {pair}.")
+    correction = algorithm.rollout_correction
+    if (correction.rollout_is or correction.rollout_rs or correction.bypass_mode) and not (
+        config.actor_rollout_ref.rollout.calculate_log_probs
+    ):
+        yield error(
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            "false, but algorithm.rollout_correction compares with the engine's log-probs. Set it to true.",
+        )
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        yield error("algorithm.rollout_correction.rollout_rs_threshold", f"rollout_rs={correction.rollout_rs!r} needs bounds.")
+
+
+def inert_values(config: Any, loaded: Loaded) -> Findings:
+    """Values that were set but that another setting switches off."""
+    said, actor, algorithm = loaded.set_by_user, config.actor_rollout_ref.actor, config.algorithm
+    path = "actor_rollout_ref.actor"
+    given = [f"{path}.clip_ratio_{side}" for side in ("low", "high") if said.get(f"{path}.clip_ratio_{side}") is not None]
+    if f"{path}.clip_ratio" in said and len(given) == 2:
+        low, high = actor.clip_ratio_low, actor.clip_ratio_high
+        if not low == high == actor.clip_ratio:
+            yield warning(
+                f"{path}.clip_ratio",
+                f"{actor.clip_ratio:g} has no effect: clip_ratio_low={low:g} and clip_ratio_high={high:g} are set. Remove them to use it.",
+            )
+    if not algorithm.use_kl_in_reward:
+        for key in sorted(k for k in said if k.startswith("algorithm.kl_ctrl.") or k == "algorithm.kl_penalty"):
+            yield warning(key, f"{said[key]} has no effect without algorithm.use_kl_in_reward=true.")
+    if not actor.use_kl_loss:
+        for key in (f"{path}.kl_loss_coef", f"{path}.kl_loss_type"):
+            if key in said:
+                yield warning(key, f"{said[key]} has no effect without {path}.use_kl_loss=true.")
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield warning("algorithm.use_kl_in_reward", f"the KL acts twice, in the reward and in the loss: {objective(config)}.")
+    if config.actor_rollout_ref.model.lora_rank and has_reference(config) and config.actor_rollout_ref.ref.model:
+        yield warning(
+            "actor_rollout_ref.ref.model", "with LoRA the reference is the actor without adapters; this section is not read."
+        )
+
+
+def run(config: Any, loaded: Loaded) -> Findings:
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    if actor.strategy == "megatron":
+        yield error("actor_rollout_ref.actor.strategy", "the Megatron backend is not there yet. Use fsdp (FSDP2), or single.")
+    if trainer.resume_mode == "resume_path":
+        path = trainer.resume_from_path
+        if not path or "global_step_" not in path:
+            yield error(
+                "trainer.resume_from_path", f"trainer.resume_mode=resume_path needs a global_step_N folder, got {path!r}."
+            )
+    elif trainer.resume_from_path and "trainer.resume_mode" not in loaded.set_by_user:
+        yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
+    if trainer.save_freq <= 0:
+        yield warning("trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end.")
+    if trainer.device == "npu":
+        yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
+    for section in ("actor_rollout_ref.actor", "critic"):
+        optim = (actor if section != "critic" else config.critic).optim
+        yield from betas(f"{section}.optim.betas", optim.betas)
+    for section, model, size in (
+        ("actor_rollout_ref", config.actor_rollout_ref.model, actor.ulysses_sequence_parallel_size),
+        ("critic", config.critic.model, config.critic.ulysses_sequence_parallel_size),
+    ):
+        if size > 1 and not model.use_remove_padding:
+            yield error(
+                f"{section}.model.use_remove_padding", f"false, but sequence parallelism of {size} needs packed sequences."
+            )
+
+
+def betas(key: str, values: list[float]) -> Findings:
+    if len(values) != 2 or not all(0 <= b < 1 for b in values):
+        yield error(key, f"expected two numbers in [0, 1), got {values}.")
+
+
+def supervised(config: Any, loaded: Loaded) -> Findings:
+    if config.model.path is None:
+        yield error("model.path", "not set. Name the model to train: a folder, a hub name or a .gguf file.")
+    if not config.data.train_files:
+        yield error("data.train_files", "not set. Name one or more parquet, json or jsonl files.")
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    sp = config.ulysses_sequence_parallel_size
+    if devices % sp:
+        yield error("ulysses_sequence_parallel_size", f"{sp} does not divide the {devices} devices.")
+    elif config.data.train_batch_size % (devices // sp):
+        ranks = devices // sp
+        yield error(
+            "data.train_batch_size",
+            f"{config.data.train_batch_size} rows cannot be shared by {ranks} ranks. "
+            f"Set {around(config.data.train_batch_size, ranks)}.",
+        )
+    if config.data.use_dynamic_bsz and config.data.max_token_len_per_gpu * sp < config.data.max_length:
+        yield error(
+            "data.max_token_len_per_gpu",
+            f"{config.data.max_token_len_per_gpu} tokens cannot hold a row of data.max_length={config.data.max_length}.",
+        )
+    if config.model.strategy == "megatron":
+        yield error("model.strategy", "the Megatron backend is not there yet. Use fsdp2.")
+    for key in ("save_freq", "test_freq"):
+        value = getattr(config.trainer, key)
+        if isinstance(value, str) and value != "after_each_epoch":
+            yield error(f"trainer.{key}", f"expected a number of steps or after_each_epoch, got {value!r}.")
+    yield from betas("optim.betas", config.optim.betas)
+
+
+def generation(config: Any, loaded: Loaded) -> Findings:
+    for key, value in (
+        ("model.path", config.model.path),
+        ("data.path", config.data.path),
+        ("data.output_path", config.data.output_path),
+    ):
+        if not value:
+            yield error(key, "not set.")
+    if config.rollout.temperature == 0 and config.data.n_samples > 1:
+        yield error(
+            "data.n_samples", f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1."
+        )
+
+
+def evaluation(config: Any, loaded: Loaded) -> Findings:
+    if not config.data.path:
+        yield error("data.path", "not set. Name a parquet file with responses (`strop generate` makes one).")
+
+
+PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (inputs, batches, sampling, estimators, inert_values, run)
+RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
+    "ppo_trainer": PPO,
+    "ppo_megatron_trainer": PPO,
+    "sft_trainer": (supervised,),
+    "rm_trainer": (supervised,),
+    "dpo_trainer": (supervised,),
+    "generation": (generation,),
+    "evaluation": (evaluation,),
+}

@@ -1,0 +1,112 @@
+"""The `data` section of reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from strop.config.schema.fields import inert, link, section, setting
+
+
+@dataclass
+class CustomClass:
+    path: str | None = None
+    """Python file (or `pkg://module`) that defines a class of your own."""
+    name: str | None = None
+    """Name of that class in the file."""
+
+
+@dataclass
+class Sampler:
+    class_path: str | None = None
+    """Python file of your own sampler, for a curriculum; it gets `update(batch)` after each step."""
+    class_name: str | None = None
+    """Name of the sampler class in that file."""
+
+
+@dataclass
+class DataGen:
+    path: str | None = inert(None, "datasets that grow while training are not supported; use data.custom_cls")
+    """File of a data generator."""
+    name: str | None = inert(None, "datasets that grow while training are not supported; use data.custom_cls")
+    """Class of a data generator."""
+
+
+@dataclass
+class Data:
+    """What is learned from. Read by data/."""
+
+    train_files: str | list[str] | None = setting(None, openrlhf="data.prompt_dataset")
+    """Training rows: one path or a list; parquet, json or jsonl; local or any fsspec address (hdfs://, s3://)."""
+    val_files: str | list[str] | None = setting(None, openrlhf="eval.dataset")
+    """Validation rows, as train_files. Null: no validation."""
+    train_max_samples: int = setting(-1, at_least=-1, openrlhf="data.max_samples")
+    """Use at most this many training rows; drawn at random if shuffle is on, otherwise the first ones. -1: all."""
+    val_max_samples: int = setting(-1, at_least=-1)
+    """Use at most this many validation rows. -1: all."""
+    prompt_probs: list[float] | None = setting(None, openrlhf="data.prompt_probs")
+    """Mixture weights of the training files. Null: concatenate them."""
+    prompt_key: str = setting("prompt", openrlhf="data.input_key")
+    """Column with the prompt: chat messages, or plain text that becomes one user message."""
+    label_key: str | None = setting(None, openrlhf="data.label_key")
+    """Column with the answer, for files without a reward_model column."""
+    input_template: str | None = setting(None, openrlhf="data.input_template")
+    """Python format string with {} that wraps a plain-text prompt."""
+    apply_chat_template: bool = setting(True, openrlhf="data.apply_chat_template")
+    """Render prompts with the tokenizer's chat template. False: the text as it stands."""
+    reward_fn_key: str = setting("data_source")
+    """Column that chooses the scorer."""
+    max_prompt_length: int = setting(512, at_least=1, openrlhf="prompt_max_len")
+    """Longest prompt, in tokens after the chat template."""
+    max_response_length: int = setting(512, at_least=1, openrlhf="rollout.max_new_tokens")
+    """Longest response, in tokens; over all turns for agents."""
+    train_batch_size: int = setting(1024, at_least=1, openrlhf="rollout.batch_size")
+    """PROMPTS per training step; rollout.n responses are sampled for each."""
+    gen_batch_size: int | None = setting(None, at_least=1, openrlhf="rollout.vllm_generate_batch_size")
+    """Prompts drawn at a time when groups are filtered (dynamic sampling). Null: train_batch_size."""
+    val_batch_size: int | None = setting(None, at_least=1)
+    """Validation prompts per call of the engine. Null: all at once."""
+    shuffle: bool = setting(True)
+    """Draw training rows in random order, anew each epoch."""
+    validation_shuffle: bool = setting(False)
+    """Shuffle validation rows too."""
+    seed: int | None = link("trainer.seed", openrlhf="train.seed")
+    """Seed of the order of rows."""
+    filter_overlong_prompts: bool = setting(False)
+    """Drop rows whose prompt is longer than max_prompt_length instead of applying `truncation`."""
+    filter_overlong_prompts_workers: int = setting(1, at_least=1)
+    """Processes that measure prompts for that filter."""
+    truncation: str = setting("error", choices=("error", "left", "right", "middle"))
+    """What happens to a prompt over the limit: error, keep its end (left), its beginning (right), or both ends (middle)."""
+    dataloader_num_workers: int = setting(0, at_least=0, openrlhf="data.dataloader_num_workers")
+    """Processes that render prompts ahead of the loop. 0: in the main process."""
+    image_key: str = setting("images", openrlhf="data.image_key")
+    """Column with images."""
+    video_key: str = setting("videos")
+    """Column with videos."""
+    image_patch_size: int = inert(14, "the model's own processor knows its patch size")
+    """Side of a vision patch."""
+    tool_config_path: str | None = link("actor_rollout_ref.rollout.multi_turn.tool_config_path")
+    """Tools whose schemas count towards the prompt length."""
+    trust_remote_code: bool = link("actor_rollout_ref.model.trust_remote_code")
+    """Let the tokenizer run code from its own repository."""
+    apply_chat_template_kwargs: dict[str, Any] = setting({})
+    """Extra arguments of the chat template, for instance {enable_thinking: false}."""
+    custom_cls: CustomClass = section(CustomClass)
+    """A dataset class of your own."""
+    sampler: Sampler = section(Sampler)
+    """A sampler of your own."""
+    datagen: DataGen = section(DataGen)
+    """Data that is made while training."""
+    tokenizer: str | None = inert(None, "the tokenizer comes from actor_rollout_ref.model.tokenizer_path")
+    """Tokenizer path."""
+    use_shm: bool = inert(False, "files are read once; a copy in shared memory gains nothing")
+    """Stage files in shared memory."""
+    return_raw_input_ids: bool = inert(False, "a reward model with another template gets the messages themselves")
+    """Keep ids without chat template."""
+    return_raw_chat: bool = inert(True, "messages are always kept")
+    """Keep the chat messages."""
+    return_full_prompt: bool = inert(False, "the rendered prompt can always be decoded from its ids")
+    """Keep the rendered prompt text."""
+    return_multi_modal_inputs: bool = inert(True, "processor outputs are always kept")
+    """Keep processor outputs."""

@@ -1,0 +1,120 @@
+"""Generation and evaluation without training: generation and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.config.schema.actor import STRATEGIES
+from strop.config.schema.fields import inert, link, section, setting
+from strop.config.schema.model import _FUSED, Fsdp, Model
+from strop.config.schema.rollout import Rollout
+
+
+@dataclass
+class GenerationData:
+    """What to answer. Read by trainer/main_generation.py."""
+
+    path: str | None = None
+    """Rows with prompts."""
+    output_path: str | None = None
+    """Where they go, with a column `responses` added."""
+    prompt_key: str = "prompt"
+    """Column with the prompt."""
+    n_samples: int = setting(5, at_least=1)
+    """Responses per prompt."""
+    batch_size: int = setting(128, at_least=1)
+    """Prompts between two writes."""
+
+
+@dataclass
+class GenerationRollout(Rollout):
+    temperature: float = setting(1.0, at_least=0)
+    """Sampling temperature; 0 is greedy and needs n_samples 1."""
+    top_k: int = setting(50, at_least=-1)
+    """Sample from the k likeliest tokens; -1 or 0: all."""
+    top_p: float = setting(0.7, above=0, at_most=1)
+    """Sample from the smallest set of tokens with this probability."""
+    prompt_length: int = setting(1536, at_least=1)
+    """Longest prompt; a longer one keeps its end."""
+    response_length: int = setting(512, at_least=1)
+    """Longest response."""
+    log_prob_use_dynamic_bsz: bool = inert(False, "nothing is trained here")
+    """Training key."""
+    log_prob_max_token_len_per_gpu: int = inert(16384, "nothing is trained here")
+    """Training key."""
+    log_prob_micro_batch_size_per_gpu: int | None = inert(None, "nothing is trained here")
+    """Training key."""
+    log_prob_micro_batch_size: int | None = inert(None, "nothing is trained here")
+    """Training key."""
+
+
+@dataclass
+class GenerationTrainer:
+    """The machine. Read by trainer/main_generation.py."""
+
+    nnodes: int = setting(1, at_least=1)
+    """Machines."""
+    n_gpus_per_node: int = setting(1, at_least=1)
+    """Devices per machine."""
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
+    """auto: a GPU where there is one."""
+    runtime: str = setting("auto", choices=("auto", "local", "ray"))
+    """local: processes on this machine; ray: a cluster."""
+    seed: int = 1
+    """Seed of sampling."""
+
+
+@dataclass
+class GenerationActor:
+    """Sharding of the model that generates. Read by trainer/main_generation.py."""
+
+    strategy: str = setting("fsdp", choices=STRATEGIES)
+    """Backend that holds the weights."""
+    ulysses_sequence_parallel_size: int = inert(1, "nothing is trained here")
+    """Training key."""
+    entropy_from_logits_with_chunking: bool = inert(False, _FUSED)
+    """Training key."""
+    entropy_checkpointing: bool = inert(False, _FUSED)
+    """Training key."""
+    fsdp_config: Fsdp = section(Fsdp)
+    """Precision and sharding."""
+
+
+@dataclass
+class EvaluationData:
+    """What to score. Read by trainer/main_eval.py."""
+
+    path: str | list[str] | None = None
+    """Rows with responses."""
+    prompt_key: str = "prompt"
+    """Column with the prompt."""
+    response_key: str = "responses"
+    """Column with the list of responses."""
+    data_source_key: str = "data_source"
+    """Column that chooses the scorer and groups the results."""
+    reward_model_key: str = "reward_model"
+    """Column with the ground truth."""
+    output_path: str | None = None
+    """JSON file for the results."""
+
+
+@dataclass
+class EvaluationSettings:
+    """How scores are summed up. Read by trainer/main_eval.py."""
+
+    num_workers: int = setting(2, at_least=1)
+    """Processes that score."""
+    timeout: float = setting(30.0, above=0)
+    """Seconds per response."""
+    bootstrap: int = setting(1000, at_least=0)
+    """Draws for confidence intervals."""
+    seed: int = 42
+    """Seed of those draws."""
+
+
+@dataclass
+class GenerationModel(Model):
+    path: str | None = None
+    """Hugging Face folder, hub name, .gguf file, or `smollm2-135m`."""
+    tokenizer_path: str | None = link("model.path")
+    """Folder of the tokenizer when it is not beside the weights."""

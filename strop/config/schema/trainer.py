@@ -1,0 +1,188 @@
+"""The `trainer` section and what belongs to the machine: Ray and profiling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from strop.config.schema.fields import inert, section, setting
+from strop.config.schema.model import TorchMemoryTool
+
+
+@dataclass
+class AsyncTraining:
+    """Generation and training side by side. Read by trainer/collect.py."""
+
+    enable: bool = setting(False, openrlhf="train.async_enable")
+    """Let rollouts run ahead of training."""
+    queue_size: int = setting(1, at_least=1, openrlhf="train.async_queue_size")
+    """Batches that may be in flight."""
+    staleness_threshold: float = setting(0.0, at_least=0)
+    """Share of samples that may come from older weights."""
+    max_policy_age: int = setting(1, at_least=0)
+    """Weights versions a sample may be old. 0 is the synchronous loop, bit for bit."""
+    partial_rollout: bool = setting(False, openrlhf="train.partial_rollout_enable")
+    """Let requests go on over a weight update."""
+    trigger_parameter_sync_step: int = setting(1, at_least=1)
+    """Updates between two weight updates of the engines."""
+    require_batches: int = setting(1, at_least=1)
+    """Mini-batches that must be complete before an update starts."""
+    use_rollout_log_probs: bool = setting(True)
+    """Take the engine's log-probs as the old ones."""
+    compute_prox_log_prob: bool = setting(False)
+    """Recompute log-probs before the update (decoupled PPO)."""
+
+
+@dataclass
+class Trainer:
+    """The run: how long, where it reports, what it keeps. Read by trainer/ and run/."""
+
+    total_epochs: int = setting(30, at_least=1, openrlhf="train.num_episodes")
+    """Passes over the training rows."""
+    total_training_steps: int | None = setting(None, at_least=1)
+    """Stop after this many steps instead."""
+    project_name: str = setting("strop", openrlhf="logger.wandb.project")
+    """Name of the project in trackers and paths."""
+    experiment_name: str = setting("default", openrlhf="logger.wandb.run_name")
+    """Name of the run in trackers and paths."""
+    logger: str | list[str] = setting(["console", "file"])
+    """Where metrics go: console, file (jsonl), csv, tensorboard, wandb, swanlab, mlflow, trackio."""
+    log_val_generations: int = setting(0, at_least=0)
+    """Validation samples sent to trackers each time."""
+    rollout_data_dir: str | None = None
+    """Folder for a jsonl dump of every training rollout."""
+    validation_data_dir: str | None = None
+    """Folder for a jsonl dump of every validation rollout."""
+    seed: int = setting(1, openrlhf="train.seed")
+    """Seeds everything: order of rows, sampling, initial heads, shuffles."""
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
+    """auto: a GPU where there is one."""
+    runtime: str = setting("auto", choices=("auto", "local", "ray"))
+    """local: processes on this machine; ray: a cluster; auto: ray when nnodes > 1."""
+    nnodes: int = setting(1, at_least=1, openrlhf="actor.num_nodes")
+    """Machines."""
+    n_gpus_per_node: int = setting(1, at_least=1, openrlhf="actor.num_gpus_per_node")
+    """Devices per machine (processes, on CPUs)."""
+    save_freq: int = setting(-1, openrlhf="ckpt.save_steps")
+    """Save every so many STEPS, and at the end. 0 or less: never."""
+    test_freq: int = setting(-1, openrlhf="eval.steps")
+    """Validate every so many STEPS, and at the end. 0 or less: only before training."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and stop."""
+    critic_warmup: int = setting(0, at_least=0, openrlhf="critic.freezing_steps + 2")
+    """The actor is first updated in this step; earlier steps train the critic alone."""
+    balance_batch: bool = True
+    """Spread long and short sequences evenly over devices."""
+    default_local_dir: str = setting("checkpoints/${trainer.project_name}/${trainer.experiment_name}", openrlhf="ckpt.path")
+    """Folder of the run: checkpoints, metrics, samples."""
+    default_hdfs_dir: str | None = None
+    """Any fsspec address to which checkpoints are copied."""
+    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), openrlhf="ckpt.load_enable")
+    """auto: go on from the latest checkpoint in default_local_dir, if any; disable; resume_path: from resume_from_path."""
+    resume_from_path: str | None = None
+    """A global_step_N folder."""
+    max_actor_ckpt_to_keep: int | None = setting(None, at_least=1, openrlhf="ckpt.max_num")
+    """Checkpoints of the actor to keep. Null: all."""
+    max_critic_ckpt_to_keep: int | None = setting(None, at_least=1)
+    """Checkpoints of the critic to keep. Null: all."""
+    max_ckpt_mem_gb: float | None = setting(None, above=0, openrlhf="ckpt.max_mem")
+    """Delete the oldest checkpoints beyond this size."""
+    best_metric: str | None = setting(None, openrlhf="ckpt.best_metric_key")
+    """Never delete the checkpoint that is best by this validation metric."""
+    remove_previous_ckpt_in_save: bool = False
+    """Keep only the newest checkpoint."""
+    del_local_ckpt_after_load: bool = False
+    """Delete a checkpoint once it is loaded."""
+    esi_redundant_time: float = setting(0, at_least=0)
+    """Seconds to spare when a rented machine's end is near and a checkpoint is due."""
+    enable_ema: bool = setting(False, openrlhf="train.enable_ema")
+    """Keep an exponential average of the actor's weights, saved beside it."""
+    ema_beta: float = setting(0.992, at_least=0, at_most=1, openrlhf="train.ema_beta")
+    """Weight of the past in that average."""
+    async_training: AsyncTraining = section(AsyncTraining)
+    """Rollouts that run ahead."""
+    max_restarts: int = setting(0, at_least=0)
+    """Times a run restarts by itself from the last checkpoint after a worker died."""
+    ray_wait_register_center_timeout: int = setting(300, at_least=1)
+    """Seconds to wait for the cluster's resources."""
+    record_steps: list[int] | None = None
+    """Steps stored whole, for `strop replay`."""
+    wandb_proxy: str | None = None
+    """Proxy for wandb alone."""
+    npu_profile: dict[str, Any] = inert({}, "Ascend devices are not supported")
+    """Ascend profiler."""
+    use_legacy_worker_impl: str = inert("auto", "there is one implementation, with exact global loss denominators")
+    """Which of two worker implementations."""
+
+
+@dataclass
+class RayKwargs:
+    """Ray itself. Read by runtime/ray.py."""
+
+    ray_init: dict[str, Any] = setting({"num_cpus": None})
+    """Arguments of ray.init: num_cpus, address, runtime_env ..."""
+    timeline_json_file: str | None = None
+    """Write Ray's timeline here when the run ends."""
+
+
+@dataclass
+class NsysGlobal:
+    discrete: bool = False
+    """One capture per phase."""
+    controller_nsight_options: dict[str, Any] = setting(
+        {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+    )
+    """nsys options of the driver."""
+    worker_nsight_options: dict[str, Any] = setting(
+        {
+            "trace": "cuda,nvtx,cublas,ucx",
+            "cuda-memory-usage": "true",
+            "cuda-graph-trace": "graph",
+            "capture-range": "cudaProfilerApi",
+            "capture-range-end": None,
+            "kill": "none",
+        }
+    )
+    """nsys options of the workers."""
+
+
+@dataclass
+class TorchMemoryGlobal(TorchMemoryTool):
+    context: str = "all"
+    """Which allocations keep a stack."""
+    stacks: str = "all"
+    """Python stacks, C++ stacks or both."""
+    kw_args: dict[str, Any] = setting({})
+    """Further arguments of the recorder."""
+
+
+@dataclass
+class GlobalToolConfig:
+    nsys: NsysGlobal = section(NsysGlobal)
+    """Nsight Systems."""
+    torch_memory: TorchMemoryGlobal = section(TorchMemoryGlobal)
+    """Allocator snapshots."""
+
+
+@dataclass
+class GlobalProfiler:
+    """Which tool profiles which steps. Read by run/profile.py."""
+
+    tool: str | None = setting(None, choices=(None, "nsys", "npu", "torch", "torch_memory"))
+    """Tool."""
+    steps: list[int] | None = None
+    """Steps to profile."""
+    profile_continuous_steps: bool = False
+    """Neighbouring steps share one capture."""
+    save_path: str = "outputs/profile"
+    """Where traces go."""
+    global_tool_config: GlobalToolConfig = section(GlobalToolConfig)
+    """Settings per tool."""
+
+
+@dataclass
+class TransferQueue:
+    enable: bool = inert(False, "batches already stay out of the driver")
+    """Separate data plane."""
