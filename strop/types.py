@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,198 @@ class Prompt:
     """Which agent loop answers; None: the configured default."""
     images: list[Any] = field(default_factory=list)
     """Images in the order of their placeholders."""
+
+
+@dataclass
+class Trajectory:
+    """One answer to a prompt: everything that stands after the prompt, token by token.
+
+    Example (a tool was called once): response=[9, 4, 2, 77, 78, 5, 2], mask=[1, 1, 1, 0, 0, 1, 1]
+    """
+
+    prompt: Prompt
+    group: int
+    """Which prompt of the step it answers; samples of one prompt share the number."""
+    response: list[int]
+    """Tokens after the prompt, tool and user turns included."""
+    mask: list[int]
+    """1 where the policy sampled the token, 0 where the environment wrote it."""
+    log_probs: list[float]
+    """The engine's log-prob of each sampled token at the sampling temperature; 0.0 where mask is 0."""
+    finish: str = "stop"
+    """stop | length | abort | error."""
+    version: int = 0
+    """Version of the weights that sampled it."""
+    num_turns: int = 2
+    """Turns of the conversation, the prompt's included."""
+    score: float | None = None
+    """The outcome reward; None when its scorer failed, which masks the trajectory."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """Rewards inside the response: position of the token -> reward."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Whatever the scorer or the agent loop reported beside the score."""
+
+    def __post_init__(self) -> None:
+        assert len(self.response) == len(self.mask) == len(self.log_probs), (
+            len(self.response),
+            len(self.mask),
+            len(self.log_probs),
+        )
+
+
+# Roles of a Batch's fields decide how they are cut, joined and padded.
+TOKENS, ROWS, LISTS = "tokens", "rows", "lists"
+
+
+def tokens() -> Any:
+    """[B, T]: one value per response token, zero-padded on the right to the longest response."""
+    return field(default=None, metadata={"role": TOKENS})
+
+
+def rows() -> Any:
+    """[B]: one value per sequence."""
+    return field(default=None, metadata={"role": ROWS})
+
+
+@dataclass
+class Batch:
+    """B sequences as the trainer sees them. A field that nobody needed stays None.
+
+    Response-aligned fields are [B, T], T the longest response: column t speaks of the t-th response token, and its log-prob or
+    value comes from the state *before* that token.
+    """
+
+    sequences: list[Tensor] = field(metadata={"role": LISTS})
+    """B tensors of token ids: prompt, then response; no padding."""
+    prompt_lengths: Tensor = field(metadata={"role": ROWS})
+    """Tokens of each prompt."""
+    mask: Tensor = field(metadata={"role": TOKENS})
+    """1 on tokens that are trained."""
+    groups: Tensor = rows()
+    """Which prompt each sequence answers."""
+    rollout_log_probs: Tensor | None = tokens()
+    """Log-probs the engine reported."""
+    old_log_probs: Tensor | None = tokens()
+    """Log-probs under the weights the step began with."""
+    ref_log_probs: Tensor | None = tokens()
+    """Log-probs under the reference."""
+    entropy: Tensor | None = tokens()
+    """Entropy under the weights the step began with."""
+    sum_pi_squared: Tensor | None = tokens()
+    """Sum of squared probabilities under those weights."""
+    values: Tensor | None = tokens()
+    """The critic's values."""
+    scores: Tensor | None = tokens()
+    """Rewards before any KL penalty, on the tokens they belong to."""
+    rewards: Tensor | None = tokens()
+    """Rewards after it."""
+    advantages: Tensor | None = tokens()
+    """Advantages."""
+    returns: Tensor | None = tokens()
+    """What the critic is fitted to."""
+    rollout_weights: Tensor | None = tokens()
+    """Importance weights of rollout correction."""
+    baselines: Tensor | None = rows()
+    """Score of the greedy answer to the same prompt."""
+    row_ids: Tensor | None = rows()
+    """Position in the step's first order, kept over reordering."""
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        import torch
+
+        return torch.tensor([len(s) for s in self.sequences]) - self.prompt_lengths.cpu()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, prompt included."""
+        return [len(sequence) for sequence in self.sequences]
+
+    def select(self, indices: Sequence[int] | Tensor) -> Batch:
+        """The rows at `indices`, in that order; columns that then hold only padding are cut away."""
+        import torch
+
+        index = torch.as_tensor(indices, dtype=torch.long)
+        picked = [int(i) for i in index]
+        width = max((len(self.sequences[i]) - int(self.prompt_lengths[i]) for i in picked), default=0)
+        changed: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            if f.metadata["role"] == LISTS:
+                changed[f.name] = [value[i] for i in picked]
+            else:
+                chosen = value[index.to(value.device)]
+                changed[f.name] = chosen[:, :width] if f.metadata["role"] == TOKENS else chosen
+        return dataclasses.replace(self, **changed)
+
+    def split(self, size: int) -> list[Batch]:
+        """Consecutive pieces of at most `size` rows."""
+        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+
+    @staticmethod
+    def concat(pieces: Sequence[Batch]) -> Batch:
+        """Pieces one after the other; a field must be there in all of them or in none."""
+        import torch
+
+        width = max(piece.mask.shape[1] for piece in pieces)
+        joined: dict[str, Any] = {}
+        for f in dataclasses.fields(Batch):
+            values = [getattr(piece, f.name) for piece in pieces]
+            there = [value is not None for value in values]
+            if not any(there):
+                continue
+            assert all(there), f"{f.name} is missing in some of the {len(pieces)} pieces"
+            if f.metadata["role"] == LISTS:
+                joined[f.name] = [item for value in values for item in value]
+            elif f.metadata["role"] == TOKENS:
+                joined[f.name] = torch.cat([pad_columns(value, width) for value in values])
+            else:
+                joined[f.name] = torch.cat(values)
+        return Batch(**joined)
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+
+def pad_columns(values: Tensor, width: int) -> Tensor:
+    """`values` [B, t] with zero columns added on the right up to `width`."""
+    from torch.nn.functional import pad
+
+    return pad(values, (0, width - values.shape[1])) if values.shape[1] < width else values
+
+
+def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
+    """Trajectories as tensors. The score stands on the last response token; failed ones (no score) are masked out whole."""
+    import torch
+
+    width = max((len(t.response) for t in trajectories), default=0)
+
+    def padded(lists: list[list[float]], dtype: Any) -> Tensor:
+        table = torch.zeros(len(lists), width, dtype=dtype)
+        for i, values in enumerate(lists):
+            table[i, : len(values)] = torch.tensor(values, dtype=dtype)
+        return table
+
+    scores = torch.zeros(len(trajectories), width)
+    for i, t in enumerate(trajectories):
+        if t.score is not None and t.response:
+            scores[i, len(t.response) - 1] += t.score
+        for position, reward in t.turn_rewards.items():
+            scores[i, position] += reward
+    failed = torch.tensor([t.score is None for t in trajectories])
+    mask = padded([t.mask for t in trajectories], torch.float32)  # type: ignore[misc]
+    mask[failed] = 0.0
+    return Batch(
+        sequences=[torch.tensor(t.prompt.ids + t.response, dtype=torch.long) for t in trajectories],
+        prompt_lengths=torch.tensor([len(t.prompt.ids) for t in trajectories]),
+        mask=mask,
+        groups=torch.tensor([t.group for t in trajectories]),
+        rollout_log_probs=padded([t.log_probs for t in trajectories], torch.float32),
+        scores=scores,
+        row_ids=torch.arange(len(trajectories)),
+    )

@@ -1,0 +1,1 @@
+"""How a model is trained. Every backend speaks the protocol of base.py."""

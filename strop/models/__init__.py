@@ -1,0 +1,1 @@
+"""Models: how they are built, and what they say about responses."""

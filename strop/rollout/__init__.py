@@ -1,0 +1,1 @@
+"""How tokens are sampled. Every engine speaks the protocol of base.py."""

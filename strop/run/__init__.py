@@ -1,0 +1,1 @@
+"""What accompanies a run: checkpoints, trackers."""

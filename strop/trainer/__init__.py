@@ -1,0 +1,1 @@
+"""Loops, and how a configuration becomes one."""
