@@ -4,8 +4,8 @@
     print(conversion.render())        # every setting with its reason, what has no equivalent, what else to know
     main(conversion.arguments())      # Hydra overrides
 
-A default of OpenRLHF that differs from ours is written out, so the converted run means the same. What each flag becomes is data:
-`openrlhf_flags.tsv`. Flags that decide together have a function in `openrlhf_rules.py` or `openrlhf_run_rules.py`.
+A default of OpenRLHF that differs from ours is written out, so the converted run means the same. What each flag becomes is
+data: `openrlhf_flags.tsv`. Flags that decide together have a function in `openrlhf_rules.py` or `openrlhf_run_rules.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strop.config.openrlhf_draft import Draft, Override
 from strop.config.openrlhf_render import block, hydra_argument, shell_word, with_comments
 from strop.config.openrlhf_rules import RULES
 from strop.config.openrlhf_run_rules import RUN_RULES, launched
-from strop.config.openrlhf_transforms import TRANSFORMS, NoEquivalent
+from strop.config.openrlhf_transforms import TRANSFORMS, NoEquivalentError
 
 __all__ = ["Conversion", "Override", "convert"]
 
@@ -76,7 +76,7 @@ def _single_flags(draft: Draft) -> None:
         elif draft.given(row.id) or row.written(draft.generation):
             try:
                 value = TRANSFORMS[row.transform].there_to_here(draft.value(row.id))
-            except NoEquivalent as reason:
+            except NoEquivalentError as reason:
                 draft.drop(row.id, str(reason))
                 continue
             for key in row.targets:
@@ -102,8 +102,14 @@ def _about(command: Command) -> list[str]:
     names = {1: "single-node flags of 2024", 2: "flat flags (before 2026-04)", 3: "dotted flags (since 2026-04)"}
     notes = [f"Read as {command.trainer} with {names[command.generation]}; its defaults are those of that generation."]
     if command.launcher:
-        notes.append(f"Left out, it only starts the program: {' '.join(command.launcher)}")
+        notes.append(f"Left out, as it only starts the program: {_launcher(command.launcher)}")
     return notes
+
+
+def _launcher(words: list[str]) -> str:
+    """The program's name; its options may hold keys and passwords."""
+    flags = [at for at, word in enumerate(words) if word.startswith("-")]
+    return " ".join(words[: flags[0]] + ["..."] if flags and flags[0] else words[:1])
 
 
 def _arithmetic(draft: Draft) -> list[str]:

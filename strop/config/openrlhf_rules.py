@@ -38,11 +38,12 @@ def batch(draft: Draft) -> None:
         )
     if P * n < B:
         raise ValueError(
-            f"{draft.name(size)} {B} is more than one step has: {draft.name(prompts)} {P} x {draft.name(samples)} {n} = {P * n} "
-            f"samples. Set {draft.name(size)} to {P * n} or less."
+            f"{draft.name(size)} {B} is more than a step has: {draft.name(prompts)} {P} x {draft.name(samples)} {n} = {P * n} "
+            f"samples. Set it to {P * n} or less."
         )
     draft.put("data.train_batch_size", P, prompts)
-    draft.put(f"{ROLLOUT}.n", n, samples)
+    if draft.given(samples):
+        draft.put(f"{ROLLOUT}.n", n, samples)
     draft.put(f"{ACTOR}.ppo_mini_batch_size", B // n, size, samples, why=f"{B} samples / {n} per prompt = {B // n} prompts")
     draft.put(f"{ACTOR}.ppo_micro_batch_size_per_gpu", m, micro)
     draft.put("critic.ppo_micro_batch_size_per_gpu", m, micro)
@@ -101,7 +102,8 @@ def kl(draft: Draft) -> None:
     else:
         draft.put("algorithm.use_kl_in_reward", True, coef, why="KL is part of the reward there, off here")
         draft.put("algorithm.kl_ctrl.kl_coef", weight, coef, why="weight in the reward")
-        draft.put("algorithm.kl_penalty", name, estimator)
+        if draft.given(estimator):
+            draft.put("algorithm.kl_penalty", name, estimator)
         if draft.value(target) is None:
             draft.drop(horizon, f"no effect without {draft.name(target)}")
         else:
@@ -142,7 +144,8 @@ def estimator(draft: Draft) -> None:
         raise ValueError(
             f"{draft.name(flag)} {name} compares the samples of a prompt, but {draft.name(samples)} is {n}. Set 2 or more."
         )
-    draft.put("algorithm.adv_estimator", ESTIMATORS.there_to_here(name), flag, why=f"{name} there")
+    if draft.given(flag):
+        draft.put("algorithm.adv_estimator", ESTIMATORS.there_to_here(name), flag, why=f"{name} there")
     if name == "dr_grpo":
         draft.put("algorithm.norm_adv_by_std_in_grpo", False, flag, why="dr_grpo does not divide by the group's deviation")
     draft.put("algorithm.compat", "openrlhf", flag, why="OpenRLHF's numbers where ours deliberately differ")

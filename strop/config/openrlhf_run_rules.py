@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from strop.config.openrlhf_draft import Draft, Override
 from strop.config.openrlhf_rules import ACTOR, REF, ROLLOUT
-from strop.config.openrlhf_transforms import SAVED, SCHEDULES, NoEquivalent
+from strop.config.openrlhf_transforms import SAVED, SCHEDULES, NoEquivalentError
 
 # A checkpoint is written every `save_freq` steps and at the end; a period longer than any run leaves the end.
 END_ONLY = 1_000_000
@@ -94,7 +94,7 @@ def schedule(draft: Draft) -> None:
         name = draft.value(shape)
         try:
             here = SCHEDULES.there_to_here(name)
-        except NoEquivalent as reason:
+        except NoEquivalentError as reason:
             draft.drop(shape, str(reason))
             continue
         draft.put(f"{key}.lr_scheduler{'_type' * ppo}", here, shape, why=f"{name} there")

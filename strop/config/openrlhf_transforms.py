@@ -9,7 +9,7 @@ from typing import Any
 SAVED = ["model", "optimizer", "extra"]
 
 
-class NoEquivalent(ValueError):
+class NoEquivalentError(ValueError):
     """This one value cannot be said in the other language; the message is the reason."""
 
 
@@ -34,7 +34,7 @@ def _named(table: Mapping[Any, Any], what: str) -> Transform:
 def _pick(table: Mapping[Any, Any], value: Any, what: str) -> Any:
     if not isinstance(value, str | bool | int | float | None) or value not in table:
         known = ", ".join(map(str, table))
-        raise NoEquivalent(f"{what} {value!r} has no equivalent; convertible are {known}")
+        raise NoEquivalentError(f"{what} {value!r} has no equivalent; convertible are {known}")
     return table[value]
 
 
@@ -70,7 +70,7 @@ def _modules(names: list[str]) -> Any:
 def _only(wanted: Any) -> Callable[[Any], Any]:
     def to_switch(value: Any) -> bool:
         if value != wanted:
-            raise NoEquivalent(f"the switch only says {wanted!r}")
+            raise NoEquivalentError(f"the switch only says {wanted!r}")
         return True
 
     return to_switch
@@ -82,7 +82,7 @@ def _export(on: bool) -> list[str]:
 
 def _best_metric(name: str) -> str | None:
     if not name:
-        raise NoEquivalent("an empty name lets OpenRLHF pick its first pass1 metric; give the metric's name here")
+        raise NoEquivalentError("an empty name lets OpenRLHF pick its first pass1 metric; give the metric's name here")
     return None if name == "none" else name
 
 
@@ -115,6 +115,7 @@ TRANSFORMS: dict[str, Transform] = {
     "same": Transform(_same, _same),
     "files": Transform(split_commas, join_commas),
     "floats": Transform(_floats, join_commas),
+    "samples": Transform(_same, lambda count: count if count > 0 else None),  # -1, all of them, needs no flag
     "negate": Transform(lambda on: not on, lambda value: not value),
     "zero_stage": Transform(lambda stage: stage >= 3, lambda reshard: 3 if reshard else 2),
     "dtype": _named({"bf16": "bfloat16", "fp16": "float16"}, "the precision"),
