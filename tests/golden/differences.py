@@ -60,3 +60,27 @@ DIFFERENCES |= {
     },
     ("openrlhf.models.utils.masked_mean", "nonfinite"): ("eps=0", "the mean of nothing is 0, not NaN"),
 }
+
+_SEQUENCES = "a sequence without trained tokens is no sequence: it does not dilute the mean"
+
+DIFFERENCES |= {
+    ("*.agg_loss", "all_masked"): ("Totals(tokens=0, ...)", "Totals.of an empty mask counts one token: the loss is 0, not 0/0"),
+    ("*.compute_policy_loss_geo_mean", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
+    ("*.GRPOTrainer._compute_loss", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
+    ("*.compute_policy_loss_bypass_mode", "holes"): (
+        "aggregate over the metric `kept`",
+        "rejected tokens stay in the denominators, which are known before the update and do not depend on micro-batches",
+    ),
+    ("*.compute_rollout_correction_weights", "all_outside_band"): (
+        "raise when eff_sample_size is 0",
+        "a band that drops every token gives weights and an effective sample size of 0, not a division by zero",
+    ),
+    ("*.GRPOTrainer._compute_loss", "vespo"): (
+        "rollout_weights with the strangers' product",
+        "weights of padding and tool output do not enter the weight of a sequence",
+    ),
+    ("verl.*.entropy_from_logits*", ""): (
+        "none: compared within the float32 rounding of the logits",
+        "entropy is summed from p log p, not taken as the difference of two numbers as large as the logits",
+    ),
+}

@@ -32,16 +32,16 @@ def vanilla(
     (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level)
     ratio = x.exp()
-    plain = -advantages * (ratio if ratio_cap is None else ratio.clamp(max=ratio_cap))
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    worst = torch.maximum(plain, clipped)
+    capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
+    worst = torch.maximum(-advantages * capped, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    beyond = torch.where(advantages > 0, capped > 1 + clip_high, (capped < 1 - clip_low) & (advantages < 0))
     if clip_c is None:
         loss, bounded = worst, torch.zeros_like(worst)
     else:
         bound = -advantages * clip_c
         bounded = (worst > bound) & (advantages < 0)
         loss = torch.where(bounded, bound, worst)
-    return finish(loss, mask, rollout_weights, pg_clipfrac=clipped > plain, ppo_kl=-x, pg_clipfrac_lower=bounded)
+    return finish(loss, mask, rollout_weights, pg_clipfrac=beyond, ppo_kl=-x, pg_clipfrac_lower=bounded)
 
 
 def dppo_tv(
@@ -56,7 +56,7 @@ def dppo_tv(
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """DPPO with the total variation of the sampled token, |π(a) - π_old(a)|, as trust region; see `_divergence_bounded`."""
-    moved = (log_probs.exp() - old_log_probs.exp()).abs()
+    moved = (log_probs.detach().exp() - old_log_probs.exp()).abs()
     return _divergence_bounded(
         log_probs, old_log_probs, advantages, mask, moved, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c,
         rollout_weights=rollout_weights,
@@ -77,7 +77,7 @@ def dppo_kl(
     """DPPO with the binary KL divergence of the sampled token against all others as trust region:
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); see `_divergence_bounded`.
     """
-    moved = binary_kl(old_log_probs, log_probs)
+    moved = binary_kl(old_log_probs, log_probs.detach())
     return _divergence_bounded(
         log_probs, old_log_probs, advantages, mask, moved, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c,
         rollout_weights=rollout_weights,

@@ -11,7 +11,6 @@ from strop.algorithms.policy_losses.surrogate import (
     finish,
     inside,
     log_ratio,
-    require_clip_range,
     row_mean,
     sign_choice,
 )
@@ -28,8 +27,12 @@ def cispo(
     level: str = "token",
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """CISPO (MiniMax-M1, 2025): l = -sg(clip(r, 1 - low, 1 + high)) A log π. Clipped tokens keep a gradient."""
-    require_clip_range(clip_low, clip_high)
+    """CISPO (MiniMax-M1, 2025): l = -sg(clip(r, 1 - low, 1 + high)) A log π. Clipped tokens keep a gradient.
+
+    The range need not contain 1: it bounds a weight, not a step.
+    """
+    if clip_low + clip_high < 0:
+        raise ValueError(f"The clip range [1 - clip_low, 1 + clip_high] is empty: clip_low={clip_low}, clip_high={clip_high}.")
     log_probs_in, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level).detach()
     ratio = x.exp()

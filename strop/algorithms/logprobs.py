@@ -1,0 +1,232 @@
+"""Log-probs of given tokens, and entropies, without a float32 copy of all logits.
+
+A batch of N tokens over a vocabulary of V has N x V logits: at 32k tokens and V = 152k, 18 GiB in float32, and as much again
+for a softmax kept for the backward pass. Here rows are taken `chunk` at a time in float32 and nothing but one number per row
+is kept; the backward pass computes the chunk's softmax again. The result is exact, whatever the chunk.
+
+`token_logprobs_from_hidden` goes one step further and computes the logits themselves chunk by chunk from the last hidden
+states, so that they never exist as a whole, neither forward nor backward.
+
+With z = logits / temperature and p = softmax(z):
+
+    log π(a) = z_a - logsumexp(z)         H = -Σ p log p
+    d log π(a) / dz = onehot(a) - p       dH / dz = -p (log p + H)
+
+A label below zero (such as -100) is no token: its log-prob is 0 and has no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK = 1024
+FLOOR = -1e4  # stands for log 0 in p log p; exp of it is 0 in every dtype
+
+
+class TokenStatistics(NamedTuple):
+    log_probs: Tensor  # [...] float32, of the labels
+    entropy: Tensor | None  # [...] float32, when asked for
+
+
+def token_statistics(
+    logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK, want_entropy: bool = False
+) -> TokenStatistics:
+    """Log-probs of `labels` [...] under `logits` [..., V], and the entropies; both carry gradients to the logits."""
+    _check(logits, labels, "logits", temperature, chunk)
+    rows = logits.reshape(-1, logits.shape[-1])
+    log_probs, entropy = _FromLogits.apply(rows, labels.reshape(-1), temperature, chunk, want_entropy)
+    return TokenStatistics(log_probs.view(labels.shape), entropy.view(labels.shape) if want_entropy else None)
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
+    return token_statistics(logits, labels, temperature=temperature, chunk=chunk).log_probs
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
+    """H per position [...] from logits [..., V]; -inf logits are allowed."""
+    nothing = torch.full(logits.shape[:-1], -1, dtype=torch.long, device=logits.device)
+    found = token_statistics(logits, nothing, temperature=temperature, chunk=chunk, want_entropy=True).entropy
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def sum_pi_squared(logits: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
+    """Σ_v π_v² per position [...], the chance that two samples agree; without gradient."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    out = torch.empty(len(rows), dtype=_arithmetic(logits), device=logits.device)
+    for at in _chunks(len(rows), chunk):
+        out[at] = _scaled(rows[at], temperature).softmax(-1).square().sum(-1)
+    return out.view(logits.shape[:-1])
+
+
+def token_logprobs_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    want_entropy: bool = False,
+) -> TokenStatistics:
+    """`token_statistics` of the logits `hidden @ weight.T + bias`, which are never held for more than one chunk of rows.
+
+    `hidden` [..., H], `weight` [V, H], `bias` [V], `labels` [...]. The product is taken in the dtype of `hidden`, as the
+    model's own head would; everything after it in float32. Gradients flow to hidden, weight and bias where they want one.
+    """
+    _check(hidden, labels, "hidden", temperature, chunk)
+    if weight.dim() != 2 or weight.shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; with hidden {tuple(hidden.shape)} it must be [V, {hidden.shape[-1]}]."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)} but weight has shape {tuple(weight.shape)}; it must be [V].")
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    head = weight.to(hidden.dtype)
+    offset = None if bias is None else bias.to(hidden.dtype)
+    log_probs, entropy = _FromHidden.apply(rows, head, offset, labels.reshape(-1), temperature, chunk, want_entropy)
+    return TokenStatistics(log_probs.view(labels.shape), entropy.view(labels.shape) if want_entropy else None)
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk: int, want_entropy: bool) -> Any:
+        numbers = _Rows(logits, want_entropy)
+        for at in _chunks(len(logits), chunk):
+            numbers.fill(at, _scaled(logits[at], temperature), labels[at])
+        ctx.save_for_backward(logits, labels, numbers.entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return numbers.log_probs, numbers.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        logits, labels, entropy = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        for at in _chunks(len(logits), ctx.chunk):
+            z = _scaled(logits[at], ctx.temperature)
+            slope = _slope(z, labels[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            grad[at] = slope / ctx.temperature
+        return grad, None, None, None, None
+
+
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        temperature: float,
+        chunk: int,
+        want_entropy: bool,
+    ) -> Any:
+        numbers = _Rows(hidden, want_entropy)
+        for at in _chunks(len(hidden), chunk):
+            numbers.fill(at, _scaled(_head(hidden[at], weight, bias), temperature), labels[at])
+        ctx.save_for_backward(hidden, weight, bias, labels, numbers.entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return numbers.log_probs, numbers.entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
+        hidden, weight, bias, labels, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        exact = _arithmetic(hidden)
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Summed over many chunks, so not in the dtype of the weights.
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+        for at in _chunks(len(hidden), ctx.chunk):
+            z = _scaled(_head(hidden[at], weight, bias), ctx.temperature)
+            slope = _slope(z, labels[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            slope /= ctx.temperature
+            if grad_bias is not None:
+                grad_bias += slope.sum(0)
+            narrow = slope.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[at] = narrow @ weight
+            if grad_weight is not None:
+                grad_weight += narrow.T @ hidden[at]
+        return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None
+
+
+class _Rows:
+    """One number of each kind per row, filled chunk by chunk."""
+
+    def __init__(self, like: Tensor, want_entropy: bool):
+        def fresh() -> Tensor:
+            return torch.empty(len(like), dtype=_arithmetic(like), device=like.device)
+
+        self.log_probs = fresh()
+        self.entropy = fresh() if want_entropy else None
+
+    def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:
+        log_p = z.log_softmax(-1)
+        self.log_probs[at] = log_p.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).masked_fill(labels < 0, 0.0)
+        if self.entropy is not None:
+            log_p.clamp_(min=FLOOR)
+            self.entropy[at] = -(log_p.exp() * log_p).sum(-1)
+
+
+def _slope(
+    z: Tensor, labels: Tensor, entropy: Tensor | None, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+) -> Tensor:
+    """The derivative with respect to z of one chunk, given those with respect to its log-probs and entropies."""
+    log_p = z.log_softmax(-1).clamp_(min=FLOOR)
+    p = log_p.exp()
+    slope = torch.zeros_like(p)
+    if grad_entropy is not None and entropy is not None:
+        slope = log_p.add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+    if grad_log_probs is not None:
+        grad_log_probs = grad_log_probs.masked_fill(labels < 0, 0.0)[:, None]
+        slope -= grad_log_probs * p
+        slope.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs)
+    return slope
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    z = logits.to(_arithmetic(logits))
+    return z if temperature == 1.0 else z / temperature
+
+
+def _arithmetic(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _at(tensor: Tensor | None, at: slice) -> Tensor | None:
+    return None if tensor is None else tensor[at]
+
+
+def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or like is None else gradient.to(like.dtype)
+
+
+def _chunks(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _check(features: Tensor, labels: Tensor, name: str, temperature: float, chunk: int) -> None:
+    if features.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)} but {name} has shape {tuple(features.shape)}; labels must have the shape "
+            f"{tuple(features.shape[:-1])}, one token per row."
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    if chunk < 1:
+        raise ValueError(f"chunk is a number of rows and must be at least 1, got {chunk}.")
