@@ -12,6 +12,18 @@ DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {
         'estimator="bootstrap"',
         "best/worst/maj@n are exact over subsets without replacement: best@N is the true maximum, and no noise",
     ),
+    ("verl.utils.reward_score.gsm8k.compute_score", ""): (
+        'compat="verl"',
+        "numbers are compared by value: 42. and 42.00 are 42, and 1,234 is 1234 under `flexible` too (15 of 76 scores change)",
+    ),
+    ("verl.utils.reward_score.math_reward.compute_score", ""): (
+        'compat="verl"',
+        "fbox counts, 1,000 is 1000, `5 \\text{cm}` is 5, `\\text{(A)}` is A (4 of 46 scores change)",
+    ),
+    ("verl.utils.reward_score.math_dapo.compute_score", ""): (
+        'compat="verl"',
+        "a box is normalised like an `Answer:` line instead of compared raw (48 of 92 scores change)",
+    ),
     ("verl.utils.metric.utils.reduce_metrics", ""): (
         'compat="verl"',
         "max and min are words of the name, not letters anywhere in it: the mean of `admin` is a mean",

@@ -1,0 +1,75 @@
+"""MATH: the boxed answer, compared after LaTeX normalisation (Hendrycks et al. 2021)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from strop.rewards.rules.boxed import FRAMED, last_box
+from strop.rewards.rules.numbers import same_number
+
+_DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%")
+_UNIT_AFTER_NUMBER = re.compile(r"(?<=[0-9])\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
+_WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
+_CHOICE = re.compile(r"\(([A-Za-z])\)")
+
+
+def extract_answer(solution_str: str, *, compat: str | None = None) -> str | None:
+    """What stands in the last box."""
+    box = last_box(solution_str, compat=compat)
+    if box is None or (compat == "verl" and box.whole.startswith(FRAMED)):
+        return None
+    return box.content
+
+
+def normalise(answer: str) -> str:
+    """One spelling for what LaTeX writes in many ways.
+
+    Drops line breaks, \\!, \\left and \\right, degrees, dollar and percent signs, a unit in `\\text{ ...}`, a short left-hand
+    side (`x=`) and spaces; writes tfrac and dfrac as frac, .5 as 0.5, \\sqrt3 as \\sqrt{3}, \\frac12 and 1/2 as \\frac{1}{2},
+    and 0.5 as \\frac{1}{2}.
+    """
+    text = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for piece in _DROPPED:
+        text = text.replace(piece, "")
+    text = text.partition("\\text{ ")[0]
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and "=" not in right and len(left) <= 2:
+        text = right
+    text = text.replace(" ", "")
+    text = re.sub(r"\\sqrt([^{\[])", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\frac([^{])(?=\{)", r"\\frac{\1}", text)
+    text = re.sub(r"\\frac([^{])(.)", r"\\frac{\1}{\2}", text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    return re.sub(r"^(-?[0-9]+)/(-?[0-9]+)$", r"\\frac{\1}{\2}", text)
+
+
+def equal(left: str, right: str, *, compat: str | None = None) -> bool:
+    """Whether two answers are the same after normalisation, or are the same number or the same choice."""
+    left, right = normalise(left), normalise(right)
+    if left == right or compat == "verl":
+        return left == right
+    left, right = _bare(left), _bare(right)
+    return left == right or same_number(left, right)
+
+
+def compute_score(solution_str: str, ground_truth: Any, *, compat: str | None = None) -> float:
+    """1 if the last box holds the answer, else 0.
+
+    Beyond verl: \\fbox counts, 1,000 is 1000 and 3.0 is 3, `5 \\text{cm}` is 5, `\\text{(A)}` is A, a final full stop does not
+    matter.
+    """
+    answer = extract_answer(solution_str, compat=compat)
+    return float(answer is not None and equal(answer, str(ground_truth), compat=compat))
+
+
+def _bare(answer: str) -> str:
+    text = _UNIT_AFTER_NUMBER.sub("", answer.rstrip("."))
+    for wrapper in (_WHOLE_TEXT, _CHOICE):
+        whole = wrapper.fullmatch(text)
+        text = whole[1] if whole else text
+    return text
