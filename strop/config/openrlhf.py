@@ -17,6 +17,7 @@ from strop.config.openrlhf_draft import Draft, Override
 from strop.config.openrlhf_render import block, hydra_argument, shell_word, with_comments
 from strop.config.openrlhf_rules import RULES
 from strop.config.openrlhf_run_rules import RUN_RULES, launched
+from strop.config.openrlhf_table import about_critic
 from strop.config.openrlhf_transforms import TRANSFORMS, NoEquivalentError
 
 __all__ = ["Conversion", "Override", "convert"]
@@ -85,7 +86,7 @@ def _single_flags(draft: Draft) -> None:
 
 def _leave_out_critic(draft: Draft) -> None:
     """Only `gae` has a critic; flags that speak about nothing else are reported."""
-    gone = [override for key, override in draft.overrides.items() if key.startswith("critic.") or "_critic_" in key]
+    gone = [override for key, override in draft.overrides.items() if about_critic(key)]
     for override in gone:
         del draft.overrides[override.key]
     kept = {override.flag for override in draft.overrides.values()}

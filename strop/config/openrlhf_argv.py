@@ -118,6 +118,8 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
             end += 1
         values = ([attached] if equals else []) + words[at + 1 : end]
         _check_count(rows[0], name, values)
+        if any("${" in value for value in values):
+            raise ValueError(f"--{name} is {' '.join(values)[:80]!r}: write the value instead of the shell variable.")
         if rows[0].id in given:
             notes.append(f"--{name} is given more than once; the last one counts.")
         for row in rows:

@@ -24,8 +24,7 @@ def hydra_value(value: Any) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text.lower() not in _SPECIAL and not _looks_like_number(text):
         return text
-    # Inside quotes Hydra reads a backslash literally, except in front of a quote; OmegaConf would still expand ${...}.
-    text = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
+    # Inside quotes Hydra reads backslashes literally, except in front of a quote.
     text = re.sub(r"(\\*)('|$(?!\n))", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{text}'"
 

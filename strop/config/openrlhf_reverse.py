@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.config.openrlhf_render import block, shell_word
 from strop.config.openrlhf_reverse_rules import REVERSE_RULES, Sheet
-from strop.config.openrlhf_table import VERBS, Row, rows_of
+from strop.config.openrlhf_table import VERBS, Row, about_critic, rows_of
 from strop.config.openrlhf_transforms import TRANSFORMS
 
 __all__ = ["Reverse", "to_openrlhf"]
@@ -73,7 +73,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _single(sheet: Sheet, row: Row) -> None:
     """A flag that decides alone; where it stands for several keys they have to agree."""
-    present = [key for key in row.targets if key in sheet.keys and (sheet.has_critic or "critic" not in key)]
+    present = [key for key in row.targets if key in sheet.keys and (sheet.has_critic or not about_critic(key))]
     sheet.used.update(row.targets)
     values = [sheet.keys[key] for key in present]
     if not values or _unset(values[0]):

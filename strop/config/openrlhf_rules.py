@@ -109,7 +109,8 @@ def kl(draft: Draft) -> None:
         else:
             draft.put("algorithm.kl_ctrl.type", "adaptive", target)
             draft.put("algorithm.kl_ctrl.target_kl", draft.value(target), target)
-            draft.put("algorithm.kl_ctrl.horizon", draft.value(horizon), horizon)
+            if draft.given(horizon):
+                draft.put("algorithm.kl_ctrl.horizon", draft.value(horizon), horizon)
 
 
 def clip(draft: Draft) -> None:
@@ -192,7 +193,8 @@ def overlong(draft: Draft) -> None:
         return
     draft.put("reward_model.overlong_buffer.enable", True, length)
     draft.put("reward_model.overlong_buffer.len", draft.value(length), length)
-    draft.put("reward_model.overlong_buffer.penalty_factor", draft.value(factor), factor)
+    if draft.given(factor):
+        draft.put("reward_model.overlong_buffer.penalty_factor", draft.value(factor), factor)
 
 
 def ptx(draft: Draft) -> None:

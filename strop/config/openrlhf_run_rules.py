@@ -18,7 +18,8 @@ def placement(draft: Draft) -> None:
     if draft.generation == 1 or draft.command.trainer == "train_ppo":
         launched(draft)
     else:
-        draft.put("trainer.nnodes", draft.value(nodes), nodes)
+        if draft.given(nodes):
+            draft.put("trainer.nnodes", draft.value(nodes), nodes)
         draft.put("trainer.n_gpus_per_node", draft.value(gpus), gpus)
     own = ("reward.num_nodes", "reward.num_gpus_per_node")
     if not draft.given(*own):
@@ -97,7 +98,8 @@ def schedule(draft: Draft) -> None:
         except NoEquivalentError as reason:
             draft.drop(shape, str(reason))
             continue
-        draft.put(f"{key}.lr_scheduler{'_type' * ppo}", here, shape, why=f"{name} there")
+        if ppo or draft.given(shape):  # the supervised trainers start from cosine anyway
+            draft.put(f"{key}.lr_scheduler{'_type' * ppo}", here, shape, why=f"{name} there")
         if name == "constant":
             draft.put(f"{key}.lr_warmup_steps_ratio", 0.0, shape, why="constant there has no warm-up")
             draft.drop(warmup, f"no effect with {draft.name(shape)} constant")

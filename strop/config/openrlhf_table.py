@@ -55,6 +55,11 @@ class Row:
         return self.when == "always" or (generation == 1 and self.g1_text not in ("", "absent", "none"))
 
 
+def about_critic(key: str) -> bool:
+    """Whether a key has a meaning only where a critic is trained."""
+    return key.startswith("critic.") or key == "trainer.max_critic_ckpt_to_keep"
+
+
 def read_words(row: Row, words: list[str]) -> Any:
     """The words after a flag as a value of the row's type; ValueError says what was expected."""
     kind = row.type

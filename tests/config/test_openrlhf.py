@@ -1,0 +1,678 @@
+"""OpenRLHF commands mean the same here: every flag of three generations, units, defaults, errors, and the way back."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.config.arithmetic import plan_ppo, plan_supervised
+from strop.config.compose import load
+from strop.config.openrlhf import Conversion, convert
+from strop.config.openrlhf_argv import TRAINERS
+from strop.config.openrlhf_render import hydra_argument
+from strop.config.openrlhf_reverse import to_openrlhf
+from strop.config.openrlhf_reverse_rules import REVERSE_RULES
+from strop.config.openrlhf_rules import OUT_OF_REACH, RULES
+from strop.config.openrlhf_run_rules import RUN_RULES
+from strop.config.openrlhf_table import VERBS, Row, load_rows, names_of, rows_of
+from strop.config.openrlhf_transforms import TRANSFORMS
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import keys
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+FACTS = [
+    line.split("\t")
+    for line in Path(__file__).with_name("openrlhf_flags.tsv").read_text().splitlines()
+    if not line.startswith("#")
+]
+
+# The parser of single-node train_ppo in 2024, with its defaults.
+G1_PARSER = {
+    "prompt_data": None, "pretrain_data": None, "pretrain": None, "reward_pretrain": None, "num_episodes": 1,
+    "rollout_batch_size": 512, "micro_rollout_batch_size": 8, "max_epochs": 1, "prompt_max_len": 1024, "generate_max_len": 1024,
+    "max_len": None, "max_samples": 100000, "max_norm": 1.0, "l2": 0.0, "ptx_coef": 0.05, "eps_clip": 0.2, "value_clip": 0.2,
+    "lambd": 0.95, "gamma": 1.0, "micro_train_batch_size": 4, "train_batch_size": 128, "load_checkpoint": False,
+    "normalize_reward": False, "top_p": 1.0, "temperature": 1.0, "seed": 42, "local_rank": -1, "zero_stage": 2,
+    "gradient_checkpointing": False, "bf16": False, "actor_learning_rate": 1e-6, "critic_learning_rate": 9e-6,
+    "kl_target": None, "init_kl_coef": 0.02, "enable_ema": False, "zpg": 1, "adam_offload": False, "actor_init_on_gpu": False,
+    "flash_attn": False, "aux_loss_coef": 0.0, "grad_accum_dtype": None, "disable_trace_cache": False,
+}  # fmt: skip
+
+WORKED_EXAMPLE = (
+    "train_ppo_ray --actor_num_gpus_per_node 8 --rollout_batch_size 32 --n_samples_per_prompt 8 --train_batch_size 128 "
+    "--micro_train_batch_size 4 --micro_rollout_batch_size 4"
+)
+
+G1_COMMAND = r"""
+deepspeed --num_gpus 4 --module openrlhf.cli.train_ppo \
+  --pretrain OpenRLHF/Llama-2-7b-sft-model-ocra-500k \
+  --reward_pretrain OpenRLHF/Llama-2-7b-rm-anthropic_hh-lmsys-oasst-webgpt \
+  --save_path ./ckpt/7b_llama \
+  --save_steps -1 --logging_steps 1 --eval_steps -1 \
+  --micro_train_batch_size 2 --train_batch_size 128 \
+  --micro_rollout_batch_size 4 --rollout_batch_size 1024 \
+  --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024 \
+  --zero_stage 2 --bf16 \
+  --actor_learning_rate 5e-7 --critic_learning_rate=9e-6 --init_kl_coef 0.01 \
+  --prompt_data OpenRLHF/prompt-collection-v0.1,./more.jsonl --prompt_data_probs 0.4,0.6 \
+  --max_samples 80000 --normalize_reward --actor_init_on_gpu --adam_offload --flash_attn --gradient_checkpointing
+  # --use_wandb {wandb_token}
+"""
+
+G2_COMMAND = r"""
+ray job submit --address="http://127.0.0.1:8265" \
+  --runtime-env-json='{"working_dir": "/openrlhf", "env_vars": {"WANDB_API_KEY": "hush"}}' \
+  -- python3 -m openrlhf.cli.train_ppo_ray \
+  --ref_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_nodes 1 --reward_num_gpus_per_node 8 \
+  --critic_num_nodes 1 --critic_num_gpus_per_node 8 --actor_num_nodes 1 --actor_num_gpus_per_node 8 \
+  --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --colocate_all_models --vllm_gpu_memory_utilization 0.5 \
+  --init_kl_coef 1e-3 --gamma 1.0 --use_kl_loss --kl_estimator k3 --advantage_estimator group_norm \
+  --pretrain OpenRLHF/Llama-3-8b-sft-mixture --remote_rm_url /openrlhf/reward_func.py \
+  --save_path /ckpt/final --ckpt_path /ckpt --save_hf_ckpt --load_checkpoint \
+  --micro_train_batch_size 8 --train_batch_size 128 --micro_rollout_batch_size 16 --rollout_batch_size 128 \
+  --n_samples_per_prompt 8 --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024 --max_samples 100000 \
+  --zero_stage 3 --param_dtype bf16 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 \
+  --eps_clip_low_high 0.2 0.28 --reward_clip_range -5 5 --adam_betas 0.9 0.95 \
+  --prompt_data OpenRLHF/prompt-collection-v0.1 --input_key context_messages --label_key answer --apply_chat_template \
+  --gradient_checkpointing --packing_samples --vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep \
+  --deepspeed_enable_sleep --use_wandb sekrit
+"""
+
+G3_COMMAND = r"""
+python3 -m openrlhf.cli.train_ppo_ray \
+  --actor.model_name_or_path Qwen/Qwen3-4B --reward.remote_url http://rm-1:5000/get_reward,http://rm-2:5000/get_reward \
+  --actor.num_nodes 1 --actor.num_gpus_per_node 8 --vllm.num_engines 8 --train.colocate_all \
+  --data.prompt_dataset ./dapo.jsonl --data.input_key prompt --data.label_key label --data.apply_chat_template \
+  --data.max_len 8192 --rollout.max_new_tokens 6144 --rollout.batch_size 128 --rollout.n_samples_per_prompt 8 \
+  --train.batch_size 1024 --train.dynamic_batch_enable --train.max_tokens_per_gpu 24576 --train.num_episodes 20 \
+  --algo.advantage.estimator reinforce_baseline --algo.kl.init_coef 0 --actor.eps_clip_low_high 0.2 0.27 \
+  --algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0.0 1.0 \
+  --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop \
+  --reward.overlong_buffer_len 2048 --actor.adam.lr 5e-7 --actor.lr_scheduler constant_with_warmup \
+  --eval.dataset ./aime.jsonl --eval.steps 10 --ckpt.save_steps 20 --logger.tensorboard_dir ./tb --train.full_determinism_enable
+"""
+
+SFT_COMMAND = (
+    "deepspeed --include localhost:0,1 --module openrlhf.cli.train_sft --max_len 4096 --dataset Open-Orca/OpenOrca "
+    "--input_key question --output_key response --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000 "
+    "--pretrain meta-llama/Meta-Llama-3-8B --save_path ./checkpoint/llama3-8b-sft --zero_stage 2 --max_epochs 1 "
+    "--packing_samples --bf16 --learning_rate 5e-6 --gradient_checkpointing --lora_rank 64 --target_modules q_proj v_proj"
+)
+RM_COMMAND = (
+    "torchrun --nproc_per_node=8 -m openrlhf.cli.train_rm --model.model_name_or_path sft --data.dataset pref.jsonl "
+    "--data.chosen_key chosen --data.rejected_key rejected --data.apply_chat_template --model.loss_type logexp --adam.lr 9e-6"
+)
+DPO_COMMAND = (
+    "train_dpo --pretrain sft --ref_pretrain sft --dataset pref.jsonl --beta 0.2 --ipo --label_smoothing 0.1 "
+    "--nll_loss_coef 0.3 --ref_offload --max_len 8192 --apply_chat_template --eval_dataset val.jsonl --eval_steps 50"
+)
+COMMANDS = [WORKED_EXAMPLE, G1_COMMAND, G2_COMMAND, G3_COMMAND, SFT_COMMAND, RM_COMMAND, DPO_COMMAND]
+
+
+def values(conversion: Conversion) -> dict[str, object]:
+    return {override.key: override.value for override in conversion.overrides}
+
+
+def ppo(*words: object, trainer: str = "train_ppo_ray") -> dict[str, object]:
+    return values(convert([trainer, *map(str, words)]))
+
+
+def composed(conversion: Conversion):
+    return load(f"{conversion.verb}_trainer", conversion.arguments())
+
+
+def nested(flat: dict[str, object]) -> dict[str, object]:
+    tree: dict[str, object] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        level = tree
+        for section in sections:
+            level = level.setdefault(section, {})
+        level[name] = value
+    return tree
+
+
+def sample_words(row: Row, flag: str) -> list[str]:
+    """A use of the flag with a value that fits it."""
+    words = {"switch": [], "pair": ["0.1", "0.3"], "words": ["a", "b"], "int": ["3"], "int+": ["128"], "float": ["0.5"]}
+    if "|" in row.type:
+        return [f"--{flag}", row.type.split("|")[-1]]
+    return [f"--{flag}", *words.get(row.type, ["0.5,0.5" if row.transform == "floats" else "text"])]
+
+
+# --- the table -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_flag_of_the_fact_sheet_is_left_without_target_or_reason():
+    assert len(FACTS) == 406
+    for trainer, flat, _, dotted, _ in FACTS:
+        known = names_of(TRAINERS[trainer])
+        for name in {flat, dotted} - {"-", "REMOVED"}:
+            assert name in known, f"{trainer} --{name}"
+            for row in known[name]:
+                assert row.targets or row.note, f"{trainer} --{name} has neither a key nor a reason"
+        if "-" not in (flat, dotted) and dotted != "REMOVED":
+            assert dotted in [row.flag for row in known[flat]], f"--{flat} became --{dotted}"
+
+
+def test_defaults_are_those_of_the_fact_sheet():
+    for trainer, flat, flat_default, dotted, dotted_default in FACTS:
+        name, text = (flat, flat_default) if dotted == "REMOVED" else (dotted, dotted_default)
+        if text == "-" or "datetime" in text or name == "train_split":
+            continue
+        expected = float("inf") if "inf" in text else ast.literal_eval(text[4:-1] if text.startswith("int(") else text)
+        for row in names_of(TRAINERS[trainer])[name]:
+            if row.id not in (dotted, flat):
+                continue
+            default = row.default(3)
+            if row.type == "words":
+                default = default[0]
+            elif row.type == "pair" and expected is not None:
+                expected = list(expected)
+            assert default == expected, f"{trainer} --{name}: {default!r} in the table, {expected!r} in the fact sheet"
+
+
+def test_every_flag_of_the_2024_parser_is_known_with_its_default():
+    assert len(G1_PARSER) == 42
+    for name, default in G1_PARSER.items():
+        for row in names_of("ppo")[name]:
+            assert row.default(1) == default or (default == {"switch": False}.get(row.type)), name
+            assert row.targets or row.note
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_spelling_of_every_flag_converts(verb):
+    trainer = {"ppo": "train_ppo_ray"}.get(verb, f"train_{verb}")
+    for name, rows in names_of(verb).items():
+        group = ["--n_samples_per_prompt", "2"] if "estimator" in name else []
+        conversion = convert([trainer, *sample_words(rows[0], name), *group])
+        told = {f for override in conversion.overrides for f in override.flag.split()} | {
+            flag for flag, _, _ in conversion.unmapped
+        }
+        assert f"--{name}" in told, f"--{name} vanished without a word"
+        assert all(reason for _, _, reason in conversion.unmapped)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_target_exists_in_the_schema(verb):
+    known = {key.path for key in keys(ROOTS[f"{verb}_trainer"])}
+    for row in rows_of(verb).values():
+        for key in row.targets:
+            assert key in known or key.rpartition(".")[0] in known, f"--{row.id} -> {key}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_default_is_written_out_exactly_where_ours_differs(verb):
+    # Names of folders and runs are no part of a run's meaning; a cap nobody reaches is none.
+    harmless = {"trainer.project_name", "trainer.max_ckpt_mem_gb", "trainer.best_metric", "data.train_max_samples"}
+    ours = {key.path: key.default for key in keys(ROOTS[f"{verb}_trainer"])}
+    for row in rows_of(verb).values():
+        default = row.default(3)
+        if row.rule or not row.flag or default is None:
+            continue
+        for key in set(row.targets) - harmless:
+            if key in ours:
+                differs = TRANSFORMS[row.transform].there_to_here(default) != ours[key]
+                assert differs == (row.when in ("always", "say")), f"--{row.id} {default} vs {key} {ours[key]}"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_written_out_for_a_command_differs_from_our_default(command):
+    conversion = convert([command])
+    ours = {key.path: key.default for key in keys(ROOTS[f"{conversion.verb}_trainer"])}
+    same = [o.key for o in conversion.overrides if o.implied and o.value == ours.get(o.key)]
+    assert not same
+
+
+def test_table_is_consistent():
+    rules = {row.rule for row in load_rows() if row.rule}
+    assert rules == set(RULES | RUN_RULES) == set(REVERSE_RULES)
+    for row in load_rows():
+        assert row.rule or not row.targets or row.transform in TRANSFORMS
+        assert row.flag or row.older
+        assert row.when in ("given", "always", "say", "-")
+
+
+def test_imports_nothing_heavy():
+    code = (
+        "import sys, strop.config.openrlhf, strop.config.openrlhf_reverse as r; "
+        "strop.config.openrlhf.convert(['train_ppo_ray']); r.to_openrlhf({}); "
+        "print([m for m in ('torch', 'hydra', 'omegaconf', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# --- units ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_worked_example():
+    conversion = convert([WORKED_EXAMPLE])
+    plan = plan_ppo(composed(conversion).config, rows=1024)
+    assert plan.steps_per_epoch == 32
+    assert plan.sequences_per_step == 256
+    assert plan.updates_per_step == 2 and not plan.on_policy
+    assert plan.accumulation == 4
+    found = values(conversion)
+    assert found["data.train_batch_size"] == 32 and found[f"{ROLLOUT}.n"] == 8
+    assert found[f"{ACTOR}.ppo_mini_batch_size"] == 16 and found[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
+    assert 256 // (found[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"] * 8) == 8  # experience passes
+    assert any("256 samples per step, 2 updates of 128 samples, 4 accumulation passes" in note for note in conversion.notes)
+
+
+def test_a_batch_that_cuts_a_group_is_refused():
+    with pytest.raises(ValueError, match=r"--train_batch_size 128 counts samples.*is 3.*126 or 129"):
+        ppo("--n_samples_per_prompt", 3, "--train_batch_size", 128)
+    with pytest.raises(ValueError, match=r"--train\.batch_size 128 is more than a step has.*64 samples"):
+        ppo("--rollout.batch_size", 32, "--rollout.n_samples_per_prompt", 2)
+
+
+def test_forward_micro_batches_reach_every_role():
+    found = ppo("--micro_rollout_batch_size", 4, "--reward_pretrain", "rm")
+    for key in (
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "critic.forward_micro_batch_size_per_gpu",
+        "reward_model.micro_batch_size_per_gpu",
+    ):
+        assert found[key] == 4
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(-1, 0), (0, 2), (10, 12)])
+def test_freezing_steps(steps, warmup):
+    assert ppo("--freezing_actor_steps", steps)["trainer.critic_warmup"] == warmup
+
+
+def test_kl_in_the_reward_is_the_default():
+    conversion = convert(["train_ppo_ray"])
+    found = values(conversion)
+    assert found["algorithm.use_kl_in_reward"] is True and found["algorithm.kl_ctrl.kl_coef"] == 0.01
+    written = next(o for o in conversion.overrides if o.key == "algorithm.kl_ctrl.kl_coef")
+    assert written.implied and written.reason.startswith("OpenRLHF's default")
+
+
+def test_kl_in_the_loss():
+    found = ppo("--use_kl_loss", "--init_kl_coef", 1e-3, "--kl_estimator", "k3")
+    assert found[f"{ACTOR}.use_kl_loss"] is True and found["algorithm.use_kl_in_reward"] is False
+    assert found[f"{ACTOR}.kl_loss_coef"] == 1e-3 and found[f"{ACTOR}.kl_loss_type"] == "low_var_kl"
+    assert ppo("--use_kl_loss")[f"{ACTOR}.kl_loss_type"] == "kl"  # k1 by default, low_var_kl here
+
+
+@pytest.mark.parametrize(("there", "here"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
+def test_kl_estimators(there, here):
+    assert ppo("--algo.kl.estimator", there)["algorithm.kl_penalty"] == here
+
+
+def test_no_kl_and_adaptive_kl():
+    off = ppo("--init_kl_coef", 0)
+    assert off["algorithm.use_kl_in_reward"] is False and "algorithm.kl_ctrl.kl_coef" not in off
+    adaptive = ppo("--kl_target", 0.1)
+    assert adaptive["algorithm.kl_ctrl.type"] == "adaptive" and adaptive["algorithm.kl_ctrl.target_kl"] == 0.1
+    assert ppo("--kl_target", 0.1, "--kl_horizon", 500)["algorithm.kl_ctrl.horizon"] == 500
+
+
+def test_dual_clip_off_means_out_of_reach():
+    assert ppo()[f"{ACTOR}.clip_ratio_c"] == OUT_OF_REACH > 2.718281828**20
+    assert ppo("--dual_clip", 3)[f"{ACTOR}.clip_ratio_c"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "by_std"),
+    [
+        ("gae", "gae", None),
+        ("reinforce", "reinforce_plus_plus", None),
+        ("reinforce_baseline", "reinforce_plus_plus_baseline", None),
+        ("rloo", "rloo", None),
+        ("group_norm", "grpo", None),
+        ("dr_grpo", "grpo", False),
+    ],
+)
+def test_estimators(there, here, by_std):
+    found = ppo("--advantage_estimator", there, "--n_samples_per_prompt", 8)
+    assert found["algorithm.adv_estimator"] == here
+    assert found.get("algorithm.norm_adv_by_std_in_grpo") is by_std
+    assert any(key.startswith("critic.") for key in found) == (there == "gae")
+
+
+def test_group_estimators_need_a_group():
+    with pytest.raises(ValueError, match="group_norm compares the samples of a prompt, but --n_samples_per_prompt is 1"):
+        ppo("--advantage_estimator", "group_norm")
+
+
+def test_a_critic_flag_without_a_critic_is_reported():
+    conversion = convert(
+        ["train_ppo_ray", "--advantage_estimator", "rloo", "--n_samples_per_prompt", "2", "--critic_learning_rate", "1e-5"]
+    )
+    assert ("--critic_learning_rate", "1e-05", "rloo has no critic") in conversion.unmapped
+
+
+def test_lengths_of_the_older_and_the_newer_generation():
+    old = ppo("--prompt_max_len", 512, "--generate_max_len", 256)
+    assert (old["data.max_prompt_length"], old["data.max_response_length"]) == (512, 256)
+    assert f"{ROLLOUT}.max_model_len" not in old
+    new = ppo("--data.max_len", 4096)
+    assert (new["data.max_prompt_length"], new["data.max_response_length"], new[f"{ROLLOUT}.max_model_len"]) == (
+        4095,
+        4095,
+        4096,
+    )
+    assert new["data.truncation"] == "left"
+    assert ppo("--data.max_len", 4096, "--rollout.max_new_tokens", 1024)["data.max_response_length"] == 1024
+    single = ppo(trainer="train_ppo")
+    assert (single["data.max_prompt_length"], single["data.max_response_length"]) == (1024, 1024)
+
+
+def test_zero_stage_precision_and_shard_groups():
+    key = f"{ACTOR}.fsdp_config"
+    assert ppo("--zero_stage", 3)[f"{key}.reshard_after_forward"] is True
+    assert ppo("--zero_stage", 2)[f"{key}.reshard_after_forward"] is False
+    assert ppo("--ds.param_dtype", "fp16")[f"{key}.dtype"] == "float16"
+    assert ppo("--zpg", 1)[f"{key}.fsdp_size"] == -1 and ppo("--zpg", 8)[f"{key}.fsdp_size"] == 8
+
+
+def test_rewards():
+    model = ppo("--reward_pretrain", "rm")
+    assert model["reward_model.enable"] is True and model["reward_model.model.path"] == "rm"
+    assert model["critic.model.path"] == "rm"  # the critic starts from the reward model
+    file = ppo("--remote_rm_url", "/code/reward.py")
+    assert file["custom_reward_function.path"] == "/code/reward.py" and file["custom_reward_function.name"] == "reward_func"
+    assert ppo("--remote_rm_url", "http://a:1/r")["reward_model.remote_url"] == "http://a:1/r"
+    assert ppo("--remote_rm_url", "http://a:1/r,http://b:1/r")["reward_model.remote_url"] == ["http://a:1/r", "http://b:1/r"]
+    with pytest.raises(ValueError, match="several reward models"):
+        ppo("--reward_pretrain", "a,b")
+
+
+def test_rollout_correction_bands():
+    key = "algorithm.rollout_correction"
+    on = "--enable_vllm_is_correction"
+    tis = ppo(on)
+    assert tis[f"{key}.rollout_is"] == "token" and tis[f"{key}.rollout_is_threshold"] == 5.0
+    assert ppo(on, "--vllm_is_correction_type", "icepop")[f"{key}.rollout_is_threshold"] == "0.5_5.0"
+    masked = ppo(on, "--vllm_is_correction_type", "seq-mask-tis", "--vllm_is_truncated_threshold", 0.5, 4)
+    assert masked[f"{key}.rollout_rs"] == "seq_mean_k1" and masked[f"{key}.rollout_rs_threshold"] == "0.25_2"
+    with pytest.raises(ValueError, match="0 < low < high"):
+        ppo(on, "--vllm_is_truncated_threshold", 0, 4)
+
+
+def test_schedules():
+    key = f"{ACTOR}.optim"
+    usual = ppo()
+    assert (usual[f"{key}.lr_scheduler_type"], usual[f"{key}.lr_warmup_steps_ratio"], usual[f"{key}.min_lr_ratio"]) == (
+        "cosine",
+        0.03,
+        0.1,
+    )
+    plain = ppo("--lr_scheduler", "cosine")
+    assert plain[f"{key}.min_lr_ratio"] == 0.0
+    assert ppo("--lr_scheduler", "constant")[f"{key}.lr_warmup_steps_ratio"] == 0.0
+    assert ppo("--lr_scheduler", "constant_with_warmup")[f"{key}.lr_warmup_steps_ratio"] == 0.03
+    odd = convert(["train_ppo_ray", "--lr_scheduler", "polynomial"])
+    assert any(flag == "--lr_scheduler" and "polynomial" in reason for flag, _, reason in odd.unmapped)
+
+
+def test_checkpoints_keep_the_final_model():
+    found = ppo("--save_path", "out")
+    assert found["trainer.default_local_dir"] == "out" and found["trainer.save_freq"] > 10_000
+    assert "hf_model" in found[f"{ACTOR}.checkpoint.save_contents"] and found["trainer.resume_mode"] == "disable"
+    assert ppo("--save_steps", 20)["trainer.save_freq"] == 20
+    assert ppo("--disable_ds_ckpt")[f"{ACTOR}.checkpoint.save_contents"] == ["hf_model"]
+
+
+def test_evaluation_is_sampled_and_only_with_a_dataset():
+    assert not any("val_kwargs" in key for key in ppo())
+    found = ppo("--eval_dataset", "val.jsonl")
+    assert found[f"{ROLLOUT}.val_kwargs.temperature"] == 0.6 and found[f"{ROLLOUT}.val_kwargs.n"] == 4
+    assert found["trainer.val_before_train"] is False
+    assert values(convert(["train_sft", "--eval_steps", "-1"]))["trainer.test_freq"] == "after_each_epoch"
+
+
+def test_mixed_language_model_loss_of_2024():
+    found = ppo("--pretrain_data", "a.jsonl,b.jsonl", trainer="train_ppo")
+    assert found["algorithm.pretrain_files"] == ["a.jsonl", "b.jsonl"] and found["algorithm.ptx_coef"] == 0.05
+    alone = convert(["train_ppo", "--ptx_coef", "0.1"])
+    assert ("--ptx_coef", "0.1", "no effect without --pretrain_data") in alone.unmapped
+
+
+# --- generations and whole commands --------------------------------------------------------------------------------------
+
+
+def test_generations_have_their_own_defaults():
+    first, second, third = ppo(trainer="train_ppo"), ppo("--pretrain", "m"), ppo("--actor.model_name_or_path", "m")
+    assert first["data.train_batch_size"] == 512 and second["data.train_batch_size"] == third["data.train_batch_size"] == 1024
+    assert (
+        first["algorithm.lam"] == 0.95 and first["critic.cliprange_value"] == 0.2 and first["algorithm.kl_ctrl.kl_coef"] == 0.02
+    )
+    assert first[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-mean" and f"{ACTOR}.loss_agg_mode" not in second
+    assert "algorithm.lam" not in second
+    assert ppo("--vllm_num_engines", 2, trainer="train_ppo")["data.train_batch_size"] == 1024  # a Ray flag: not 2024's trainer
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_whole_commands_compose(command):
+    conversion = convert([command])
+    loaded = composed(conversion)
+    for override in conversion.overrides:
+        value = loaded.config
+        for name in override.key.split("."):
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        assert value == override.value, override
+    text = conversion.render()
+    assert all(override.key in text for override in conversion.overrides)
+
+
+def test_the_2024_command():
+    conversion = convert([G1_COMMAND])
+    found = values(conversion)
+    assert found["trainer.n_gpus_per_node"] == 4
+    assert found["data.train_files"] == ["OpenRLHF/prompt-collection-v0.1", "./more.jsonl"] and found["data.prompt_probs"] == [
+        0.4,
+        0.6,
+    ]
+    assert found[f"{ACTOR}.ppo_mini_batch_size"] == 128 and found["critic.optim.lr"] == 9e-6
+    assert found["actor_rollout_ref.model.override_config.attn_implementation"] == "flash_attention_2"
+    assert [flag for flag, _, _ in conversion.unmapped] == ["--actor_init_on_gpu", "--logging_steps"]
+    assert "trainer.logger" not in found  # the commented line
+
+
+def test_the_flat_ray_command():
+    conversion = convert([G2_COMMAND])
+    found, text = values(conversion), conversion.render()
+    assert found["reward_model.clip_range"] == [-5, 5] and found[f"{ACTOR}.clip_ratio_high"] == 0.28
+    assert found[f"{ACTOR}.ppo_mini_batch_size"] == 16 and found["trainer.resume_mode"] == "auto"
+    assert found["trainer.logger"] == ["console", "file", "wandb"]
+    assert "sekrit" not in text and "hush" not in text
+    assert "OpenRLHF's defaults that differ from ours" in text and "Flags without equivalent" in text
+
+
+def test_the_dotted_command():
+    found = values(convert([G3_COMMAND]))
+    assert found["reward_model.remote_url"] == ["http://rm-1:5000/get_reward", "http://rm-2:5000/get_reward"]
+    assert found["algorithm.filter_groups.range"] == [0.0, 1.0] and found["reward_model.overlong_buffer.len"] == 2048
+    assert found[f"{ACTOR}.use_dynamic_bsz"] is True and found[f"{ACTOR}.ppo_max_token_len_per_gpu"] == 24576
+    assert found["data.max_response_length"] == 6144 and found["trainer.total_epochs"] == 20
+
+
+def test_the_supervised_commands():
+    sft, rm, dpo = (convert([command]) for command in (SFT_COMMAND, RM_COMMAND, DPO_COMMAND))
+    found = values(sft)
+    assert found["trainer.n_gpus_per_node"] == 2 and found["model.target_modules"] == ["q_proj", "v_proj"]
+    assert found["data.input_template"] == "User: {}\nAssistant: " and found["data.response_key"] == "response"
+    assert plan_supervised(composed(sft).config).accumulation == 64
+    assert (
+        values(rm)["loss.type"] == "logexp"
+        and values(rm)["trainer.n_gpus_per_node"] == 8
+        and values(rm)["data.max_length"] == 512
+    )
+    assert values(rm)["loss.fp32"] is False
+    expected = {
+        "loss.type": "ipo",
+        "loss.beta": 0.2,
+        "loss.label_smoothing": 0.1,
+        "loss.nll_coef": 0.3,
+        "ref.param_offload": True,
+    }
+    assert expected.items() <= values(dpo).items() and values(dpo)["trainer.test_freq"] == 50
+
+
+def test_a_conversation_column():
+    found = values(convert(["train_sft", "--apply_chat_template", "--input_key", "messages", "--multiturn"]))
+    assert found["data.multiturn.enable"] is True and found["data.multiturn.messages_key"] == "messages"
+    assert "data.input_template" not in found
+
+
+def test_mixed_generations_are_read_and_mentioned():
+    conversion = convert(["train_sft", "--model.model_name_or_path", "m", "--max_len", "99"])
+    assert values(conversion)["data.max_length"] == 99
+    assert any("mixed" in note for note in conversion.notes)
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train_ppo_ray --rollout_batchsize 8", r"Unknown flag --rollout_batchsize.*Did you mean 'rollout_batch_size'"),
+        ("train_ppo_ray --actor.adam.learning_rate 1", r"Unknown flag --actor\.adam\.learning_rate"),
+        ("train_sft --prompt_data x", r"Unknown flag --prompt_data of OpenRLHF's sft trainer"),
+        ("train_ppo_ray --pretrain", r"--pretrain needs a value, but none follows"),
+        ("train_ppo_ray --pretrain --bf16", r"--pretrain needs a value"),
+        ("train_ppo_ray --adam_betas 0.9", r"--adam_betas needs two numbers"),
+        ("train_ppo_ray --zero_stage two", r"expects a whole number, but got 'two'"),
+        ("train_ppo_ray --rollout_batch_size 1.5", r"expects a whole number"),
+        ("train_ppo_ray --rollout_batch_size 0", r"must be at least 1"),
+        ("train_ppo_ray --init_kl_coef nan", r"must be finite"),
+        ("train_ppo_ray --init_kl_coef much", r"expects a number"),
+        ("train_ppo_ray --kl_estimator k4", r"must be one of k1, k2, k3"),
+        ("train_ppo_ray --packing_samples True", r"is a switch and takes no value, but 'True' follows"),
+        ("train_ppo_ray --packing_samples=1", r"is a switch"),
+        ("train_ppo_ray --pretrain my model", r"takes 1 value, but 'my model' follows"),
+        ("train_ppo_ray stray", r"'stray' belongs to no flag"),
+        ("train_ppo_ray --prompt_data_probs half,half", r"Mixture weights must be numbers"),
+        ("train_ppo_ray --pretrain '${MODEL}/x'", r"write the value instead of the shell variable"),
+        ("python train_kto.py --beta 1", r"train_kto \(KTO\) was removed"),
+        ("python -m openrlhf.cli.train_pop", r"Unknown OpenRLHF trainer 'train_pop'.*'train_ppo'"),
+        ("python run.py --lr 1", r"No OpenRLHF trainer in the command"),
+        ("train_ppo_ray --pretrain 'open", r"cannot be split into words.*quotes"),
+    ],
+)
+def test_bad_commands_say_what_is_wrong(command, message):
+    with pytest.raises(ValueError, match=message):
+        convert([command])
+
+
+def test_an_empty_command():
+    with pytest.raises(ValueError, match="No OpenRLHF trainer"):
+        convert([])
+
+
+_FLAGS = sorted({f"--{name}" for verb in VERBS for name in names_of(verb)})
+_WORDS = st.one_of(
+    st.sampled_from(_FLAGS), st.text(max_size=12), st.integers().map(str), st.floats().map(str), st.sampled_from(["k1", "gae"])
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from([*TRAINERS, "ray"]), st.lists(_WORDS, max_size=8))
+def test_random_words_raise_nothing_but_value_errors(trainer, words):
+    try:
+        conversion = convert([trainer, *words])
+    except ValueError:
+        return
+    assert conversion.render() and conversion.arguments()
+
+
+_USES = st.sampled_from(sorted(names_of("ppo"))).map(lambda name: sample_words(names_of("ppo")[name][0], name))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(_USES, max_size=6))
+def test_random_valid_flags_give_arguments_that_hydra_reads(uses):
+    try:
+        conversion = convert(["train_ppo_ray", *(word for use in uses for word in use)])
+    except ValueError:
+        return
+    assert OverridesParser.create().parse_overrides(conversion.arguments())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.text(max_size=20), st.text(alphabet="ab1e._-+\\'\"${}[],=: \n", max_size=12), st.none(), st.booleans(), st.integers()
+    )
+)
+def test_values_survive_hydras_grammar(value):
+    for written in (value, [value, "x"]):
+        (override,) = OverridesParser.create().parse_overrides([hydra_argument("a.b", written)])
+        assert override.value() == written
+
+
+def test_odd_paths_arrive_as_they_are():
+    conversion = convert(["train_ppo_ray", "--pretrain", "it's \\ odd, [really]=1", "--prompt_data", "null"])
+    config = composed(conversion).config
+    assert config.actor_rollout_ref.model.path == "it's \\ odd, [really]=1" and config.data.train_files == "null"
+
+
+# --- the way back --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [WORKED_EXAMPLE, G2_COMMAND, G3_COMMAND, SFT_COMMAND, RM_COMMAND, DPO_COMMAND])
+def test_round_trip(command):
+    there = convert([command])
+    reverse = to_openrlhf(nested(values(there)), there.verb)
+    again = values(convert(reverse.arguments()))
+    ours = {key.path: key.default for key in keys(ROOTS[f"{there.verb}_trainer"])}
+    lost = {key for key, _, _ in reverse.unexpressed}
+    # One budget replaces the two caps of the older generations, and a lone switch says less than its key.
+    lost |= {"data.max_prompt_length", "data.truncation"} if "prompt_max_len" in command else set()
+    for key, value in values(there).items():
+        if key not in lost:
+            assert again.get(key, ours.get(key)) == value, key
+
+
+def test_a_whole_configuration_goes_back():
+    overrides = [
+        "actor_rollout_ref.model.path=Qwen/Qwen3-4B", "data.train_files=[a.parquet,b.parquet]", "data.train_batch_size=256",
+        f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=64", "algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=true",
+        "trainer.n_gpus_per_node=8", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ROLLOUT}.top_k=50",
+        "trainer.critic_warmup=5", "trainer.logger=[console,mlflow]",
+    ]  # fmt: skip
+    loaded = load("ppo_trainer", overrides)
+    reverse = to_openrlhf(loaded.tree(), "ppo", load("ppo_trainer").tree())
+    flags = reverse.flags
+    assert (
+        flags["train.batch_size"] == 256 and flags["rollout.batch_size"] == 256 and flags["rollout.n_samples_per_prompt"] == 4
+    )
+    assert flags["algo.advantage.estimator"] == "group_norm" and flags["data.prompt_dataset"] == "a.parquet,b.parquet"
+    assert flags["algo.kl.use_loss"] is True and flags["algo.kl.estimator"] == "k3" and flags["algo.kl.init_coef"] == 0.001
+    assert flags["data.max_len"] == 1024 and flags["rollout.max_new_tokens"] == 512 and flags["critic.freezing_steps"] == 3
+    assert flags["actor.dual_clip"] == 3.0 and flags["vllm.num_engines"] == 8
+    lost = {key for key, _, _ in reverse.unexpressed}
+    assert {f"{ACTOR}.loss_agg_mode", f"{ROLLOUT}.top_k", "trainer.logger"} <= lost
+    assert len(lost) < 12, lost
+    assert convert(reverse.arguments())
+    assert "--algo.advantage.estimator group_norm" in reverse.render() and "# trainer.logger" in reverse.render()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_our_defaults_go_back_and_forth(verb):
+    tree = load(f"{verb}_trainer").tree()
+    assert convert(to_openrlhf(tree, verb, tree).arguments()).verb == verb
+
+
+def test_back_for_an_unknown_verb():
+    with pytest.raises(ValueError, match="no trainer for 'kto'"):
+        to_openrlhf({}, "kto")
+
+
+def test_what_cannot_be_said_is_reported():
+    config = nested({"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True})
+    reasons = {key: reason for key, _, reason in to_openrlhf(config).unexpressed}
+    assert "'remax' has no equivalent" in reasons["algorithm.adv_estimator"]
+    assert "either in the reward or in the loss" in reasons[f"{ACTOR}.use_kl_loss"]
