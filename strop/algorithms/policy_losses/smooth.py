@@ -101,7 +101,8 @@ def gamma_weights(
 ) -> Tensor:
     """φ(w) = w^k exp(λ (1 - w)) as [B, 1], with w = exp(Σ_t x_t) Π_t rollout_weight_t.
 
-    k and λ are chosen by the sign of `row_advantages` [B, 1]. φ(1) = 1, and φ falls to 0 when the sequence becomes far more or far less likely than it was.
+    k and λ are chosen by the sign of `row_advantages` [B, 1]. φ(1) = 1, and φ falls to 0 when the sequence becomes far more or
+    far less likely than it was.
     """
     if rollout_weights is not None:
         (weights,) = inside(mask, rollout_weights=rollout_weights)
