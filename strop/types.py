@@ -1,4 +1,4 @@
-"""What travels through a run: prompts, trajectories, batches. Tokens are the only currency; text is made of them, never back."""
+"""What travels through a run: prompts, trajectories, batches. Tokens are the only currency; text is made of them."""
 
 from __future__ import annotations
 

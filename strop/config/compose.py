@@ -89,7 +89,7 @@ def _clean(text: str) -> str:
 
 def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
     """Typos on the command line are answered before Hydra is even imported."""
-    known = {key.path for key in keys(ROOTS[root])}
+    known = [key.path for key in keys(ROOTS[root])]
     problems = []
     for text in overrides:
         if not text.startswith("++"):
@@ -97,10 +97,13 @@ def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
         path = text[2:].partition("=")[0]
         if path.startswith("hydra."):
             continue
+        inside = [k for k in known if k.startswith(path + ".")]
+        if inside and "." not in path:
+            problems.append(f"{path} is a section. Set its keys one by one, for instance {inside[0]}=...")
+            continue
         translated, _ = translate({path: 0}, root)
         for name in translated:
-            inside = any(name == k or name.startswith(k + ".") or k.startswith(name + ".") for k in known)
-            if not inside:
+            if not any(name == k or name.startswith(k + ".") or k.startswith(name + ".") for k in known):
                 problems.append(unknown_key(path, ROOTS[root]))
     if problems:
         raise ConfigError(problems)
@@ -155,10 +158,11 @@ def _locate(root: str, config: str | None, search: str | None) -> tuple[Path, st
 
 
 def _explain(error: Exception) -> str:
-    text = _one_line(error)
-    if "sweep" in text.lower():
-        return f"{text} A value with commas is a list: write [a,b], or quote it: 'key=\"a,b\"'."
-    return text
+    override = getattr(error, "override", None)
+    text = _one_line(error).partition(" See https")[0]
+    if "Ambiguous value" in text:
+        return f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: 'key=\"a,b\"'."
+    return text if override is None else f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."
 
 
 def _one_line(error: Exception) -> str:

@@ -84,7 +84,8 @@ def objective(config: Any) -> str:
     if algorithm.use_kl_in_reward:
         kind = "adaptive" if algorithm.kl_ctrl.type == "adaptive" else "fixed"
         reward += f" - {algorithm.kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {kind}]"
-    text = f"maximise {mode} of {loss.name} surrogate (clip {1 - low:g}..{1 + high:g}), advantage {algorithm.adv_estimator}({reward})"
+    text = f"maximise {mode} of the {loss.name} surrogate (clip {1 - low:g}..{1 + high:g})"
+    text += f", advantage {algorithm.adv_estimator}({reward})"
     if actor.use_kl_loss:
         text += f" - {actor.kl_loss_coef:g}*KL[{actor.kl_loss_type}] to the reference"
     if actor.entropy_coeff:

@@ -74,7 +74,7 @@ def batches(config: Any, loaded: Loaded) -> Findings:
         yield error(
             "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
             f"{devices} devices (nnodes {trainer.nnodes} x n_gpus_per_node {trainer.n_gpus_per_node}) cannot be divided into "
-            f"groups of {sp} (sequence) x {tp} (tensor). Use {around(devices, sp * tp)} devices, or sizes that divide {devices}.",
+            f"groups of {sp} (sequence) x {tp} (tensor). Use {around(devices, sp * tp)} devices, or divisors of {devices}.",
         )
         return
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
@@ -93,7 +93,7 @@ def batches(config: Any, loaded: Loaded) -> Findings:
         if prompts % mini:
             yield warning(
                 f"{path}.ppo_mini_batch_size",
-                f"{mini} does not divide data.train_batch_size={prompts}: the last update of a step has {prompts % mini} prompts. "
+                f"{mini} does not divide data.train_batch_size={prompts}: the last update of a step has {prompts % mini}. "
                 f"data.train_batch_size={around(prompts, mini)} would be even.",
             )
         plan = plan_ppo(config, role=role)
@@ -167,7 +167,7 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield warning(
             "actor_rollout_ref.rollout.max_model_len",
-            f"{rollout.max_model_len} is less than prompt_length + response_length = {longest}: long prompts get shorter responses.",
+            f"{rollout.max_model_len} is less than prompt_length + response_length = {longest}: long prompts get less.",
         )
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
@@ -185,7 +185,7 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
         if rollout.strict:
             yield error(
                 "actor_rollout_ref.rollout.name",
-                f"{rollout.name} is not installed and rollout.strict=true. pip install 'strop[{rollout.name}]', or name=native.",
+                f"{rollout.name} is not installed and rollout.strict=true. Install 'strop[{rollout.name}]', or name=native.",
             )
         else:
             yield warning(
@@ -201,7 +201,7 @@ def estimators(config: Any, loaded: Loaded) -> Findings:
     if n < facts["min_group"]:
         yield error(
             "actor_rollout_ref.rollout.n",
-            f"{name} compares the samples of one prompt and needs at least {facts['min_group']}, got n={n}. Set rollout.n=8, say.",
+            f"{name} compares samples of one prompt and needs at least {facts['min_group']}, got n={n}. Set rollout.n=8, say.",
         )
     elif n == 1 and "group" in facts["needs"]:
         yield warning(
@@ -249,7 +249,7 @@ def inert_values(config: Any, loaded: Loaded) -> Findings:
         if not low == high == actor.clip_ratio:
             yield warning(
                 f"{path}.clip_ratio",
-                f"{actor.clip_ratio:g} has no effect: clip_ratio_low={low:g} and clip_ratio_high={high:g} are set. Remove them to use it.",
+                f"{actor.clip_ratio:g} has no effect: clip_ratio_low={low:g} and clip_ratio_high={high:g} are set instead.",
             )
     if not algorithm.use_kl_in_reward:
         for key in sorted(k for k in said if k.startswith("algorithm.kl_ctrl.") or k == "algorithm.kl_penalty"):

@@ -142,7 +142,7 @@ def unknown_key(path: str, root: type) -> str:
     """The message for a key that does not exist: the nearest ones by name, wherever they live."""
     known = [key.path for key in keys(root)]
     name = path.rpartition(".")[2]
-    close = nearest(path, known) + [p for p in known if p.rpartition(".")[2] == name]
+    close = [p for p in known if p.rpartition(".")[2] == name] + nearest(path, known)
     if not close:
         names = {p.rpartition(".")[2]: p for p in known}
         close = [names[n] for n in nearest(name, names)]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. The reported log-prob is that of the distribution after temperature, before top-k and top-p."""
+    """How the next token is drawn. Reported log-probs are those after temperature, before top-k and top-p."""
 
     temperature: float = 1.0
     """0 is greedy."""

@@ -1,0 +1,150 @@
+"""strop <verb>: compose a configuration, call the program that carries it out. Heavy things are imported when needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from strop import __version__
+from strop.errors import answer
+from strop.registry import did_you_mean
+
+VERBS = {
+    "ppo": "ppo_trainer",
+    "sft": "sft_trainer",
+    "rm": "rm_trainer",
+    "dpo": "dpo_trainer",
+    "generate": "generation",
+    "eval": "evaluation",
+}
+
+HELP = f"""strop {__version__}: reinforcement-learning post-training for language models
+
+usage: strop VERB [--config-name NAME] [--config-path DIR] [key=value ...]
+
+train
+  ppo           PPO, GRPO, RLOO, REINFORCE++, ReMax ...: the same as python -m strop.trainer.main_ppo
+  quickstart    a tiny model learns arithmetic on this machine, in minutes (--algorithm ppo|rloo|...)
+  openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
+prepare
+  check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
+  config        strop config show NAME [key=value ...] | explain KEY | docs
+  convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
+  data          write ready-made data sets: strop data gsm8k|math|hh_rlhf|arithmetic --out DIR [--from FILES]
+
+Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tracebacks.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return answer(lambda: dispatch(arguments))
+
+
+def dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    verb, *rest = arguments
+    if verb in ("--version", "version"):
+        print(f"strop {__version__}")
+        return 0
+    if verb not in PROGRAMS:
+        raise ValueError(f"There is no verb {verb!r}.{did_you_mean(verb, PROGRAMS)} `strop --help` lists them.")
+    return PROGRAMS[verb](rest)
+
+
+def ppo(arguments: list[str]) -> int:
+    from strop.trainer.main_ppo import run
+
+    return run(arguments)
+
+
+def check(arguments: list[str]) -> int:
+    from strop.trainer.preflight import main as preflight
+
+    if not arguments or arguments[0] not in VERBS:
+        raise ValueError(
+            f"Expected: strop check {'|'.join(VERBS)} [key=value ...] [--json], got {' '.join(arguments) or 'nothing'}."
+        )
+    return preflight(VERBS[arguments[0]], arguments[1:])
+
+
+def config(arguments: list[str]) -> int:
+    from strop.config.commandline import parse
+    from strop.config.compose import load
+    from strop.config.explain import explain, reference, show
+    from strop.config.schema import ROOTS
+
+    match arguments:
+        case ["show", name, *rest]:
+            root = VERBS.get(name, name)
+            if root not in ROOTS:
+                raise ValueError(
+                    f"There is no configuration {name!r}.{did_you_mean(name, ROOTS)} There are {', '.join(ROOTS)}."
+                )
+            asked = parse(rest)
+            print(show(root, load(root, asked.overrides, asked.config, asked.search).tree()), end="")
+        case ["explain", key]:
+            print(explain(key), end="")
+        case ["docs"]:
+            print(reference(), end="")
+        case _:
+            raise ValueError("Expected: strop config show NAME [key=value ...] | explain KEY | docs.")
+    return 0
+
+
+def convert(arguments: list[str]) -> int:
+    match arguments:
+        case ["openrlhf", "--", *command] | ["openrlhf", *command] if command:
+            from strop.config.openrlhf import convert as from_openrlhf
+
+            print(from_openrlhf(command).render(), end="")
+        case ["verl", "--to", "openrlhf", *rest]:
+            from strop.config.commandline import parse
+            from strop.config.compose import load
+            from strop.config.openrlhf_reverse import to_openrlhf
+
+            asked = parse(rest)
+            print(to_openrlhf(load("ppo_trainer", asked.overrides, asked.config, asked.search).tree()).render(), end="")
+        case _:
+            raise ValueError("Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...")
+    return 0
+
+
+def openrlhf(arguments: list[str]) -> int:
+    from strop.config.openrlhf import convert as from_openrlhf
+
+    conversion = from_openrlhf(arguments)
+    print(conversion.render(), file=sys.stderr)
+    if conversion.verb not in PROGRAMS:
+        raise ValueError(
+            f"`strop {conversion.verb}` cannot run yet; `strop check {conversion.verb} ...` examines the configuration."
+        )
+    return PROGRAMS[conversion.verb](conversion.arguments())
+
+
+def data(arguments: list[str]) -> int:
+    from strop.data.make import main as make
+
+    return make(arguments)
+
+
+def quickstart(arguments: list[str]) -> int:
+    from strop.trainer.quickstart import main as start
+
+    return start(arguments)
+
+
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {
+    "ppo": ppo,
+    "check": check,
+    "config": config,
+    "convert": convert,
+    "openrlhf": openrlhf,
+    "data": data,
+    "quickstart": quickstart,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

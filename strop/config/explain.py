@@ -1,0 +1,158 @@
+"""The schema for people: `strop config show`, `strop config explain`, docs/configuration.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from strop.config.aliases import ALIASES, translate
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import Key, field_docs, hints, is_section, keys, sections, type_name
+from strop.config.typed import ConfigError
+from strop.registry import Registry, did_you_mean, nearest
+
+
+def show(root: str, tree: Mapping[str, Any]) -> str:
+    """A resolved configuration as YAML, the documentation of each key as a comment above it."""
+    return "\n".join(_show(ROOTS[root], tree, 0)) + "\n"
+
+
+def _show(kind: type, tree: Mapping[str, Any], depth: int) -> list[str]:
+    lines: list[str] = []
+    indent = "  " * depth
+    docs, types_of = field_docs(kind), hints(kind)
+    inert = {field.name: field.metadata["inert"] for field in dataclasses.fields(kind) if "inert" in field.metadata}
+    for name, value in tree.items():
+        doc = docs.get(name, "") + (f" No effect: {inert[name]}." if name in inert else "")
+        lines += textwrap.wrap(doc, 118 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        if is_section(types_of[name]):
+            lines.append(f"{indent}{name}:")
+            lines += _show(types_of[name], value, depth + 1)
+        else:
+            lines.append(f"{indent}{name}: {_yaml(value)}")
+    return lines
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    # PyYAML writes 1e-06, which YAML 1.1 reads back as text.
+    if isinstance(value, float) and "e" in repr(value) and "." not in repr(value):
+        return repr(value).replace("e", ".0e")
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+    return text.removesuffix("\n...").removesuffix("...").strip()
+
+
+def explain(name: str) -> str:
+    """Everything known of one key, in every configuration that has it. Old names and OpenRLHF's flags are understood."""
+    found = _find(name)
+    if found is None:
+        every = [key.path for kind in set(ROOTS.values()) for key in keys(kind)]
+        last = name.rpartition(".")[2]
+        close = list(dict.fromkeys(nearest(name, every) + [p for p in every if p.rpartition(".")[2] == last]))
+        hint = (
+            f" Did you mean {' or '.join(close[:4])}?" if close else did_you_mean(last, {p.rpartition(".")[2] for p in every})
+        )
+        raise ConfigError(f"{name}: no such key.{hint}")
+    text, roots, remark = found
+    lines = [text.path, "=" * len(text.path)]
+    if remark:
+        lines.append(remark)
+    lines += textwrap.wrap(text.doc, 118)
+    lines += ["", f"type:      {type_name(text.type)}", f"default:   {_default(text)}"]
+    lines += [f"{label + ':':<10} {value}" for label, value in _limits(text)]
+    lines.append(f"found in:  {', '.join(roots)}")
+    lines.append(f"read by:   {'nobody; ' + text.inert if text.inert else text.read_by}")
+    if text.facts.get("openrlhf"):
+        lines.append(f"OpenRLHF:  {text.facts['openrlhf']}")
+    old = [alias.old for alias in ALIASES if not callable(alias.new) and any(_fits(new, text.path) for new in alias.new)]
+    if old:
+        lines.append(f"old name:  {', '.join(old)}")
+    return "\n".join(lines) + "\n"
+
+
+def _fits(pattern: str, path: str) -> bool:
+    return path.endswith(pattern.replace("{prefix}", ""))
+
+
+def _find(name: str) -> tuple[Key, list[str], str] | None:
+    for root, kind in ROOTS.items():
+        current, _ = translate({name: 0}, root)
+        for key in keys(kind):
+            if key.path in current:
+                roots = [r for r, k in ROOTS.items() if any(other.path == key.path for other in keys(k))]
+                return key, roots, "" if key.path == name else f"({name} is its old name)"
+    flag = name.lstrip("-")
+    for root, kind in ROOTS.items():
+        for key in keys(kind):
+            if key.facts.get("openrlhf") == flag:
+                return key, [root], f"({name} is OpenRLHF's flag for it)"
+    return None
+
+
+def _default(key: Key) -> str:
+    value = key.default
+    if isinstance(value, str) and value.startswith("${") and value.endswith("}") and value.count("${") == 1:
+        return f"follows {value[2:-1]}"
+    return _yaml(value)
+
+
+def _limits(key: Key) -> list[tuple[str, str]]:
+    facts, found = key.facts, []
+    if facts.get("choices"):
+        found.append(("one of", ", ".join("null" if c is None else str(c) for c in facts["choices"])))
+    registry = facts.get("one_of")
+    if isinstance(registry, Registry):
+        found.append(("one of", ", ".join(registry.names()) + " (and your plugins)"))
+    bounds = [f"{words} {facts[name]:g}" for name, words in BOUNDS if name in facts]
+    if bounds:
+        found.append(("range", ", ".join(bounds)))
+    return found
+
+
+BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
+
+
+def reference() -> str:
+    """docs/configuration.md: every key of every configuration."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "Generated from `strop/config/schema` by `make docs`; a test keeps it fresh. Keys are verl's where verl has them.",
+        "",
+        "*no effect* marks keys that are accepted because people's files contain them, with the reason. A default written as",
+        "`→ key` follows that key. `strop config explain KEY` shows one key, `strop config show NAME` a whole resolved file.",
+        "",
+    ]
+    for root, kind in ROOTS.items():
+        if root == "ppo_megatron_trainer":
+            lines += ["## ppo_megatron_trainer", "", "The keys of ppo_trainer with `actor.strategy: megatron`; see there.", ""]
+            continue
+        lines += [f"## {root}", "", (kind.__doc__ or "").strip(), ""]
+        about = dict(sections(kind))
+        section = None
+        for key in keys(kind):
+            place = key.path.rpartition(".")[0]
+            if place != section:
+                section = place
+                lines += ["", f"### {place or '(top level)'}", "", about.get(place, "")]
+                lines += ["", "| key | default | meaning |", "|---|---|---|"]
+            lines.append(_row(key))
+        lines.append("")
+    lines += ["## Old names", "", "| old | now | why |", "|---|---|---|"]
+    for alias in ALIASES:
+        new = "depends on the value" if callable(alias.new) else ", ".join(f"`{n.replace('{prefix}', '*')}`" for n in alias.new)
+        lines.append(f"| `{alias.old}` | {new} | {alias.why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    default = _default(key)
+    shown = f"→ `{default.removeprefix('follows ')}`" if default.startswith("follows ") else f"`{default}`"
+    notes = [f"{label}: {value}" for label, value in _limits(key)]
+    if key.inert:
+        notes.append(f"*no effect: {key.inert}*")
+    meaning = " ".join([key.doc, *(f"({note})" for note in notes)])
+    return f"| `{key.name}` | {shown} | {meaning} |"

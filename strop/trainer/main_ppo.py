@@ -1,0 +1,28 @@
+"""python -m strop.trainer.main_ppo key=value ...: reinforcement learning from a configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+from strop.errors import answer
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compose, examine, train."""
+    asked = parse(arguments)
+    root = "ppo_megatron_trainer" if (asked.config or "").startswith("ppo_megatron_trainer") else "ppo_trainer"
+    loaded = load(root, asked.overrides, asked.config, asked.search)
+    from strop.trainer.preflight import require
+
+    require(loaded)
+    from strop.trainer.build import build_ppo
+
+    build_ppo(loaded).fit()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(answer(lambda: run(sys.argv[1:])))

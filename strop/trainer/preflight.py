@@ -1,0 +1,140 @@
+"""Nothing starts that cannot finish: `strop check`, and the first thing every run does.
+
+The configuration is examined first, without torch. Only when it is sound are files, tokenizer, chat template and reward
+functions tried. No weights are loaded and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from strop.config.arithmetic import Plan, SupervisedPlan, plan_ppo, plan_supervised
+from strop.config.commandline import parse
+from strop.config.compose import Loaded, load
+from strop.config.objective import Role, objective, roles
+from strop.config.rules import Finding, check, error, warning
+
+ENOUGH_DISK_GB = 2.0
+VERSIONS = ("strop", "torch", "transformers", "hydra-core", "omegaconf", "pyarrow", "safetensors")
+
+
+@dataclass
+class Report:
+    """What the preflight found."""
+
+    root: str
+    findings: list[Finding] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    plan: Plan | SupervisedPlan | None = None
+    roles: list[Role] = field(default_factory=list)
+    objective: str | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    @property
+    def ok(self) -> bool:
+        return not self.errors
+
+    def to_json(self) -> str:
+        plan = None if self.plan is None else asdict(self.plan)
+        return json.dumps({**asdict(self), "plan": plan, "ok": self.ok}, indent=2, default=str)
+
+
+def examine(loaded: Loaded) -> Report:
+    """Every check, cheapest first."""
+    report = Report(loaded.root, check(loaded), list(loaded.notices), versions=_versions())
+    config = loaded.config
+    is_ppo, is_supervised = loaded.root.startswith("ppo"), hasattr(config, "optim")
+    if is_ppo:
+        report.roles, report.objective = roles(config), objective(config)
+        report.plan = plan_ppo(config)
+    elif is_supervised:
+        report.plan = plan_supervised(config)
+    if not report.ok:
+        return report
+    from strop.trainer.preflight_data import examine_data
+
+    rows = examine_data(loaded, report)
+    if is_ppo:
+        report.plan = plan_ppo(config, rows)
+    elif is_supervised:
+        report.plan = plan_supervised(config, rows)
+    report.findings += _enough_rows(report.plan, rows) + _disk(config)
+    return report
+
+
+def _enough_rows(plan: Any, rows: int | None) -> list[Finding]:
+    if rows is None or plan is None:
+        return []
+    needed = plan.prompts_per_step if isinstance(plan, Plan) else plan.rows_per_update
+    if rows >= needed:
+        return []
+    return [
+        error("data.train_batch_size", f"{needed} rows per step, but the files have only {rows}. Set it to {rows} or less.")
+    ]
+
+
+def _disk(config: Any) -> list[Finding]:
+    trainer = getattr(config, "trainer", None)
+    folder = getattr(trainer, "default_local_dir", None)
+    if folder is None:
+        return []
+    place = Path(folder).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free / 1e9
+    if free >= ENOUGH_DISK_GB:
+        return []
+    return [warning("trainer.default_local_dir", f"only {free:.1f} GB are free under {place}.")]
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def require(loaded: Loaded) -> Report:
+    """Examine, print, and raise when something is wrong; every run calls this before it loads weights."""
+    report = examine(loaded)
+    if not report.ok:
+        raise ValueError("\n".join(str(finding) for finding in report.errors))
+    return report
+
+
+def main(root: str, arguments: Sequence[str]) -> int:
+    """`strop check VERB key=value ... [--json]`"""
+    asked = parse(arguments, switches=("--json",))
+    as_json = "--json" in asked.switches
+    try:
+        loaded = load(root, asked.overrides, asked.config, asked.search)
+    except ValueError as problem:
+        if not as_json:
+            raise
+        lines = str(problem).splitlines()
+        findings = [error(line.partition(":")[0], line.partition(":")[2].strip() or line) for line in lines]
+        sys.stdout.write(Report(root, findings).to_json() + "\n")
+        return 1
+    report = examine(loaded)
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        from strop.trainer.preflight_print import render
+
+        render(report)
+    return 0 if report.ok else 1

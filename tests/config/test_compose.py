@@ -1,0 +1,158 @@
+"""Composition: defaults once, overrides, user files, and refusals that help."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.compose import load
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import keys
+from strop.config.typed import ConfigError
+
+
+def refuse(*overrides: str, root: str = "ppo_trainer", **kwargs: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(root, overrides, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_root_composes_with_its_defaults_unchanged(root):
+    loaded = load(root)
+    assert loaded.notices == []
+    if root != "ppo_megatron_trainer":
+        assert loaded.set_by_user == {}
+    else:
+        assert loaded.config.actor_rollout_ref.actor.strategy == "megatron"
+
+
+def test_links_follow_what_they_point_to():
+    config = load(
+        "ppo_trainer", ["actor_rollout_ref.actor.ppo_mini_batch_size=32", "critic.ppo_max_token_len_per_gpu=7"]
+    ).config
+    assert config.critic.ppo_mini_batch_size == 32
+    assert config.reward_model.forward_max_token_len_per_gpu == 7
+    assert config.trainer.default_local_dir == "checkpoints/strop/default"
+
+
+def test_values_are_converted_like_people_mean_them():
+    config = load(
+        "ppo_trainer",
+        [
+            "data.train_batch_size=1e2",
+            "actor_rollout_ref.actor.optim.lr=1",
+            "trainer.experiment_name=7",
+            "trainer.logger=console",
+        ],
+    ).config
+    assert config.data.train_batch_size == 100 and isinstance(config.data.train_batch_size, int)
+    assert isinstance(config.actor_rollout_ref.actor.optim.lr, float)
+    assert config.trainer.experiment_name == "7"
+    assert config.trainer.logger == "console"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.trian_batch_size=3", ["data.trian_batch_size", "data.train_batch_size"]),
+        ("ppo_mini_batch_size=3", ["actor_rollout_ref.actor.ppo_mini_batch_size"]),
+        ("actor_rollout_ref.actor.optim.lr=fast", ["expected number", "'fast'"]),
+        ("data.train_batch_size=1.5", ["expected whole number", "1.5"]),
+        ("data.shuffle=maybe", ["true or false", "'maybe'"]),
+        ("algorithm.gamma=1.5", ["at most 1", "1.5"]),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", ["above 1"]),
+        ("algorithm.adv_estimator=gea", ["'gea'", "'gae'"]),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=vanila", ["'vanilla'"]),
+        ("actor_rollout_ref.actor.loss_agg_mode=token", ["token_mean", "seq_mean_token_sum"]),
+        ("trainer.resume_mode=always", ["auto, disable, resume_path"]),
+        ("data=3", ["data", "section"]),
+        ("trainer.logger=a,b", ["[a,b]"]),
+        ("data.train_batch_size", ["key=value"]),
+        ("data.train_files=[a", ["data.train_files"]),
+        ("trainer.project_name=${nowhere.to_be_found}", ["nowhere.to_be_found", "does not exist"]),
+    ],
+)
+def test_one_clear_message(override, words):
+    message = refuse(override)
+    for word in words:
+        assert word in message, message
+
+
+def test_all_problems_are_told_at_once():
+    message = refuse("data.train_batch_size=0", "algorithm.gamma=2", "trainer.device=toaster")
+    assert len(message.splitlines()) == 3
+
+
+def test_circles_are_refused():
+    message = refuse("trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}")
+    assert "circle" in message
+
+
+def test_user_yaml_with_defaults_and_overrides(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - ppo_trainer\n  - _self_\ndata:\n  train_batch_size: 64\ntrainer:\n  experiment_name: ${data.train_batch_size}\n"
+    )
+    config = load("ppo_trainer", ["data.max_prompt_length=9"], config="mine", search=str(tmp_path)).config
+    assert (config.data.train_batch_size, config.data.max_prompt_length, config.trainer.experiment_name) == (64, 9, "64")
+
+
+def test_user_groups_override_ours(tmp_path):
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "small.yaml").write_text("ppo_mini_batch_size: 3\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults:\n  - ppo_trainer\n  - override actor@actor_rollout_ref.actor: small\n  - _self_\n"
+    )
+    assert load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.actor_rollout_ref.actor.ppo_mini_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data:\n  train_batch_size: [1\n", ["does not parse"]),
+        ("data:\n\t- a\n", ["does not parse"]),
+        ("defaults:\n  - nothing_here\n", ["nothing_here"]),
+        ("data:\n  trian_files: x\n", ["data.trian_files", "data.train_files"]),
+        ("- a\n- b\n", ["mine"]),
+    ],
+)
+def test_broken_yaml(tmp_path, text, words):
+    (tmp_path / "mine.yaml").write_text(text)
+    message = refuse(config=str(tmp_path / "mine.yaml"))
+    for word in words:
+        assert word in message, message
+
+
+def test_missing_configuration_names_the_nearest():
+    assert "ppo_trainer" in refuse(config="ppo_trianer")
+    assert "no folder" in refuse(config="x", search="/nowhere/at/all")
+
+
+def test_relative_and_environment_interpolation_work(tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_NAME", "blue")
+    (tmp_path / "mine.yaml").write_text("trainer:\n  project_name: ${oc.env:RUN_NAME}\n  experiment_name: ${.project_name}2\n")
+    trainer = load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.trainer
+    assert (trainer.project_name, trainer.experiment_name) == ("blue", "blue2")
+
+
+def test_plugins_are_loaded_before_names_are_checked(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from strop.catalog import ADVANTAGES\n\n@ADVANTAGES.register('own_estimator', needs=('group',))\ndef own(rewards, mask): ...\n"
+    )
+    loaded = load("ppo_trainer", [f"plugins=[{file}]", "algorithm.adv_estimator=own-estimator"])
+    assert loaded.config.algorithm.adv_estimator == "own-estimator"
+
+
+def test_a_broken_plugin_is_named(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("def f(:\n")
+    with pytest.raises(ValueError, match=r"broken.py does not parse: .*line 1"):
+        load("ppo_trainer", [f"plugins=[{file}]"])
+
+
+def test_every_inert_key_says_why_when_it_is_set():
+    inert = [key for key in keys(ROOTS["ppo_trainer"]) if key.inert]
+    assert len(inert) > 50
+    for key in inert[:5]:
+        notices = load("ppo_trainer", [f"{key.path}={key.default if key.default is not None else 'null'}"]).notices
+        assert notices == [f"{key.path} has no effect: {key.inert}."] or key.default is None

@@ -1,0 +1,168 @@
+"""Rules between keys, the arithmetic of batches, roles and the objective."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.arithmetic import plan_ppo
+from strop.config.compose import load
+from strop.config.objective import objective, roles
+from strop.config.rules import check
+
+READY = ["actor_rollout_ref.model.path=m", "data.train_files=f.parquet", "trainer.save_freq=10", "data.train_batch_size=32"]
+GRPO = [
+    *READY,
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+]
+
+
+def found(*overrides, base=GRPO, root="ppo_trainer"):
+    return check(load(root, [*base, *overrides]))
+
+
+def errors(*overrides, **kwargs):
+    return {f.key: f.message for f in found(*overrides, **kwargs) if f.level == "error"}
+
+
+def warnings(*overrides, **kwargs):
+    return {f.key: f.message for f in found(*overrides, **kwargs) if f.level == "warning"}
+
+
+def test_a_sound_configuration_has_no_findings():
+    assert found() == []
+
+
+def test_the_arithmetic_of_the_first_document():
+    """1024 prompts, 32 per step, n 8, 128 sequences per update in micro-batches of 4 on 8 devices."""
+    loaded = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"])
+    plan = plan_ppo(loaded.config, rows=1024)
+    assert plan.steps_per_epoch == 32
+    assert plan.sequences_per_step == 256
+    assert plan.updates_per_step == 2
+    assert plan.accumulation == 4
+    assert not plan.on_policy
+    on = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.ppo_mini_batch_size=32"])
+    assert plan_ppo(on.config).on_policy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path", ["not set"]),
+        (["data.train_files=null"], "data.train_files", ["not set"]),
+        (
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            ["64", "train_batch_size=32", "Set it to 32"],
+        ),
+        (
+            ["trainer.n_gpus_per_node=3", "actor_rollout_ref.actor.ppo_mini_batch_size=16"],
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            ["128 sequences", "3 ranks", "15 or 18"],
+        ),
+        (
+            ["trainer.n_gpus_per_node=6", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
+            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+            ["6 devices", "4 or 8"],
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000"],
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            ["1024", "1000"],
+        ),
+        (
+            ["actor_rollout_ref.actor.ppo_micro_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"],
+            "actor_rollout_ref.actor.ppo_micro_batch_size",
+            ["Keep only"],
+        ),
+        (["actor_rollout_ref.rollout.temperature=0"], "actor_rollout_ref.rollout.n", ["the same"]),
+        (["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=rloo"], "actor_rollout_ref.rollout.n", ["at least 2"]),
+        (["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", ["gae needs values"]),
+        (
+            ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            ["Set it to true"],
+        ),
+        (["reward_model.enable=true"], "reward_model.model.path", ["remote_url"]),
+        (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy", ["not there yet"]),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x"], "trainer.resume_from_path", ["global_step_N"]),
+        (["actor_rollout_ref.actor.optim.betas=[0.9]"], "actor_rollout_ref.actor.optim.betas", ["two numbers"]),
+        (
+            ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            ["2 devices"],
+        ),
+        (["data.custom_cls.path=x.py"], "data.custom_cls", ["both or neither"]),
+        (["reward_model.clip_range=[1,0]"], "reward_model.clip_range", ["low < high"]),
+        (["trainer.val_only=true"], "data.val_files", ["val_only"]),
+        (
+            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.strict=true"],
+            "actor_rollout_ref.rollout.name",
+            ["not installed", "native"],
+        ),
+    ],
+)
+def test_errors_say_what_clashes_and_what_to_set(overrides, key, words):
+    messages = errors(*overrides)
+    assert key in messages, messages
+    for word in words:
+        assert word in messages[key], messages[key]
+
+
+def test_clip_ratio_sets_both_sides_unless_one_is_given():
+    both = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1"]).config
+    assert "clip 0.9..1.1" in objective(both)
+    one = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.28"])
+    assert "clip 0.9..1.28" in objective(one.config)
+    dead = warnings(
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+        "actor_rollout_ref.actor.clip_ratio_low=0.2",
+        "actor_rollout_ref.actor.clip_ratio_high=0.2",
+    )
+    assert "no effect" in dead["actor_rollout_ref.actor.clip_ratio"]
+
+
+def test_kl_switches():
+    assert "use_kl_in_reward" in warnings("algorithm.kl_ctrl.kl_coef=0.1")["algorithm.kl_ctrl.kl_coef"]
+    assert "use_kl_loss" in warnings("actor_rollout_ref.actor.kl_loss_coef=0.1")["actor_rollout_ref.actor.kl_loss_coef"]
+    both = ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
+    assert "acts twice" in warnings(*both)["algorithm.use_kl_in_reward"]
+    text = objective(load("ppo_trainer", [*GRPO, *both]).config)
+    assert "0.001*KL[kl, fixed]" in text and "0.001*KL[low_var_kl]" in text
+
+
+def test_roles_follow_from_facts_not_names():
+    def there(*overrides):
+        return {role.name: role.exists for role in roles(load("ppo_trainer", [*GRPO, *overrides]).config)}
+
+    assert there() == {"actor": True, "critic": False, "reference": False, "reward model": False}
+    assert there("algorithm.adv_estimator=gae")["critic"]
+    assert there("critic.enable=true")["critic"]
+    assert there("actor_rollout_ref.actor.use_kl_loss=true")["reference"]
+    assert there("algorithm.adv_estimator=remax")["greedy baseline"]
+    assert there("reward_model.enable=true", "reward_model.model.path=r")["reward model"]
+
+
+def test_micro_batch_sizes_are_derived_when_unset():
+    plan = plan_ppo(load("ppo_trainer", GRPO).config)
+    assert plan.micro_batch == 8 and plan.accumulation == 16
+    old = plan_ppo(
+        load("ppo_trainer", [*GRPO, "trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.ppo_micro_batch_size=32"]).config
+    )
+    assert old.micro_batch == 4
+
+
+def test_uneven_mini_batches_are_a_warning_with_the_nearest_size():
+    assert (
+        "24 or 36" in warnings("actor_rollout_ref.actor.ppo_mini_batch_size=12")["actor_rollout_ref.actor.ppo_mini_batch_size"]
+    )
+
+
+def test_other_roots():
+    assert set(errors(base=[], root="generation")) == {"model.path", "data.path", "data.output_path"}
+    assert set(errors(base=[], root="evaluation")) == {"data.path"}
+    assert set(errors(base=[], root="sft_trainer")) == {"model.path", "data.train_files"}
+    uneven = errors("trainer.n_gpus_per_node=3", "model.path=m", "data.train_files=f", base=[], root="rm_trainer")
+    assert "126 or 129" in uneven["data.train_batch_size"]

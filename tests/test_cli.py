@@ -1,0 +1,83 @@
+"""The front door, as a person uses it: exit codes, one message, no traceback, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def strop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "strop.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "STROP_DEBUG": "0", **environment},
+    )
+
+
+def test_help_lists_the_verbs():
+    done = strop("--help")
+    assert done.returncode == 0
+    for verb in ("ppo", "check", "config", "convert", "quickstart", "data"):
+        assert f"\n  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["pppo"], ["no verb 'pppo'", "'ppo'"]),
+        (["check"], ["strop check ppo"]),
+        (["check", "ppo", "data.train_fils=x"], ["data.train_files"]),
+        (["check", "ppo", "--multirun"], ["sweeps"]),
+        (["check", "ppo", "--data.train_files", "x"], ["without dashes"]),
+        (["check", "ppo", "--config-name"], ["needs a value"]),
+        (["config", "show", "ppo_trainr"], ["ppo_trainer"]),
+        (["config", "explain", "data.shufle"], ["data.shuffle"]),
+        (["convert", "openrlhf"], ["strop convert openrlhf --"]),
+        (["convert", "openrlhf", "--", "train_ppo_ray", "--actor_learning_rat", "1"], ["actor_learning_rate"]),
+    ],
+)
+def test_mistakes_get_one_message_and_exit_code_1(arguments, words):
+    done = strop(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("strop: error: ")
+    assert "Traceback" not in done.stderr + done.stdout
+    for word in words:
+        assert word in done.stderr
+
+
+def test_debug_shows_where_it_came_from():
+    assert "Traceback" in strop("pppo", STROP_DEBUG="1").stderr
+
+
+def test_check_speaks_json():
+    done = strop("check", "ppo", "data.train_batch_size=0", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and report["ok"] is False
+    assert report["findings"][0]["key"] == "data.train_batch_size"
+    done = strop("check", "ppo", "--json")
+    keys = {finding["key"] for finding in json.loads(done.stdout)["findings"]}
+    assert "actor_rollout_ref.model.path" in keys
+
+
+def test_a_configuration_error_is_told_without_torch():
+    code = (
+        "import sys\nfrom strop.cli import main\n"
+        "codes = [main(['--help']), main(['check', 'ppo']), main(['config', 'explain', 'data.seed'])]\n"
+        "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pyarrow') if m in sys.modules]\n"
+        "assert codes == [0, 1, 0] and not heavy, (codes, heavy)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_module_form_answers_like_the_verb():
+    done = subprocess.run(
+        [sys.executable, "-m", "strop.trainer.main_ppo", "data.train_fils=x"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "data.train_files" in done.stderr and "Traceback" not in done.stderr
