@@ -25,7 +25,7 @@ def policy_loss(name: str, **available: Any) -> PolicyLoss:
 
     >>> import torch
     >>> one = torch.ones(1, 2)
-    >>> policy_loss("gpg", log_probs=-one, advantages=one, mask=one, clip_low=0.2).per_token
+    >>> policy_loss("gpg", log_probs=-one, old_log_probs=-one, advantages=one, mask=one, clip_low=0.2).per_token
     tensor([[1., 1.]])
     """
     function = POLICY_LOSSES.get(name)

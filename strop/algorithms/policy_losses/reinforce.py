@@ -7,8 +7,10 @@ from torch import Tensor
 from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio
 
 
-def gpg(log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout_weights: Tensor | None = None) -> PolicyLoss:
-    """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π."""
+def gpg(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout_weights: Tensor | None = None
+) -> PolicyLoss:
+    """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π. The old log-probs are not looked at."""
     log_probs, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
     return finish(-log_probs * advantages, mask, rollout_weights)
 
@@ -17,7 +19,7 @@ def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout_weights: Tensor | None = None
 ) -> PolicyLoss:
     """REINFORCE (Williams 1992) that also reports how far the policy has moved: l = -A log π."""
-    plain = gpg(log_probs, advantages, mask, rollout_weights=rollout_weights)
+    plain = gpg(log_probs, old_log_probs, advantages, mask, rollout_weights=rollout_weights)
     return finish(plain.per_token, mask, None, ppo_kl=-log_ratio(log_probs, old_log_probs, mask, limit=None))
 
 
@@ -33,6 +35,6 @@ def dro(
     """DRO (Richemond et al. 2024) with the advantage in place of reward minus value: l = -A log π + (β / 2) x²."""
     if dro_beta is None or not dro_beta > 0:
         raise ValueError(f"dro_beta is the strength of the pull towards the old policy and must be positive, got {dro_beta}.")
-    plain = gpg(log_probs, advantages, mask)
+    plain = gpg(log_probs, old_log_probs, advantages, mask)
     x = log_ratio(log_probs, old_log_probs, mask, limit=None)
     return finish(plain.per_token + 0.5 * dro_beta * x.square(), mask, rollout_weights, ppo_kl=-x)
