@@ -1,0 +1,217 @@
+"""The data set of reinforcement learning: rows of files become `Prompt`s, rendered when they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from strop.config.schema.data import Data
+from strop.data.chat import Chat
+from strop.data.files import Rows, open_rows
+from strop.data.measure import measure
+from strop.data.schema import Fields, Keys, check_columns, row_fields
+from strop.data.selection import Indices, mixture, subset
+from strop.registry import load_attribute
+from strop.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Split = Literal["train", "val"]
+CACHED_PROMPTS = 1024
+
+
+def truncate(
+    ids: list[int], limit: int, mode: str, *, where: str = "a prompt", setting: str = "data.max_prompt_length"
+) -> list[int]:
+    """Cut ids to `limit`: left keeps the end, right the beginning, middle both ends (the odd token at the end).
+
+    >>> truncate([1, 2, 3, 4, 5], 3, "middle")
+    [1, 4, 5]
+    """
+    if len(ids) <= limit:
+        return ids
+    if mode == "left":
+        return ids[len(ids) - limit :]
+    if mode == "right":
+        return ids[:limit]
+    if mode == "middle":
+        head = limit // 2
+        return ids[:head] + ids[len(ids) - (limit - head) :]
+    if mode == "error":
+        raise ValueError(
+            f"{where} has {len(ids)} tokens, over {setting}={limit}. Raise it, drop such rows "
+            "(data.filter_overlong_prompts=true), or cut them (data.truncation=left|right|middle)."
+        )
+    raise ValueError(f"data.truncation={mode!r}; choose error, left, right or middle.")
+
+
+class PromptDataset(Sequence[Prompt]):
+    """Prompts by place. `rows` are files, or any sequence that gives dictionaries (or finished `Prompt`s)."""
+
+    def __init__(
+        self,
+        rows: Rows | Sequence[Any],
+        chat: Chat,
+        *,
+        keys: Keys | None = None,
+        max_prompt_length: int = 512,
+        truncation: str = "error",
+        indices: Indices | None = None,
+    ):
+        self.rows = rows
+        self.chat = chat
+        self.keys = keys or Keys()
+        self.max_prompt_length = max_prompt_length
+        self.truncation = truncation
+        self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        self._cache: OrderedDict[int, Prompt] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        index = int(self.indices[place])
+        if index not in self._cache:
+            self._cache[index] = self._render(index)
+            if len(self._cache) > CACHED_PROMPTS:
+                self._cache.popitem(last=False)
+        return self._cache[index]
+
+    def where(self, index: int) -> str:
+        return self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}"
+
+    def fields(self, index: int, row: Any = None) -> Fields:
+        """A row by its number in the files, understood but not rendered."""
+        stem = self.rows.place(index)[0].stem if isinstance(self.rows, Rows) else "custom"
+        return row_fields(self.rows[index] if row is None else row, self.keys, where=self.where(index), stem=stem)
+
+    def lengths(self, places: Sequence[int] | None = None) -> list[int]:
+        """Tokens of prompts before truncation."""
+        wanted = [int(index) for index in (self.indices if places is None else self.indices[list(places)])]
+        rows = {index: self.rows[index] for index in wanted}
+        finished = {index: len(row.ids) for index, row in rows.items() if isinstance(row, Prompt)}
+        others = [index for index in rows if index not in finished]
+        measured = dict(zip(others, self.chat.lengths([self.fields(index, rows[index]).messages for index in others])))
+        return [finished.get(index, measured.get(index, 0)) for index in wanted]
+
+    def without_overlong(self, *, workers: int = 1) -> PromptDataset:
+        """The same data set without prompts over the limit."""
+        lengths = measure(self, workers=workers)
+        keep = lengths <= self.max_prompt_length
+        dropped = int((~keep).sum())
+        if not keep.any():
+            raise ValueError(
+                f"All {len(self)} prompts are longer than data.max_prompt_length={self.max_prompt_length} "
+                f"(the shortest has {lengths.min()} tokens), so nothing is left. Raise it."
+            )
+        if dropped:
+            logger.info("%d of %d prompts are over %d tokens and left out.", dropped, len(self), self.max_prompt_length)
+        return PromptDataset(
+            self.rows,
+            self.chat,
+            keys=self.keys,
+            max_prompt_length=self.max_prompt_length,
+            truncation=self.truncation,
+            indices=self.indices[keep],
+        )
+
+    def fingerprint(self) -> str:
+        """Changes when the files or the choice of rows do; a saved position in other data means nothing."""
+        own = getattr(self.rows, "fingerprint", None)
+        content = own() if callable(own) else f"{type(self.rows).__qualname__} of {len(self.rows)}"
+        return hashlib.sha256(str(content).encode() + self.indices.tobytes()).hexdigest()[:16]
+
+    def _render(self, index: int) -> Prompt:
+        row = self.rows[index]
+        if isinstance(row, Prompt):
+            return dataclasses.replace(row, ids=self._cut(row.ids, index))
+        fields = self.fields(index, row)
+        return Prompt(
+            index=index,
+            ids=self._cut(self.chat.ids(fields.messages), index),
+            messages=fields.messages,
+            data_source=fields.data_source,
+            ground_truth=fields.ground_truth,
+            extra_info=fields.extra_info,
+            agent_name=fields.agent_name,
+            images=fields.images,
+        )
+
+    def _cut(self, ids: list[int], index: int) -> list[int]:
+        return truncate(ids, self.max_prompt_length, self.truncation, where=self.where(index))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": OrderedDict()}
+
+
+def build_prompts(
+    config: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: Split = "train",
+    chat_template: str | None = None,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> PromptDataset:
+    """The training or validation prompts of a configuration. `tools` are schemas that the template lists."""
+    train = split == "train"
+    files = config.train_files if train else config.val_files
+    most = config.train_max_samples if train else config.val_max_samples
+    shuffle = config.shuffle if train else config.validation_shuffle
+    seed = order_seed(config)
+    keys = Keys.of(config)
+    rows = _custom_rows(config, files, tokenizer) if config.custom_cls.path else open_rows(files, key=f"data.{split}_files")
+    indices = np.arange(len(rows), dtype=np.int64)
+    if isinstance(rows, Rows):
+        for file in rows.files:
+            check_columns(file.columns, keys, where=file.address)
+        if train and config.prompt_probs is not None:
+            indices = mixture(rows.counts, config.prompt_probs, seed=seed)
+    chat = Chat(
+        tokenizer,
+        template=chat_template,
+        kwargs=dict(config.apply_chat_template_kwargs or {}),
+        tools=tools,
+        plain=not config.apply_chat_template,
+    )
+    dataset = PromptDataset(
+        rows,
+        chat,
+        keys=keys,
+        max_prompt_length=config.max_prompt_length,
+        truncation=config.truncation,
+        indices=subset(indices, most, shuffle=shuffle, seed=seed),
+    )
+    if not len(dataset):
+        raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")
+    if config.filter_overlong_prompts:
+        dataset = dataset.without_overlong(workers=config.filter_overlong_prompts_workers)
+    return dataset
+
+
+def order_seed(config: Any) -> int:
+    """data.seed, which follows trainer.seed; 0 where neither says anything."""
+    return config.seed if isinstance(config.seed, int) else 0
+
+
+def _custom_rows(config: Data, files: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Any]:
+    """The user's own data set: made from (files, tokenizer, config), gives dictionaries or `Prompt`s."""
+    path, name = config.custom_cls.path, config.custom_cls.name
+    if not name:
+        raise ValueError(f"data.custom_cls.path={path} is set but data.custom_cls.name is not; name the class in that file.")
+    assert path is not None
+    rows = load_attribute(path, name)(files, tokenizer, config)
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]
+    if missing:
+        raise ValueError(f"{name} in {path} has no {' and no '.join(missing)}; a data set needs both.")
+    if not len(rows):
+        raise ValueError(f"{name} in {path} holds no rows.")
+    return rows
