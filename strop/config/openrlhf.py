@@ -102,6 +102,10 @@ def _leave_out_critic(draft: Draft) -> None:
 def _about(command: Command) -> list[str]:
     names = {1: "single-node flags of 2024", 2: "flat flags (before 2026-04)", 3: "dotted flags (since 2026-04)"}
     notes = [f"Read as {command.trainer} with {names[command.generation]}; its defaults are those of that generation."]
+    if command.generation == 1 and not {"data.input_template", "data.apply_chat_template"} & set(command.given):
+        notes.append(
+            "Some versions of that trainer wrapped prompts in 'User: {}\\nAssistant: '; set data.input_template if yours did."
+        )
     if command.launcher:
         notes.append(f"Left out, as it only starts the program: {_launcher(command.launcher)}")
     return notes

@@ -19,6 +19,7 @@ REMOVED = {
     "interactive_chat": "interactive chat",
 }
 _ENTRY = re.compile(r"(?:.*[./])?(train_\w+|batch_inference|interactive_chat)(?:\.py)?")
+_VARIABLE = re.compile(r"\$[{A-Za-z_]")
 _GPUS = ("num_gpus", "nproc_per_node")
 _NODES = ("num_nodes", "nnodes")
 
@@ -118,7 +119,7 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
             end += 1
         values = ([attached] if equals else []) + words[at + 1 : end]
         _check_count(rows[0], name, values)
-        if any("${" in value for value in values):
+        if rows[0].type != "secret" and any(_VARIABLE.search(value) for value in values):
             raise ValueError(f"--{name} is {' '.join(values)[:80]!r}: write the value instead of the shell variable.")
         if rows[0].id in given:
             notes.append(f"--{name} is given more than once; the last one counts.")
@@ -129,7 +130,9 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
 
 
 def _check_count(row: Row, name: str, values: list[str]) -> None:
-    wanted = {"switch": 0, "pair": 2, "words": None}.get(row.type, 1)
+    if row.type == "band" and len(values) == 1:
+        return
+    wanted = {"switch": 0, "pair": 2, "band": 2, "words": None}.get(row.type, 1)
     if wanted is None or len(values) == wanted:
         return
     if wanted == 0:

@@ -7,6 +7,7 @@ implied when none of its flags was typed, so a rule never has to ask where a val
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from strop.config.openrlhf_draft import Draft
 from strop.config.openrlhf_transforms import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, split_commas
@@ -85,8 +86,10 @@ def lengths(draft: Draft) -> None:
 def kl(draft: Draft) -> None:
     """KL in the reward, in the loss, or nowhere."""
     coef, target, horizon = "algo.kl.init_coef", "algo.kl.target", "algo.kl.horizon"
-    estimator, in_loss = "algo.kl.estimator", "algo.kl.use_loss"
-    weight, name = draft.value(coef), KL_ESTIMATORS.there_to_here(draft.value(estimator))
+    in_loss = "algo.kl.use_loss"
+    estimator = "use_kl_estimator_k3" if draft.given("use_kl_estimator_k3") else "algo.kl.estimator"
+    name = "low_var_kl" if draft.given("use_kl_estimator_k3") else KL_ESTIMATORS.there_to_here(draft.value(estimator))
+    weight = draft.value(coef)
     if weight == 0:
         draft.put("algorithm.use_kl_in_reward", False, coef, why="a coefficient of 0 means no reference model")
         draft.put(f"{ACTOR}.use_kl_loss", False, coef, why="a coefficient of 0 means no reference model")
@@ -192,7 +195,7 @@ def overlong(draft: Draft) -> None:
         draft.drop(factor, f"no effect without {draft.name(length)}")
         return
     draft.put("reward_model.overlong_buffer.enable", True, length)
-    draft.put("reward_model.overlong_buffer.len", draft.value(length), length)
+    draft.put("reward_model.overlong_buffer.len", int(draft.value(length)), length)
     if draft.given(factor):
         draft.put("reward_model.overlong_buffer.penalty_factor", draft.value(factor), factor)
 
@@ -219,22 +222,27 @@ def filter_groups(draft: Draft) -> None:
 def correction(draft: Draft) -> None:
     """Weights for the mismatch between the engine's and the trainer's probabilities."""
     on, bounds, kind = (f"algo.advantage.is_correction_{name}" for name in ("enable", "threshold", "type"))
+    early = "use_icepop"
     if not draft.value(on):
-        for flag in (bounds, kind):
+        for flag in (bounds, kind, early):
             draft.drop(flag, f"no effect without {draft.name(on)}")
         return
-    (low, high), how = draft.value(bounds), draft.value(kind)
-    if not 0 < low < high:
-        raise ValueError(f"{draft.name(bounds)} is {low} {high}, but must be two numbers with 0 < low < high.")
+    *lower, high = draft.value(bounds)
+    low: Any = lower[0] if lower else None
+    how = "icepop" if draft.given(early) else draft.value(kind)
+    if high <= 0 or (low is None and how != "tis") or (low is not None and not 0 < low < high):
+        raise ValueError(f"{draft.name(bounds)} is {low} {high}, but {how} needs two numbers with 0 < low < high.")
     draft.put(f"{ROLLOUT}.calculate_log_probs", True, on, why="the engine's log-probabilities are needed")
     draft.put(f"{CORRECTION}.rollout_is", "token", on, why="one weight per token")
     if how == "tis":
         draft.put(f"{CORRECTION}.rollout_is_threshold", high, bounds, kind, why="weights are cut off above")
-        draft.notes.append(
-            f"{draft.name(bounds)}: OpenRLHF also raises weights below {low} to it; here weights are only cut off above."
-        )
+        if low is not None:
+            draft.notes.append(
+                f"{draft.name(bounds)}: OpenRLHF raises weights below {low} to it; here they are only cut off above."
+            )
     elif how == "icepop":
-        draft.put(f"{CORRECTION}.rollout_is_threshold", f"{low}_{high}", kind, bounds, why="weights outside the band become 0")
+        kinds = (early, bounds) if draft.given(early) else (kind, bounds)
+        draft.put(f"{CORRECTION}.rollout_is_threshold", f"{low}_{high}", *kinds, why="weights outside the band become 0")
     else:
         draft.put(f"{CORRECTION}.rollout_is_threshold", OUT_OF_REACH, kind, why="token weights are not cut off")
         draft.put(

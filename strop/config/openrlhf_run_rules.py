@@ -25,9 +25,9 @@ def placement(draft: Draft) -> None:
     if not draft.given(*own):
         return
     shared = draft.value("train.colocate_all") or draft.value("train.colocate_critic_reward")
-    if shared or not draft.value("reward.model_name_or_path"):
+    if shared or not draft.value("reward.model_name_or_path") or min(map(draft.value, own)) < 1:
         for flag in own:
-            draft.drop(flag, "the reward model shares GPUs" if shared else "there is no reward model")
+            draft.drop(flag, "the reward model shares GPUs" if shared else "no GPUs are set aside for a reward model")
         return
     draft.put("reward_model.enable_resource_pool", True, *own, why="the reward model has GPUs of its own")
     draft.put("reward_model.nnodes", draft.value(own[0]), own[0])

@@ -67,7 +67,7 @@ def read_words(row: Row, words: list[str]) -> Any:
         return not words or words == ["on"]
     if kind == "words":
         return list(words)
-    if kind == "pair":
+    if kind in ("pair", "band"):
         return [_number(row, word) for word in words]
     word = words[0]
     if kind in ("int", "int+"):
