@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from strop.catalog import SCHEDULES
 
 
-def constant(step: int, *, warmup_steps: int = 0, init_ratio: float = 0.0, compat: str | None = None) -> float:
+def constant(step: int, *, warmup_steps: int = 0, init_ratio: float = 0.0, compat: Literal["verl"] | None = None) -> float:
     """Warm-up, then 1."""
     return _warmup(step, warmup_steps, init_ratio, compat) if step < warmup_steps else 1.0
 
@@ -31,7 +31,7 @@ def cosine(
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
     num_cycles: float = 0.5,
-    compat: str | None = None,
+    compat: Literal["verl"] | None = None,
 ) -> float:
     """Warm-up, then (1 + m)/2 + (1 - m)/2 · cos(2π · num_cycles · p), p the share of the steps after it, m = min_ratio."""
     if step < warmup_steps:
@@ -46,7 +46,7 @@ def linear(
     warmup_steps: int = 0,
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
-    compat: str | None = None,
+    compat: Literal["verl"] | None = None,
 ) -> float:
     """Warm-up, then a straight line from 1 to min_ratio at total_steps."""
     if step < warmup_steps:
@@ -63,7 +63,7 @@ def wsd(
     init_ratio: float = 0.0,
     stable_ratio: float = 0.9,
     num_cycles: float = 0.5,
-    compat: str | None = None,
+    compat: Literal["verl"] | None = None,
 ) -> float:
     """Warm-up, stable, decay (MiniCPM): 1 for `stable_ratio` of the steps after warm-up, then a cosine to min_ratio."""
     if step < warmup_steps:
@@ -108,7 +108,7 @@ def make_scheduler(optimizer: Optimizer, name: str, *, last_step: int = -1, **se
     return LambdaLR(optimizer, factor, last_epoch=last_step)
 
 
-def _warmup(step: int, warmup_steps: int, init_ratio: float, compat: str | None) -> float:
+def _warmup(step: int, warmup_steps: int, init_ratio: float, compat: Literal["verl"] | None) -> float:
     done = (step if compat == "verl" else step + 1) / max(1, warmup_steps)
     return init_ratio + (1.0 - init_ratio) * done
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 
-def reduction_of(name: str, *, compat: str | None = None) -> str:
+def reduction_of(name: str, *, compat: Literal["verl"] | None = None) -> str:
     """`max`, `min` or `mean`, read from the words of a metric's name.
 
     A word is what stands between slashes and underscores: `x/max` and `diff_max` are maxima, `admin` and `maximum_len` are not.
@@ -19,7 +19,7 @@ def reduction_of(name: str, *, compat: str | None = None) -> str:
     return "max" if "max" in found else "min" if "min" in found else "mean"
 
 
-def reduce_metrics(metrics: Mapping[str, Any], *, compat: str | None = None) -> dict[str, Any]:
+def reduce_metrics(metrics: Mapping[str, Any], *, compat: Literal["verl"] | None = None) -> dict[str, Any]:
     """Reduce each list of values to one by `reduction_of` its name; what is not a list stays."""
     reduced = {}
     for name, values in metrics.items():

@@ -7,9 +7,10 @@ draws n responses 1000 times *with* replacement, as verl does; it is noisy and t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -119,25 +120,15 @@ def pass_at_k(count: int, correct: int, k: int) -> float:
 
 def majority_value(values: Sequence[float], votes: Sequence[Hashable]) -> float:
     """The value of the first response that carries the most frequent vote; ties go to the vote seen first."""
-    winner = Counter(votes).most_common(1)[0][0]
-    return values[list(votes).index(winner)]
+    return float(_majorities(values, votes, np.arange(len(values))[None])[0])
 
 
 def majority_of(
-    values: Sequence[float], votes: Sequence[Any], size: int, *, estimator: str = "exact", seed: int = 42
+    values: Sequence[float], votes: Sequence[Hashable], size: int, *, estimator: str = "exact", seed: int = 42
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the majority's value over subsets of `size`; all of them if they are at most 1000."""
-    count = len(values)
-    subsets: Any
-    if estimator == "bootstrap":
-        subsets = _draws(count, size, seed)
-    elif math.comb(count, size) <= DRAWS:
-        subsets = itertools.combinations(range(count), size)
-    else:
-        random = np.random.default_rng(seed)
-        subsets = (random.permutation(count)[:size] for _ in range(DRAWS))
-    found = [majority_value([values[i] for i in subset], [votes[i] for i in subset]) for subset in subsets]
-    return float(np.mean(found)), float(np.std(found))
+    """Mean and standard deviation of the majority's value over subsets of `size`; over 1000 of them if there are more."""
+    found = _majorities(values, votes, _subsets(len(values), size, estimator, seed))
+    return float(found.mean()), float(found.std())
 
 
 def bootstrap(
@@ -170,6 +161,26 @@ def _number(metric: str) -> int:
     return int(metric.partition("@")[2].partition("/")[0])
 
 
+def _majorities(values: Sequence[float], votes: Sequence[Hashable], subsets: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The majority's value in each row of `subsets` (rows of response numbers)."""
+    number: dict[Hashable, int] = {}
+    ballots = np.array([number.setdefault(vote, len(number)) for vote in votes])[subsets]
+    cells = ballots + len(number) * np.arange(len(subsets))[:, None]  # one counter per subset and vote
+    support = np.bincount(cells.ravel())[cells]
+    first_winner = support.argmax(axis=1)  # argmax takes the first of equals
+    return np.asarray(values, dtype=float)[subsets[np.arange(len(subsets)), first_winner]]
+
+
+@functools.lru_cache(maxsize=32)  # every prompt of a validation run asks for the same few
+def _subsets(count: int, size: int, estimator: str, seed: int) -> NDArray[np.int64]:
+    if estimator == "bootstrap":
+        return _draws(count, size, seed)
+    if math.comb(count, size) <= DRAWS:
+        return np.array(list(itertools.combinations(range(count), size)))
+    return np.random.default_rng(seed).random((DRAWS, count)).argsort(axis=1)[:, :size]
+
+
+@functools.lru_cache(maxsize=32)
 def _draws(count: int, size: int, seed: int, draws: int = DRAWS) -> NDArray[np.int64]:
     return np.random.RandomState(seed).choice(count, size=(draws, size), replace=True)
 

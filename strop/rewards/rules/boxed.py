@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 BOXED, FRAMED = "\\boxed", "\\fbox"
 
@@ -12,7 +12,7 @@ class Box(NamedTuple):
     content: str
 
 
-def last_box(text: str, *, compat: str | None = None) -> Box | None:
+def last_box(text: str, *, compat: Literal["verl"] | None = None) -> Box | None:
     """The last box: `\\boxed{...}` or `\\fbox{...}` with balanced braces, or `\\boxed ...` up to a dollar sign.
 
     A box that is never closed (the response was cut) is no box. `compat="verl"` prefers the form with a space wherever it

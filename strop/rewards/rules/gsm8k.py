@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from strop.rewards.rules.numbers import NUMBER, same_number
 
@@ -12,7 +12,7 @@ _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _VERL_NUMBER = re.compile(r"-?[0-9.,]+")
 
 
-def extract_answer(solution_str: str, *, method: str = "strict", compat: str | None = None) -> str | None:
+def extract_answer(solution_str: str, *, method: str = "strict", compat: Literal["verl"] | None = None) -> str | None:
     """`strict`: the number after the last `#### `. `flexible`: the last number. None if there is none."""
     tail = solution_str[-TAIL:]
     if method == "strict":
@@ -33,7 +33,7 @@ def compute_score(
     method: str = "strict",
     score: float = 1.0,
     format_score: float = 0.0,
-    compat: str | None = None,
+    compat: Literal["verl"] | None = None,
 ) -> float:
     """`score` for the right number, `format_score` for another number, 0 for none.
 

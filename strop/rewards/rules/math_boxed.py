@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from strop.rewards.rules.boxed import FRAMED, last_box
 from strop.rewards.rules.numbers import same_number
@@ -14,7 +14,7 @@ _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
 
 
-def extract_answer(solution_str: str, *, compat: str | None = None) -> str | None:
+def extract_answer(solution_str: str, *, compat: Literal["verl"] | None = None) -> str | None:
     """What stands in the last box."""
     box = last_box(solution_str, compat=compat)
     if box is None or (compat == "verl" and box.whole.startswith(FRAMED)):
@@ -48,7 +48,7 @@ def normalise(answer: str) -> str:
     return re.sub(r"^(-?[0-9]+)/(-?[0-9]+)$", r"\\frac{\1}{\2}", text)
 
 
-def equal(left: str, right: str, *, compat: str | None = None) -> bool:
+def equal(left: str, right: str, *, compat: Literal["verl"] | None = None) -> bool:
     """Whether two answers are the same after normalisation, or are the same number or the same choice."""
     left, right = normalise(left), normalise(right)
     if left == right or compat == "verl":
@@ -57,7 +57,7 @@ def equal(left: str, right: str, *, compat: str | None = None) -> bool:
     return left == right or same_number(left, right)
 
 
-def compute_score(solution_str: str, ground_truth: Any, *, compat: str | None = None) -> float:
+def compute_score(solution_str: str, ground_truth: Any, *, compat: Literal["verl"] | None = None) -> float:
     """1 if the last box holds the answer, else 0.
 
     Beyond verl: \\fbox counts, 1,000 is 1000 and 3.0 is 3, `5 \\text{cm}` is 5, `\\text{(A)}` is A, a final full stop does not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from strop.rewards.rules import math_boxed
 from strop.rewards.rules.boxed import BOXED, last_box
@@ -68,7 +68,7 @@ def normalise(answer: str) -> str:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, *, strict_box_verify: bool = False, compat: str | None = None
+    solution_str: str, ground_truth: Any, *, strict_box_verify: bool = False, compat: Literal["verl"] | None = None
 ) -> dict[str, Any]:
     """{score: 1 or -1, acc: bool, pred: str}, from the last "Answer:" line or else the last box of the final 300 characters.
 

@@ -16,7 +16,6 @@ from strop.rewards.rules.boxed import last_box
 from strop.rewards.rules.numbers import to_number
 
 TAIL = 2000
-TOLERANCE = 1e-4
 _STATED = re.compile(r"(?i)answer\s{0,5}(?:is|:)\s{0,5}([^\n]{1,200})")
 
 
@@ -75,12 +74,10 @@ def _approximates(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _same_percentage(pred: str, truth: str) -> bool:
-    """50\\% and 0.5."""
+    """50\\% and 0.5: equal once percentages are divided by a hundred."""
     values = []
     for text in (pred, truth):
         bare = text.replace("\\%", "%").strip().strip("$")
-        value = to_number(bare.rstrip("%"))
-        if value is None:
-            return False
-        values.append(float(value) / 100 if bare.endswith("%") else float(value))
-    return abs(values[0] - values[1]) <= TOLERANCE * max(abs(values[0]), abs(values[1]))
+        value = to_number(bare.removesuffix("%"))
+        values.append(value / 100 if value is not None and bare.endswith("%") else value)
+    return values[0] is not None and values[0] == values[1]
