@@ -49,7 +49,7 @@ class Conversion:
         missing = [f"# {flag}{' ' + value if value else ''}: {reason}" for flag, value, reason in self.unmapped]
         lines += block("Flags without equivalent", [" ".join(line.split()) for line in missing])
         lines += block("Good to know", [f"# - {' '.join(note.split())}" for note in self.notes])
-        return "\n".join(lines)
+        return "\n".join(lines) + "\n"
 
 
 def convert(argv: list[str]) -> Conversion:

@@ -39,7 +39,7 @@ class Reverse:
         text = [" \\\n".join(lines)]
         text += block("Settings OpenRLHF has no flag for", [f"# {key}={value}: {why}" for key, value, why in self.unexpressed])
         text += block("Good to know", [f"# - {note}" for note in self.notes])
-        return "\n".join(text)
+        return "\n".join(text) + "\n"
 
 
 def to_openrlhf(config: Mapping[str, Any], verb: str = "ppo", defaults: Mapping[str, Any] | None = None) -> Reverse:
@@ -55,7 +55,7 @@ def to_openrlhf(config: Mapping[str, Any], verb: str = "ppo", defaults: Mapping[
     usual = flatten(defaults or {})
     left = {key: value for key, value in sheet.keys.items() if key not in sheet.used and not _unset(value)}
     for key, value in left.items():
-        if key not in usual or usual[key] != value:
+        if sheet.matters(key) and (key not in usual or usual[key] != value):
             sheet.cannot(key, "no such flag")
     return Reverse(verb, _launcher(sheet), sheet.flags, sheet.unexpressed, sheet.notes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from strop.config.openrlhf_rules import ACTOR, CORRECTION, OUT_OF_REACH, REF, ROLLOUT
 from strop.config.openrlhf_run_rules import END_ONLY
-from strop.config.openrlhf_table import rows_of
+from strop.config.openrlhf_table import about_critic, rows_of
 from strop.config.openrlhf_transforms import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, SCHEDULES, NoEquivalentError, join_commas
 
 
@@ -27,6 +27,12 @@ class Sheet:
     def has_critic(self) -> bool:
         forced = self.keys.get("critic.enable")
         return bool(forced) if forced is not None else self.keys.get("algorithm.adv_estimator", "gae") == "gae"
+
+    def matters(self, key: str) -> bool:
+        """Whether the role a key speaks about exists."""
+        if about_critic(key):
+            return self.has_critic
+        return bool(self.keys.get("reward_model.enable")) or not key.startswith("reward_model.model.")
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         self.used.add(key)

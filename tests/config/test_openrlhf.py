@@ -251,6 +251,7 @@ def test_whole_commands_compose(command):
             value = value[name] if isinstance(value, dict) else getattr(value, name)
         assert value == override.value, override
     text = conversion.render()
+    assert text.endswith("\n")
     assert all(override.key in text for override in conversion.overrides)
 
 
