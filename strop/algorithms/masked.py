@@ -23,6 +23,11 @@ def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
     return values.masked_fill(~mask.bool(), 0.0)
 
 
+def as_weights(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as zeros and ones to multiply finite numbers with, which is several times faster than filling."""
+    return mask.bool().view(torch.uint8).to(dtype)
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return masked_fill_zero(values, mask).sum(dim)
 

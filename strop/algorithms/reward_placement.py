@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from strop.algorithms.masked import as_weights
+
 
 def place_terminal(scores: Tensor, mask: Tensor) -> Tensor:
     """Token rewards [B, T] with `scores` [B] on the last valid token of each row, or on the last column if it has none."""
@@ -18,19 +20,18 @@ def place_terminal(scores: Tensor, mask: Tensor) -> Tensor:
     return placed.scatter_(1, _last_valid(mask)[:, None], scores[:, None])
 
 
-def move_to_trainable(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Rewards where none stands outside the mask.
+def move_to_trainable(rewards: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Finite rewards moved so that none stands outside the mask; `weights` is the mask as numbers, if at hand.
 
     A reward on a masked position is added to the last valid token before it, or to the first one after it if there is none
     before. A row without valid tokens loses its rewards: there is nothing to train. Row sums of all other rows are kept.
     """
-    mask = mask.bool()
-    stray = rewards.masked_fill(mask, 0.0)
-    rows = stray.any(dim=1).nonzero().squeeze(1)
+    moved = rewards * (as_weights(mask, rewards.dtype) if weights is None else weights)
+    stray = rewards - moved
+    rows = torch.linalg.vector_norm(stray, ord=1, dim=1).nonzero().squeeze(1)
     if not len(rows):
-        return rewards
-    moved = rewards.masked_fill(~mask, 0.0)
-    valid = mask[rows]
+        return moved
+    valid = mask[rows].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(valid)
     before = columns.masked_fill(~valid, -1).cummax(dim=1).values
     first = valid.long().argmax(dim=1, keepdim=True)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.advantages.inputs import checked_like, checked_rewards
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
-from strop.algorithms.advantages.scan import close_holes, discounted_sums, has_holes, rank_among_valid, reopen_holes
-from strop.algorithms.masked import Compat
+from strop.algorithms.advantages.scan import (
+    close_holes,
+    discounted_sums,
+    has_holes,
+    rank_among_valid,
+    reopen_holes,
+    row_chunks,
+)
+from strop.algorithms.masked import Compat, as_weights
 from strop.algorithms.reward_placement import move_to_trainable
 
 
@@ -33,21 +41,25 @@ def gae(
     passes through.
     """
     rewards, mask = checked_rewards(rewards, mask)
-    kept_values = checked_like("values", values, rewards, mask)
-    rewards = rewards.masked_fill(~mask, 0.0) if compat else move_to_trainable(rewards, mask)
-    if skip_gaps and has_holes(mask):
-        ranks = rank_among_valid(mask)
-        deltas = _deltas(close_holes(rewards, mask, ranks), close_holes(kept_values, mask, ranks), gamma)
-        advantages = reopen_holes(discounted_sums(deltas, gamma * lam), ranks)
-    else:
-        advantages = discounted_sums(_deltas(rewards, kept_values, gamma), gamma * lam)
-    if compat == "verl":
-        returns = advantages + values.to(advantages.dtype)
-    elif compat == "openrlhf":
-        returns = advantages + kept_values
-    else:
-        returns = (advantages + kept_values).masked_fill_(~mask, 0.0)
+    finite_values = checked_like("values", values, rewards, mask)
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    for rows in row_chunks(rewards):
+        weights = as_weights(mask[rows], rewards.dtype)
+        kept_values = finite_values[rows] * weights
+        kept_rewards = rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
+        made = _recursion(kept_rewards, kept_values, weights, gamma, lam, skip_gaps)
+        advantages[rows] = made if compat else made.mul_(weights)
+        torch.add(advantages[rows], values[rows] if compat == "verl" else kept_values, out=returns[rows])
     return AdvantageResult(normalise(advantages, mask, normalisation, compat=compat), returns)
+
+
+def _recursion(rewards: Tensor, values: Tensor, weights: Tensor, gamma: float, lam: float, skip_gaps: bool) -> Tensor:
+    """A on valid tokens, given rewards and values that are 0 elsewhere; a gap carries the advantage of the token after it."""
+    if not skip_gaps or not has_holes(weights):
+        return discounted_sums(_deltas(rewards, values, gamma), gamma * lam)
+    ranks = rank_among_valid(weights)
+    deltas = _deltas(close_holes(rewards, ranks), close_holes(values, ranks), gamma)
+    return reopen_holes(discounted_sums(deltas, gamma * lam), ranks)
 
 
 def _deltas(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:

@@ -16,27 +16,30 @@ def checked_rewards(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             f"rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must have one shape [batch, tokens]."
             + (" Put a score per row on its last token first: `place_terminal`." if rewards.dim() == 1 else "")
         )
-    rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     mask = mask.bool()
-    # One cheap sum tells whether anything is amiss: a NaN or an infinity anywhere makes it non-finite.
-    if not torch.isfinite(rewards.sum()):
-        strange = ~torch.isfinite(rewards)
-        refused = (strange & mask).nonzero()
-        if len(refused):
-            row, column = refused[0].tolist()
-            raise ValueError(
-                f"rewards {tuple(rewards.shape)} hold {len(refused)} values under the mask {tuple(mask.shape)} that are NaN or "
-                f"infinite, the first at row {row}, token {column}. Mask the sample, or let the reward function raise."
-            )
-        rewards = rewards.masked_fill(strange, 0.0)
-    return rewards, mask
+    return _finite("rewards", rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask), mask
 
 
 def checked_like(name: str, tensor: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
-    """A per-token companion of the rewards, in their dtype, with zeros outside the mask."""
+    """A per-token companion of the rewards in their dtype, finite everywhere."""
     if tensor.shape != rewards.shape:
         raise ValueError(f"{name} {tuple(tensor.shape)} must have the shape of rewards {tuple(rewards.shape)}.")
-    return tensor.to(rewards.dtype).masked_fill(~mask, 0.0)
+    return _finite(name, tensor.to(rewards.dtype), mask)
+
+
+def _finite(name: str, tensor: Tensor, mask: Tensor) -> Tensor:
+    # One cheap sum tells whether anything is amiss: a NaN or an infinity anywhere makes it non-finite.
+    if torch.isfinite(tensor.sum()):
+        return tensor
+    strange = ~torch.isfinite(tensor)
+    refused = (strange & mask).nonzero()
+    if len(refused):
+        row, column = refused[0].tolist()
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} hold {len(refused)} values under the mask {tuple(mask.shape)} that are NaN or "
+            f"infinite, the first at row {row}, token {column}. Mask such a sample, or repair what computed it."
+        )
+    return tensor.masked_fill(strange, 0.0)
 
 
 def checked_rows(name: str, tensor: Tensor, rewards: Tensor) -> Tensor:

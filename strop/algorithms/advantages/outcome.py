@@ -23,7 +23,7 @@ from strop.algorithms.advantages.grouping import (
 from strop.algorithms.advantages.inputs import checked_groups, checked_rewards
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
-from strop.algorithms.masked import Compat
+from strop.algorithms.masked import Compat, as_weights
 
 Singleton = Literal["score", "zero"]
 
@@ -172,10 +172,10 @@ def _scored(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tens
 
 
 def _on_tokens(per_row: Tensor, mask: Tensor, rewards: Tensor) -> AdvantageResult:
-    advantages = torch.where(mask, per_row.to(rewards.dtype)[:, None], 0.0)
+    advantages = as_weights(mask, rewards.dtype).mul_(per_row.to(rewards.dtype)[:, None])
     return AdvantageResult(advantages, advantages)
 
 
 def _normalised(result: AdvantageResult, mask: Tensor, how: Normalisation, compat: Compat) -> AdvantageResult:
-    advantages = normalise(result.advantages, mask, how, compat=compat).masked_fill(~mask, 0.0)
+    advantages = normalise(result.advantages, mask, how, compat=compat) * as_weights(mask, result.advantages.dtype)
     return AdvantageResult(advantages, advantages)

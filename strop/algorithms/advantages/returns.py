@@ -8,7 +8,7 @@ from strop.algorithms.advantages.inputs import checked_rewards, checked_rows
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
 from strop.algorithms.advantages.scan import close_holes, discounted_sums, has_holes, rank_among_valid, reopen_holes
-from strop.algorithms.masked import Compat
+from strop.algorithms.masked import Compat, as_weights
 from strop.algorithms.reward_placement import move_to_trainable
 
 
@@ -20,13 +20,14 @@ def returns_to_go(
     Gaps, stray rewards and `compat` as in `gae`; here `compat` also keeps what the recursion carries through gaps.
     """
     rewards, mask = checked_rewards(rewards, mask)
-    rewards = rewards.masked_fill(~mask, 0.0) if compat else move_to_trainable(rewards, mask)
-    if skip_gaps and gamma != 1.0 and has_holes(mask):
-        ranks = rank_among_valid(mask)
-        returns = reopen_holes(discounted_sums(close_holes(rewards, mask, ranks), gamma), ranks)
+    weights = as_weights(mask, rewards.dtype)
+    kept = rewards * weights if compat else move_to_trainable(rewards, mask, weights)
+    if skip_gaps and gamma != 1.0 and has_holes(weights):
+        ranks = rank_among_valid(weights)
+        returns = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
     else:
-        returns = discounted_sums(rewards, gamma)
-    return returns if compat else returns.masked_fill_(~mask, 0.0)
+        returns = discounted_sums(kept, gamma)
+    return returns if compat else returns * weights
 
 
 def reinforce(
@@ -48,9 +49,9 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, co
 
     `compat="verl"` loses rewards standing outside the mask and refuses fewer than two valid tokens.
     """
-    returns = returns_to_go(rewards, mask, gamma=gamma, compat=compat).masked_fill(~mask.bool(), 0.0)
-    advantages = normalise(returns, mask.bool(), "whiten", compat=compat).masked_fill(~mask.bool(), 0.0)
-    return AdvantageResult(advantages, returns)
+    returns = returns_to_go(rewards, mask, gamma=gamma, compat=compat)
+    weights = as_weights(mask, returns.dtype)
+    return AdvantageResult(normalise(returns, mask.bool(), "whiten", compat=compat) * weights, returns * weights)
 
 
 def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Compat = None) -> AdvantageResult:

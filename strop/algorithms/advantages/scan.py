@@ -2,56 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-BLOCK = 64
+BLOCK = 16
+CACHED = 1 << 19  # numbers that stay in a processor's cache while several operations pass over them
 
 
-def discounted_sums(terms: Tensor, decay: float, *, block: int = BLOCK) -> Tensor:
+def row_chunks(tensor: Tensor) -> Iterator[slice]:
+    """Slices of rows: on a CPU small enough for the cache, elsewhere all rows at once."""
+    rows = max(CACHED // max(tensor[0].numel(), 1), 1) if len(tensor) and tensor.device.type == "cpu" else max(len(tensor), 1)
+    return (slice(start, start + rows) for start in range(0, len(tensor), rows))
+
+
+def discounted_sums(terms: Tensor, decay: float, block: int = BLOCK) -> Tensor:
     """y_t = x_t + decay * y_{t+1} along the last dimension of [B, T], exactly.
 
-    Inside a block of K columns the recursion is one product with the K x K triangle of powers of `decay`; between blocks only
-    the first column of the block to the right is carried, times decay^(K - i). Costs O(B T K) without a [B, T, T] tensor.
+    Inside a block of K columns the recursion is one product with the K x K triangle of powers of `decay`. The first columns of
+    the blocks obey the same recursion with decay^K, and y is the sum inside the block plus decay^(K - i) times the first
+    column of the next one. No [B, T, T] tensor is made.
     """
     batch, length = terms.shape
-    out = torch.empty_like(terms)
-    if not batch or not length:
-        return out
-    exponents = torch.arange(block + 1, device=terms.device, dtype=torch.float64)
-    powers = torch.pow(torch.tensor(decay, dtype=torch.float64, device=terms.device), exponents)
-    lag = exponents[:block, None] - exponents[None, :block]
-    triangle = torch.where(lag >= 0, powers[lag.clamp(min=0).long()], 0.0).to(terms.dtype)
-    reach = powers.flip(0)[:block].to(terms.dtype)
-    carry: Tensor | None = None
-    for start in reversed(range(0, length, block)):
-        stop = min(start + block, length)
-        width = stop - start
-        here = torch.mm(terms[:, start:stop], triangle[:width, :width])
-        if carry is not None:
-            here.addr_(carry, reach)
-        out[:, start:stop] = here
-        carry = here[:, 0]
-    return out
+    if length <= block:
+        return terms @ _triangle(length, decay, terms)
+    count = -(-length // block)
+    inside = pad(terms, (0, count * block - length)).view(batch * count, block) @ _triangle(block, decay, terms)
+    inside = inside.view(batch, count, block)
+    firsts = discounted_sums(inside[:, :, 0], decay**block, block)
+    reach = _powers(block, decay, terms).flip(0) * decay
+    inside[:, :-1].addcmul_(firsts[:, 1:, None], reach)
+    return inside.view(batch, count * block)[:, :length]
 
 
-def has_holes(mask: Tensor) -> bool:
-    """Whether any row has a valid token after an invalid one."""
-    return bool((mask[:, 1:] & ~mask[:, :-1]).any())
+def _powers(count: int, decay: float, like: Tensor) -> Tensor:
+    """1, decay, decay^2 ..."""
+    exponents = torch.arange(count, dtype=torch.float64, device=like.device)
+    return torch.pow(torch.tensor(decay, dtype=torch.float64, device=like.device), exponents).to(like.dtype)
 
 
-def rank_among_valid(mask: Tensor) -> Tensor:
+def _triangle(size: int, decay: float, like: Tensor) -> Tensor:
+    """M with M[j, i] = decay^(j - i) for j >= i, so that x @ M sums each column and those to its right."""
+    places = torch.arange(size, device=like.device)
+    lag = places[:, None] - places
+    return torch.where(lag >= 0, _powers(max(size, 1), decay, like)[lag.clamp(min=0)], 0.0)
+
+
+def has_holes(weights: Tensor) -> bool:
+    """Whether any row of a mask of zeros and ones has a valid token after an invalid one."""
+    if weights.shape[-1] < 2:
+        return False
+    runs = weights.sum(-1) - (weights[:, 1:] * weights[:, :-1]).sum(-1)
+    return bool((runs > weights[:, 0]).any())
+
+
+def rank_among_valid(weights: Tensor) -> Tensor:
     """For each position the number of valid tokens before it: its own rank if valid, else the rank of the next valid one."""
-    return mask.cumsum(-1) - mask.long()
+    return (weights.cumsum(-1) - weights).to(torch.int64)
 
 
-def close_holes(values: Tensor, mask: Tensor, ranks: Tensor) -> Tensor:
-    """Valid tokens of each row moved to the left, in order; zeros behind them, and one extra zero column at the end."""
-    width = mask.shape[-1]
-    closed = values.new_zeros((*mask.shape[:-1], width + 1))
-    closed.scatter_(-1, ranks.masked_fill(~mask, width), values)
-    closed[..., width] = 0.0
-    return closed
+def close_holes(values: Tensor, ranks: Tensor) -> Tensor:
+    """Valid tokens of each row moved to the left, in order, with zeros behind them and one zero column more at the end.
+
+    `values` must be 0 outside the mask: what stands there is added to the next valid token.
+    """
+    return values.new_zeros((*values.shape[:-1], values.shape[-1] + 1)).scatter_add_(-1, ranks, values)
 
 
 def reopen_holes(closed: Tensor, ranks: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from strop.algorithms.advantages.inputs import checked_groups, checked_like, che
 from strop.algorithms.advantages.result import AdvantageResult
 from strop.algorithms.advantages.returns import returns_to_go
 from strop.algorithms.advantages.scan import close_holes, rank_among_valid, reopen_holes
-from strop.algorithms.masked import EPS, Compat
+from strop.algorithms.masked import EPS, Compat, as_weights
 
 
 def optimal_token_baseline(
@@ -39,15 +39,16 @@ def optimal_token_baseline(
     """
     rewards, mask = checked_rewards(rewards, mask)
     groups = checked_groups(groups, rewards)
-    weights = _energy(rewards, mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    alive = as_weights(mask, rewards.dtype)
+    energy = _energy(rewards, mask, old_log_probs, sum_pi_squared, rollout_is_weights) * alive
     returns = returns_to_go(rewards, mask, compat=compat)
-    ranks = rank_among_valid(mask) if align_turns else None
-    side_by_side = [each if ranks is None else close_holes(each, mask, ranks) for each in (returns, weights, mask)]
+    ranks = rank_among_valid(alive) if align_turns else None
+    side_by_side = [each if ranks is None else close_holes(each, ranks) for each in (returns * alive, energy, alive)]
     baseline = _baseline(side_by_side[0], side_by_side[1], side_by_side[2], groups)[groups]
     if handle_zero_tail:
         baseline = baseline.masked_fill(_alone(side_by_side[2], groups, compat), 0.0)
     baseline = baseline if ranks is None else reopen_holes(baseline, ranks)
-    return AdvantageResult((returns - baseline).masked_fill(~mask, 0.0), returns)
+    return AdvantageResult((returns - baseline) * alive, returns)
 
 
 def tir_optimal_token_baseline(
@@ -78,25 +79,25 @@ def tir_optimal_token_baseline(
 def _energy(
     rewards: Tensor, mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, rollout_is_weights: Tensor | None
 ) -> Tensor:
-    """w_t on valid tokens, 0 elsewhere."""
+    """w_t, of meaning on valid tokens only."""
     chosen = checked_like("old_log_probs", old_log_probs, rewards, mask).exp()
     energy = 1.0 - 2.0 * chosen + checked_like("sum_pi_squared", sum_pi_squared, rewards, mask)
     if rollout_is_weights is not None:
         energy = energy * checked_like("rollout_is_weights", rollout_is_weights, rewards, mask).square()
-    return energy.masked_fill(~mask, 0.0)
+    return energy
 
 
-def _baseline(returns: Tensor, energy: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
+def _baseline(returns: Tensor, energy: Tensor, alive: Tensor, groups: Tensor) -> Tensor:
     """b_t of each group, [G, T]."""
-    weights = energy.cumsum(-1).masked_fill(~mask, 0.0)
+    weights = energy.cumsum(-1) * alive
     baseline = group_sum(returns * weights, groups) / (group_sum(weights, groups) + EPS)
     return baseline.masked_fill((group_size(groups) < 2)[:, None], 0.0)
 
 
-def _alone(mask: Tensor, groups: Tensor, compat: Compat) -> Tensor:
+def _alone(alive: Tensor, groups: Tensor, compat: Compat) -> Tensor:
     """[B, T]: where fewer than two members of the row's group have a valid token."""
     if compat != "verl":
-        return (group_sum(mask.long(), groups) < 2)[groups]
-    lengths = mask.sum(-1).double()
+        return (group_sum(alive, groups) < 2)[groups]
+    lengths = alive.sum(-1)
     second = group_second(lengths, groups)[groups]
-    return (lengths > second)[:, None] & (torch.arange(mask.shape[-1], device=mask.device) >= second[:, None])
+    return (lengths > second)[:, None] & (torch.arange(alive.shape[-1], device=alive.device) >= second[:, None])
