@@ -140,9 +140,9 @@ class SupervisedOptim(Optim):
 class SupervisedTrainer(Trainer):
     total_epochs: int = setting(4, at_least=1, openrlhf="train.max_epochs")
     """Passes over the training rows."""
-    save_freq: int | str = setting(-1, openrlhf="ckpt.save_steps")
+    save_freq: int | str = setting(-1, openrlhf="ckpt.save_steps")  # type: ignore[assignment]
     """Save every so many STEPS, or `after_each_epoch`. The end of a run is always saved."""
-    test_freq: int | str = setting(-1, openrlhf="eval.steps")
+    test_freq: int | str = setting(-1, openrlhf="eval.steps")  # type: ignore[assignment]
     """Validate every so many STEPS, or `after_each_epoch`. The end of a run is always validated."""
     max_ckpt_to_keep: int | None = setting(None, at_least=1, openrlhf="ckpt.max_num")
     """Checkpoints to keep. Null: all."""

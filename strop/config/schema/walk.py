@@ -69,7 +69,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 def keys(root: Any, prefix: str = "") -> Iterator[Key]:
     """All leaves below a section (a class, or an instance that carries other defaults), in the order they are written."""
     instance = root() if isinstance(root, type) else root
-    types_of = hints(type(instance))
+    types_of: dict[str, Any] = hints(type(instance))  # type: ignore[arg-type]
     for field in dataclasses.fields(instance):
         path = f"{prefix}{field.name}"
         value = getattr(instance, field.name)

@@ -1,0 +1,153 @@
+"""From prompts to scored trajectories.
+
+The collector owns everything that samples: the engine, the scorer, how many samples a prompt gets, whether prompts without
+signal are replaced (dynamic sampling), whether a greedy answer is needed as a baseline. The loop only asks for a step's worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from strop.algorithms.selection import groups_that_disagree, groups_within
+from strop.rollout.base import Completion, Engine, Request, Sampling
+from strop.trainer.record import StepRecord
+from strop.types import Prompt, Trajectory
+
+Draw = Callable[[], list[Prompt]]
+"""The next prompts of the training data."""
+
+
+class Scorer(Protocol):
+    def score(self, trajectories: Sequence[Trajectory]) -> Any:
+        """Fill in `score` and `extras` of each; the result has `metrics`."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Dynamic sampling: which prompts are worth training on."""
+
+    metric: str
+    bounds: tuple[float, float] | None
+    max_draws: int
+    """0: as many as it takes."""
+
+    def keep(self, trajectories: Sequence[Trajectory]) -> list[bool]:
+        values = torch.tensor([self._value(t) for t in trajectories], dtype=torch.float64)
+        numbers = torch.tensor([t.group for t in trajectories])
+        groups = torch.unique(numbers, return_inverse=True)[1]
+        if self.bounds is None:
+            kept = groups_that_disagree(values, groups)
+        else:
+            kept = groups_within(values, groups, low=self.bounds[0], high=self.bounds[1])
+        return [bool(k) for k in kept]
+
+    def _value(self, trajectory: Trajectory) -> float:
+        if trajectory.score is None:
+            return 0.0
+        if self.metric in ("score", "seq_reward", "seq_final_reward"):
+            return trajectory.score
+        if self.metric not in trajectory.extras:
+            known = ", ".join(["score", *trajectory.extras])
+            raise ValueError(
+                f"algorithm.filter_groups.metric={self.metric!r} is not reported by the scorer, which gives {known}."
+            )
+        return float(trajectory.extras[self.metric])
+
+
+@dataclass
+class Collector:
+    engine: Engine
+    scorer: Scorer
+    sampling: Sampling
+    samples_per_prompt: int
+    seed: int
+    longest: int
+    """Tokens of prompt and response together that the engine can hold."""
+    group_filter: GroupFilter | None = None
+    greedy_baseline: bool = False
+
+    def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
+        """`prompts` scored groups, in the order they were drawn."""
+        if self.group_filter is None:
+            return self._sample(draw(), step, 0, record)
+        kept: list[Trajectory] = []
+        draws = drawn = 0
+        while (have := len({t.group for t in kept})) < prompts:
+            if self.group_filter.max_draws and draws >= self.group_filter.max_draws:
+                raise ValueError(
+                    f"After {draws} draws only {have} of {prompts} prompts had samples that disagree. Raise "
+                    "algorithm.filter_groups.max_num_gen_batches or rollout.n, or use easier or harder prompts."
+                )
+            fresh_prompts = draw()
+            fresh = self._sample(fresh_prompts, step, drawn, record)
+            kept += [t for t, keep in zip(fresh, self.group_filter.keep(fresh)) if keep]
+            draws, drawn = draws + 1, drawn + len(fresh_prompts)
+        record.add({"train/num_gen_batches": draws, "train/filtered_groups": drawn - have})
+        chosen = list(dict.fromkeys(t.group for t in kept))[:prompts]
+        return [t for t in kept if t.group in set(chosen)]
+
+    def _sample(self, prompts: list[Prompt], step: int, first: int, record: StepRecord) -> list[Trajectory]:
+        """n scored samples of each prompt; groups are numbered from `first`."""
+        with record.phase("gen"):
+            trajectories = self.generate(prompts, self.sampling, self.samples_per_prompt, step, first)
+            greedy = (
+                self.generate(prompts, replace(self.sampling, temperature=0.0), 1, step, first) if self.greedy_baseline else []
+            )
+        with record.phase("reward"):
+            report = self.scorer.score(trajectories)
+            if greedy:
+                self.scorer.score(greedy)
+        record.add(report.metrics)
+        baseline = {t.group: t.score for t in greedy}
+        for t in trajectories:
+            if greedy:
+                t.extras["greedy_baseline"] = baseline[t.group]
+                if baseline[t.group] is None:  # without its baseline the sample teaches nothing
+                    t.score = None
+        return trajectories
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int, step: int, first: int = 0) -> list[Trajectory]:
+        """n unscored samples of each prompt; a request's seed depends on the run's seed, the step and the row alone."""
+        requests = [
+            Request(
+                prompt.ids,
+                n,
+                seed=stream_seed(self.seed, step, prompt.index, first + i),
+                max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        answers = self.engine.generate(requests, sampling)
+        return [
+            _trajectory(prompt, first + i, completion)
+            for i, (prompt, completions) in enumerate(zip(prompts, answers))
+            for completion in completions
+        ]
+
+
+def _trajectory(prompt: Prompt, group: int, completion: Completion) -> Trajectory:
+    if completion.finish == "error":
+        raise ValueError(f"Row {prompt.index} of {prompt.data_source} cannot be answered: {completion.error}.")
+    return Trajectory(
+        prompt=prompt,
+        group=group,
+        response=list(completion.ids),
+        mask=[1] * len(completion.ids),
+        log_probs=list(completion.log_probs),
+        finish=completion.finish,
+        version=completion.version,
+    )
+
+
+def stream_seed(*parts: int) -> int:
+    """One 62-bit seed from several numbers, the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = ((state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 2

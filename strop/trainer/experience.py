@@ -1,0 +1,128 @@
+"""What a batch must carry before it can be learned from: log-probs, values, shaped rewards, advantages.
+
+Each function takes a batch and returns a fuller one. What a configuration does not need is not computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from strop.algorithms.advantages import estimate
+from strop.algorithms.kl import KLController
+from strop.algorithms.metrics.data import probability_drift
+from strop.algorithms.reward_shaping import kl_in_reward
+from strop.algorithms.rollout_correction import correct_rollout
+from strop.backends.base import Backend, MicroBatching
+from strop.config.objective import needs
+from strop.trainer.record import StepRecord
+from strop.types import Batch
+
+
+def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
+    """Whether log-probs must be known before the update. On-policy the update's own are the old ones: one forward less."""
+    correction = config.algorithm.rollout_correction
+    return (
+        not on_policy
+        or config.algorithm.use_kl_in_reward
+        or correction.rollout_is is not None
+        or correction.rollout_rs is not None
+        or bool({"old_log_probs", "sum_pi_squared"} & set(needs(config)))
+    )
+
+
+def add_old_log_probs(batch: Batch, actor: Backend, config: Any, micro: MicroBatching, record: StepRecord) -> Batch:
+    """Log-probs under the weights the step began with: recomputed, or the engine's own in bypass mode."""
+    settings = config.actor_rollout_ref.actor
+    if config.algorithm.rollout_correction.bypass_mode or settings.use_rollout_log_probs:
+        return batch.replace(old_log_probs=batch.rollout_log_probs)
+    want = ["log_probs", "entropy"]
+    if settings.calculate_sum_pi_squared or "sum_pi_squared" in needs(config):
+        want.append("sum_pi_squared")
+    found = actor.forward(batch, want, micro)
+    assert found.log_probs is not None and found.entropy is not None
+    record.add(drift(batch, found.log_probs))
+    record.add({"actor/entropy": float((found.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1))})
+    return batch.replace(old_log_probs=found.log_probs, entropy=found.entropy, sum_pi_squared=found.sum_pi_squared)
+
+
+def drift(batch: Batch, log_probs: torch.Tensor) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, per sampled token."""
+    if batch.rollout_log_probs is None or not bool(batch.mask.any()):
+        return {}
+    gap = (log_probs - batch.rollout_log_probs).abs()[batch.mask.bool()]
+    return {
+        **probability_drift(batch.rollout_log_probs, log_probs, batch.mask),
+        "training/rollout_logprobs_diff_mean": float(gap.mean()),
+        "training/rollout_logprobs_diff_max": float(gap.max()),
+    }
+
+
+def add_ref_log_probs(batch: Batch, reference: Backend, micro: MicroBatching) -> Batch:
+    return batch.replace(ref_log_probs=reference.forward(batch, ["log_probs"], micro).log_probs)
+
+
+def add_values(batch: Batch, critic: Backend, micro: MicroBatching) -> Batch:
+    values = critic.forward(batch, ["values"], micro).values
+    assert values is not None
+    return batch.replace(values=values * batch.mask)
+
+
+def shape_rewards(batch: Batch, config: Any, controller: KLController, record: StepRecord) -> Batch:
+    """Scores, less the price of leaving the reference."""
+    if not config.algorithm.use_kl_in_reward:
+        return batch.replace(rewards=batch.scores)
+    assert batch.scores is not None and batch.old_log_probs is not None and batch.ref_log_probs is not None
+    shaped = kl_in_reward(
+        batch.scores,
+        batch.old_log_probs,
+        batch.ref_log_probs,
+        batch.mask,
+        coef=controller.value,
+        estimator=config.algorithm.kl_penalty,
+    )
+    record.add({"actor/reward_kl_penalty": shaped.kl, "actor/reward_kl_penalty_coeff": controller.value})
+    controller.update(shaped.kl, len(batch))
+    return batch.replace(rewards=shaped.rewards)
+
+
+def correct(batch: Batch, config: Any, record: StepRecord) -> Batch:
+    """Weights and rejections for rollouts of a slightly other policy."""
+    settings = config.algorithm.rollout_correction
+    if batch.old_log_probs is None or batch.rollout_log_probs is None or not bool(batch.mask.any()) or settings.bypass_mode:
+        return batch
+    correction = correct_rollout(
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.mask,
+        rollout_is=settings.rollout_is,
+        rollout_is_threshold=settings.rollout_is_threshold,
+        rollout_is_batch_normalize=settings.rollout_is_batch_normalize,
+        rollout_rs=settings.rollout_rs,
+        rollout_rs_threshold=settings.rollout_rs_threshold,
+    )
+    record.add({name: float(value) for name, value in correction.metrics.items()})
+    return batch.replace(rollout_weights=correction.weights, mask=correction.mask)
+
+
+def add_advantages(batch: Batch, config: Any) -> Batch:
+    """Advantages by the configured estimator, which is given whatever it names."""
+    algorithm = config.algorithm
+    result = estimate(
+        algorithm.adv_estimator,
+        rewards=batch.rewards,
+        mask=batch.mask,
+        groups=torch.unique(batch.groups, return_inverse=True)[1],
+        values=batch.values,
+        reward_baselines=batch.baselines,
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        rollout_is_weights=batch.rollout_weights,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        normalisation="whiten" if algorithm.norm_adv_by_std else "centre",
+        compat=None if algorithm.compat == "strop" else algorithm.compat,
+    )
+    return batch.replace(advantages=result.advantages, returns=result.returns)

@@ -1,0 +1,176 @@
+"""The loop. PPO, GRPO, RLOO, ReMax ...: facts of the registry decide which roles exist; no algorithm is named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from strop.algorithms.kl import KLController
+from strop.algorithms.metrics.data import data_metrics
+from strop.algorithms.metrics.timing import throughput_metrics, timing_metrics
+from strop.backends.base import Backend, MicroBatching
+from strop.config.arithmetic import Plan
+from strop.data.loader import Loader
+from strop.trainer.collect import Collector
+from strop.trainer.experience import (
+    add_advantages,
+    add_old_log_probs,
+    add_ref_log_probs,
+    add_values,
+    correct,
+    drift,
+    needs_old_log_probs,
+    shape_rewards,
+)
+from strop.trainer.keeper import Keeper
+from strop.trainer.record import StepRecord
+from strop.trainer.update import ActorUpdate, CriticUpdate, update
+from strop.trainer.validate import Validator
+from strop.types import Batch, Trajectory, batch_of, pad_columns
+
+
+@dataclass
+class Roles:
+    """The models of a run; what a configuration does not need is None."""
+
+    actor: Backend
+    critic: Backend | None = None
+    reference: Backend | None = None
+
+
+@dataclass
+class PpoTrainer:
+    config: Any
+    plan: Plan
+    roles: Roles
+    loader: Loader
+    collector: Collector
+    validator: Validator | None
+    keeper: Keeper
+    """Checkpoints, trackers and dumps."""
+    kl_controller: KLController
+    micro: dict[str, MicroBatching]
+    publish: Callable[[int], None]
+    """Hand the actor's weights to the engine, as a version."""
+    step: int = 0
+    total_steps: int = 0
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """What else follows an update of the actor, such as averaging its weights."""
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        with self.keeper:
+            self.step = self.keeper.resume(self)
+            self.publish(self.step)
+            if self.step == 0 and self.config.trainer.val_before_train:
+                self.validate()
+            if self.config.trainer.val_only:
+                return
+            while self.step < self.total_steps:
+                self.step += 1
+                record = StepRecord()
+                with record.phase("step"):
+                    trajectories, batch = self.train_step(record)
+                self.report(record, trajectories, batch)
+                last = self.step == self.total_steps
+                if self.keeper.due(self.config.trainer.test_freq, self.step, last):
+                    self.validate(record)
+                if self.keeper.due(self.config.trainer.save_freq, self.step, last):
+                    self.keeper.save(self, record)
+                self.keeper.log(record, self.step)
+
+    def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
+        """One step: sample, score, estimate, learn."""
+        config, roles = self.config, self.roles
+        trajectories = self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
+        batch = batch_of(trajectories)
+        if needs_old_log_probs(config, self.plan.on_policy):
+            with record.phase("old_log_prob"):
+                batch = add_old_log_probs(batch, roles.actor, config, self.micro["log_prob"], record)
+        if roles.reference is not None:
+            with record.phase("ref"):
+                batch = add_ref_log_probs(batch, roles.reference, self.micro["ref"])
+        if roles.critic is not None:
+            with record.phase("values"):
+                batch = add_values(batch, roles.critic, self.micro["values"])
+        with record.phase("adv"):
+            batch = shape_rewards(batch, config, self.kl_controller, record)
+            batch = correct(batch, config, record)
+            batch = add_advantages(batch, config)
+        if roles.critic is not None:
+            with record.phase("update_critic"):
+                self.update_critic(batch, record)
+        if self.step >= config.trainer.critic_warmup:
+            with record.phase("update_actor"):
+                self.update_actor(batch, record)
+            with record.phase("update_weights"):
+                self.publish(self.step)
+        return trajectories, batch
+
+    def update_actor(self, batch: Batch, record: StepRecord) -> None:
+        actor = self.config.actor_rollout_ref.actor
+        objective = ActorUpdate(self.config, self.width)
+        rows = actor.ppo_mini_batch_size * self.plan.samples_per_prompt
+        record.add(update(self.roles.actor, batch, objective, actor, rows, self.micro["actor"], self.step, "actor"))
+        if objective.captured:  # on-policy: the update's own log-probs are the old ones, so drift is known only now
+            import torch
+
+            width = batch.mask.shape[1]
+            assert batch.row_ids is not None
+            kept = [row for row in batch.row_ids.tolist() if row in objective.captured]
+            log_probs = torch.cat([pad_columns(objective.captured[row][None, :width], width) for row in kept])
+            record.add(drift(batch.select(kept), log_probs))
+        if actor.use_kl_loss:
+            record.add({"actor/kl_coef": actor.kl_loss_coef})
+        for follow in self.after_update:
+            follow()
+
+    def update_critic(self, batch: Batch, record: StepRecord) -> None:
+        assert self.roles.critic is not None
+        critic = self.config.critic
+        rows = critic.ppo_mini_batch_size * self.plan.samples_per_prompt
+        objective = CriticUpdate(self.config, self.width)
+        record.add(update(self.roles.critic, batch, objective, critic, rows, self.micro["critic"], self.step, "critic"))
+
+    @property
+    def width(self) -> int:
+        return self.config.actor_rollout_ref.actor.loss_scale_factor or self.config.data.max_response_length
+
+    def validate(self, record: StepRecord | None = None) -> None:
+        if self.validator is None:
+            return
+        own = record or StepRecord()
+        with own.phase("testing"):
+            samples = self.validator.run(self.step, own)
+        self.keeper.log_validation(samples, self.step)
+        if record is None:
+            self.keeper.log(own, self.step)
+
+    def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
+        """The numbers of a step, under the names people know."""
+        data = self.config.data
+        assert batch.scores is not None and batch.rewards is not None
+        assert batch.advantages is not None and batch.returns is not None
+        lengths = batch.response_lengths
+        record.add(
+            data_metrics(
+                token_level_scores=batch.scores,
+                token_level_rewards=batch.rewards,
+                advantages=batch.advantages,
+                returns=batch.returns,
+                response_mask=batch.mask,
+                prompt_lengths=batch.prompt_lengths,
+                response_lengths=lengths,
+                max_prompt_length=data.max_prompt_length,
+                max_response_length=data.max_response_length,
+                values=batch.values,
+                num_turns=[t.num_turns for t in trajectories],
+            )
+        )
+        tokens = int(sum(batch.lengths))
+        record.add(timing_metrics(record.seconds, response_tokens=int(lengths.sum()), total_tokens=tokens))
+        record.add(throughput_metrics(total_tokens=tokens, step_seconds=record.seconds["step"], devices=self.plan.devices))
+        record.add(self.collector.engine.stats(), prefix="rollout/")
+        record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
+        self.keeper.dump_rollouts(trajectories, self.step)

@@ -1,0 +1,169 @@
+"""Learning from a batch: mini-batches, epochs, losses. Denominators are counted once per optimizer step and passed down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.aggregation import Totals, aggregate
+from strop.algorithms.kl import kl_penalty
+from strop.algorithms.policy_losses import policy_loss
+from strop.algorithms.value_loss import value_loss
+from strop.backends.base import Backend, Loss, MicroBatching, Outputs
+from strop.catalog import POLICY_LOSSES
+from strop.config.objective import clip_range
+from strop.types import Batch
+
+
+def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
+    """The mini-batches of one step: every sequence once per epoch; groups stay together unless shuffled."""
+    for epoch in range(epochs):
+        order = torch.arange(len(batch))
+        if shuffle:
+            order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+        for start in range(0, len(batch), rows):
+            yield batch.select(order[start : start + rows])
+
+
+def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    return aggregate(values, mask, "token-mean", totals).detach()
+
+
+@dataclass
+class ActorUpdate:
+    """The actor's objective: surrogate, KL to the reference, entropy bonus, load balance of experts."""
+
+    config: Any
+    width: int
+    """Length that seq-mean-token-sum-norm divides by."""
+    captured: dict[int, Tensor] = field(default_factory=dict)
+    """row id -> log-probs of the update itself, kept when nobody computed the old ones beforehand."""
+
+    def want(self) -> list[str]:
+        actor = self.config.actor_rollout_ref.actor
+        return ["log_probs", "entropy"] if actor.entropy_coeff or actor.calculate_entropy else ["log_probs"]
+
+    def loss(self, mini: Batch) -> Loss:
+        actor = self.config.actor_rollout_ref.actor
+        totals = Totals.of(mini.mask, width=self.width)
+        mode = POLICY_LOSSES.entry(self.loss_mode).facts["aggregation"] or actor.loss_agg_mode
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            log_probs, mask = outputs.log_probs, micro.mask
+            assert log_probs is not None
+            if micro.old_log_probs is None:
+                self._capture(micro, log_probs)
+            found = policy_loss(self.loss_mode, **self._arguments(log_probs, micro))
+            total = aggregate(found.per_token, mask, mode, totals)
+            reported = {"actor/pg_loss": total.detach()}
+            reported |= {f"actor/{name}": token_mean(values, mask, totals) for name, values in found.metrics.items()}
+            if actor.use_kl_loss:
+                assert micro.ref_log_probs is not None
+                kl = aggregate(kl_penalty(log_probs, micro.ref_log_probs, estimator=actor.kl_loss_type), mask, mode, totals)
+                total = total + actor.kl_loss_coef * kl
+                reported["actor/kl_loss"] = kl.detach()
+            if outputs.entropy is not None:
+                entropy = aggregate(outputs.entropy, mask, mode, totals)
+                if actor.entropy_coeff:
+                    total = total - actor.entropy_coeff * entropy
+                reported["actor/entropy_loss"] = entropy.detach()
+            if actor.aux_loss_coef and outputs.auxiliary is not None:
+                total = total + actor.aux_loss_coef * outputs.auxiliary
+                reported["actor/aux_loss"] = outputs.auxiliary.detach()
+            return total, reported
+
+        return loss
+
+    @property
+    def loss_mode(self) -> str:
+        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        return "bypass_mode" if bypass else self.config.actor_rollout_ref.actor.policy_loss.loss_mode
+
+    def _arguments(self, log_probs: Tensor, micro: Batch) -> dict[str, Any]:
+        """Everything any policy loss may ask for; each takes what it names."""
+        actor, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
+        low, high = clip_range(actor)
+        own = {name: value for name, value in vars(actor.policy_loss).items() if name != "loss_mode"}
+        bypass = {}
+        if correction.bypass_mode:
+            bypass = {name: value for name, value in vars(correction).items() if name != "bypass_mode"}
+        return {
+            "log_probs": log_probs,
+            "old_log_probs": log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs,
+            "advantages": micro.advantages,
+            "mask": micro.mask,
+            "rollout_weights": micro.rollout_weights,
+            "rollout_log_probs": micro.rollout_log_probs,
+            "clip_low": low,
+            "clip_high": high,
+            "clip_c": actor.clip_ratio_c,
+            "tau_pos": actor.tau_pos,
+            "tau_neg": actor.tau_neg,
+            **own,
+            **bypass,
+        }
+
+    def _capture(self, micro: Batch, log_probs: Tensor) -> None:
+        assert micro.row_ids is not None
+        for row, values in zip(micro.row_ids.tolist(), log_probs.detach().float().cpu()):
+            self.captured[row] = values
+
+
+@dataclass
+class CriticUpdate:
+    """The critic's objective: values close to returns, not too far from the old ones."""
+
+    config: Any
+    width: int
+
+    def want(self) -> list[str]:
+        return ["values"]
+
+    def loss(self, mini: Batch) -> Loss:
+        critic = self.config.critic
+        totals = Totals.of(mini.mask, width=self.width)
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            assert outputs.values is not None and micro.values is not None and micro.returns is not None
+            found = value_loss(outputs.values, micro.values, micro.returns, micro.mask, clip_range=critic.cliprange_value)
+            total = aggregate(found.per_token, micro.mask, critic.loss_agg_mode, totals)
+            reported = {"critic/vf_loss": total.detach(), "critic/vpred_mean": token_mean(outputs.values, micro.mask, totals)}
+            reported |= {f"critic/{name}": token_mean(values, micro.mask, totals) for name, values in found.metrics.items()}
+            return total, reported
+
+        return loss
+
+
+def update(
+    backend: Backend,
+    batch: Batch,
+    objective: ActorUpdate | CriticUpdate,
+    section: Any,
+    rows: int,
+    micro: MicroBatching,
+    step: int,
+    name: str,
+) -> dict[str, float]:
+    """All optimizer updates of one step for one role; returns the mean of what they reported."""
+    seen: dict[str, list[float]] = {}
+    seed = (section.data_loader_seed or 0) + step
+    for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
+        if not bool(mini.mask.any()):  # every sample failed or was rejected: nothing to learn
+            seen.setdefault(f"{name}/empty_updates", []).append(1.0)
+            continue
+        reported = backend.forward_backward(mini, objective.want(), objective.loss(mini), micro)
+        info = backend.step()
+        for key, value in {
+            **reported,
+            f"{name}/grad_norm": info.grad_norm,
+            f"{name}/lr": info.lr,
+            f"{name}/skipped_updates": float(info.skipped),
+        }.items():
+            seen.setdefault(key, []).append(value)
+    backend.advance_schedule()
+    sums = (f"{name}/empty_updates", f"{name}/skipped_updates")
+    return {key: sum(values) / (1 if key in sums else len(values)) for key, values in seen.items()}
