@@ -165,6 +165,11 @@ def test_numbers_need_thousands_in_threes() -> None:
         (r"\boxed{\frac{1}{2}", r"\frac{1}{2}", 0.0),
         (r"\boxed{2} but really 3", "3", 0.0),
         (r"\boxed{x+1}", "x+2", 0.0),
+        (r"\boxed{9\text{ or }8}", "9", 0.0),
+        (r"\boxed{9\text{ cm}^2}", "9", 1.0),
+        (r"\boxed{9 \text{ cm}}", "9", 1.0),
+        (r"\boxed{}", r"\text{ yes}", 0.0),
+        (r"\boxed{\text{ no}}", r"\text{ yes}", 0.0),
     ],
 )
 def test_math_boxed(text: str, truth: str, score: float) -> None:

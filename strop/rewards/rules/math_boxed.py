@@ -9,6 +9,8 @@ from strop.rewards.rules.boxed import FRAMED, last_box
 from strop.rewards.rules.numbers import same_number
 
 _DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%")
+_TEXT = "\\text{ "
+_UNIT_AT_END = re.compile(r"(?<=[0-9A-Za-z)}]) {0,3}\\text\{ [^{}]*\}(?:\^\{?[0-9]\}?)?\s*$")
 _UNIT_AFTER_NUMBER = re.compile(r"(?<=[0-9])\\(?:text|mathrm|mbox)\{[^{}]*\}(?:\^\{?[0-9]\}?)?$")
 _WHOLE_TEXT = re.compile(r"\\(?:text|mathrm|mbox|textbf)\{([^{}]*)\}")
 _CHOICE = re.compile(r"\(([A-Za-z])\)")
@@ -22,25 +24,27 @@ def extract_answer(solution_str: str, *, compat: Literal["verl"] | None = None) 
     return box.content
 
 
-def normalise(answer: str) -> str:
+def normalise(answer: str, *, compat: Literal["verl"] | None = None) -> str:
     """One spelling for what LaTeX writes in many ways.
 
     Drops line breaks, \\!, \\left and \\right, degrees, dollar and percent signs, a unit in `\\text{ ...}`, a short left-hand
     side (`x=`) and spaces; writes tfrac and dfrac as frac, .5 as 0.5, \\sqrt3 as \\sqrt{3}, \\frac12 and 1/2 as \\frac{1}{2},
-    and 0.5 as \\frac{1}{2}.
+    and 0.5 as \\frac{1}{2}. `compat="verl"` takes whatever follows the first `\\text{ ` for a unit (so 9\\text{ or }8 is 9).
     """
     text = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for piece in _DROPPED:
         text = text.replace(piece, "")
-    text = text.partition("\\text{ ")[0]
+    text = text.partition(_TEXT)[0] if compat == "verl" else _UNIT_AT_END.sub("", text)
     text = text.replace(" .", " 0.").replace("{.", "{0.")
     if text.startswith("."):
         text = "0" + text
     left, equals, right = text.partition("=")
     if equals and "=" not in right and len(left) <= 2:
         text = right
-    text = text.replace(" ", "")
-    text = re.sub(r"\\sqrt([^{\[])", r"\\sqrt{\1}", text)
+    if compat == "verl":
+        text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", "")
+    else:
+        text = re.sub(r"\\sqrt([^{\[])", r"\\sqrt{\1}", text.replace(" ", ""))
     text = re.sub(r"\\frac([^{])(?=\{)", r"\\frac{\1}", text)
     text = re.sub(r"\\frac([^{])(.)", r"\\frac{\1}{\2}", text)
     if text == "0.5":
@@ -50,10 +54,10 @@ def normalise(answer: str) -> str:
 
 def equal(left: str, right: str, *, compat: Literal["verl"] | None = None) -> bool:
     """Whether two answers are the same after normalisation, or are the same number or the same choice."""
-    left, right = normalise(left), normalise(right)
-    if left == right or compat == "verl":
-        return left == right
-    left, right = _bare(left), _bare(right)
+    if compat == "verl":
+        units_unclear = max(left.count(_TEXT), right.count(_TEXT)) > 1  # verl gives up and compares what was written
+        return left == right if units_unclear else normalise(left, compat=compat) == normalise(right, compat=compat)
+    left, right = _bare(normalise(left)), _bare(normalise(right))
     return left == right or same_number(left, right)
 
 

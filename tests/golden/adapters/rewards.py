@@ -33,8 +33,8 @@ def competition(case: Case) -> dict[str, Any]:
     return {
         "last_boxed": None if box is None else box.whole,
         "answer": answer,
-        "normalized_answer": None if answer is None else math_boxed.normalise(answer),
-        "normalized_truth": math_boxed.normalise(truth),
+        "normalized_answer": None if answer is None else math_boxed.normalise(answer, compat="verl"),
+        "normalized_truth": math_boxed.normalise(truth, compat="verl"),
         "score": math_boxed.compute_score(text, truth, compat="verl"),
     }
 
