@@ -7,21 +7,17 @@ epoch. A state carries a fingerprint of the data, because a position in other da
 from __future__ import annotations
 
 import logging
-import multiprocessing
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from typing import Any, Literal
 
 from strop.config.schema.data import Data, Sampler
 from strop.data.prompts import PromptDataset, Split, order_seed
 from strop.data.selection import permutation
+from strop.data.workers import Ahead, items
 from strop.registry import load_attribute
 
 logger = logging.getLogger(__name__)
-
-AHEAD = 2  # batches under way for each worker process
 
 
 class Loader:
@@ -49,7 +45,7 @@ class Loader:
             )
         if workers and sampler is not None:
             raise ValueError(
-                f"data.dataloader_num_workers={workers} makes batches ahead of time, before data.sampler has seen the results of "
+                f"data.dataloader_num_workers={workers} makes batches ahead of time, before data.sampler has seen what came of "
                 "the step. Set data.dataloader_num_workers=0."
             )
         self.dataset = dataset
@@ -62,7 +58,7 @@ class Loader:
         self.position = 0
         self._order: tuple[tuple[int, int], Sequence[int]] | None = None
         self._sampled: Iterator[int] | None = None
-        self._ahead = _Ahead(dataset, workers) if workers else None
+        self._ahead = Ahead(dataset, workers) if workers else None
 
     def __len__(self) -> int:
         """Batches per epoch."""
@@ -113,15 +109,15 @@ class Loader:
             )
             if on_change == "error":
                 raise ValueError(
-                    f"{said} Restore data.train_files, data.train_max_samples, data.seed and the length filter as they were, or "
-                    "begin a new run (trainer.resume_mode=disable)."
+                    f"{said} Restore data.train_files, data.train_max_samples, data.seed and the length filter as they were, "
+                    "or begin a new run (trainer.resume_mode=disable)."
                 )
             logger.warning("%s Epoch %d begins anew.", said, state["epoch"])
             self._go_to(int(state["epoch"]), 0)
             return
         if (state["seed"], state["shuffle"]) != (self.seed, self.shuffle):
             logger.warning(
-                "The order of rows goes on as in the checkpoint (seed=%s, shuffle=%s), not as configured (seed=%s, shuffle=%s).",
+                "Rows go on in the order of the checkpoint (seed=%s, shuffle=%s), not as configured (seed=%s, shuffle=%s).",
                 *(state["seed"], state["shuffle"], self.seed, self.shuffle),
             )
             self.seed, self.shuffle = state["seed"], state["shuffle"]
@@ -137,9 +133,9 @@ class Loader:
         places = self._places()
         if places is None:
             return None
-        items = self._ahead.take(places, self._following(places)) if self._ahead else [self.dataset[place] for place in places]
+        batch = self._ahead.take(places, self._following(places)) if self._ahead else items(self.dataset, places)
         self.position += len(places)  # before the batch is handed out: a state taken while it is used counts it as drawn
-        return items
+        return batch
 
     def _places(self) -> list[int] | None:
         """Places of the next batch, or None at the end of the epoch."""
@@ -191,39 +187,6 @@ class Loader:
                 "is lost; only its position is restored."
             )
         self._sampled = islice(iter(self.sampler), self.position, None)
-
-
-class _Ahead:
-    """Items made by other processes before they are asked for; the order is the same as without."""
-
-    def __init__(self, dataset: Sequence[Any], workers: int):
-        self.depth = workers * AHEAD
-        context = multiprocessing.get_context("spawn")  # tokenizers and torch run threads, which do not survive a fork
-        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_receive, initargs=(dataset,))
-        self._waiting: deque[tuple[list[int], Future[list[Any]]]] = deque()
-
-    def take(self, places: list[int], following: list[list[int]]) -> list[Any]:
-        """The items at `places`; those of `following` are begun."""
-        wanted = [places, *following]
-        while self._waiting and self._waiting[0][0] != places:
-            self._waiting.popleft()[1].cancel()
-        for batch in wanted[len(self._waiting) :]:
-            self._waiting.append((batch, self._pool.submit(_make, batch)))
-        return self._waiting.popleft()[1].result()
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-_dataset: list[Sequence[Any]] = []  # of a worker process
-
-
-def _receive(dataset: Sequence[Any]) -> None:
-    _dataset[:] = [dataset]
-
-
-def _make(places: list[int]) -> list[Any]:
-    return [_dataset[0][place] for place in places]
 
 
 def build_loader(config: Data, dataset: PromptDataset, *, split: Split = "train") -> Loader:

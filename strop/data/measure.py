@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+
+from strop.data.workers import Workers
 
 CHUNK = 256
 
@@ -25,10 +25,9 @@ def measure(dataset: Measurable, *, workers: int = 1) -> np.ndarray[Any, np.dtyp
     if workers <= 1 or len(chunks) == 1:
         parts: Iterable[list[int]] = map(dataset.lengths, chunks)
         return _gather(parts, len(dataset))
-    # Fresh processes and no forks: tokenizers and torch run threads, which do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(chunks)), mp_context=context, initializer=_receive, initargs=(dataset,)) as pool:
-        return _gather(pool.map(_measure_chunk, chunks), len(dataset))
+    with Workers(dataset, min(workers, len(chunks))) as pool:
+        futures = [pool.submit(_lengths, chunk) for chunk in chunks]
+        return _gather((future.result() for future in futures), len(dataset))
 
 
 def _gather(parts: Iterable[list[int]], count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -49,12 +48,5 @@ def _with_progress(parts: Iterable[list[int]], count: int) -> Iterator[list[int]
             yield part
 
 
-_dataset: list[Measurable] = []  # of a worker process
-
-
-def _receive(dataset: Measurable) -> None:
-    _dataset[:] = [dataset]
-
-
-def _measure_chunk(places: range) -> list[int]:
-    return _dataset[0].lengths(places)
+def _lengths(dataset: Measurable, places: range) -> list[int]:
+    return dataset.lengths(places)

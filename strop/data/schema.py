@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from strop.config.schema.data import Data
+from strop.data.files import Rows
 from strop.registry import did_you_mean
 
 Message = dict[str, Any]
@@ -106,6 +107,11 @@ def row_fields(row: Row, keys: Keys, *, where: str, stem: str = "custom") -> Fie
         images=images,
         videos=videos,
     )
+
+
+def fields_at(rows: Rows, index: int, keys: Keys) -> Fields:
+    """Row `index` of files, understood."""
+    return row_fields(rows[index], keys, where=rows.where(index), stem=rows.place(index)[0].stem)
 
 
 def as_messages(value: Any, *, where: str, input_template: str | None = None) -> list[Message]:
