@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_fill_zero
 from strop.algorithms.shapes import require_same_shape
 from strop.catalog import AGGREGATIONS
 
@@ -49,7 +49,7 @@ class Totals:
 def aggregate(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
     """Reduce `per_token` [B, T] over `mask` [B, T] in the named way; the share of this piece in the loss of the step."""
     require_same_shape(per_token=per_token, mask=mask)
-    share: Tensor = AGGREGATIONS.get(mode)(masked_fill_zero(per_token, mask), mask, totals)
+    share: Tensor = AGGREGATIONS.get(mode)(torch.where(mask.bool(), per_token, 0.0), mask, totals)
     return share
 
 

@@ -33,14 +33,15 @@ def vanilla(
     x = log_ratio(log_probs, old_log_probs, mask, level=level)
     ratio = x.exp()
     capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
-    worst = torch.maximum(-advantages * capped, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    beyond = torch.where(advantages > 0, capped > 1 + clip_high, (capped < 1 - clip_low) & (advantages < 0))
-    if clip_c is None:
-        loss, bounded = worst, torch.zeros_like(worst)
-    else:
-        bound = -advantages * clip_c
-        bounded = (worst > bound) & (advantages < 0)
-        loss = torch.where(bounded, bound, worst)
+    gain = -advantages
+    plain, clipped = gain * capped, gain * ratio.clamp(1 - clip_low, 1 + clip_high)
+    worst = torch.maximum(plain, clipped)
+    beyond = (clipped if ratio_cap is None else gain * capped.clamp(1 - clip_low, 1 + clip_high)) > plain
+    loss, bounded = worst, torch.zeros_like(beyond)
+    if clip_c is not None:
+        # |A| c is -A c for bad tokens, and out of reach of good ones, whose loss is not positive.
+        bound = advantages.abs() * clip_c
+        loss, bounded = torch.minimum(worst, bound), worst > bound
     return finish(loss, mask, rollout_weights, pg_clipfrac=beyond, ppo_kl=-x, pg_clipfrac_lower=bounded)
 
 
