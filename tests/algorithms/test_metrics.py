@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.metrics.data import data_metrics, explained_variance
-from strop.algorithms.metrics.engine import moe_load_metrics, probability_drift, spec_decode_metrics
+from strop.algorithms.metrics.data import data_metrics, explained_variance, probability_drift
+from strop.algorithms.metrics.engine import moe_load_metrics, spec_decode_metrics
 from strop.algorithms.metrics.reduction import aggregate_over_ranks, reduce_metrics, reduction_of
 from strop.algorithms.metrics.timing import agent_timing_metrics, throughput_metrics, timing_metrics
 from strop.algorithms.metrics.validation import (

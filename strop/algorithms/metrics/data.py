@@ -1,10 +1,11 @@
-"""What a training batch looked like: scores, advantages, values, lengths, turns."""
+"""What a training batch looked like: scores, advantages, values, lengths, turns, drift of the sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 EXPLAINED_EPS = 1e-5
@@ -67,6 +68,26 @@ def count_metrics(name: str, counts: Sequence[int] | Sequence[float]) -> dict[st
         return {}
     array = np.asarray(counts)
     return {f"{name}/min": array.min().item(), f"{name}/max": array.max().item(), f"{name}/mean": array.mean().item()}
+
+
+def probability_drift(rollout_log_probs: Tensor, trainer_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
+    """How far the engine that sampled is from the trainer that learns: |exp(a) - exp(b)| over the sampled tokens.
+
+    A mean below 0.005 is ordinary rounding; above 0.01 the two disagree about the model.
+    """
+    prefix = "training/rollout_probs_diff"
+    chosen = mask.bool()
+    if not chosen.any():
+        return {f"{prefix}_valid": 0.0}
+    ours, theirs = trainer_log_probs[chosen].float().exp(), rollout_log_probs[chosen].float().exp()
+    gap = (ours - theirs).abs()
+    metrics = {f"{prefix}_valid": 1.0, f"{prefix}_max": gap.max().item(), f"{prefix}_mean": gap.mean().item()}
+    if gap.numel() > 1:
+        metrics[f"{prefix}_std"] = gap.std().item()
+        correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+        if correlation == correlation:  # NaN when one side is constant: no correlation to speak of
+            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    return metrics
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

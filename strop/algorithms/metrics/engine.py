@@ -1,4 +1,4 @@
-"""The sampling engine: its distance from the trainer, its expert load, its speculative decoding."""
+"""What the sampling engine reports about itself: expert load and speculative decoding."""
 
 from __future__ import annotations
 
@@ -6,26 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-
-def probability_drift(rollout_log_probs: Tensor, trainer_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the engine that sampled is from the trainer that learns: |exp(a) - exp(b)| over the sampled tokens.
-
-    A mean below 0.005 is ordinary rounding; above 0.01 the two disagree about the model.
-    """
-    prefix = "training/rollout_probs_diff"
-    chosen = mask.bool()
-    if not chosen.any():
-        return {f"{prefix}_valid": 0.0}
-    ours, theirs = trainer_log_probs[chosen].float().exp(), rollout_log_probs[chosen].float().exp()
-    gap = (ours - theirs).abs()
-    metrics = {f"{prefix}_valid": 1.0, f"{prefix}_max": gap.max().item(), f"{prefix}_mean": gap.mean().item()}
-    if gap.numel() > 1:
-        metrics[f"{prefix}_std"] = gap.std().item()
-        correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
-        if correlation == correlation:  # NaN when one side is constant: no correlation to speak of
-            metrics["training/rollout_actor_probs_pearson_corr"] = correlation
-    return metrics
 
 
 def moe_load_metrics(routed_experts: Tensor, response_mask: Tensor, num_experts: int) -> dict[str, float]:
