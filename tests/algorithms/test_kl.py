@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.algorithms.kl import AdaptiveKL, FixedKL, full, k1, k3, kl_controller, kl_penalty
+
+LOG_PROBS = torch.tensor([[-0.7, -1.3, -2.0, -0.1]])
+REF = torch.tensor([[-1.0, -1.0, -2.1, -1.6]])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kl", [0.3, -0.3, 0.1, 1.5]),
+        ("abs", [0.3, 0.3, 0.1, 1.5]),
+        ("mse", [0.045, 0.045, 0.005, 1.125]),
+        ("low_var_kl", [0.04082, 0.04986, 0.00484, 0.72313]),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", "+"])
+def test_values_by_hand(name: str, expected: list[float], suffix: str) -> None:
+    made = kl_penalty(LOG_PROBS, REF, estimator=name + suffix)
+    torch.testing.assert_close(made, torch.tensor([expected]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3"])
+def test_plus_takes_the_gradient_of_k2(name: str) -> None:
+    ours = LOG_PROBS.clone().requires_grad_()
+    kl_penalty(ours, REF, estimator=f"{name}+").sum().backward()
+    torch.testing.assert_close(ours.grad, LOG_PROBS - REF)
+
+
+def test_plus_weighs_the_gradient_by_how_likely_the_sampler_was() -> None:
+    ours = LOG_PROBS.clone().requires_grad_()
+    old = LOG_PROBS - torch.tensor([[0.5, -0.5, 0.0, 9.0]])
+    kl_penalty(ours, REF, estimator="k1+", old_log_probs=old).sum().backward()
+    ratio = torch.tensor([[1.6487213, 0.6065307, 1.0, 10.0]])
+    torch.testing.assert_close(ours.grad, (LOG_PROBS - REF) * ratio)
+
+
+def test_k3_is_bounded_and_never_negative() -> None:
+    gap = torch.tensor([[-1e4, -30.0, 0.0, 30.0, 1e4]])
+    made = k3(torch.zeros_like(gap), gap)
+    assert torch.isfinite(made).all() and (made >= 0).all() and (made <= 10).all()
+    assert k1(gap, torch.zeros_like(gap), limit=10.0).abs().max() == 10
+
+
+def test_full_is_the_expectation_of_k1() -> None:
+    torch.manual_seed(0)
+    logits, ref = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    log_p, log_q = logits.log_softmax(-1), ref.log_softmax(-1)
+    torch.testing.assert_close(full(logits, ref), (log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(full(logits, logits + 3.0), torch.zeros(2, 3), rtol=0, atol=1e-6)
+    logits[..., 0] = -torch.inf
+    assert torch.isfinite(full(logits, ref)).all()
+
+
+def test_bad_input_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"log_probs \(1, 4\) and ref_log_probs \(1, 3\)"):
+        kl_penalty(LOG_PROBS, REF[:, :3])
+    with pytest.raises(ValueError, match="needs the logits of both models"):
+        kl_penalty(LOG_PROBS, REF, estimator="full")
+    with pytest.raises(ValueError, match="Unknown KL estimator 'k4'"):
+        kl_penalty(LOG_PROBS, REF, estimator="k4")
+    with pytest.raises(ValueError, match=r"\(1, 4\) and ref_logits \(1, 3\)"):
+        full(LOG_PROBS, REF[:, :3])
+    with pytest.raises(ValueError, match="'fixed' or 'adaptive', got 'linear'"):
+        kl_controller("linear", coef=0.1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"horizon > 0, got 0\.1 and 0"):
+        AdaptiveKL(0.1, target=0.1, horizon=0)
+
+
+def test_adaptive_controller_by_hand_and_after_a_restart() -> None:
+    control = kl_controller("adaptive", coef=0.1, target=0.1, horizon=10_000)
+    control.update(0.3, 256)
+    assert control.value == pytest.approx(0.100512)
+    again = AdaptiveKL(0.1, target=0.1, horizon=10_000)
+    again.load_state_dict(control.state_dict())
+    for each in (control, again):
+        each.update(0.05, 256)
+        assert each.value == pytest.approx(0.09999738, rel=1e-6)
+
+
+def test_fixed_controller_stays() -> None:
+    control = FixedKL(0.01)
+    control.update(100.0, 1000)
+    assert control.state_dict() == {"value": 0.01}
