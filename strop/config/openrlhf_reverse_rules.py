@@ -239,7 +239,7 @@ def _band(upper: Any, reject: str | None, band: Any) -> tuple[str, float, float]
     if "_" in str(upper):
         low, high = map(float, str(upper).split("_"))
         return "icepop", low, high
-    return "tis", 0.5, float(upper)  # OpenRLHF's usual lower bound
+    return "tis", min(0.5, float(upper) / 2), float(upper)  # there is no lower bound here; 0.5 is OpenRLHF's usual one
 
 
 def evaluation(sheet: Sheet) -> None:
@@ -272,18 +272,16 @@ def sequence_parallel(sheet: Sheet) -> None:
 def schedule(sheet: Sheet) -> None:
     ppo = sheet.verb == "ppo"
     for prefix, key in (("actor.", f"{ACTOR}.optim"), ("critic.", "critic.optim")) if ppo else (("", "optim"),):
-        shape, warmup, floor = (
-            sheet.get(f"{key}.{name}") for name in (f"lr_scheduler{'_type' * ppo}", "lr_warmup_steps_ratio", "min_lr_ratio")
-        )
-        if shape is None or (prefix == "critic." and not sheet.has_critic):
+        shape_key = f"{key}.lr_scheduler{'_type' * ppo}"
+        shape, warmup, floor = (sheet.get(name) for name in (shape_key, f"{key}.lr_warmup_steps_ratio", f"{key}.min_lr_ratio"))
+        if prefix == "critic." and not sheet.has_critic:
             continue
-        if shape == "cosine" and not floor:
-            sheet.say(f"{prefix}lr_scheduler", "cosine")
+        if shape in (None, "cosine"):  # OpenRLHF's cosine_with_min_lr is its default; plain cosine falls to 0
+            sheet.say(f"{prefix}lr_scheduler", "cosine" if floor == 0 else None)
+            sheet.say(f"{prefix}min_lr_ratio", floor or None)
         else:
-            named(sheet, f"{prefix}lr_scheduler", SCHEDULES.here_to_there, f"{key}.lr_scheduler{'_type' * ppo}")
+            named(sheet, f"{prefix}lr_scheduler", SCHEDULES.here_to_there, shape_key)
         sheet.say(f"{prefix}lr_warmup_ratio", warmup)
-        if shape == "cosine" and floor:
-            sheet.say(f"{prefix}min_lr_ratio", floor)
 
 
 def checkpoint(sheet: Sheet) -> None:

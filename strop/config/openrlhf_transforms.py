@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,12 @@ def join_commas(value: Any) -> str:
 
 def _floats(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        weights = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"Mixture weights must be numbers with commas between them, but got {text[:60]!r}.") from None
+        weights = []
+    if not weights or not all(0 <= weight < math.inf for weight in weights):
+        raise ValueError(f"Mixture weights must be numbers of at least 0 with commas between them, but got {text[:60]!r}.")
+    return weights
 
 
 def _from_freezing(steps: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from strop.config.compose import load
 from strop.config.openrlhf import convert
 from strop.config.openrlhf_reverse import to_openrlhf
-from strop.config.openrlhf_table import VERBS
+from strop.config.openrlhf_table import VERBS, names_of
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import keys
 from tests.config.openrlhf_commands import (
@@ -20,6 +22,7 @@ from tests.config.openrlhf_commands import (
     SFT_COMMAND,
     WORKED_EXAMPLE,
     nested,
+    sample_words,
     values,
 )
 
@@ -36,6 +39,24 @@ def test_round_trip(command):
     for key, value in values(there).items():
         if key not in lost:
             assert again.get(key, ours.get(key)) == value, key
+
+
+_USES = st.sampled_from([(verb, name) for verb in VERBS for name in names_of(verb)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(VERBS), st.lists(_USES, max_size=6))
+def test_random_flags_come_back(verb, uses):
+    words = [word for owner, name in uses if owner == verb for word in sample_words(names_of(verb)[name][0], name)]
+    try:
+        there = convert([{"ppo": "train_ppo_ray"}.get(verb, f"train_{verb}"), *words])
+    except ValueError:
+        return
+    reverse = to_openrlhf(nested(values(there)), verb)
+    again, lost = values(convert(reverse.arguments())), {key for key, _, _ in reverse.unexpressed}
+    assert {
+        key: value for key, value in values(there).items() if key in again and key not in lost and again[key] != value
+    } == {}
 
 
 def test_a_whole_configuration_goes_back():
