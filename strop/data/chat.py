@@ -101,15 +101,15 @@ class Chat:
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._opening() + ids if start else ids
 
-    def conversation(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> Rendered:
-        """Ids up to the last assistant turn and the mask of what the assistant says.
+    def conversation(self, messages: Sequence[Message], *, learn_from: int = 0, tools: Sequence[Any] | None = None) -> Rendered:
+        """Ids up to the last assistant turn, and the mask of what the assistant says from message `learn_from` on.
 
         Each assistant turn is rendered twice, opened and whole; what the second has more is the turn. Loss falls on it up to
         and including its end-of-turn token, not on white space that the template puts behind that.
         """
         done, ids, mask = "", self._opening(), [0] * len(self._opening())
         for place, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or place < learn_from:
                 continue
             for part, learn in ((messages[:place], False), (messages[: place + 1], True)):
                 whole = self.text(part, generate=not learn, tools=tools)

@@ -12,7 +12,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from strop.config.schema.data import Data, Sampler
-from strop.data.prompts import PromptDataset, Split, order_seed
+from strop.data.custom import order_seed
+from strop.data.prompts import PromptDataset, Split
 from strop.data.selection import permutation
 from strop.data.workers import Ahead, items
 from strop.registry import load_attribute

@@ -13,11 +13,11 @@ import numpy as np
 
 from strop.config.schema.data import Data
 from strop.data.chat import Chat
+from strop.data.custom import custom_rows, order_seed
 from strop.data.files import Rows, open_rows
 from strop.data.measure import measure
 from strop.data.schema import Fields, Keys, check_columns, row_fields
-from strop.data.selection import Indices, mixture, subset
-from strop.registry import load_attribute
+from strop.data.selection import Indices, select
 from strop.types import Prompt
 
 if TYPE_CHECKING:
@@ -166,15 +166,13 @@ def build_prompts(
     files = config.train_files if train else config.val_files
     most = config.train_max_samples if train else config.val_max_samples
     shuffle = config.shuffle if train else config.validation_shuffle
-    seed = order_seed(config)
     keys = Keys.of(config)
-    rows = _custom_rows(config, files, tokenizer) if config.custom_cls.path else open_rows(files, key=f"data.{split}_files")
-    indices = np.arange(len(rows), dtype=np.int64)
+    rows = custom_rows(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
+    counts, weights = [len(rows)], None
     if isinstance(rows, Rows):
         for file in rows.files:
             check_columns(file.columns, keys, where=file.address)
-        if train and config.prompt_probs is not None:
-            indices = mixture(rows.counts, config.prompt_probs, seed=seed)
+        counts, weights = rows.counts, config.prompt_probs if train else None
     chat = Chat(
         tokenizer,
         template=chat_template,
@@ -188,30 +186,10 @@ def build_prompts(
         keys=keys,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
-        indices=subset(indices, most, shuffle=shuffle, seed=seed),
+        indices=select(counts, weights=weights, most=most, shuffle=shuffle, seed=order_seed(config)),
     )
     if not len(dataset):
         raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")
     if config.filter_overlong_prompts:
         dataset = dataset.without_overlong(workers=config.filter_overlong_prompts_workers)
     return dataset
-
-
-def order_seed(config: Any) -> int:
-    """data.seed, which follows trainer.seed; 0 where neither says anything."""
-    return config.seed if isinstance(config.seed, int) else 0
-
-
-def _custom_rows(config: Data, files: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[Any]:
-    """The user's own data set: made from (files, tokenizer, config), gives dictionaries or `Prompt`s."""
-    path, name = config.custom_cls.path, config.custom_cls.name
-    if not name:
-        raise ValueError(f"data.custom_cls.path={path} is set but data.custom_cls.name is not; name the class in that file.")
-    assert path is not None
-    rows = load_attribute(path, name)(files, tokenizer, config)
-    missing = [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]
-    if missing:
-        raise ValueError(f"{name} in {path} has no {' and no '.join(missing)}; a data set needs both.")
-    if not len(rows):
-        raise ValueError(f"{name} in {path} holds no rows.")
-    return rows

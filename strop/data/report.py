@@ -129,11 +129,9 @@ def _describe_columns(rows: Rows, keys: Keys, report: DataReport) -> list[int]:
             report.data_sources[source] = SourceReport(count, None)  # the sample names the row
     report.agents = dict(names)
     if not any({"reward_model", keys.label} & set(file.columns) for file in rows.files):
-        report.findings.append(
-            Finding(
-                "warning", "No reward_model column and no data.label_key: scorers get no ground truth, only a model can score."
-            )
-        )
+        said = "No reward_model column and no data.label_key: scorers get no ground truth, only a model can score."
+        report.findings.append(Finding("warning", said))
+    return list(first.values())
 
 
 def _read_sample(rows: Rows, keys: Keys, places: Any, chat: Chat | None, config: Data, report: DataReport) -> None:

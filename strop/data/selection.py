@@ -20,6 +20,14 @@ def permutation(count: int, *, seed: int, stream: int = 0) -> Indices:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
+def select(
+    counts: Sequence[int], *, weights: Sequence[float] | None = None, most: int = -1, shuffle: bool = False, seed: int = 0
+) -> Indices:
+    """Rows of files with `counts` rows: all, or mixed by `weights`; then at most `most` of them."""
+    rows = np.arange(sum(counts), dtype=np.int64) if weights is None else mixture(counts, weights, seed=seed)
+    return subset(rows, most, shuffle=shuffle, seed=seed)
+
+
 def subset(indices: Indices, most: int, *, shuffle: bool, seed: int) -> Indices:
     """At most `most` of the rows (-1: all): the first ones, or with `shuffle` a random choice; in their old order."""
     if most < 0 or most >= len(indices):

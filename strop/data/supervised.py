@@ -1,0 +1,204 @@
+"""Rows of supervised training: one answer or conversation to imitate, or a better and a worse one to tell apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strop.config.schema.supervised import PairData, SftData, SupervisedData
+from strop.data.chat import Chat, Message, Rendered
+from strop.data.custom import custom_rows, order_seed
+from strop.data.files import Rows, open_rows
+from strop.data.prompts import Split, truncate
+from strop.data.schema import as_messages, dig, plain, require_column
+from strop.data.selection import Indices, select
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt; the masks cover the answers."""
+
+    chosen: Rendered
+    rejected: Rendered
+    margin: float = 0.0
+
+
+class SupervisedDataset(Sequence[Any]):
+    """What `SftRows` and `PairRows` share: files, the choice of rows, the limit of tokens."""
+
+    def __init__(self, rows: Rows | Sequence[Any], chat: Chat, config: Any, *, indices: Indices | None = None):
+        self.rows = rows
+        self.chat = chat
+        self.config = config
+        self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        for file in rows.files if isinstance(rows, Rows) else ():
+            for setting, name in self.needed().items():
+                require_column(file.columns, name, setting=setting, where=file.address)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        index = int(self.indices[place])
+        row = self.rows[index]
+        if not isinstance(row, dict):
+            return row
+        return self.render(row, self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}")
+
+    def needed(self) -> dict[str, str]:
+        """Columns that must be there, by the setting that names them."""
+        raise NotImplementedError
+
+    def render(self, row: dict[str, Any], where: str) -> Any:
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        own = getattr(self.rows, "fingerprint", None)
+        content = own() if callable(own) else f"{type(self.rows).__qualname__} of {len(self.rows)}"
+        return hashlib.sha256(str(content).encode() + self.indices.tobytes()).hexdigest()[:16]
+
+    def cut(self, rendered: Rendered, where: str) -> Rendered:
+        """At most data.max_length tokens."""
+        limit, mode = self.config.max_length, self.config.truncation
+        if len(rendered.ids) <= limit:
+            return rendered
+        if mode == "error":
+            raise ValueError(
+                f"{where} has {len(rendered.ids)} tokens, over data.max_length={limit}. Raise it, or cut such rows "
+                "(data.truncation=left keeps their end, right their beginning)."
+            )
+        kept = Rendered(truncate(rendered.ids, limit, mode), truncate(rendered.mask, limit, mode))
+        if not any(kept.mask):
+            logger.warning(
+                "%s teaches nothing: data.truncation=%s at data.max_length=%d of its %d tokens leaves only the prompt.",
+                *(where, mode, limit, len(rendered.ids)),
+            )
+        return kept
+
+
+class SftRows(SupervisedDataset):
+    """Rows as `Rendered`: ids, and 1 where the loss falls."""
+
+    config: SftData
+
+    def needed(self) -> dict[str, str]:
+        if self.config.multiturn.enable:
+            return {"data.multiturn.messages_key": self.config.multiturn.messages_key}
+        columns = {"data.prompt_key": self.config.prompt_key}
+        return columns | ({"data.response_key": self.config.response_key} if self.config.response_key else {})
+
+    def render(self, row: dict[str, Any], where: str) -> Rendered:
+        config = self.config
+        chat, tools, learn_from = self.chat, None, 0
+        if config.multiturn.enable:
+            messages: Sequence[Message] = as_messages(row.get(config.multiturn.messages_key), where=where)
+            tools = plain(row.get(config.multiturn.tools_key))
+            thinking = row.get(config.multiturn.enable_thinking_key)
+            if thinking is not None:
+                chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
+        else:
+            messages, learn_from = self._prompt_and_response(row, where)
+        if config.pretrain_mode:
+            ids = chat.ids(messages, generate=False, tools=tools)
+            return self.cut(Rendered(ids, [1] * len(ids)), where)
+        try:
+            rendered = chat.conversation(messages, learn_from=learn_from, tools=tools)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        return self.cut(rendered, where)
+
+    def _prompt_and_response(self, row: dict[str, Any], where: str) -> tuple[list[Any], int]:
+        """The conversation, and where in it the answer begins."""
+        config = self.config
+        prompt = dig(row, config.prompt_key, config.prompt_dict_keys, where=where)
+        place = f"{where}, column {config.prompt_key!r}"
+        if prompt is None:
+            raise ValueError(f"{place} is empty.")
+        messages = as_messages(prompt, where=place, input_template=config.input_template)
+        if config.response_key is None:
+            return messages, len(messages) - 1
+        response = dig(row, config.response_key, config.response_dict_keys, where=where)
+        return [*messages, *_answer(response, f"{where}, column {config.response_key!r}")], len(messages)
+
+
+class PairRows(SupervisedDataset):
+    """Rows as `Pair`."""
+
+    config: PairData
+
+    def needed(self) -> dict[str, str]:
+        columns = {"data.chosen_key": self.config.chosen_key, "data.rejected_key": self.config.rejected_key}
+        return columns | ({"data.prompt_key": self.config.prompt_key} if self.config.prompt_key else {})
+
+    def render(self, row: dict[str, Any], where: str) -> Pair:
+        margin = row.get(self.config.margin_key)
+        return Pair(
+            chosen=self._side(row, self.config.chosen_key, where),
+            rejected=self._side(row, self.config.rejected_key, where),
+            margin=0.0 if margin is None else float(margin),
+        )
+
+    def _side(self, row: dict[str, Any], key: str, where: str) -> Rendered:
+        place = f"{where}, column {key!r}"
+        said = plain(row.get(key))
+        if self.config.prompt_key:
+            prompt = row.get(self.config.prompt_key)
+            if prompt is None:
+                raise ValueError(f"{where}, column {self.config.prompt_key!r} is empty.")
+            messages = as_messages(prompt, where=where, input_template=self.config.input_template)
+            whole, learn_from = [*messages, *_answer(said, place)], len(messages)
+        else:
+            if isinstance(said, str):
+                raise ValueError(
+                    f"{place} is text, but without data.prompt_key it must hold a whole conversation (a list of messages). "
+                    "Set data.prompt_key to the column with the prompt."
+                )
+            whole = as_messages(said, where=place)
+            learn_from = len(whole) - 1
+        try:
+            rendered = self.chat.conversation(whole, learn_from=learn_from)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        return self.cut(rendered, place)
+
+
+def build_supervised(
+    config: SupervisedData, tokenizer: PreTrainedTokenizerBase, *, split: Split = "train"
+) -> SftRows | PairRows:
+    """The training or validation rows of an sft, rm or dpo configuration."""
+    train = split == "train"
+    files = config.train_files if train else config.val_files
+    most = config.train_max_samples if train else config.val_max_samples
+    rows = custom_rows(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
+    counts, weights = [len(rows)], None
+    if isinstance(rows, Rows):
+        counts, weights = rows.counts, config.prompt_probs if train else None
+    indices = select(counts, weights=weights, most=most, shuffle=train and config.shuffle, seed=order_seed(config))
+    if not len(indices):
+        raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")
+    chat = Chat(
+        tokenizer,
+        template=config.chat_template,
+        kwargs=dict(config.apply_chat_template_kwargs or {}),
+        plain=not config.apply_chat_template,
+    )
+    kind = PairRows if isinstance(config, PairData) else SftRows
+    return kind(rows, chat, config, indices=indices)
+
+
+def _answer(value: Any, place: str) -> list[Any]:
+    """An answer as messages: text is one assistant turn."""
+    if value is None or value == "":
+        raise ValueError(f"{place} is empty.")
+    return [{"role": "assistant", "content": value}] if isinstance(value, str) else as_messages(value, where=place)
