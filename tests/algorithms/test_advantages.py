@@ -221,6 +221,21 @@ def test_nan_outside_the_mask_never_leaks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
+def test_targets_carry_no_gradient(name: str) -> None:
+    b = {k: v.requires_grad_() if v.is_floating_point() else v for k, v in batch_of(6, 8, 9).items()}
+    result = run(name, b)
+    assert not result.advantages.requires_grad and not result.returns.requires_grad
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_no_rows_and_no_columns(name: str) -> None:
+    b = batch_of(4, 5, 0)
+    assert run(name, {k: v[:0] for k, v in b.items()}).advantages.shape == (0, 5)
+    narrow = {k: v[:, :0] if v.shape == (4, 5) else v for k, v in b.items()}
+    assert run(name, narrow).advantages.shape == (4, 0)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_nan_under_the_mask_is_refused(name: str) -> None:
     b = batch_of(4, 5, 0)
     b["rewards"][2, 0] = torch.nan

@@ -49,7 +49,7 @@ def gae(
         kept_rewards = rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
         made = _recursion(kept_rewards, kept_values, weights, gamma, lam, skip_gaps)
         advantages[rows] = made if compat else made.mul_(weights)
-        torch.add(advantages[rows], values[rows] if compat == "verl" else kept_values, out=returns[rows])
+        torch.add(advantages[rows], values[rows].detach() if compat == "verl" else kept_values, out=returns[rows])
     return AdvantageResult(normalise(advantages, mask, normalisation, compat=compat), returns)
 
 

@@ -1,4 +1,7 @@
-"""What every estimator asks of its input, checked in one place."""
+"""What every estimator asks of its input, checked in one place.
+
+Advantages and returns are targets: inputs are cut off the graph here, so no gradient ever flows through an estimator.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ def checked_like(name: str, tensor: Tensor, rewards: Tensor, mask: Tensor) -> Te
 
 
 def _finite(name: str, tensor: Tensor, mask: Tensor) -> Tensor:
+    tensor = tensor.detach()
     # One cheap sum tells whether anything is amiss: a NaN or an infinity anywhere makes it non-finite.
     if torch.isfinite(tensor.sum()):
         return tensor

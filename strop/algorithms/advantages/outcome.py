@@ -146,7 +146,7 @@ def gdpo(
     dtype of the rewards instead of float64 and so has the same rounding.
     """
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
-    parts = scores[:, None] if reward_components is None else reward_components
+    parts = scores[:, None] if reward_components is None else reward_components.detach()
     parts = parts.to(rewards.dtype if compat == "verl" else torch.float64)
     if parts.dim() != 2 or len(parts) != len(rewards):
         raise ValueError(

@@ -60,5 +60,5 @@ def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Co
     `compat="verl"` loses rewards standing outside the mask and leaves G_t (without baseline) in gaps.
     """
     returns = returns_to_go(rewards, mask, compat=compat)
-    baselines = checked_rows("reward_baselines", reward_baselines, rewards).to(returns.dtype)
+    baselines = checked_rows("reward_baselines", reward_baselines, rewards).detach().to(returns.dtype)
     return AdvantageResult(returns - baselines[:, None] * mask.bool(), returns)
