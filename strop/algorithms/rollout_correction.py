@@ -23,7 +23,6 @@ from strop.algorithms.rollout_diagnostics import (
     Metrics,
     mismatch_metrics,
     rejection_metrics,
-    row_means,
     token_mean,
     weight_metrics,
 )
@@ -99,11 +98,7 @@ def importance_weights(
     if outside == "zero":
         metrics["rollout_is_oob_ratio"] = token_mean((weights == 0).float(), mask)
     if normalize:
-        centre = (
-            token_mean(weights, mask)
-            if level == "token"
-            else row_means(weights, mask).sum() / (mask.sum(-1) > 0).sum().clamp(min=1)
-        )
+        centre = metrics["rollout_is_mean" if level == "token" else "rollout_is_seq_mean"]
         metrics["rollout_is_batch_norm_factor"] = centre
         weights = torch.where(centre > 0, weights / centre.clamp(min=1e-8), weights)
     return weights, metrics

@@ -189,3 +189,34 @@ def test_distilling_a_student_equal_to_its_teacher_costs_nothing() -> None:
     torch.testing.assert_close(found.per_token, torch.zeros(4))
     assert found.overlap_count.tolist() == [3] * 4
     torch.testing.assert_close(found.student_mass, found.teacher_mass)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_head_on_a_gpu_equals_the_plain_head_in_a_fraction_of_its_memory(dtype: torch.dtype) -> None:
+    rows, hidden, vocabulary = 4096, 256, 32_000
+    leaves = [
+        (0.3 * torch.randn(shape, device="cuda")).to(dtype).requires_grad_() for shape in ((rows, hidden), (vocabulary, hidden))
+    ]
+    labels = torch.randint(vocabulary, (rows,), device="cuda")
+    up = torch.randn(rows, device="cuda")
+
+    def measured(fused: bool) -> tuple[list[torch.Tensor], int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        if fused:
+            found = token_logprobs_from_hidden(leaves[0], leaves[1], labels, chunk=256, want_entropy=True)
+            assert found.entropy is not None
+            log_probs, entropy = found.log_probs, found.entropy
+        else:
+            log_probs, entropy = plain(leaves[0] @ leaves[1].T, labels)
+        grads = torch.autograd.grad((log_probs * up).sum() + 0.1 * entropy.sum(), leaves)
+        return [log_probs.detach(), entropy.detach(), *grads], torch.cuda.max_memory_allocated() - before
+
+    ours, our_memory = measured(True)
+    theirs, their_memory = measured(False)
+    loose = 2e-2 if dtype == torch.bfloat16 else 1e-3
+    for a, b in zip(ours, theirs):
+        assert (a.float() - b.float()).norm() <= loose * b.float().norm()
+    assert our_memory < their_memory / 4

@@ -79,7 +79,7 @@ DIFFERENCES |= {
     ("*.agg_loss", "all_masked"): ("Totals(tokens=0, ...)", "Totals.of an empty mask counts one token: the loss is 0, not 0/0"),
     ("*.compute_policy_loss_geo_mean", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
     ("*.GRPOTrainer._compute_loss", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
-    ("*.compute_policy_loss_bypass_mode", "holes"): (
+    ("*.compute_policy_loss_bypass_mode", ""): (
         "aggregate over the metric `kept`",
         "rejected tokens stay in the denominators, which are known before the update and do not depend on micro-batches",
     ),
