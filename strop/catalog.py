@@ -61,7 +61,8 @@ POLICY_LOSSES.declare("bypass_mode", f"{_losses}.bypass:bypass_mode", needs=("ro
 # --- Estimators of the KL divergence to the reference --------------------------------------------------------------------
 # Names with a `+` have the value of the name before it and the gradient of k2.
 KL_ESTIMATORS = Registry("KL estimator")
-for _name, _target in {"kl": "k1", "k1": "k1", "abs": "absolute", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}.items():
+_kl = {"kl": "k1", "k1": "k1", "abs": "absolute", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+for _name, _target in _kl.items():
     KL_ESTIMATORS.declare(_name, f"strop.algorithms.kl:{_target}")
     KL_ESTIMATORS.declare(f"{_name}+", f"strop.algorithms.kl:{_target}")
 KL_ESTIMATORS.declare("full", "strop.algorithms.kl:full")

@@ -141,7 +141,7 @@ def load_attribute(path: str, name: str) -> Any:
     module = load_module(path)
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ValueError(f"{path} defines no {name!r}.{did_you_mean(name, public)} It defines: {', '.join(public) or 'nothing'}.")
+        raise ValueError(f"{path} defines no {name!r}.{did_you_mean(name, public)} It has: {', '.join(public) or 'nothing'}.")
     return getattr(module, name)
 
 
@@ -155,4 +155,4 @@ def _import_dotted(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"The module {name!r} cannot be imported: {error}. Give a path ending in .py, or install it.") from error
+        raise ValueError(f"The module {name!r} cannot be imported: {error}. Install it, or give a path to a .py.") from error

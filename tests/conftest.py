@@ -18,7 +18,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             for name, value in getattr(report, "user_properties", []):
-                if name == "golden":
+                if name == "golden" and report.when == "call":
                     total.update(value[1])
     if total:
         terminalreporter.write_line("golden cases: " + ", ".join(f"{n} {kind}" for kind, n in sorted(total.items())))

@@ -105,7 +105,8 @@ def _limits(key: Key) -> list[tuple[str, str]]:
         found.append(("one of", ", ".join("null" if c is None else str(c) for c in facts["choices"])))
     registry = facts.get("one_of")
     if isinstance(registry, Registry):
-        found.append(("one of", ", ".join(registry.names()) + " (and your plugins)"))
+        ours = [name for name in registry.names() if registry.entry(name).source == "built-in"]
+        found.append(("one of", ", ".join(ours) + " (and your plugins)"))
     bounds = [f"{words} {facts[name]:g}" for name, words in BOUNDS if name in facts]
     if bounds:
         found.append(("range", ", ".join(bounds)))

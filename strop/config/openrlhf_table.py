@@ -116,6 +116,11 @@ def names_of(verb: str) -> dict[str, tuple[Row, ...]]:
     return spelled
 
 
+def flags_for(verb: str, key: str) -> tuple[str, ...]:
+    """What OpenRLHF calls a key, newest names; several when they decide it together."""
+    return tuple(row.flag for row in rows_of(verb).values() if row.flag and key in row.targets)
+
+
 def _row(line: str) -> Row:
     verbs, flag, older, kind, default, g1, targets, transform, when, note = line.split("\t")
     several = {"all": VERBS, "sup": SUPERVISED}

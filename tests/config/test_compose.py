@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.config.compose import load
+from strop.config.aliases import flatten
+from strop.config.compose import _compose, load, plain_values
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import keys
 from strop.config.typed import ConfigError
@@ -156,3 +157,17 @@ def test_every_inert_key_says_why_when_it_is_set():
     for key in inert[:5]:
         notices = load("ppo_trainer", [f"{key.path}={key.default if key.default is not None else 'null'}"]).notices
         assert notices == [f"{key.path} has no effect: {key.inert}."] or key.default is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["3", "-3", "+4", "0", "007", "1e-6", "1E5", ".5", "5.", "1_000", "true", "False", "NULL", "abc", "a-b_c.d/e", "/x/y.parquet",
+     "s3://b/k", "nan", "inf", "1a", "a:b", "x@y", "50%", "a+b", "-", "", "a b", "'q'", "[1,2]", "{a: 1}", "~/x", "a=b", "1-2", "."],
+)  # fmt: skip
+def test_plain_words_and_numbers_mean_the_same_with_and_without_hydra(value):
+    override = f"++trainer.project_name={value}"
+    quick = plain_values([override])
+    if quick is not None:
+        assert quick == flatten(_compose("ppo_trainer", [override], None, None)["trainer"], "trainer.")
+    if value in ("3", "1e-6", "true", "abc", "/x/y.parquet"):
+        assert quick is not None

@@ -14,7 +14,7 @@ from strop.config.openrlhf_argv import TRAINERS
 from strop.config.openrlhf_reverse_rules import REVERSE_RULES
 from strop.config.openrlhf_rules import RULES
 from strop.config.openrlhf_run_rules import RUN_RULES
-from strop.config.openrlhf_table import VERBS, load_rows, names_of, rows_of
+from strop.config.openrlhf_table import VERBS, flags_for, load_rows, names_of, rows_of
 from strop.config.openrlhf_transforms import TRANSFORMS
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import keys
@@ -130,6 +130,12 @@ def test_table_is_consistent():
         assert row.rule or not row.targets or row.transform in TRANSFORMS
         assert row.flag or row.older
         assert row.when in ("given", "always", "say", "-")
+
+
+def test_a_key_knows_its_flags():
+    assert flags_for("ppo", "critic.optim.lr") == ("critic.adam.lr",)
+    assert flags_for("sft", "optim.min_lr_ratio") == ("lr_scheduler", "min_lr_ratio")
+    assert flags_for("ppo", "actor_rollout_ref.rollout.top_k") == ()
 
 
 def test_imports_nothing_heavy():

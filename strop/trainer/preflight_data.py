@@ -1,0 +1,177 @@
+"""The second half of the preflight: files, tokenizer, chat template, reward functions. No weights, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect as signatures
+import math
+import numbers
+from pathlib import Path
+from typing import Any
+
+from strop.config.compose import Loaded
+from strop.config.rules import Finding, error, warning
+from strop.data import report as files
+from strop.data.probe import probe_template
+from strop.registry import load_attribute
+from strop.rewards.dispatch import score
+
+TRIED_TEXT = "The preflight asks for a score of this text."
+
+
+def examine_data(loaded: Loaded, report: Any) -> int | None:
+    """Add findings and facts about the data to the report; returns the number of training rows where it is known."""
+    config = loaded.config
+    if loaded.root.startswith("ppo"):
+        return _reinforcement(loaded, report)
+    path = config.data.train_files if hasattr(config, "optim") else config.data.path
+    rows, findings = count(path, "data.train_files" if hasattr(config, "optim") else "data.path")
+    report.findings += findings
+    report.data["rows"] = rows
+    return rows
+
+
+def count(paths: Any, key: str) -> tuple[int | None, list[Finding]]:
+    from strop.data.files import count_rows
+
+    try:
+        return count_rows(paths), []
+    except (ValueError, OSError) as problem:
+        return None, [error(key, str(problem))]
+
+
+def _reinforcement(loaded: Loaded, report: Any) -> int | None:
+    config = loaded.config
+    tokenizer, findings = find_tokenizer(config.actor_rollout_ref.model)
+    report.findings += findings
+    if tokenizer is not None:
+        report.findings += _template(config, tokenizer)
+    rows: int | None = None
+    sources: dict[str, Any] = {}
+    for key in ("train_files", "val_files"):
+        paths = getattr(config.data, key)
+        if not paths:
+            continue
+        found = files.inspect(
+            paths, config.data, tokenizer, key=f"data.{key}", chat_template=config.actor_rollout_ref.model.custom_chat_template
+        )
+        report.findings += [Finding(f.level, f"data.{key}", f.message) for f in found.findings]
+        report.data[key] = f"{found.rows} rows" + (
+            f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit"
+            if tokenizer
+            else ""
+        )
+        sources = found.data_sources | sources
+        report.findings += _agents(config, found.agents, key)
+        if key == "train_files":
+            rows = found.rows - (found.too_long if config.data.filter_overlong_prompts and found.measured == found.rows else 0)
+            if config.data.train_max_samples > 0:
+                rows = min(rows, config.data.train_max_samples)
+    report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
+    if report.ok:
+        report.findings += _rewards(config, sources)
+    return rows
+
+
+def find_tokenizer(model: Any) -> tuple[Any, list[Finding]]:
+    """The tokenizer if it is on this machine; a model that would have to be downloaded first is only warned about."""
+    key = "actor_rollout_ref.model.path"
+    place = model.tokenizer_path or model.path
+    local = Path(place).expanduser()
+    if local.exists() or place.endswith(".gguf") or place == "smollm2-135m":
+        from strop.models.load import load_tokenizer
+
+        try:
+            return load_tokenizer(model), []
+        except (ValueError, OSError) as problem:
+            return None, [error(key, str(problem).partition("\n")[0])]
+    if place.startswith(("/", "./", "~")) or place.count("/") > 1:
+        return None, [error(key, f"there is no folder {local}.")]
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=model.trust_remote_code), []
+    except (OSError, ValueError):
+        return None, [warning(key, f"{place} is not on this machine, so template and prompt lengths were not checked.")]
+
+
+def _template(config: Any, tokenizer: Any) -> list[Finding]:
+    found = probe_template(
+        tokenizer,
+        template=config.actor_rollout_ref.model.custom_chat_template,
+        kwargs=config.data.apply_chat_template_kwargs,
+        plain=not config.data.apply_chat_template,
+        multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
+    )
+    return [Finding(f.level, "chat template", f.message) for f in found]
+
+
+def _agents(config: Any, agents: dict[str, int], key: str) -> list[Finding]:
+    if config.actor_rollout_ref.rollout.multi_turn.tool_config_path and not agents:
+        default = config.actor_rollout_ref.rollout.agent.default_agent_loop
+        if default == "single_turn_agent":
+            return [
+                warning(
+                    f"data.{key}",
+                    "tools are configured, but no row names an agent_name, so single_turn_agent answers and no tool is used. "
+                    "Add agent_name=tool_agent to the rows, or set rollout.agent.default_agent_loop=tool_agent.",
+                )
+            ]
+    return []
+
+
+def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
+    """One call per data source, with its first row."""
+    custom = config.custom_reward_function
+    reward_model = config.reward_model
+    if reward_model.enable and not custom.path:
+        return []
+    if custom.path:
+        try:
+            function = load_attribute(custom.path, custom.name)
+        except ValueError as problem:
+            return [error("custom_reward_function.path", str(problem))]
+        options = custom.reward_kwargs
+    else:
+        function, options = score, {}
+    if reward_model.reward_manager == "batch" and custom.path:
+        return []  # it takes lists; its own first call is checked by the manager
+    findings = []
+    for name, source in sources.items():
+        if source.example is None:
+            continue
+        row = source.example
+        try:
+            value = call(function, name, TRIED_TEXT, row.ground_truth, row.extra_info, options)
+        except Exception as problem:  # noqa: BLE001 - a user's function may raise anything; it becomes a finding
+            findings.append(error(f"reward of {name}", f"{type(problem).__name__}: {problem}"))
+            continue
+        wrong = wrong_score(value)
+        if wrong:
+            findings.append(error(f"reward of {name}", wrong))
+    return findings
+
+
+def call(function: Any, data_source: str, text: str, truth: Any, extra_info: Any, options: dict[str, Any]) -> Any:
+    """A scorer, synchronous or not, with the arguments it takes."""
+    given = {"data_source": data_source, "solution_str": text, "ground_truth": truth, "extra_info": extra_info, **options}
+    parameters = signatures.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        given = {name: value for name, value in given.items() if name in parameters}
+    result = function(**given)
+    return asyncio.run(_finished(result)) if signatures.isawaitable(result) else result
+
+
+async def _finished(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def wrong_score(value: Any) -> str | None:
+    """Why a scorer's result cannot be used, or None."""
+    if isinstance(value, dict):
+        if "score" not in value:
+            return f"returned a dict without 'score', only {', '.join(map(str, value)) or 'nothing'}."
+        value = value["score"]
+    if not isinstance(value, numbers.Real):
+        return f"returned {value!r}; a number or a dict with 'score' is needed."
+    return None if math.isfinite(value) else f"returned {value!r}, which is not a finite number."
