@@ -1,0 +1,109 @@
+"""What stays and what goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.run import layout
+from strop.run.checkpoint import Checkpoints, save
+from strop.run.durable import Fingerprint
+from strop.run.layout import Saved
+from strop.run.manifest import Manifest
+from strop.run.retention import GIB, Keep, best, keep_from_trainer, surplus
+
+
+def made(*steps: int, size: float = 1.0, metrics: dict[int, float] | None = None) -> list[Saved]:
+    """Checkpoints of `size` GiB in the order given."""
+    metrics = metrics or {}
+    return [
+        Saved(
+            Path(f"global_step_{step}"),
+            Manifest(
+                step,
+                serial,
+                {"x": Fingerprint(int(size * GIB), 0)},
+                [],
+                {"val/acc": metrics[step]} if step in metrics else {},
+            ),
+        )
+        for serial, step in enumerate(steps, 1)
+    ]
+
+
+def steps(checkpoints: list[Saved]) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints]
+
+
+def test_without_limits_all_stay() -> None:
+    assert surplus(made(1, 2, 3), Keep()) == []
+
+
+def test_the_oldest_go_first() -> None:
+    assert steps(surplus(made(10, 20, 30, 40), Keep(newest=2))) == [10, 20]
+
+
+def test_after_rewinding_the_newest_is_what_was_saved_last() -> None:
+    assert steps(surplus(made(30, 40, 10), Keep(newest=1))) == [30, 40]
+
+
+def test_the_best_stays_beside_the_newest() -> None:
+    checkpoints = made(10, 20, 30, 40, metrics={10: 0.2, 20: 0.9, 30: 0.9, 40: 0.1})
+    assert steps(surplus(checkpoints, Keep(newest=1, best_metric="val/acc"))) == [10, 30]
+    assert steps(surplus(checkpoints, Keep(newest=1, best_metric="val/acc", lowest_is_best=True))) == [10, 20, 30]
+    assert steps(surplus(checkpoints, Keep(newest=3, best_metric="val/acc"))) == [10]
+
+
+def test_a_metric_that_is_missing_or_nan_is_never_the_best() -> None:
+    keep = Keep(best_metric="val/acc")
+    found = best(made(1, 2, 3, metrics={1: float("nan"), 2: 0.0}), keep)
+    assert found is not None and found.step == 2
+    assert best(made(1, 2), keep) is None
+
+
+def test_size_limit_spares_the_newest_and_the_best() -> None:
+    checkpoints = made(1, 2, 3, 4, metrics={1: 1.0})
+    assert steps(surplus(checkpoints, Keep(max_gb=2.5))) == [1, 2]
+    assert steps(surplus(checkpoints, Keep(max_gb=2.5, best_metric="val/acc"))) == [2, 3]
+    assert steps(surplus(checkpoints, Keep(max_gb=0.1))) == [1, 2, 3]
+    assert steps(surplus(checkpoints, Keep(newest=3, max_gb=2.0))) == [1, 2]
+
+
+def test_limits_of_the_trainer_section() -> None:
+    assert keep_from_trainer() == Keep()
+    assert keep_from_trainer(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=3).newest == 3
+    assert keep_from_trainer(max_actor_ckpt_to_keep=2).newest == 2
+    assert keep_from_trainer(max_actor_ckpt_to_keep=5, remove_previous_ckpt_in_save=True).newest == 1
+
+
+@pytest.mark.parametrize("wrong", [{"newest": 0}, {"max_gb": 0.0}])
+def test_limits_that_would_delete_everything_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="Keep"):
+        Keep(**wrong)  # type: ignore[arg-type]
+
+
+def test_checkpoints_of_earlier_processes_count_and_go_as_a_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, {"data": {}, "actor/model": {"w": torch.ones(2)}})
+    foreign = tmp_path / "global_step_0"
+    (foreign / "actor").mkdir(parents=True)
+    with Checkpoints(tmp_path, keep=Keep(newest=2)) as checkpoints:
+        checkpoints.save(4, {"data": {}})
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["global_step_0", "global_step_3", "global_step_4", "latest_checkpointed_iteration.txt"]
+
+
+def test_the_best_survives_a_restart(tmp_path: Path) -> None:
+    keep = Keep(newest=1, best_metric="val/acc")
+    for step, accuracy in ((1, 0.1), (2, 0.8), (3, 0.3), (4, 0.5)):
+        with Checkpoints(tmp_path, keep=keep) as checkpoints:
+            checkpoints.save(step, {"data": {}}, metrics={"val/acc": accuracy})
+    assert [c.step for c in layout.saved(tmp_path)] == [2, 4]
+
+
+def test_a_misspelt_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpoints(tmp_path, keep=Keep(best_metric="val/ac")) as checkpoints:
+        checkpoints.save(1, {"data": {}}, metrics={"val/acc": 0.5})
+    assert "trainer.best_metric=val/ac is not among" in caplog.text and "Did you mean 'val/acc'?" in caplog.text
