@@ -82,7 +82,7 @@ class ParquetFile(RowFile):
         try:
             self._rows = int(pyarrow.parquet.read_metadata(path).num_rows)
             self.columns = list(pyarrow.parquet.read_schema(path).names)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(address, "parquet", error) from error
         self._table: Any = None
 
@@ -106,8 +106,10 @@ class ParquetFile(RowFile):
         import pyarrow.parquet
 
         try:
-            return pyarrow.parquet.read_table(self.path, columns=columns, memory_map=True, partitioning=None)
-        except (pyarrow.ArrowException, OSError) as error:
+            table = pyarrow.parquet.read_table(self.path, columns=columns, memory_map=True, partitioning=None)
+            table.validate(full=True)  # rotten text would otherwise surface at its row, in the middle of a run
+            return table
+        except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(self.address, "parquet", error) from error
 
     def __getstate__(self) -> dict[str, Any]:
