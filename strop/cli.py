@@ -106,7 +106,8 @@ def convert(arguments: list[str]) -> int:
             from strop.config.openrlhf_reverse import to_openrlhf
 
             asked = parse(rest)
-            print(to_openrlhf(load("ppo_trainer", asked.overrides, asked.config, asked.search).tree()).render(), end="")
+            tree = load("ppo_trainer", asked.overrides, asked.config, asked.search).tree()
+            print(to_openrlhf(tree, defaults=load("ppo_trainer").tree()).render(), end="")
         case _:
             raise ValueError("Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...")
     return 0

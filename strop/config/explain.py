@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.config.aliases import ALIASES, translate
+from strop.config.openrlhf_table import flags_for
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import Key, field_docs, hints, is_section, keys, sections, type_name
 from strop.config.typed import ConfigError
@@ -65,8 +66,9 @@ def explain(name: str) -> str:
     lines += [f"{label + ':':<10} {value}" for label, value in _limits(text)]
     lines.append(f"found in:  {', '.join(roots)}")
     lines.append(f"read by:   {'nobody; ' + text.inert if text.inert else text.read_by}")
-    if text.facts.get("openrlhf"):
-        lines.append(f"OpenRLHF:  {text.facts['openrlhf']}")
+    flags = flags_for(VERB_OF[roots[0]], text.path) if roots[0] in VERB_OF else ()
+    if flags:
+        lines.append(f"OpenRLHF:  {', '.join('--' + flag for flag in flags)}")
     old = [alias.old for alias in ALIASES if not callable(alias.new) and any(_fits(new, text.path) for new in alias.new)]
     if old:
         lines.append(f"old name:  {', '.join(old)}")
@@ -85,9 +87,9 @@ def _find(name: str) -> tuple[Key, list[str], str] | None:
                 roots = [r for r, k in ROOTS.items() if any(other.path == key.path for other in keys(k))]
                 return key, roots, "" if key.path == name else f"({name} is its old name)"
     flag = name.lstrip("-")
-    for root, kind in ROOTS.items():
-        for key in keys(kind):
-            if key.facts.get("openrlhf") == flag:
+    for root, verb in VERB_OF.items():
+        for key in keys(ROOTS[root]):
+            if flag in flags_for(verb, key.path):
                 return key, [root], f"({name} is OpenRLHF's flag for it)"
     return None
 
@@ -113,6 +115,7 @@ def _limits(key: Key) -> list[tuple[str, str]]:
     return found
 
 
+VERB_OF = {"ppo_trainer": "ppo", "sft_trainer": "sft", "rm_trainer": "rm", "dpo_trainer": "dpo"}
 BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
 
 

@@ -106,6 +106,7 @@ def batches(config: Any, loaded: Loaded) -> Findings:
         yield from _micro(path, section, plan.data_parallel, plan.sequences_per_device)
         if section.use_dynamic_bsz:
             longest = config.data.max_prompt_length + config.data.max_response_length
+            longest = min(longest, config.actor_rollout_ref.rollout.max_model_len or longest)
             budget = section.ppo_max_token_len_per_gpu * sp
             if budget < longest:
                 yield error(

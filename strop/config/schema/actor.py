@@ -18,7 +18,7 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron", "single")
 class PolicyLoss:
     """Which surrogate objective, and the settings of the less common ones. Read by algorithms/policy_losses."""
 
-    loss_mode: str = setting("vanilla", one_of=POLICY_LOSSES, openrlhf="actor.policy_loss_type")
+    loss_mode: str = setting("vanilla", one_of=POLICY_LOSSES)
     """Name of the policy loss."""
     clip_cov_ratio: float = setting(0.0002, at_least=0, at_most=1)
     """clip_cov: share of tokens whose update is dropped."""
@@ -50,31 +50,31 @@ class Actor:
 
     strategy: str = setting("fsdp", choices=STRATEGIES)
     """Training backend: fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); megatron is not there yet."""
-    ppo_mini_batch_size: int = setting(256, at_least=1, openrlhf="train.batch_size / rollout.n_samples_per_prompt")
+    ppo_mini_batch_size: int = setting(256, at_least=1)
     """PROMPTS per optimizer update, over all devices; each brings rollout.n sequences."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of ppo_micro_batch_size_per_gpu, counted over all devices."""
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="train.micro_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """SEQUENCES per forward and backward on one device. Null: derived. Never changes the result, only memory and speed."""
-    use_dynamic_bsz: bool = setting(False, openrlhf="train.dynamic_batch_enable")
+    use_dynamic_bsz: bool = setting(False)
     """Fill micro-batches by tokens instead of by sequences."""
-    ppo_max_token_len_per_gpu: int = setting(16384, at_least=1, openrlhf="train.max_tokens_per_gpu")
+    ppo_max_token_len_per_gpu: int = setting(16384, at_least=1)
     """Tokens per micro-batch and device when use_dynamic_bsz is on."""
-    ppo_epochs: int = setting(1, at_least=1, openrlhf="train.max_epochs")
+    ppo_epochs: int = setting(1, at_least=1)
     """Passes over each batch of rollouts."""
     shuffle: bool = setting(False)
     """Shuffle sequences between mini-batches."""
     data_loader_seed: int | None = setting(42)
     """Seed of that shuffle."""
-    grad_clip: float = setting(1.0, above=0, openrlhf="actor.max_norm")
+    grad_clip: float = setting(1.0, above=0)
     """Largest gradient norm."""
-    clip_ratio: float = setting(0.2, at_least=0, openrlhf="actor.eps_clip")
+    clip_ratio: float = setting(0.2, at_least=0)
     """PPO clip range, both sides, unless clip_ratio_low or clip_ratio_high is given."""
-    clip_ratio_low: float | None = setting(None, at_least=0, openrlhf="actor.eps_clip_low_high")
+    clip_ratio_low: float | None = setting(None, at_least=0)
     """Lower side: the ratio is clipped at 1 - clip_ratio_low. Null: clip_ratio."""
-    clip_ratio_high: float | None = setting(None, at_least=0, openrlhf="actor.eps_clip_low_high")
+    clip_ratio_high: float | None = setting(None, at_least=0)
     """Upper side: the ratio is clipped at 1 + clip_ratio_high. Null: clip_ratio. DAPO uses 0.28."""
-    clip_ratio_c: float = setting(3.0, above=1, openrlhf="actor.dual_clip")
+    clip_ratio_c: float = setting(3.0, above=1)
     """Dual clip: bound on the ratio of tokens with a negative advantage."""
     tau_pos: float = setting(1.0, above=0)
     """sapo: temperature of tokens with a positive advantage."""
@@ -86,27 +86,27 @@ class Actor:
     """How token losses become one number: token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm."""
     loss_scale_factor: float | None = setting(None, above=0)
     """Divisor of seq-mean-token-sum-norm. Null: max_response_length."""
-    entropy_coeff: float = setting(0.0, openrlhf="actor.entropy_coef")
+    entropy_coeff: float = setting(0.0)
     """Weight of the entropy bonus."""
     calculate_entropy: bool = setting(True)
     """Log the entropy of every update even when its weight is 0."""
-    use_kl_loss: bool = setting(False, openrlhf="algo.kl.use_loss")
+    use_kl_loss: bool = setting(False)
     """Add kl_loss_coef * KL(policy, reference) to the loss. Needs a reference model."""
-    kl_loss_coef: float = setting(0.001, at_least=0, openrlhf="algo.kl.init_coef")
+    kl_loss_coef: float = setting(0.001, at_least=0)
     """Weight of that term."""
-    kl_loss_type: str = setting("low_var_kl", one_of=KL_ESTIMATORS, openrlhf="algo.kl.estimator")
+    kl_loss_type: str = setting("low_var_kl", one_of=KL_ESTIMATORS)
     """Estimator of that KL."""
-    aux_loss_coef: float = setting(0.0, at_least=0, openrlhf="actor.aux_loss_coef")
+    aux_loss_coef: float = setting(0.0, at_least=0)
     """Weight of the load-balancing loss of mixture-of-experts models."""
-    ulysses_sequence_parallel_size: int = setting(1, at_least=1, openrlhf="ds.ring_attn_size")
+    ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that share one sequence. Needs use_remove_padding."""
-    tensor_parallel_size: int = setting(1, at_least=1, openrlhf="ds.tensor_parallel_size")
+    tensor_parallel_size: int = setting(1, at_least=1)
     """Devices that share each weight matrix while training."""
     calculate_sum_pi_squared: bool | None = setting(None)
     """Collect sum of squared probabilities per token. Null: when the advantage estimator needs it."""
     use_rollout_log_probs: bool = setting(False)
     """Take the engine's log-probs as the old ones instead of recomputing them."""
-    freeze_vision_tower: bool = setting(False, openrlhf="actor.freeze_visual_encoder")
+    freeze_vision_tower: bool = setting(False)
     """Do not train the vision part."""
     optim: Optim = section(Optim)
     """Optimizer and schedule."""
@@ -150,7 +150,7 @@ class Ref:
     """Precision, sharding, offloading."""
     log_prob_micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of the next key, counted over all devices."""
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="rollout.micro_batch_size")
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """Sequences per forward on one device. Null: derived."""
     log_prob_use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill forwards by tokens."""

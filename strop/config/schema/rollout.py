@@ -15,13 +15,13 @@ _ASYNC = "the engine's asynchronous interface is always there"
 class ValKwargs:
     """Sampling while validating. Read by trainer/collect.py."""
 
-    temperature: float = setting(0.0, at_least=0, openrlhf="eval.temperature")
+    temperature: float = setting(0.0, at_least=0)
     """Validation temperature; 0 is greedy."""
     top_k: int = setting(-1, at_least=-1)
     """Validation top-k; -1 or 0: off."""
     top_p: float = setting(1.0, above=0, at_most=1)
     """Validation top-p."""
-    n: int = setting(1, at_least=1, openrlhf="eval.n_samples_per_prompt")
+    n: int = setting(1, at_least=1)
     """Responses per validation prompt."""
     do_sample: bool = setting(False)
     """Sample while validating. False with a temperature above 0 samples all the same, and says so."""
@@ -135,13 +135,13 @@ class Rollout:
     """Engine. vllm and sglang fall back to native, with a notice, where they are not installed (strict: refuse)."""
     strict: bool = setting(False)
     """Refuse to start instead of falling back to the native engine."""
-    n: int = setting(1, at_least=1, openrlhf="rollout.n_samples_per_prompt")
+    n: int = setting(1, at_least=1)
     """Responses per prompt."""
-    temperature: float = setting(1.0, at_least=0, openrlhf="rollout.temperature")
+    temperature: float = setting(1.0, at_least=0)
     """Sampling temperature; log-probs of training are taken at the same one. 0 is greedy."""
     top_k: int = setting(-1, at_least=-1)
     """Sample from the k likeliest tokens; -1 or 0: all."""
-    top_p: float = setting(1.0, above=0, at_most=1, openrlhf="rollout.top_p")
+    top_p: float = setting(1.0, above=0, at_most=1)
     """Sample from the smallest set of tokens with this probability."""
     min_p: float = setting(0.0, at_least=0, at_most=1)
     """Sample from tokens at least this likely compared with the likeliest."""
@@ -159,21 +159,21 @@ class Rollout:
     """Longest prompt the engine takes."""
     response_length: int = link("data.max_response_length", at_least=1)
     """Longest response it makes."""
-    max_model_len: int | None = setting(None, at_least=1, openrlhf="data.max_len")
+    max_model_len: int | None = setting(None, at_least=1)
     """Longest sequence. Null: prompt_length + response_length."""
     dtype: str = setting("bfloat16", choices=("auto", "bfloat16", "float32", "float16"))
     """Precision of the engine's weights."""
-    gpu_memory_utilization: float = setting(0.5, above=0, at_most=1, openrlhf="vllm.gpu_memory_utilization")
+    gpu_memory_utilization: float = setting(0.5, above=0, at_most=1)
     """Share of the device's memory for weights and cache of the engine."""
-    enforce_eager: bool = setting(False, openrlhf="vllm.enforce_eager")
+    enforce_eager: bool = setting(False)
     """Do without CUDA graphs."""
     cudagraph_capture_sizes: list[int] | None = setting(None)
     """Batch sizes that get a graph. Null: chosen by the engine."""
-    free_cache_engine: bool = setting(True, openrlhf="vllm.enable_sleep")
+    free_cache_engine: bool = setting(True)
     """Give the cache's memory back while training."""
     enable_sleep_mode: bool = inert(True, "free_cache_engine decides")
     """Engine sleep mode."""
-    tensor_model_parallel_size: int = setting(1, at_least=1, openrlhf="vllm.tensor_parallel_size")
+    tensor_model_parallel_size: int = setting(1, at_least=1)
     """Devices per engine."""
     data_parallel_size: int = setting(1, at_least=1)
     """Data-parallel size inside one engine."""
@@ -187,13 +187,13 @@ class Rollout:
     """Sequences in flight."""
     enable_chunked_prefill: bool = setting(True)
     """Split long prompts over engine steps."""
-    enable_prefix_caching: bool = setting(True, openrlhf="vllm.enable_prefix_caching")
+    enable_prefix_caching: bool = setting(True)
     """Reuse the cache of equal beginnings."""
     calculate_log_probs: bool = setting(True)
     """Return the log-probs of sampled tokens; rollout correction and drift metrics need them."""
     log_prob_micro_batch_size: int | None = setting(None, at_least=1)
     """Old form of the next key, counted over all devices."""
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, at_least=1, openrlhf="rollout.micro_batch_size")
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """Sequences per forward when log-probs are recomputed. Null: derived."""
     log_prob_use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill those forwards by tokens."""

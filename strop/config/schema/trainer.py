@@ -13,15 +13,15 @@ from strop.config.schema.model import TorchMemoryTool
 class AsyncTraining:
     """Generation and training side by side. Read by trainer/collect.py."""
 
-    enable: bool = setting(False, openrlhf="train.async_enable")
+    enable: bool = setting(False)
     """Let rollouts run ahead of training."""
-    queue_size: int = setting(1, at_least=1, openrlhf="train.async_queue_size")
+    queue_size: int = setting(1, at_least=1)
     """Batches that may be in flight."""
     staleness_threshold: float = setting(0.0, at_least=0)
     """Share of samples that may come from older weights."""
     max_policy_age: int = setting(1, at_least=0)
     """Weights versions a sample may be old. 0 is the synchronous loop, bit for bit."""
-    partial_rollout: bool = setting(False, openrlhf="train.partial_rollout_enable")
+    partial_rollout: bool = setting(False)
     """Let requests go on over a weight update."""
     trigger_parameter_sync_step: int = setting(1, at_least=1)
     """Updates between two weight updates of the engines."""
@@ -37,13 +37,13 @@ class AsyncTraining:
 class Trainer:
     """The run: how long, where it reports, what it keeps. Read by trainer/ and run/."""
 
-    total_epochs: int = setting(30, at_least=1, openrlhf="train.num_episodes")
+    total_epochs: int = setting(30, at_least=1)
     """Passes over the training rows."""
     total_training_steps: int | None = setting(None, at_least=1)
     """Stop after this many steps instead."""
-    project_name: str = setting("strop", openrlhf="logger.wandb.project")
+    project_name: str = setting("strop")
     """Name of the project in trackers and paths."""
-    experiment_name: str = setting("default", openrlhf="logger.wandb.run_name")
+    experiment_name: str = setting("default")
     """Name of the run in trackers and paths."""
     logger: str | list[str] = setting(["console", "file"])
     """Where metrics go: console, file (jsonl), csv, tensorboard, wandb, swanlab, mlflow, trackio."""
@@ -53,43 +53,43 @@ class Trainer:
     """Folder for a jsonl dump of every training rollout."""
     validation_data_dir: str | None = None
     """Folder for a jsonl dump of every validation rollout."""
-    seed: int = setting(1, openrlhf="train.seed")
+    seed: int = setting(1)
     """Seeds everything: order of rows, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU where there is one."""
     runtime: str = setting("auto", choices=("auto", "local", "ray"))
     """local: processes on this machine; ray: a cluster; auto: ray when nnodes > 1."""
-    nnodes: int = setting(1, at_least=1, openrlhf="actor.num_nodes")
+    nnodes: int = setting(1, at_least=1)
     """Machines."""
-    n_gpus_per_node: int = setting(1, at_least=1, openrlhf="actor.num_gpus_per_node")
+    n_gpus_per_node: int = setting(1, at_least=1)
     """Devices per machine (processes, on CPUs)."""
-    save_freq: int = setting(-1, openrlhf="ckpt.save_steps")
+    save_freq: int = setting(-1)
     """Save every so many STEPS, and at the end. 0 or less: never."""
-    test_freq: int = setting(-1, openrlhf="eval.steps")
+    test_freq: int = setting(-1)
     """Validate every so many STEPS, and at the end. 0 or less: only before training."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False
     """Validate and stop."""
-    critic_warmup: int = setting(0, at_least=0, openrlhf="critic.freezing_steps + 2")
+    critic_warmup: int = setting(0, at_least=0)
     """The actor is first updated in this step; earlier steps train the critic alone."""
     balance_batch: bool = True
     """Spread long and short sequences evenly over devices."""
-    default_local_dir: str = setting("checkpoints/${trainer.project_name}/${trainer.experiment_name}", openrlhf="ckpt.path")
+    default_local_dir: str = setting("checkpoints/${trainer.project_name}/${trainer.experiment_name}")
     """Folder of the run: checkpoints, metrics, samples."""
     default_hdfs_dir: str | None = None
     """Any fsspec address to which checkpoints are copied."""
-    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"), openrlhf="ckpt.load_enable")
+    resume_mode: str = setting("auto", choices=("auto", "disable", "resume_path"))
     """auto: go on from the latest checkpoint in default_local_dir, if any; disable; resume_path: from resume_from_path."""
     resume_from_path: str | None = None
     """A global_step_N folder."""
-    max_actor_ckpt_to_keep: int | None = setting(None, at_least=1, openrlhf="ckpt.max_num")
+    max_actor_ckpt_to_keep: int | None = setting(None, at_least=1)
     """Checkpoints of the actor to keep. Null: all."""
     max_critic_ckpt_to_keep: int | None = setting(None, at_least=1)
     """Checkpoints of the critic to keep. Null: all."""
-    max_ckpt_mem_gb: float | None = setting(None, above=0, openrlhf="ckpt.max_mem")
+    max_ckpt_mem_gb: float | None = setting(None, above=0)
     """Delete the oldest checkpoints beyond this size."""
-    best_metric: str | None = setting(None, openrlhf="ckpt.best_metric_key")
+    best_metric: str | None = setting(None)
     """Never delete the checkpoint that is best by this validation metric."""
     remove_previous_ckpt_in_save: bool = False
     """Keep only the newest checkpoint."""
@@ -97,9 +97,9 @@ class Trainer:
     """Delete a checkpoint once it is loaded."""
     esi_redundant_time: float = setting(0, at_least=0)
     """Seconds to spare when a rented machine's end is near and a checkpoint is due."""
-    enable_ema: bool = setting(False, openrlhf="train.enable_ema")
+    enable_ema: bool = setting(False)
     """Keep an exponential average of the actor's weights, saved beside it."""
-    ema_beta: float = setting(0.992, at_least=0, at_most=1, openrlhf="train.ema_beta")
+    ema_beta: float = setting(0.992, at_least=0, at_most=1)
     """Weight of the past in that average."""
     async_training: AsyncTraining = section(AsyncTraining)
     """Rollouts that run ahead."""
