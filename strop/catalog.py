@@ -111,3 +111,29 @@ SCORERS.declare(
     sources=("cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "mmlu*", "gpqa*"),
 )
 SCORERS.declare("format", f"{_RULES}.format:compute_score")
+
+# --- Trackers ------------------------------------------------------------------------------------------------------------
+TRACKERS = Registry("tracker")
+TRACKERS.declare("console", "strop.run.trackers.console:ConsoleTracker")
+TRACKERS.declare("file", "strop.run.trackers.jsonl:JsonlTracker")
+TRACKERS.declare("jsonl", "strop.run.trackers.jsonl:JsonlTracker")
+TRACKERS.declare("csv", "strop.run.trackers.csv:CsvTracker")
+TRACKERS.declare("tensorboard", "strop.run.trackers.tensorboard:TensorboardTracker")
+
+# --- Rollout engines -----------------------------------------------------------------------------------------------------
+# settings: what the engine takes from the `rollout` section beside the module.
+ENGINES = Registry("rollout engine", facts={"settings": ()})
+_shared = ("max_model_len", "max_num_seqs", "seed")
+ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
+ENGINES.declare(
+    "native",
+    "strop.rollout.native.engine:NativeEngine",
+    settings=(
+        *_shared,
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "gpu_memory_utilization",
+        "cache_bytes",
+        "enforce_eager",
+    ),
+)

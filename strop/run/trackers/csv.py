@@ -1,0 +1,79 @@
+"""metrics.csv in the run's folder: a row per log, a column per metric. A metric that appears later becomes a new column.
+
+Samples go to generations.csv in the same way. Resuming and starting anew treat the files as the `file` tracker does its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from strop.run.durable import flush_file, replace_text
+from strop.run.plain_json import to_json
+from strop.run.trackers.jsonl import set_aside
+from strop.run.tracking import Metrics, Rows, Run
+
+
+class CsvTracker:
+    def __init__(self, run: Run, *, clock: Callable[[], float] = time.time):
+        run.directory.mkdir(parents=True, exist_ok=True)
+        self.clock = clock
+        replace_text(run.directory / "metrics.config.json", to_json(run.config, indent=1))
+        self.metrics = GrowingTable(run.directory / "metrics.csv", run.resumed_from)
+        self.samples = GrowingTable(run.directory / "generations.csv", run.resumed_from)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self.metrics.append({"step": step, "time": self.clock(), **metrics})
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        for row in rows:
+            self.samples.append({**row, "step": step})
+
+    def close(self) -> None:
+        for table in (self.metrics, self.samples):
+            if table.path.exists():
+                flush_file(table.path)
+
+
+class GrowingTable:
+    """A CSV file whose header may get longer. Rows have at least a `step`."""
+
+    def __init__(self, path: Path, resumed_from: int | None):
+        self.path = path
+        self.columns: list[str] = []
+        if resumed_from is None:
+            set_aside(path)
+        elif path.exists():
+            rows = [row for row in self._read() if row["step"].isdigit() and int(row["step"]) <= resumed_from]
+            self._write(rows)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        new = [column for column in row if column not in self.columns]
+        if new:
+            rows = self._read()
+            self.columns = self.columns + new
+            self._write(rows)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
+
+    def _read(self) -> list[dict[str, str]]:
+        """The whole rows; also learns the columns. A row that a killed process did not finish has fewer fields."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            text = file.read()
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+        self.columns = list(reader.fieldnames or [])
+        return [row for row in reader if None not in row and None not in row.values()]
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        if self.columns:
+            writer.writeheader()
+        writer.writerows(rows)
+        replace_text(self.path, text.getvalue())

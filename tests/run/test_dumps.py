@@ -1,0 +1,50 @@
+"""Dumps of rollouts: the known columns first, then the scorer's, then ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.run.dumps import dump, rollout_rows
+from strop.types import Prompt, Trajectory
+
+
+def trajectory(score: float | None, /, **extras: Any) -> Trajectory:
+    prompt = Prompt(index=7, ids=[1, 2], messages=[], data_source="arithmetic", ground_truth="4")
+    return Trajectory(prompt, 3, [5, 6, 7], [1, 0, 1], [-1.0, 0.0, -2.0], version=9, score=score, extras=extras)
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(96 + i) for i in ids)
+
+
+def test_rows_have_the_known_columns_and_ours(tmp_path: Path) -> None:
+    rows = rollout_rows([trajectory(1.0, acc=True), trajectory(None, pred="é", score="mine")], step=4, decode=decode)
+    path = dump(tmp_path / "rollouts", 4, rows)
+    assert path == tmp_path / "rollouts/4.jsonl"
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert list(first)[:5] == ["input", "output", "gts", "score", "step"]
+    assert [first[key] for key in list(first)[:5]] == ["ab", "efg", "4", 1.0, 4]
+    assert (first["acc"], first["pred"]) == (True, None) and (second["acc"], second["pred"]) == (None, "é")
+    assert second["score"] is None, "a scorer's own key must not hide the score"
+    assert list(first)[5:8] == ["acc", "pred", "data_source"]
+    ours = {"data_source": "arithmetic", "index": 7, "group": 3, "finish": "stop", "num_turns": 2, "weights_version": 9}
+    ours |= {"prompt_tokens": 2, "response_tokens": 3, "sampled_tokens": 2, "mean_log_prob": -1.5}
+    assert {key: first[key] for key in ours} == ours
+
+
+def test_a_second_attempt_replaces_the_file_and_a_failed_one_does_not(tmp_path: Path) -> None:
+    dump(tmp_path, 1, [{"output": "old"}, {"output": "older"}])
+    dump(tmp_path, 1, [{"output": "new \ud800", "score": float("nan"), "path": Path("x")}])
+    assert json.loads((tmp_path / "1.jsonl").read_text()) == {"output": "new ?", "score": "NaN", "path": "x"}
+
+    def failing() -> Any:
+        yield {"output": "half"}
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        dump(tmp_path, 1, failing())
+    assert [path.name for path in tmp_path.iterdir()] == ["1.jsonl"] and "new" in (tmp_path / "1.jsonl").read_text()

@@ -1,0 +1,189 @@
+"""What each tracker writes, also over a kill and a resume."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from strop.run.live import LiveView
+from strop.run.trackers.console import ConsoleTracker
+from strop.run.trackers.csv import CsvTracker
+from strop.run.trackers.jsonl import JsonlTracker
+from strop.run.tracking import Run, start
+
+NAN = float("nan")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_jsonl_writes_each_step_at_once(tmp_path: Path) -> None:
+    tracker = JsonlTracker(Run(tmp_path), clock=lambda: 12.5)
+    tracker.log({"loss": 0.1 + 0.2, "bad": NAN, "worse": -float("inf"), "note": "é"}, 1)
+    written = [{"step": 1, "time": 12.5, "data": {"loss": 0.1 + 0.2, "bad": "NaN", "worse": "-Infinity", "note": "é"}}]
+    assert lines(tmp_path / "metrics.jsonl") == written
+    tracker.log_generations([{"input": "2+2", "output": "4", "score": 1.0}], 1)
+    assert lines(tmp_path / "metrics.generations.jsonl")[0]["rows"] == [{"input": "2+2", "output": "4", "score": 1.0}]
+
+
+@pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
+def test_a_resumed_curve_has_no_duplicates_and_no_torn_lines(tmp_path: Path, kind: type) -> None:
+    first = kind(Run(tmp_path))
+    for step in range(6):
+        first.log({"a": step}, step)
+        first.log_generations([{"input": "x"}], step)
+    file = tmp_path / ("metrics.jsonl" if kind is JsonlTracker else "metrics.csv")
+    with file.open("a") as torn:
+        torn.write('{"step": 2, "ti' if kind is JsonlTracker else "2,17")
+    second = kind(Run(tmp_path, resumed_from=3))
+    for step in (4, 5):
+        second.log({"a": 10 * step}, step)
+    second.close()
+    if kind is JsonlTracker:
+        curve = [(record["step"], record["data"]["a"]) for record in lines(file)]
+        samples = [record["step"] for record in lines(tmp_path / "metrics.generations.jsonl")]
+    else:
+        curve = [(int(row["step"]), int(row["a"])) for row in table(file)]
+        samples = [int(row["step"]) for row in table(tmp_path / "generations.csv")]
+    assert curve == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40), (5, 50)]
+    assert samples == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
+def test_a_new_run_in_an_old_folder_loses_nothing(tmp_path: Path, kind: type) -> None:
+    for run in range(3):
+        kind(Run(tmp_path)).log({"a": run}, 1)
+    file = tmp_path / ("metrics.jsonl" if kind is JsonlTracker else "metrics.csv")
+    texts = [path.read_text() for path in (file, *(file.with_name(f"metrics.{n}{file.suffix}") for n in (2, 1)))]
+    assert all(text.count("1") >= 1 for text in texts) and len(set(texts)) == 3
+
+
+def test_jsonl_place_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+    JsonlTracker(Run(tmp_path / "run", project="p", experiment="e")).log({"a": 1}, 1)
+    assert lines(tmp_path / "logs/p/e.jsonl")[0]["data"] == {"a": 1}
+
+
+def test_csv_columns_grow(tmp_path: Path) -> None:
+    tracker = CsvTracker(Run(tmp_path), clock=lambda: 1.0)
+    tracker.log({"a": 1}, 1)
+    tracker.log({"b": 'quoted "text", with\nlines', "a": 2}, 2)
+    tracker.log({"c": 0.1 + 0.2}, 3)
+    rows = table(tmp_path / "metrics.csv")
+    assert list(rows[0]) == ["step", "time", "a", "b", "c"]
+    assert [row["a"] for row in rows] == ["1", "2", ""]
+    assert rows[1]["b"] == 'quoted "text", with\nlines' and float(rows[2]["c"]) == 0.1 + 0.2
+    resumed = CsvTracker(Run(tmp_path, resumed_from=2), clock=lambda: 1.0)
+    resumed.log({"d": 5}, 3)
+    rows = table(tmp_path / "metrics.csv")
+    assert [row["step"] for row in rows] == ["1", "2", "3"] and rows[2]["d"] == "5" and rows[2]["c"] == ""
+
+
+def test_console_prints_the_line_people_know() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(Run(Path(".")), stream=stream)
+    tracker.log({"actor/lr": 1e-6, "critic/score/mean": 0.123456789, "tokens": 1234567, "note": "x", "total": 2e6}, 7)
+    tracker.log_generations([{"input": "a\nb", "output": "c"}], 7)
+    tracker.close()
+    first, *rest = stream.getvalue().splitlines()
+    assert first == "step:7 - actor/lr:1e-06 - critic/score/mean:0.123457 - tokens:1234567 - total:2000000.0"
+    assert rest == ["step:7 - sample", "  input: a", "    b", "  output: c"]
+
+
+METRICS = {
+    "critic/score/mean": 0.75,
+    "actor/kl_loss": 0.0125,
+    "actor/entropy": 1.5,
+    "response_length/mean": 64.0,
+    "perf/throughput": 5120.0,
+    "val-core/gsm8k/acc/mean@1": 0.41,
+}
+
+
+def test_live_view_shows_progress_and_the_first_numbers() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
+    view = LiveView(console, title="gsm8k / grpo", total=20, start=4)
+    view.update(METRICS, 5)
+    view.close()
+    text = stream.getvalue()
+    for words in ("gsm8k / grpo", "5/20", "left", "reward", "0.75", "KL", "0.0125", "entropy", "1.5", "response length", "64"):
+        assert words in text, words
+    for words in ("tokens/s", "5120", "gsm8k/acc/mean@1", "0.41"):
+        assert words in text, words
+
+
+def test_time_left_counts_the_steps_of_this_process_only() -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, get_time=lambda: now[0])
+    view = LiveView(console, title="", total=100, start=90)
+    for step in (91, 92, 93):
+        now[0] += 10
+        view.update({}, step)
+    remaining = view.progress.tasks[0].time_remaining
+    view.close()
+    assert remaining == 70
+
+
+def test_on_a_terminal_the_lines_stand_above_the_view() -> None:
+    script = (
+        "from pathlib import Path; from strop.run.tracking import Run, start\n"
+        f"with start('console', Run(Path('.'), total_steps=3)) as t: [t.log({METRICS!r}, step) for step in (1, 2, 3)]"
+    )
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(leader, 4096)
+        except OSError:  # Linux reports the closed other side this way
+            break
+        if not piece:
+            break
+        seen += piece
+    os.close(leader)
+    text = seen.decode()
+    assert process.wait() == 0, text
+    assert "step:3 - critic/score/mean:0.75" in text and "3/3" in text and "tokens/s" in text
+    assert text.rindex("step:3 - critic") < text.rindex("tokens/s")
+
+
+def test_a_pipe_gets_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with start("console", Run(tmp_path, total_steps=3)) as trackers:
+        trackers.log({"a": 1.0}, 1)
+    assert capsys.readouterr().out == "step:1 - a:1.0\n"
+
+
+def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed_from, steps in ((None, range(1, 6)), (3, range(4, 6))):
+        with start("tensorboard", Run(tmp_path, config={"lr": 1e-6}, resumed_from=resumed_from)) as trackers:
+            for step in steps:
+                trackers.log({"critic/score/mean": step * (10.0 if resumed_from else 1.0), "note": "text"}, step)
+            trackers.log_generations([{"input": "2+2=", "output": "4"}], 5)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("critic/score/mean")]
+    assert curve == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
+    config = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"lr": 1e-06' in config
+    sample = events.Tensors("val/generations/0/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "2+2=" in sample
