@@ -1,0 +1,132 @@
+"""Supervised rows: loss on the answer and its end, in every layout the settings describe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.config.schema.data import CustomClass
+from strop.config.schema.supervised import MultiTurnData, PairData, SftData
+from strop.data.chat import Chat, Rendered
+from strop.data.loader import Loader
+from strop.data.supervised import build_supervised
+from tests.data.tokens import character_tokenizer, decoded
+
+TOKENIZER = character_tokenizer()
+
+
+def lines(path: Path, rows: list[dict]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def taught(rendered: Rendered) -> str:
+    return decoded(TOKENIZER, [token for token, keep in zip(rendered.ids, rendered.mask) if keep])
+
+
+def sft(tmp_path: Path, row: dict, **settings: Any) -> Rendered:
+    return build_supervised(SftData(train_files=lines(tmp_path / "a.jsonl", [row]), **settings), TOKENIZER)[0]
+
+
+def test_prompt_and_response(tmp_path: Path) -> None:
+    row = {"prompt": "2+2?", "response": "4"}
+    rendered = sft(tmp_path, row)
+    assert taught(rendered) == "4<|im_end|>"
+    assert rendered.ids == Chat(TOKENIZER).ids([{"role": "user", "content": "2+2?"}]) + Chat(TOKENIZER).encode("4<|im_end|>\n")
+    assert "Q: 2+2?" in decoded(TOKENIZER, sft(tmp_path, row, input_template="Q: {}").ids)
+
+
+def test_nested_columns(tmp_path: Path) -> None:
+    row = {"extra_info": {"question": "2+2?", "answer": "4"}}
+    keys = {"prompt_key": "extra_info", "response_key": "extra_info"}
+    rendered = sft(tmp_path, row, prompt_dict_keys=["question"], response_dict_keys=["answer"], **keys)
+    assert taught(rendered) == "4<|im_end|>"
+
+
+def test_only_the_response_is_taught_unless_it_is_a_conversation(tmp_path: Path) -> None:
+    talk = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    assert taught(sft(tmp_path, {"prompt": talk[:3], "response": "d"})) == "d<|im_end|>"
+    assert taught(sft(tmp_path, {"prompt": talk}, response_key=None)) == "d<|im_end|>"
+    assert taught(sft(tmp_path, {"prompt": talk[:1], "response": talk[1:]})) == "b<|im_end|>d<|im_end|>"
+    assert taught(sft(tmp_path, {"messages": talk}, multiturn=MultiTurnData(enable=True))) == "b<|im_end|>d<|im_end|>"
+
+
+def test_tools_and_thinking_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        "{% if tools %}{{ tools[0].name }} {% endif %}{% if enable_thinking %}think {% endif %}"
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    settings = {"multiturn": MultiTurnData(enable=True), "chat_template": template}
+    rendered = sft(tmp_path, {**row, "tools": [{"name": "find"}], "enable_thinking": True}, **settings)
+    assert decoded(TOKENIZER, rendered.ids) == "find think ab<|im_end|>"
+    assert decoded(TOKENIZER, sft(tmp_path, row, **settings).ids) == "ab<|im_end|>"
+
+
+def test_plain_text_and_pretraining(tmp_path: Path) -> None:
+    row = {"prompt": "2+2=", "response": "4"}
+    plain = sft(tmp_path, row, apply_chat_template=False)
+    assert decoded(TOKENIZER, plain.ids) == "2+2=4<|im_end|>" and taught(plain) == "4<|im_end|>"
+    everything = sft(tmp_path, row, apply_chat_template=False, pretrain_mode=True)
+    assert taught(everything) == "2+2=4<|im_end|>"
+
+
+def test_long_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "abcdef", "response": "gh"}
+    cut = {"apply_chat_template": False, "max_length": 5}
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 0 has 9 tokens, over data\.max_length=5"):
+        sft(tmp_path, row, **cut)
+    left = sft(tmp_path, row, truncation="left", **cut)
+    assert decoded(TOKENIZER, left.ids) == "efgh<|im_end|>" and taught(left) == "gh<|im_end|>"
+    right = sft(tmp_path, row, truncation="right", **cut)
+    assert decoded(TOKENIZER, right.ids) == "abcde" and taught(right) == ""
+    assert "row 0 teaches nothing" in caplog.text
+
+
+def test_pairs(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}]
+    better, worse = [{"role": "assistant", "content": c} for c in "bc"]
+    rows = [{"q": "a", "chosen": "b", "rejected": "c", "margin": 2}, {"q": talk, "chosen": [better], "rejected": [worse]}]
+    pairs = build_supervised(PairData(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q", shuffle=False), TOKENIZER)
+    assert [pair.margin for pair in pairs] == [2.0, 0.0]
+    assert pairs[0].chosen == pairs[1].chosen and pairs[0].rejected == pairs[1].rejected
+    assert (taught(pairs[0].chosen), taught(pairs[0].rejected)) == ("b<|im_end|>", "c<|im_end|>")
+    whole = [{"chosen": [*talk, better, *talk, better], "rejected": [*talk, better, *talk, worse]}]
+    pair = build_supervised(PairData(train_files=lines(tmp_path / "b.jsonl", whole)), TOKENIZER)[0]
+    assert (taught(pair.chosen), taught(pair.rejected)) == ("b<|im_end|>", "c<|im_end|>"), "the shared turns are prompt"
+
+
+def test_bad_rows(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no column 'response', which data\.response_key=response asks for"):
+        sft(tmp_path, {"prompt": "a", "respons": "b"})
+    with pytest.raises(ValueError, match=r"row 0, column 'response' is empty"):
+        sft(tmp_path, {"prompt": "a", "response": ""})
+    with pytest.raises(ValueError, match=r"row 0: A conversation of roles \[user\] has no assistant turn"):
+        sft(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}, response_key=None)
+    text = lines(tmp_path / "b.jsonl", [{"chosen": "b", "rejected": "c"}])
+    with pytest.raises(ValueError, match=r"column 'chosen' is text, but without data\.prompt_key it must hold a whole"):
+        build_supervised(PairData(train_files=text), TOKENIZER)[0]
+    with pytest.raises(ValueError, match=r"data\.train_max_samples=0 leaves no rows"):
+        build_supervised(PairData(train_files=text, train_max_samples=0), TOKENIZER)
+
+
+def test_a_class_of_the_users_and_the_loader(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Rows(list):\n    def __init__(self, files, tokenizer, config):\n        super().__init__({'prompt': f, 'response': 'x'} for f in files)\n"
+    )
+    config = SftData(train_files=["a", "b", "c"], custom_cls=CustomClass(path=str(tmp_path / "mine.py"), name="Rows"))
+    dataset = build_supervised(config, TOKENIZER)
+    batch = Loader(dataset, 2, seed=0).draw()
+    assert [taught(item) for item in batch] == ["x<|im_end|>"] * 2
+    assert (
+        len(
+            {
+                dataset.fingerprint(),
+                build_supervised(SftData(**{**vars(config), "train_max_samples": 2}), TOKENIZER).fingerprint(),
+            }
+        )
+        == 2
+    )
