@@ -1,0 +1,242 @@
+"""Attention over a packed row: many sequences one after the other, none of which sees another.
+
+A packed row has no padding token, so every matrix product of the model works on real tokens only. Attention alone needs the
+sequences apart. On CUDA a variable-length kernel takes their boundaries. Elsewhere queries, keys and values are laid out as
+[sequences, heads, longest, D] with padding on the right, attended causally, and put back: a padded key stands behind every
+real query of its sequence, so causality keeps it out and no mask is needed.
+
+`use_packed_attention` switches a model to the function registered here; the layout travels as the keyword `packing` of the
+model's forward. Another function (the rollout engine's) can be set on the same module between two passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+from strop.registry import did_you_mean
+
+PACKED = "strop_packed"
+
+# Sequences shorter than this share of the longest one of their group get a group of their own: padding costs at most as much
+# as an extra call.
+_SIMILAR = 0.7
+_SHORT = 64
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences of similar length, attended in one call."""
+
+    rows: int
+    width: int
+    take: Tensor | None
+    """[rows * width] positions in the packed row; padding repeats the sequence's first token. None: the row is the group."""
+    real: Tensor | None
+    """Which of those are no padding, as indices. None: all."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed row begin and end."""
+
+    groups: tuple[Group, ...]
+    back: Tensor | None
+    """[N] order that turns the groups' outputs, one after the other, into the packed row. None: they are in order already."""
+    bounds: Tensor
+    """[B + 1] int32, cumulative lengths."""
+    longest: int
+
+
+def packing(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:
+    """The layout of sequences of these lengths, one after the other."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"Every packed sequence needs at least one token; the lengths are {list(lengths)}.")
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    starts = bounds[:-1].tolist()
+    groups, order = [], []
+    for members in _similar(lengths):
+        width = max(lengths[i] for i in members)
+        columns = torch.arange(width)
+        size = torch.tensor([lengths[i] for i in members])[:, None]
+        first = torch.tensor([starts[i] for i in members])[:, None]
+        inside = columns < size
+        take = (first + torch.where(inside, columns, 0)).flatten()
+        order.append(take[inside.flatten()])
+        whole = bool(inside.all())
+        alone = whole and len(members) == len(lengths) and members == sorted(members)
+        groups.append(
+            Group(
+                rows=len(members),
+                width=width,
+                take=None if alone else take.to(device),
+                real=None if whole else inside.flatten().nonzero().squeeze(1).to(device),
+            )
+        )
+    forth = torch.cat(order)
+    in_order = bool((forth == torch.arange(len(forth))).all())
+    back = None if in_order else torch.argsort(forth).to(device)
+    return Packing(tuple(groups), back, bounds.to(device, torch.int32), max(lengths))
+
+
+def _similar(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences grouped so that little of a group is padding, longest first; inside a group in their own order."""
+    groups: list[list[int]] = []
+    widest = 0
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if not groups or (widest > _SHORT and lengths[i] < _SIMILAR * widest):
+            groups.append([])
+            widest = lengths[i]
+        groups[-1].append(i)
+    return [sorted(group) for group in groups]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence. query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H, D].
+
+    A token sees itself and, with a sliding window W, the W - 1 tokens before it. A soft cap c bounds the scores: c tanh(s / c).
+    """
+    assert attention_mask is None and query.shape[0] == 1, "a packed row stands alone and needs no mask"
+    if others.get("s_aux") is not None:
+        raise ValueError(
+            f"{type(module).__name__} uses attention sinks, which packed attention does not know; set use_remove_padding=False."
+        )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
+    window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
+    kernel = (
+        _varlen_kernel() if q.is_cuda and not softcap and not dropout and q.dtype in (torch.bfloat16, torch.float16) else None
+    )
+    if kernel is not None:
+        return kernel(q, k, v, packing, scaling, window)[None], None
+    pieces = [_attend_group(q, k, v, group, scaling, dropout, window, softcap) for group in packing.groups]
+    out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return (out if packing.back is None else out[packing.back])[None], None
+
+
+def _attend_group(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    def padded(tensor: Tensor) -> Tensor:
+        rows = tensor if group.take is None else tensor[group.take]
+        return rows.view(group.rows, group.width, *tensor.shape[1:]).transpose(1, 2)
+
+    q, k, v = padded(q), padded(k), padded(v)
+    mask = None
+    if window is not None and window < group.width:
+        distance = torch.arange(group.width, device=q.device)[:, None] - torch.arange(group.width, device=q.device)
+        mask = (distance >= 0) & (distance < window)
+    if softcap:
+        out = _capped_attention(q, k, v, mask, scaling, dropout, softcap)
+    else:
+        shared = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=shared
+        )
+    flat = out.transpose(1, 2).reshape(group.rows * group.width, out.shape[1], out.shape[3])
+    return flat if group.real is None else flat[group.real]
+
+
+def _capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float, cap: float
+) -> Tensor:
+    heads, width = q.shape[1], q.shape[2]
+    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = cap * torch.tanh(scores / cap)
+    if mask is None:
+        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
+
+
+@functools.cache
+def _varlen_kernel() -> Kernel | None:
+    """torch's variable-length flash attention, where this version of torch has one that knows windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known or "scale" not in known:
+        return None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
+        shared = q.shape[1] != k.shape[1]
+        if shared and "enable_gqa" not in known:
+            k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
+        more: dict[str, Any] = {"enable_gqa": True} if shared and "enable_gqa" in known else {}
+        left = -1 if window is None else window - 1
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        bounds, longest = packing.bounds, packing.longest
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **more)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def packing_obstacle(model: Any) -> str | None:
+    """Why sequences of this model cannot share a row, or None."""
+    config = model.config.get_text_config()
+    if getattr(model, "_is_stateful", False):
+        return "it carries a recurrent state along the row, which would run from one sequence into the next"
+    if getattr(config, "attention_chunk_size", None):
+        return "it attends in chunks counted from the beginning of the row"
+    if not model._can_set_attn_implementation():
+        return "its attention function cannot be exchanged"
+    return None
+
+
+def padded_attention(model: Any) -> str:
+    """The attention function of the padded layout when nobody chose one. sdpa leaves a soft cap of the scores out."""
+    return "eager" if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) else "sdpa"
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Make `name` the attention function of every layer. About 0.1 ms when it changes, nothing when it does not."""
+    if model.config._attn_implementation == name:
+        return
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"The attention function of {type(model).__name__} cannot be exchanged, so it cannot become {name!r}.")
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        known = sorted({"eager", *AttentionInterface().valid_keys()} - {PACKED})
+        raise ValueError(
+            f"attn_implementation={name!r} cannot be used with {type(model).__name__}: {error}{did_you_mean(name, known)} "
+            f"Always there: sdpa, eager."
+        ) from error

@@ -1,0 +1,141 @@
+"""Models that answer with one number: critics (per token) and reward models (per sequence).
+
+Both are a transformer body and a linear map of its last hidden state to one number, called `score`. In memory there is one
+class per architecture, whatever the folder was: a language model (the head is new), AutoModelForSequenceClassification or
+AutoModelForTokenClassification with one label, or OpenRLHF's body with a head of another name. What is saved loads as
+AutoModelForSequenceClassification again (as token classification when the head has a bias).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.modeling_layers import GenericForTokenClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+HEAD = "score"
+# Names under which folders keep the head: transformers' two, and the value head of TRL.
+_OTHER_NAMES = ("classifier", r"v_head\.summary")
+
+
+def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type:
+    """The class `body + score` of this architecture."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"No decoder is known for model_type={config.model_type!r}, so it can carry no value or reward head.")
+    language: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = next(c for c in language.__mro__ if c.__name__.endswith("PreTrainedModel"))
+    stem = re.sub(r"(ForCausalLM|LMHeadModel)$", "", language.__name__)
+    name = f"{stem}For{'Token' if bias else 'Sequence'}Classification"
+    return type(name, (GenericForTokenClassification, family), {"base_model_prefix": family.base_model_prefix})
+
+
+def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int = 0) -> Any:
+    """Random weights in every layer."""
+    _one_label(config, bias)
+    model = scalar_class(config, bias=bias)(config)
+    initialise_head(model, seed)
+    return model
+
+
+def _one_label(config: PreTrainedConfig, bias: bool) -> None:
+    config.num_labels = 1
+    config.token_classification_bias = bias
+    config.classifier_dropout = 0.0
+
+
+def load_scalar_model(
+    path: str,
+    config: PreTrainedConfig,
+    *,
+    head_name: str = HEAD,
+    new_head: bool,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **arguments: Any,
+) -> Any:
+    """Body and head from `path`. A folder without a head gets a new one when `new_head`, and is refused otherwise.
+
+    A new head is normal with deviation 1 / (hidden + 1), so that first values are near 0.
+    """
+    saved_as = (config.architectures or [""])[0]
+    bias = saved_as.endswith("TokenClassification")
+    _one_label(config, bias)
+    name = getattr(config, "value_head_prefix", None) or head_name
+    names = [re.escape(name), *_OTHER_NAMES]
+    mapping = {rf"^(?:{'|'.join(n for n in names if n != HEAD)})\.": f"{HEAD}."}
+    cls: Any = scalar_class(config, bias=bias)
+    model, report = cls.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        key_mapping=mapping,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **arguments,
+    )
+    _check_body(path, report)
+    wrong = [entry for entry in report["mismatched_keys"] if HEAD in str(entry[0])]
+    if wrong:
+        raise ValueError(
+            f"The head of {path!r} has shape {tuple(wrong[0][1])}, but a value or reward model has one label: "
+            f"{tuple(wrong[0][2])}. Train it with num_labels=1."
+        )
+    if f"{HEAD}.weight" in report["missing_keys"]:
+        if not new_head:
+            raise ValueError(
+                f"{path!r} (saved as {saved_as or 'an unnamed class'}) holds no head called {name!r}, so it cannot score. "
+                f"Give a sequence-classification model with one label, or name its head with value_head_prefix."
+            )
+        initialise_head(model, seed)
+    config.value_head_prefix = HEAD
+    return model
+
+
+def _check_body(path: str, report: dict[str, Any]) -> None:
+    missing = [key for key in report["missing_keys"] if not key.startswith(f"{HEAD}.")]
+    if missing:
+        raise ValueError(
+            f"{path!r} lacks {len(missing)} weights of the model it claims to be, for instance {sorted(missing)[:3]}."
+        )
+
+
+def initialise_head(model: Any, seed: int = 0) -> None:
+    head = scalar_head(model)
+    with torch.no_grad():
+        noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+        head.weight.copy_(noise / (head.in_features + 1))
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def scalar_head(model: Any) -> nn.Linear:
+    """The map to one number; refuses a model without one."""
+    head = getattr(model, HEAD, None)
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(
+            f"{type(model).__name__} has no head {HEAD!r} with one output; values and scores need a critic or a reward model."
+        )
+    return head
+
+
+@dataclass(frozen=True)
+class RewardStatistics:
+    """Mean and deviation of a reward model's scores over its evaluation data; (score - mean) / std is what a run uses."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+def reward_statistics(config: PreTrainedConfig) -> RewardStatistics:
+    """What OpenRLHF's reward trainer (and ours) left in config.json; 0 and 1 when nothing is there."""
+    mean, std = float(getattr(config, "mean", 0.0) or 0.0), float(getattr(config, "std", 1.0) or 1.0)
+    return RewardStatistics(mean, max(std, 1e-8))
+
+
+def set_reward_statistics(config: PreTrainedConfig, statistics: RewardStatistics) -> None:
+    config.mean, config.std = statistics.mean, statistics.std

@@ -1,0 +1,97 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) through peft: W x becomes W x + (alpha / rank) B A x, and only A and B are trained.
+
+With the adapters off the model is what it was before training, so it is its own reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.extras import require
+
+
+def add_adapters(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float = 0.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    exclude_modules: str | Sequence[str] | None = None,
+) -> Any:
+    """`model` with fresh adapters (B = 0, so it computes the same at first); everything but them is frozen.
+
+    A scalar head is trained whole: it is too small to adapt.
+    """
+    peft = require("peft", extra="lora", why="LoRA (lora_rank > 0)")
+    linears = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+        exclude_modules=exclude_modules
+        if exclude_modules is None or isinstance(exclude_modules, str)
+        else list(exclude_modules),
+        bias="none",
+    )
+    try:
+        adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ValueError(
+            f"LoRA: target_modules={target_modules!r} (exclude_modules={exclude_modules!r}) matches no module of "
+            f"{type(model).__name__}. Its linear modules are: {', '.join(linears)}. ({error})"
+        ) from error
+    return _train_head(adapted)
+
+
+def load_adapters(model: Any, path: str) -> Any:
+    """`model` with the adapters of a folder, ready to be trained further."""
+    peft = require("peft", extra="lora", why="lora_adapter_path")
+    folder = Path(path).expanduser()
+    if not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"lora_adapter_path={path!r} holds no adapter: there is no adapter_config.json in it.")
+    return _train_head(peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True))
+
+
+def _train_head(adapted: Any) -> Any:
+    head = getattr(adapted, "score", None)
+    if isinstance(head, nn.Linear):
+        head.requires_grad_(True)
+    return adapted
+
+
+def has_adapters(model: Any) -> bool:
+    return hasattr(model, "peft_config")
+
+
+@contextlib.contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model before training, inside the block."""
+    if not has_adapters(model):
+        raise ValueError(f"{type(model).__name__} has no adapters to switch off; a reference needs a frozen copy of the model.")
+    with model.disable_adapter():
+        yield
+
+
+@torch.no_grad()
+def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their Hugging Face name, adapters added in; the model is left as it is."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in model.named_parameters():
+        if re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name):
+            continue
+        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        owner = layers.get(name.removesuffix(".base_layer.weight"))
+        if owner is not None and name.endswith(".base_layer.weight"):
+            delta = sum(owner.get_delta_weight(adapter).float() for adapter in owner.active_adapters)
+            yield plain, (parameter.float() + delta).to(parameter.dtype)
+        else:
+            yield plain, parameter.detach()

@@ -1,0 +1,309 @@
+"""What every training backend must do. A backend joins by adding a maker to BACKENDS."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.backends.base import MicroBatching, Outputs
+from strop.backends.nonfinite import NonFiniteLoss
+from strop.backends.single import SingleBackend
+from strop.config.schema.model import Optim
+from strop.models.build import checkpoint_activations
+from strop.models.heads import new_scalar_model
+from strop.models.lora import add_adapters
+from strop.types import Batch
+from tests.models.tiny import tiny_batch, tiny_model
+
+BACKENDS: dict[str, Callable[..., Any]] = {"single": SingleBackend}
+ALL = MicroBatching(rows=100)
+
+
+@pytest.fixture(params=BACKENDS)
+def make(request) -> Callable[..., Any]:
+    return BACKENDS[request.param]
+
+
+def optim(**changes: Any) -> Optim:
+    return Optim(**{"lr": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.0, **changes})
+
+
+def policy_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Ratio-free policy gradient with a global denominator."""
+    per_token = -(outputs.log_probs * batch.advantages) * batch.mask
+    return per_token.sum() / 20.0, {"loss": per_token.detach().sum() / 20.0, "tokens": batch.mask.sum()}
+
+
+def flat_gradient(backend: Any) -> Tensor:
+    return torch.cat([g.flatten() for g in backend.weights.gradients])
+
+
+def flat_weights(backend: Any) -> Tensor:
+    return torch.cat([w.float().flatten() for _, w in backend.export_weights()])
+
+
+def train(backend: Any, steps: int, batch: Batch | None = None) -> None:
+    for _ in range(steps):
+        backend.forward_backward(batch or tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=2))
+        backend.step()
+        backend.advance_schedule()
+
+
+@pytest.mark.parametrize(
+    "micro", [MicroBatching(rows=1), MicroBatching(rows=2), MicroBatching(max_tokens=20), MicroBatching(max_tokens=40)], ids=str
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_micro_batching_and_packing_change_nothing(make, micro, packed):
+    batch = tiny_batch()
+    whole, pieces = make(tiny_model(), optim=optim()), make(tiny_model(), optim=optim(), packed=packed)
+    expected = whole.forward_backward(batch, ["log_probs", "entropy"], policy_loss, ALL)
+    found = pieces.forward_backward(batch, ["log_probs", "entropy"], policy_loss, micro)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found["tokens"] == batch.mask.sum().item()
+    scale = flat_gradient(whole).abs().max()
+    assert ((flat_gradient(pieces) - flat_gradient(whole)).abs().max() / scale).item() < 1e-6
+    ours, theirs = (b.forward(batch, ["log_probs", "entropy", "sum_pi_squared"], m) for b, m in ((pieces, micro), (whole, ALL)))
+    for name in ("log_probs", "entropy", "sum_pi_squared"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=2e-6)
+        assert getattr(ours, name).shape == batch.mask.shape and not getattr(ours, name).requires_grad
+
+
+def test_forward_and_training_pass_agree_to_the_bit(make):
+    """An on-policy step's first ratio is exactly one."""
+    batch, backend = tiny_batch(), make(tiny_model(), optim=optim())
+    old = backend.forward(batch, ["log_probs"], MicroBatching(rows=2)).log_probs
+    seen: list[float] = []
+
+    def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        width = outputs.log_probs.shape[1]
+        seen.append((outputs.log_probs - old[piece.row_ids][:, :width]).abs().max().item())
+        return outputs.log_probs.sum(), {}
+
+    backend.forward_backward(batch, ["log_probs"], loss, MicroBatching(rows=2))
+    assert seen == [0.0, 0.0, 0.0]
+
+
+def test_temperature_divides_the_logits(make):
+    batch = tiny_batch()
+    hot, cold = (make(tiny_model(), temperature=t).forward(batch, ["entropy"], ALL).entropy for t in (2.0, 0.5))
+    inside = hot > 0
+    assert (hot[inside] > cold[inside]).all()
+
+
+def test_training_raises_the_log_probs_of_good_tokens(make):
+    batch, backend = tiny_batch(), make(tiny_model(), optim=optim())
+    before = backend.forward(batch, ["log_probs"], ALL).log_probs
+    train(backend, 10, batch)
+    after = backend.forward(batch, ["log_probs"], ALL).log_probs
+    assert ((after - before) * batch.advantages * batch.mask).sum() > 1.0
+
+
+def test_gradients_are_clipped_by_their_global_norm_and_cleared(make):
+    batch = tiny_batch()
+    backend = make(tiny_model(), optim=optim(optimizer="SGD", lr=1.0), grad_clip=0.01)
+    before = flat_weights(backend).clone()
+    backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
+    gradient = flat_gradient(backend)
+    info = backend.step()
+    assert info.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-5) and not info.skipped and info.lr == 1.0
+    assert (before - flat_weights(backend)).norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert not backend.weights.gradients
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(make):
+    backend = make(tiny_model(), optim=optim())
+    before = flat_weights(backend).clone()
+    backend.forward_backward(tiny_batch(), ["log_probs"], policy_loss, ALL)
+    backend.weights.gradients[0][0] = float("inf")
+    info = backend.step()
+    assert info.skipped and info.grad_norm == float("inf")
+    assert torch.equal(flat_weights(backend), before) and not backend.weights.gradients
+
+
+def test_a_loss_that_is_not_finite_names_its_rows_before_any_step(make):
+    batch = tiny_batch()
+    batch.advantages[3, 0] = float("nan")
+    batch.row_ids = torch.tensor([10, 11, 12, 13, 14])
+    backend = make(tiny_model(), optim=optim())
+    with pytest.raises(
+        NonFiniteLoss, match=r"rows 13\. Not finite in them: advantages\. The weights were not touched"
+    ) as caught:
+        backend.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
+    assert caught.value.rows == [13] and not backend.weights.gradients
+
+
+def test_weights_that_are_not_finite_are_traced_to_the_models_outputs(make):
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    batch = tiny_batch()
+    batch.sequences = [s.masked_fill(s == 7, 8) for s in batch.sequences]
+    batch.sequences[1][0] = 7
+    with pytest.raises(NonFiniteLoss, match="log_probs") as caught:
+        make(model, optim=optim()).forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
+    assert caught.value.rows == [1]
+
+
+def test_norms_and_biases_are_not_decayed(make):
+    model = tiny_model("qwen2")  # has biases
+    backend = make(model, optim=optim(weight_decay=0.1, lr=0.1))
+    before = {name: weight.clone() for name, weight in backend.export_weights()}
+    zero = lambda outputs, piece: (outputs.log_probs.sum() * 0.0, {})  # noqa: E731
+    backend.forward_backward(tiny_batch(), ["log_probs"], zero, ALL)
+    backend.step()
+    for name, weight in backend.export_weights():
+        factor = 0.99 if weight.dim() > 1 else 1.0
+        torch.testing.assert_close(weight, before[name] * factor, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_small_updates_survive_in_fp32_masters(make):
+    """A step far below bf16's resolution moves nothing at first, and is not lost: many of them do."""
+    backend = make(tiny_model(), optim=optim(lr=2e-5), compute=torch.bfloat16)
+    assert {p.dtype for p in backend.module.parameters()} == {torch.bfloat16}
+    assert {m.dtype for m in backend.weights.masters.values()} == {torch.float32}
+    assert all(buffer.dtype == torch.float32 for buffer in backend.module.buffers()), "rotary frequencies were rounded"
+    name = "model.layers.0.mlp.up_proj.weight"
+    start, master = backend.weights.parameters[name].detach().clone(), backend.weights.masters[name].detach().clone()
+    train(backend, 1)
+    after_one = (backend.weights.parameters[name] != start).float().mean().item()
+    train(backend, 40)
+    assert after_one < 0.1 < (backend.weights.parameters[name] != start).float().mean().item()
+    assert (backend.weights.masters[name] - master).abs().mean() > 2e-4
+    assert torch.equal(backend.weights.parameters[name], backend.weights.masters[name].to(torch.bfloat16))
+    states = backend.state_dict()["optimizer"].values()
+    assert {t.dtype for s in states for t in s.values()} == {torch.float32}
+
+
+def test_bf16_gradients_are_summed_in_fp32(make):
+    """Many micro-batches in bf16 are as good as one; summed in bf16 the small ones would be swallowed."""
+    batch = tiny_batch([(3, 4)] * 24)
+    one, many = (make(tiny_model(), optim=optim(), compute=torch.bfloat16) for _ in range(2))
+    one.forward_backward(batch, ["log_probs"], policy_loss, ALL)
+    many.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=1))
+    assert {g.dtype for g in many.weights.gradients} == {torch.float32}
+    assert (flat_gradient(one) - flat_gradient(many)).norm() / flat_gradient(one).norm() < 0.02
+
+
+def test_bf16_log_probs_are_near_fp32(make):
+    batch = tiny_batch()
+    narrow, wide = (make(tiny_model(), compute=d).forward(batch, ["log_probs"], ALL) for d in (torch.bfloat16, torch.float32))
+    assert (narrow.log_probs - wide.log_probs).abs().mean() < 0.05 and narrow.log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resuming_is_exact(make, compute):
+    settings = optim(lr_scheduler_type="cosine", total_training_steps=8, lr_warmup_steps=2, weight_decay=0.01)
+    unbroken, first, second = (make(tiny_model(), optim=settings, compute=compute) for _ in range(3))
+    train(unbroken, 5)
+    train(first, 3)
+    state = copy.deepcopy(first.state_dict())
+    assert all(isinstance(v, Tensor | int | float) for part in (state["model"], state["schedule"]) for v in part.values())
+    train(second, 1)  # whatever it was before, loading overwrites it
+    second.load_state_dict(state)
+    assert second.learning_rate == first.learning_rate
+    train(second, 2)
+    assert torch.equal(flat_weights(second), flat_weights(unbroken))
+    for name, master in unbroken.state_dict()["model"].items():
+        assert torch.equal(second.state_dict()["model"][name], master), name
+    assert second.learning_rate == unbroken.learning_rate
+
+
+def test_a_state_of_another_model_is_refused(make):
+    backend = make(tiny_model(), optim=optim())
+    with pytest.raises(ValueError, match="saved weights are not those of this model"):
+        backend.load_state_dict(make(tiny_model(num_hidden_layers=1), optim=optim()).state_dict())
+    with pytest.raises(ValueError, match=r"was saved with shape \(71, 32\) and is \(61, 32\)"):
+        backend.load_state_dict(make(tiny_model(vocab_size=71), optim=optim()).state_dict())
+
+
+def test_the_schedule_moves_once_per_trainer_step(make):
+    backend = make(tiny_model(), optim=optim(lr=1.0, lr_scheduler_type="linear", total_training_steps=4, lr_warmup_steps=2))
+    rates = []
+    for _ in range(4):
+        rates.append(backend.learning_rate)
+        backend.advance_schedule()
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.5])
+    with pytest.raises(ValueError, match="total_training_steps, which is not known"):
+        make(tiny_model(), optim=optim(lr_warmup_steps_ratio=0.1))
+
+
+def test_gradient_checkpointing_changes_no_gradient(make):
+    plain, model = make(tiny_model(), optim=optim()), tiny_model()
+    checkpoint_activations(model)
+    checkpointed = make(model, optim=optim())
+    for backend in (plain, checkpointed):
+        backend.forward_backward(tiny_batch(), ["log_probs"], policy_loss, ALL)
+    torch.testing.assert_close(flat_gradient(checkpointed), flat_gradient(plain), rtol=1e-5, atol=1e-7)
+
+
+def test_lora_trains_adapters_only_exports_them_merged_and_is_its_own_reference(make):
+    batch = tiny_batch()
+    original = {name: weight.clone() for name, weight in make(tiny_model()).export_weights()}
+    before = make(tiny_model()).forward(batch, ["log_probs"], ALL).log_probs
+    backend = make(add_adapters(tiny_model(), rank=2, alpha=8), optim=optim())
+    assert all("lora_" in name for name in backend.weights.masters)
+    train(backend, 4)
+    trained = backend.forward(batch, ["log_probs"], ALL).log_probs
+    assert (trained - before).abs().max() > 0.01
+    with backend.reference():
+        torch.testing.assert_close(backend.forward(batch, ["log_probs"], ALL).log_probs, before, rtol=1e-6, atol=1e-6)
+    merged = dict(backend.export_weights())
+    assert merged.keys() == original.keys()
+    plain = tiny_model()
+    plain.load_state_dict(merged)
+    torch.testing.assert_close(make(plain).forward(batch, ["log_probs"], ALL).log_probs, trained, rtol=1e-5, atol=1e-5)
+    assert all("lora_" in name for name in backend.state_dict()["model"])
+
+
+def test_a_critic_learns_its_targets_and_keeps_its_head_in_full_precision(make):
+    batch, language = tiny_batch(), tiny_model()
+    backend = make(new_scalar_model(language.config), optim=optim(), compute=torch.bfloat16)
+    assert backend.module.score.weight.dtype == torch.float32
+
+    def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        error = ((outputs.values - piece.advantages) * piece.mask).square().sum() / 20
+        return error, {"error": error}
+
+    errors = []
+    for _ in range(25):
+        errors.append(backend.forward_backward(batch, ["values"], loss, MicroBatching(rows=3))["error"])
+        backend.step()
+    assert errors[-1] < 0.3 * errors[0]
+
+
+def test_a_frozen_model_answers_and_remembers_nothing(make):
+    backend = make(tiny_model())
+    assert backend.forward(tiny_batch(), ["log_probs"], ALL).log_probs.abs().sum() > 0
+    assert set(backend.state_dict()) == {"model"} and not any(p.requires_grad for p in backend.module.parameters())
+    with pytest.raises(ValueError, match="has no adapters"), backend.reference():
+        pass
+
+
+def test_offloading_and_coming_back_changes_nothing(make):
+    one, other = (make(tiny_model(), optim=optim(), compute=torch.bfloat16) for _ in range(2))
+    train(one, 2)
+    train(other, 1)
+    other.offload()
+    other.onload()
+    train(other, 1)
+    assert torch.equal(flat_weights(one), flat_weights(other))
+
+
+def test_other_optimizers_and_bad_settings(make):
+    train(make(tiny_model(), optim=optim(optimizer="SGD", override_optimizer_config={"momentum": 0.9})), 1)
+    with pytest.raises(ValueError, match=r"no 'AdamWW'.*Did you mean 'AdamW'"):
+        make(tiny_model(), optim=optim(optimizer="AdamWW"))
+    with pytest.raises(ValueError, match="override_optimizer_config"):
+        make(tiny_model(), optim=optim(override_optimizer_config={"momentun": 0.9}))
+    with pytest.raises(ValueError, match="fp16 gradients underflow"):
+        make(tiny_model(), optim=optim(), compute=torch.float16)
+    backend = make(tiny_model())
+    with pytest.raises(ValueError, match="over max_tokens=10"):
+        backend.forward(tiny_batch(), ["log_probs"], MicroBatching(max_tokens=10))
+    with pytest.raises(ValueError, match="at least one row"):
+        backend.forward(tiny_batch(), ["log_probs"], MicroBatching(rows=0))

@@ -1,0 +1,137 @@
+"""Packed, padded and plain Hugging Face: the same numbers and the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.models.attention import PACKED, set_attention
+from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
+from strop.models.heads import new_scalar_model
+from tests.models.tiny import FAMILIES, tiny_batch, tiny_model
+
+WANT = ("log_probs", "entropy", "sum_pi_squared")
+
+
+def plain_outputs(model, batch, temperature: float = 1.0) -> dict[str, Tensor]:
+    """One sequence at a time, full logits, eager attention."""
+    model.set_attn_implementation("eager")
+    found = {name: torch.zeros(batch.mask.shape) for name in WANT}
+    for row, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths.tolist())):
+        logits = model(input_ids=sequence[None], use_cache=False).logits[0].float() / temperature
+        log_p = logits[prompt - 1 : -1].log_softmax(-1)
+        n = len(sequence) - prompt
+        found["log_probs"][row, :n] = log_p.gather(-1, sequence[prompt:, None]).squeeze(-1)
+        found["entropy"][row, :n] = -(log_p.exp() * log_p).sum(-1)
+        found["sum_pi_squared"][row, :n] = log_p.exp().square().sum(-1)
+    return found
+
+
+def gradient(model) -> Tensor:
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return flat
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_equal_a_plain_forward(family, packed):
+    model, batch = tiny_model(family), tiny_batch()
+    expected = plain_outputs(model, batch, temperature=0.7)
+    (expected["log_probs"] * batch.advantages + 0.1 * expected["entropy"]).sum().backward()
+    expected_gradient = gradient(model)
+    found = response_outputs(model, batch, WANT, temperature=0.7, packed=packed, chunk=7)
+    for name in WANT:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert not found["sum_pi_squared"].requires_grad
+    (found["log_probs"] * batch.advantages + 0.1 * found["entropy"]).sum().backward()
+    scale = expected_gradient.abs().max()
+    torch.testing.assert_close(gradient(model) / scale, expected_gradient / scale, rtol=1e-4, atol=2e-6)
+
+
+def test_long_and_short_sequences_are_grouped_without_changing_anything():
+    model = tiny_model("mistral", max_position_embeddings=256, sliding_window=40)
+    batch = tiny_batch([(100, 9), (2, 3), (60, 4), (5, 30), (90, 12), (1, 1)])
+    expected = plain_outputs(model, batch)["log_probs"]
+    found = response_outputs(model, batch, ["log_probs"])["log_probs"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    model, batch = tiny_model(), tiny_batch()
+    before = response_outputs(model, batch, ["log_probs"])["log_probs"].detach()
+    other = batch.replace(sequences=[s.clone() for s in batch.sequences])
+    other.sequences[1][:] = 5
+    after = response_outputs(model, other, ["log_probs"])["log_probs"].detach()
+    kept = [0, 2, 3, 4]
+    assert torch.equal(before[kept], after[kept])
+    assert not torch.allclose(before[1], after[1])
+
+
+def test_heads_that_change_logits_are_recognised_even_when_logits_are_small():
+    assert head_is_plain(tiny_model("llama"))
+    assert head_is_plain(tiny_model("gemma"))
+    capped = tiny_model("gemma2", final_logit_softcapping=30.0)
+    assert not head_is_plain(capped)
+    assert not head_is_plain(tiny_model("granite"))
+    hidden = torch.randn(3, 32) * 50
+    logits = own_logits(capped, hidden)
+    torch.testing.assert_close(logits, 30 * torch.tanh(hidden @ capped.lm_head.weight.T / 30))
+
+
+def test_the_head_and_the_attention_function_are_given_back():
+    model, batch = tiny_model(), tiny_batch()
+    ids = batch.sequences[4][None]
+    set_attention(model, "sdpa")
+    before = model(input_ids=ids).logits
+    response_outputs(model, batch, ["log_probs"])
+    assert model.config._attn_implementation == PACKED
+    set_attention(model, "sdpa")
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert "forward" not in model.lm_head.__dict__
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_values_come_from_the_state_before_the_token_and_scores_from_the_last_token(packed):
+    language, batch = tiny_model("qwen3"), tiny_batch()
+    model = new_scalar_model(language.config, seed=3).eval()
+    values = response_outputs(model, batch, ["values"], packed=packed)["values"]
+    scores = sequence_scores(model, batch.sequences, packed=packed)
+    model.set_attn_implementation("eager")
+    for row, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths.tolist())):
+        whole = model(input_ids=sequence[None], use_cache=False).logits[0, :, 0]
+        n = len(sequence) - prompt
+        torch.testing.assert_close(values[row, :n], whole[prompt - 1 : -1], rtol=1e-5, atol=1e-6)
+        assert not values[row, n:].any()
+        torch.testing.assert_close(scores[row], whole[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_mixture_of_experts_reports_its_balancing_loss():
+    found = response_outputs(tiny_model("mixtral"), tiny_batch(), ["log_probs", "auxiliary"])
+    assert found["auxiliary"].item() > 1.0 and found["auxiliary"].requires_grad
+    with pytest.raises(ValueError, match="not a mixture of experts"):
+        response_outputs(tiny_model("llama"), tiny_batch(), ["log_probs", "auxiliary"])
+
+
+def test_bad_requests_are_explained():
+    model, batch = tiny_model(), tiny_batch()
+    with pytest.raises(ValueError, match=r"cannot answer \['logits'\]"):
+        response_outputs(model, batch, ["logits"])
+    with pytest.raises(ValueError, match="no head 'score'"):
+        response_outputs(model, batch, ["values"])
+    with pytest.raises(ValueError, match="Row 2 has an empty prompt"):
+        response_outputs(model, batch.replace(prompt_lengths=torch.tensor([3, 7, 0, 4, 12])), ["log_probs"])
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        response_outputs(model, batch, ["log_probs"], temperature=0.0)
+    assert "forward" not in model.lm_head.__dict__, "the head was not given back after an error"
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpaa'.*Did you mean 'sdpa'"):
+        response_outputs(model, batch, ["log_probs"], packed=False, attention="sdpaa")
+
+
+def test_recurrent_models_are_not_packed():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ValueError, match=r"recurrent state.*use_remove_padding=False"):
+        response_outputs(AutoModelForCausalLM.from_config(config), tiny_batch(), ["log_probs"])
