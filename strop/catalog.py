@@ -111,6 +111,7 @@ SCORERS.declare(
     sources=("cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "mmlu*", "gpqa*"),
 )
 SCORERS.declare("format", f"{_RULES}.format:compute_score")
+SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))
 
 # --- Trackers ------------------------------------------------------------------------------------------------------------
 TRACKERS = Registry("tracker")

@@ -1,0 +1,67 @@
+"""Decode steps as CUDA graphs: one per batch-size bucket, used length and set of sampling features.
+
+Recording replaces thousands of kernel launches by one. Where the module cannot be recorded (it asks the device something in
+the middle of its forward pass), steps run one by one, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from strop.rollout.native.runner import Runner
+
+_LENGTH = 128
+
+
+def bucket(rows: int, most: int) -> int:
+    """The number of rows that a graph for `rows` computes: powers of two, and half-way points from 16 on."""
+    size = 1
+    while size < rows:
+        size *= 2
+    middle = size * 3 // 4
+    if size > 16 and rows <= middle:
+        size = middle
+    return min(size, most)
+
+
+class Graphs:
+    def __init__(self) -> None:
+        self._recorded: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+        self._refused = False
+
+    def clear(self) -> None:
+        """Forget all recordings: they point at tensors that are about to go."""
+        self._recorded.clear()
+        self._pool = None
+
+    def step(self, runner: Runner, rows: int, longest: int, used: dict[str, bool | int]) -> None:
+        if self._refused:
+            runner.step(rows, [(0, rows, longest)], used)
+            return
+        rows = bucket(rows, runner.cache.rows)
+        longest = min(-(-longest // _LENGTH) * _LENGTH, runner.cache.capacity)
+        key = (rows, longest, *used.items())
+        if key not in self._recorded:
+            # The first step with this key runs as it is, which also warms up what must not be recorded.
+            runner.step(rows, [(0, rows, longest)], used)
+            self._record(key, runner, rows, longest, used)
+            return
+        self._recorded[key].replay()
+
+    def _record(self, key: tuple[object, ...], runner: Runner, rows: int, longest: int, used: dict[str, bool | int]) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                runner.step(rows, [(0, rows, longest)], used)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(f"CUDA graphs are off for this model: recording a decode step failed ({error}).", stacklevel=2)
+            return
+        self._pool = self._pool or graph.pool()
+        self._recorded[key] = graph

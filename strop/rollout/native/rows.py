@@ -1,0 +1,163 @@
+"""What the device knows about each running row: its tokens, how it samples, whether it ended.
+
+Nothing here is a Python loop over rows and steps: a step reads and writes these tensors as a whole, and a completion is read
+back once, when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strop.rollout.base import Sampling
+from strop.rollout.native.sampler import Knobs, penalise, sample, uniforms
+from strop.rollout.native.scheduler import Sample
+
+RUNNING, STOP, LENGTH, ERROR = range(4)
+_NAMES = {STOP: "stop", LENGTH: "length", ERROR: "error"}
+
+
+def finish_name(state: int) -> str:
+    return _NAMES[state]
+
+
+class Rows:
+    """Fields are [rows]; tokens and log_probs are [rows, capacity + 1], aligned with the positions of the cache."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+        self.rows = self.capacity = 0
+        self.fields: dict[str, Tensor] = {}
+        self.resize(0, 0, 0, 1)
+
+    def resize(self, rows: int, capacity: int, keep: int, stops: int) -> None:
+        """Room for more; rows that hold nothing are ended rows of one token."""
+        whole, real = torch.int64, torch.float32
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype, float]] = {
+            "tokens": ((rows, capacity + 1), whole, 0),
+            "log_probs": ((rows, capacity + 1), real, 0),
+            "stops": ((rows, stops), whole, -1),
+            "length": ((rows,), whole, 1),
+            "limit": ((rows,), whole, 1),
+            "state": ((rows,), whole, LENGTH),
+            "stream": ((rows,), whole, 0),
+            "top_k": ((rows,), whole, self.vocabulary),
+            "greedy": ((rows,), torch.bool, 0),
+            "temperature": ((rows,), real, 1),
+            "top_p": ((rows,), real, 1),
+            "min_p": ((rows,), real, 0),
+            "penalty": ((rows,), real, 1),
+        }
+        for name, (shape, dtype, empty) in wanted.items():
+            new = torch.full(shape, empty, dtype=dtype, device=self.device)
+            old = self.fields.get(name)
+            if old is not None and keep:
+                part = (slice(keep), *(slice(min(a, b)) for a, b in zip(shape[1:], old.shape[1:])))
+                new[part] = old[part]
+            self.fields[name] = new
+        self.rows, self.capacity = rows, capacity
+
+    @property
+    def stops(self) -> int:
+        return self.fields["stops"].shape[1]
+
+    def fill(self, rows: Sequence[int], samples: Sequence[Sample], streams: Sequence[int]) -> None:
+        """Seat samples; their tokens so far are written, the next one is theirs to sample."""
+        index = torch.tensor(list(rows), device=self.device)
+        settings: list[Sampling] = [s.settings for s in samples]
+        columns: dict[str, list[float] | list[int] | list[bool]] = {
+            "length": [s.length for s in samples],
+            "limit": [s.limit for s in samples],
+            "state": [RUNNING for _ in samples],
+            "stream": list(streams),
+            "top_k": [min(k, self.vocabulary) if (k := s.top_k) > 0 else self.vocabulary for s in settings],
+            "greedy": [s.temperature == 0 for s in settings],
+            "temperature": [s.temperature or 1.0 for s in settings],
+            "top_p": [s.top_p for s in settings],
+            "min_p": [s.min_p for s in settings],
+            "penalty": [s.repetition_penalty for s in settings],
+        }
+        for name, column in columns.items():
+            field = self.fields[name]
+            field[index] = torch.tensor(column, dtype=field.dtype, device=self.device)
+        blank = [-1] * self.stops
+        stops = [blank if s.ignore_eos else (list(s.stop_ids) + blank)[: self.stops] for s in settings]
+        self.fields["stops"][index] = torch.tensor(stops, device=self.device)
+        width = max(s.length for s in samples)
+        tokens = [[*s.prompt, *s.tokens, *[0] * (width - s.length)] for s in samples]
+        self.fields["tokens"][index, :width] = torch.tensor(tokens, device=self.device)
+        for row, one in zip(rows, samples):
+            if one.tokens:
+                self.fields["log_probs"][row, len(one.prompt) : one.length] = torch.tensor(one.log_probs, device=self.device)
+
+    def move(self, moves: Sequence[tuple[int, int]], left: int) -> None:
+        """Close gaps; rows from `left` on are free."""
+        if moves:
+            source, target = (torch.tensor(list(side), device=self.device) for side in zip(*moves))
+            for field in self.fields.values():
+                field[target] = field[source]
+        self.fields["state"][left:] = LENGTH
+        self.fields["length"][left:] = 1
+
+    def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The newest token of each row, and its position."""
+        positions = self.fields["length"][rows] - 1
+        return self.fields["tokens"][rows, positions], positions
+
+    def knobs(self, samples: Sequence[Sample]) -> dict[str, bool | int]:
+        """Which settings any of these samples uses: what `advance` need not do for a whole batch."""
+        settings: set[Sampling] = {s.settings for s in samples}
+        greedy = {s.temperature == 0 for s in settings}
+        ks = [min(s.top_k, self.vocabulary) if s.top_k > 0 else self.vocabulary for s in settings]
+        return {
+            "greedy": True in greedy,
+            "all_greedy": greedy == {True},
+            "temperature": any(s.temperature not in (0, 1) for s in settings),
+            "top_k": max(ks) if min(ks) < self.vocabulary else 0,
+            "top_p": any(s.top_p < 1 for s in settings),
+            "min_p": any(s.min_p > 0 for s in settings),
+            "penalty": any(s.repetition_penalty != 1 for s in settings),
+        }
+
+    def advance(self, rows: Tensor, logits: Tensor, used: dict[str, bool | int], longest: int) -> None:
+        """Sample one token for each of `rows` and judge whether the row ends with it. Ended rows stay as they are."""
+        f = self.fields
+        length, state = f["length"][rows], f["state"][rows]
+
+        def setting(name: str) -> Tensor | None:
+            return f[name][rows] if used[name] else None
+
+        knobs = Knobs(
+            temperature=setting("temperature"),
+            greedy=setting("greedy"),
+            all_greedy=bool(used["all_greedy"]),
+            top_k=setting("top_k"),
+            widest=int(used["top_k"]),
+            top_p=setting("top_p"),
+            min_p=setting("min_p"),
+        )
+        penalised = None
+        if used["penalty"]:
+            columns = torch.arange(longest, device=self.device)
+            # Columns past the end repeat the first token: it is in the sequence anyway.
+            seen = f["tokens"][rows][:, :longest].where(columns < length[:, None], f["tokens"][rows][:, :1])
+            penalised = penalise(logits, seen, f["penalty"][rows])
+        draw = sample(logits, uniforms(f["stream"][rows], length), knobs, penalised)
+        f["tokens"][rows, length] = draw.tokens
+        f["log_probs"][rows, length] = draw.log_probs
+        stopped = (draw.tokens[:, None] == f["stops"][rows]).any(-1)
+        after = torch.where(stopped, STOP, torch.where(length + 1 >= f["limit"][rows], LENGTH, RUNNING))
+        after = torch.where(draw.valid, after, ERROR)
+        alive = state == RUNNING
+        f["state"][rows] = torch.where(alive, after, state)
+        f["length"][rows] = torch.where(alive & draw.valid, length + 1, length)
+
+    def look(self, count: int) -> tuple[list[int], list[int]]:
+        """State and length of the first rows, on the host."""
+        both = torch.stack([self.fields["state"][:count], self.fields["length"][:count]]).tolist()
+        return both[0], both[1]
+
+    def read(self, row: int, start: int, end: int) -> tuple[list[int], list[float]]:
+        return self.fields["tokens"][row, start:end].tolist(), self.fields["log_probs"][row, start:end].tolist()

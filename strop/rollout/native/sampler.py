@@ -1,0 +1,181 @@
+"""Drawing the next token of each row, exactly and without a random number per vocabulary entry.
+
+A row has one uniform number u, a hash of its stream and the position, so a draw does not depend on what else is in the batch.
+The token is the first one whose cumulative weight exceeds u times the total weight. Reported log-probs are those of the
+model at the temperature (1 for greedy rows): before repetition penalty, top-k, top-p and min-p, which is what training
+recomputes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_BITS = (1 << 64) - 1
+_BLOCK = 512
+_CANDIDATES = 256
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Sampling settings, one entry per row. A setting that no row uses is None, and costs nothing."""
+
+    temperature: Tensor | None = None
+    """None: all 1. Greedy rows carry 1."""
+    greedy: Tensor | None = None
+    all_greedy: bool = False
+    top_k: Tensor | None = None
+    """Entries are at least 1; a row that takes all tokens carries the size of the vocabulary."""
+    widest: int = 0
+    """The largest entry of top_k; 0 with top_k None."""
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Draw:
+    tokens: Tensor
+    log_probs: Tensor
+    valid: Tensor
+    """False where the logits are not numbers."""
+
+
+def stream(seed: int, sample: int) -> int:
+    """The name of the random stream of one sample, as a signed 64-bit number."""
+    mixed = _mix((_mix((seed + _GOLDEN) & _BITS) + (sample + 1) * _GOLDEN) & _BITS)
+    return mixed - (1 << 64) if mixed >> 63 else mixed
+
+
+def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) per row, by the splitmix64 generator at a counter; float64."""
+    z = streams + (positions + 1) * _signed(_GOLDEN)
+    z = (z ^ _shifted(z, 30)) * _signed(_FIRST)
+    z = (z ^ _shifted(z, 27)) * _signed(_SECOND)
+    z = z ^ _shifted(z, 31)
+    return _shifted(z, 16).double() * 2.0**-48
+
+
+def sample(logits: Tensor, uniform: Tensor, knobs: Knobs, penalised: Tensor | None = None) -> Draw:
+    """One token per row of [rows, vocabulary]; `penalised` are the logits to draw from, where they differ."""
+    scaled = logits.float()
+    if knobs.temperature is not None:
+        scaled = scaled / knobs.temperature[:, None]
+    weights, top, total = _weights(scaled)
+    valid = torch.isfinite(total)
+    if penalised is not None:
+        source = penalised.float()
+        if knobs.temperature is not None:
+            source = source / knobs.temperature[:, None]
+        drawn_from, _, mass = _weights(source)
+    else:
+        source, drawn_from, mass = scaled, weights, total
+    if knobs.all_greedy:
+        tokens = source.argmax(-1)
+    else:
+        tokens = _choose(drawn_from, mass, uniform, knobs)
+        if knobs.greedy is not None:
+            tokens = torch.where(knobs.greedy, source.argmax(-1), tokens)
+    tokens = torch.where(valid, tokens, 0)
+    log_probs = scaled.gather(1, tokens[:, None])[:, 0] - top - total.log().to(scaled.dtype)
+    return Draw(tokens, log_probs, valid)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Logits with those of `seen` tokens [rows, any] divided by the penalty where positive, multiplied where negative."""
+    logits = logits.float()
+    scores = logits.gather(1, seen)
+    factor = penalty[:, None]
+    return logits.scatter(1, seen, torch.where(scores < 0, scores * factor, scores / factor))
+
+
+def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(scaled - maximum) in whole blocks, the maximum and the total, per row."""
+    rows, vocabulary = scaled.shape
+    top = scaled.amax(-1)
+    weights = scaled.new_zeros(rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    torch.sub(scaled, top[:, None], out=weights[:, :vocabulary]).exp_()
+    total = weights.view(rows, -1, _BLOCK).sum(-1).double().sum(-1)
+    return weights, top, total
+
+
+def _choose(weights: Tensor, total: Tensor, uniform: Tensor, knobs: Knobs) -> Tensor:
+    if knobs.min_p is not None and knobs.top_k is None and knobs.top_p is None:
+        weights = weights.where(weights >= knobs.min_p[:, None], 0)
+    elif knobs.top_k is not None or knobs.top_p is not None:
+        values, index = _candidates(weights, total, knobs)
+        return index.gather(1, _invert(_filtered(values, total, knobs), uniform)[:, None])[:, 0]
+    return _invert(weights, uniform)
+
+
+def _candidates(weights: Tensor, total: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+    """The heaviest tokens, heaviest first, as many as the filters can let through."""
+    size = weights.shape[1]
+    bounded = knobs.top_k is not None and knobs.widest < size
+    width = min(size, knobs.widest if bounded else _CANDIDATES)
+    if not bounded and weights.is_cuda:
+        width = size  # a sort is cheaper than asking the device whether fewer would do
+    while True:
+        values, index = weights.topk(width, sorted=True)
+        if bounded or width == size:
+            return values, index
+        reached = values.double().sum(-1) >= total * (1.0 if knobs.top_p is None else knobs.top_p)
+        if knobs.top_k is not None:
+            reached |= knobs.top_k <= width
+        if bool(reached.all()):
+            return values, index
+        width = min(size, width * 8)
+
+
+def _filtered(values: Tensor, total: Tensor, knobs: Knobs) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p, on weights sorted from the heaviest."""
+    kept, left = values, total[:, None]
+    if knobs.top_k is not None:
+        ranks = torch.arange(values.shape[1], device=values.device)
+        kept = kept.where(ranks < knobs.top_k[:, None], 0)
+        left = torch.where(knobs.top_k[:, None] <= values.shape[1], kept.double().sum(-1, keepdim=True), left)
+    if knobs.top_p is not None:
+        mass = kept.double()
+        before = mass.cumsum(-1) - mass
+        kept = kept.where(before < knobs.top_p[:, None] * left, 0)
+    if knobs.min_p is not None:
+        kept = kept.where(values >= knobs.min_p[:, None] * values[:, :1], 0)
+    return kept
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The first entry whose cumulative weight exceeds uniform · total; entries of weight 0 are never chosen.
+
+    In two levels, blocks and entries of the chosen block, so that the long axis is only summed.
+    """
+    rows, size = weights.shape
+    block = _BLOCK if size % _BLOCK == 0 else size
+    blocks = weights.view(rows, -1, block)
+    bounds = blocks.sum(-1).double().cumsum(-1)
+    target = uniform.to(bounds.device)[:, None] * bounds[:, -1:]
+    chosen = (bounds <= target).sum(-1, keepdim=True).clamp_(max=bounds.shape[1] - 1)
+    below = torch.where(chosen > 0, bounds.gather(1, (chosen - 1).clamp_(min=0)), 0)
+    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, block))[:, 0].double().cumsum(-1)
+    entry = (inside <= target - below).sum(-1)
+    # Sums of blocks and of entries round differently: stay at the last entry that has any weight.
+    last = (inside < inside[:, -1:]).sum(-1)
+    return chosen[:, 0] * block + torch.minimum(entry, last)
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _FIRST) & _BITS
+    z = ((z ^ (z >> 27)) * _SECOND) & _BITS
+    return z ^ (z >> 31)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """A shift to the right that brings in zeros; torch's brings in the sign."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

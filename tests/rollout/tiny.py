@@ -1,0 +1,106 @@
+"""Tiny models with random weights, for engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 96
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    # Wide enough that the most likely token is not decided by rounding.
+    "initializer_range": 0.3,
+}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4}
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16)),
+    "mistral_window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=5)),
+    "gemma2_softcap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**_SIZES, head_dim=16, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=5, query_pre_attn_scalar=16)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4)),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_EXPERTS)),
+}
+
+
+def make(name: str = "llama") -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if name == "gemma2_softcap":
+        model.set_attn_implementation("eager")  # transformers' sdpa leaves the cap out
+    model.eval()
+    return model
+
+
+def with_lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make("qwen2"), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.3)
+    model.eval()
+    return model
+
+
+def fixed(logits: Tensor) -> Any:
+    """A model whose logits are the same everywhere."""
+    model = make()
+    head = nn.Linear(model.config.hidden_size, len(logits))
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.copy_(logits)
+    model.lm_head = head
+    return model
+
+
+def plain_log_probs(model: Any, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """Log-probs of all tokens at each position of the answer, by one forward pass of one sequence."""
+    with torch.no_grad():
+        ids = torch.tensor([[*prompt, *answer]])
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def plain_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    answer: list[int] = []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0, -1]
+        answer.append(int(logits.argmax()))
+    return answer
