@@ -138,3 +138,14 @@ ENGINES.declare(
         "enforce_eager",
     ),
 )
+
+# --- Reward managers -----------------------------------------------------------------------------------------------------
+# stores_acc: a scorer's plain number is also reported as `acc`; takes_lists: the function is called once, with lists.
+REWARD_MANAGERS = Registry("reward manager", facts={"stores_acc": False, "takes_lists": False})
+_managers = "strop.rewards.managers.kinds"
+REWARD_MANAGERS.declare("naive", f"{_managers}:Naive")
+REWARD_MANAGERS.declare("prime", f"{_managers}:Prime")
+REWARD_MANAGERS.declare("batch", f"{_managers}:Lists", stores_acc=True, takes_lists=True)
+REWARD_MANAGERS.declare("dapo", f"{_managers}:Naive", stores_acc=True)
+REWARD_MANAGERS.declare("rate_limited", f"{_managers}:RateLimited")
+REWARD_MANAGERS.declare("remote", f"{_managers}:Prime")

@@ -1,0 +1,140 @@
+"""A reward server that speaks OpenRLHF's protocol.
+
+    POST {"query": [prompt and response, special tokens included], "prompts": [...], "labels": [ground truths]}
+    -> {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}      the last two are optional
+
+Samples are divided over the servers. A request that fails is sent again, to the next server, until its time is up.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from strop.rewards.calls import call_each
+from strop.rewards.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRIES = 5
+PAUSE = 1.0  # seconds between them
+GRACE = 1.0  # a server that answers byte by byte is cut off this much after the limit
+
+
+class RemoteModel:
+    """Scores of one or more servers, as a reward manager gives them."""
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        timeout: float = 300.0,
+        workers: int = 1,
+        tries: int = TRIES,
+        pause: float = PAUSE,
+    ):
+        """At most `workers` requests at a time, or one per server if there are more; `timeout` is for one request."""
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        for url in self.urls or [""]:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"reward_model.remote_url has {url!r}, which is not an http:// or https:// address. A Python file goes to "
+                    "custom_reward_function.path."
+                )
+        self.tokenizer, self.timeout, self.tries, self.pause = tokenizer, timeout, tries, pause
+        self.workers = max(workers, len(self.urls))
+        self.retried = 0
+        """Requests that were sent again, over all calls."""
+        self._lock = threading.Lock()
+        self._turn = itertools.cycle(range(len(self.urls)))
+
+    def score(self, samples: Sequence[Sample]) -> list[Any]:
+        if not samples:
+            return []
+        size = -(-len(samples) // self.workers)
+        pieces = [samples[start : start + size] for start in range(0, len(samples), size)]
+        answers = call_each(self._ask, pieces, workers=len(pieces), timeout=self.timeout + GRACE)
+        return [
+            value
+            for piece, answer in zip(pieces, answers, strict=True)
+            for value in ([answer] * len(piece) if isinstance(answer, Exception) else answer)
+        ]
+
+    def _ask(self, samples: Sequence[Sample]) -> list[Any]:
+        body = json.dumps(self._question(samples), default=str).encode()
+        deadline = time.monotonic() + self.timeout
+        for attempt in itertools.count(1):
+            with self._lock:
+                url = self.urls[next(self._turn)]
+            try:
+                return values_in(self._post(url, body, deadline), len(samples), url)
+            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                if attempt == self.tries or not _may_pass(error) or time.monotonic() + self.pause >= deadline:
+                    raise _explained(error, url, attempt) from error
+            with self._lock:
+                self.retried += 1
+            time.sleep(self.pause)
+        raise AssertionError("unreachable")
+
+    def _post(self, url: str, body: bytes, deadline: float) -> Any:
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+        with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
+            return json.loads(reply.read())
+
+    def _question(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+        prompts = [sample.trajectory.prompt.ids for sample in samples]
+        whole = [ids + sample.trajectory.response for ids, sample in zip(prompts, samples)]
+        return {
+            "query": self.tokenizer.batch_decode(whole, skip_special_tokens=False),
+            "prompts": self.tokenizer.batch_decode(prompts, skip_special_tokens=False),
+            "labels": [sample.ground_truth for sample in samples],
+        }
+
+
+def values_in(reply: Any, count: int, url: str) -> list[Any]:
+    """What a server's reply says about each of `count` samples: a number, or a dict where it says more than that."""
+    if not isinstance(reply, dict) or "rewards" not in reply:
+        keys = ", ".join(map(str, reply)) if isinstance(reply, dict) else type(reply).__name__
+        raise ValueError(f"The reward server {url} answered without 'rewards' (it sent: {keys or 'nothing'}).")
+    columns = {"score": _column(reply["rewards"], count)}
+    if len(columns["score"]) != count:
+        raise ValueError(f"The reward server {url} was sent {count} samples and answered with {len(columns['score'])} rewards.")
+    more = {"scores": reply.get("scores"), **(reply.get("extra_logs") or {})}
+    for name, value in more.items():
+        column = _column(value, count)
+        if value is not None and len(column) == count and name != "score":
+            columns[name] = column
+    if columns.get("scores") == columns["score"]:
+        del columns["scores"]
+    if len(columns) == 1:
+        return columns["score"]
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def _column(value: Any, count: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * count
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later: not when the server understood it and refused."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in (408, 425, 429)
+    return True
+
+
+def _explained(error: Exception, url: str, attempts: int) -> Exception:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    tries = f"{attempts} {'try' if attempts == 1 else 'tries'}"
+    said = f"The reward server {url} gave no usable answer after {tries}: {type(error).__name__}: {error}"
+    if isinstance(error, urllib.error.HTTPError):
+        said += f". It said: {error.read(200).decode(errors='replace')}"
+    return TimeoutError(said) if isinstance(reason, TimeoutError) else ConnectionError(said)
