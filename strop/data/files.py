@@ -172,12 +172,7 @@ class JsonArrayFile(RowFile):
 
 
 class Rows(Sequence[Row]):
-    """Several files, one after the other.
-
-    >>> rows = Rows([])
-    >>> len(rows)
-    0
-    """
+    """Several files, one after the other."""
 
     def __init__(self, files: Sequence[RowFile]):
         self.files = list(files)

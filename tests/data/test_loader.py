@@ -141,6 +141,17 @@ def test_processes_ahead_give_the_same_batches() -> None:
         ahead.close()
 
 
+def test_errors_of_processes_ahead_arrive() -> None:
+    rows = [{"prompt": "x" * n, "data_source": "sums"} for n in range(4)]
+    ahead = Loader(PromptDataset(rows, Chat(character_tokenizer()), max_prompt_length=3), 2, workers=1, shuffle=False)
+    try:
+        with pytest.raises(ValueError, match=r"row 0 has \d+ tokens, over data\.max_prompt_length=3"):
+            ahead.draw()
+        assert ahead.position == 0
+    finally:
+        ahead.close()
+
+
 class Curriculum:
     """Easy rows first; how many rows there are grows with each update."""
 

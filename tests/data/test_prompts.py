@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from strop.config.schema.data import CustomClass, Data
 from strop.data.chat import Chat
-from strop.data.measure import CHUNK
+from strop.data.measure import CHUNK, measure
 from strop.data.prompts import PromptDataset, build_prompts, truncate
 from strop.data.selection import mixture, permutation, subset
 from strop.types import Prompt
@@ -120,6 +120,16 @@ def test_the_filter_gives_the_same_rows_with_processes(tmp_path: Path) -> None:
     alone = build_prompts(config(file, **settings), TOKENIZER)
     many = build_prompts(config(file, filter_overlong_prompts_workers=2, **settings), TOKENIZER)
     assert many.indices.tolist() == alone.indices.tolist() == [n for n, length in enumerate(lengths) if length <= 3]
+
+
+def test_a_terminal_sees_progress(sums: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = build_prompts(config(sums), TOKENIZER)
+    quiet = measure(dataset).tolist()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert measure(dataset).tolist() == quiet == [WRAP + n for n in range(10)]
+    assert "Measuring prompts" in capsys.readouterr().err
 
 
 def test_samples_are_capped_first_or_at_random(sums: str) -> None:
