@@ -1,0 +1,146 @@
+"""A user's function: loaded, checked against what it will be given, and its results understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from strop.rewards.function import RewardFunction, load_function
+from strop.rewards.sample import read_samples
+from strop.rewards.verdict import verdict_of
+from tests.rewards.scene import TOKENIZER, ids, trajectory
+
+
+def sample(**more: Any) -> Any:
+    return read_samples([trajectory(**more)], TOKENIZER)[0]
+
+
+def test_arguments_by_name_only_those_taken() -> None:
+    everything = RewardFunction(lambda **given: given, {"k": 3})(sample(row=5, extra_info={"level": 2}))
+    assert everything == {
+        "data_source": "openai/gsm8k",
+        "solution_str": "#### 4",
+        "ground_truth": "4",
+        "extra_info": {"level": 2, "num_turns": 2, "turn_scores": []},
+        "k": 3,
+    }
+    assert RewardFunction(lambda ground_truth, solution_str: solution_str + ground_truth)(sample()) == "#### 44"
+
+
+def test_options_win_over_what_the_row_says() -> None:
+    assert RewardFunction(lambda ground_truth: ground_truth, {"ground_truth": "9"})(sample()) == "9"
+
+
+def test_misfits_are_refused_before_the_first_call() -> None:
+    with pytest.raises(ValueError, match="wants queries, which it is not given by name"):
+        RewardFunction(lambda queries: 0)
+    with pytest.raises(ValueError, match="need reward_model.reward_manager=batch"):
+        RewardFunction(lambda solution_strs, ground_truths: 0)
+    with pytest.raises(ValueError, match="set reward_model.reward_manager=naive"):
+        RewardFunction(lambda solution_str, ground_truth: 0, takes_lists=True)
+    with pytest.raises(ValueError, match=r"has \['methd'\].*Did you mean 'method'"):
+        RewardFunction(lambda solution_str, method="strict": 0, {"methd": "flexible"})
+    with pytest.raises(ValueError, match="cannot be called"):
+        RewardFunction(3)  # type: ignore[arg-type]
+
+    def positional(solution_str: str, /) -> float:
+        return 0.0
+
+    with pytest.raises(ValueError, match="not given by name"):
+        RewardFunction(positional)
+
+
+class Awaitable:
+    async def __call__(self, solution_str: str) -> float:
+        return float(len(solution_str))
+
+
+def test_async_in_every_form() -> None:
+    async def plain(solution_str: str) -> float:
+        return 2.0
+
+    assert RewardFunction(plain).is_async and RewardFunction(plain)(sample()) == 2.0
+    assert RewardFunction(Awaitable()).is_async and RewardFunction(Awaitable())(sample()) == 6.0
+    assert RewardFunction(lambda solution_str: plain(solution_str))(sample()) == 2.0  # not seen from outside
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    bad = tmp_path / "bad_syntax.py"
+    bad.write_text("def compute_score(:\n    pass\n")
+    with pytest.raises(ValueError, match=r"custom_reward_function.path=.*bad_syntax.py does not parse.*line 1"):
+        load_function(str(bad), "compute_score")
+    fails = tmp_path / "fails.py"
+    fails.write_text("import nothing_like_this\n")
+    with pytest.raises(ValueError, match="fails while it is imported: ModuleNotFoundError"):
+        load_function(str(fails), "compute_score")
+    other = tmp_path / "other.py"
+    other.write_text("def compute_scores(**k): return 1\n")
+    with pytest.raises(ValueError, match="Did you mean 'compute_scores'"):
+        load_function(str(other), "compute_score")
+    with pytest.raises(ValueError, match="does not exist"):
+        load_function(str(tmp_path / "absent.py"), "compute_score")
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [(1, 1.0), (True, 1.0), (0.25, 0.25), (np.float32(0.5), 0.5), (np.bool_(True), 1.0), (np.int64(-3), -3.0)]
+    + [(np.array(2.0), 2.0), (np.array([2.0]), 2.0), (torch.tensor(0.5), 0.5), (torch.tensor([1]), 1.0)],
+)
+def test_numbers(value: Any, score: float) -> None:
+    assert verdict_of(value).score == score
+    found = verdict_of({"score": value, "note": "x"})
+    assert found.score == score and found.extras == {"score": score, "note": "x"}
+
+
+def test_extras_become_plain() -> None:
+    extras = verdict_of({"score": 1, "acc": np.bool_(True), "parts": np.array([1, 2]), 7: torch.tensor(2.5), "pred": "a"}).extras
+    assert extras == {"score": 1.0, "acc": True, "parts": [1, 2], "7": 2.5, "pred": "a"}
+    assert type(extras["acc"]) is bool
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "nan, which is not a finite number"),
+        (np.float32("inf"), "inf, which is not a finite number"),
+        ("1.0", "'1.0' of type str"),
+        ([1.0], "of type list"),
+        (np.array([1.0, 2.0]), "of type ndarray"),
+        (1j, "of type complex"),
+        ({"acc": 1, "pred": "x"}, "without 'score', only acc, pred"),
+        ({}, "without 'score', only nothing"),
+        ({"score": None}, "None of type NoneType"),
+    ],
+)
+def test_what_is_no_score(value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        verdict_of(value)
+
+
+def test_text_is_what_the_policy_said() -> None:
+    # An answer, a tool's words, another answer.
+    parts = [("call", 1), ("#### 9", 0), ("no", 1)]
+    mask = [flag for text, flag in parts for _ in ids(text)] + [1]
+    many = trajectory("call#### 9no", mask=mask, num_turns=4, turn_rewards={11: 0.5, 3: -1.0})
+    one = read_samples([many, trajectory()], TOKENIZER)
+    assert one[0].solution_str == "call\nno" and one[1].solution_str == "#### 4"
+    assert one[0].extra_info == {"num_turns": 4, "turn_scores": [-1.0, 0.5]}
+    assert read_samples([many], TOKENIZER, whole_transcript=True)[0].solution_str == "call#### 9no"
+
+
+def test_an_empty_response_has_an_empty_text() -> None:
+    empty = trajectory()
+    empty.response, empty.mask, empty.log_probs = [], [], []
+    assert read_samples([empty], TOKENIZER)[0].solution_str == ""
+    only_tools = trajectory("#### 4", mask=[0] * 7)
+    assert read_samples([only_tools], TOKENIZER)[0].solution_str == ""
+
+
+def test_a_scorer_may_write_in_extra_info_without_touching_the_row() -> None:
+    t = trajectory(extra_info={"level": 1})
+    read_samples([t], TOKENIZER)[0].extra_info["level"] = 99
+    assert t.prompt.extra_info == {"level": 1}
