@@ -158,12 +158,16 @@ class _Abort(StoppingCriteria):
 def _settings(sampling: Sampling, room: int) -> GenerationConfig:
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.stop_ids)
-    drawing = {} if greedy else {
-        "temperature": sampling.temperature,
-        "top_k": max(0, sampling.top_k),
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-    }
+    drawing = (
+        {}
+        if greedy
+        else {
+            "temperature": sampling.temperature,
+            "top_k": max(0, sampling.top_k),
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p or None,
+        }
+    )
     return GenerationConfig(
         do_sample=not greedy,
         max_new_tokens=room,

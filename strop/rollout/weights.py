@@ -30,6 +30,8 @@ def copy_weights(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
                 raise ValueError(f"The model of the engine has no weight {name!r}.{did_you_mean(name, own)}")
             old = own[name]
             if old.shape != new.shape:
-                raise ValueError(f"The weight {name!r} has the shape {tuple(old.shape)} in the engine and {tuple(new.shape)} here.")
+                raise ValueError(
+                    f"The weight {name!r} has the shape {tuple(old.shape)} in the engine and {tuple(new.shape)} here."
+                )
             if old.data_ptr() != new.data_ptr() or old.device != new.device:
                 old.copy_(new)

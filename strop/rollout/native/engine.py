@@ -47,12 +47,18 @@ class NativeEngine:
         enforce_eager: bool = False,
         seed: int = 0,
     ) -> None:
-        """`cache_bytes`: memory of the cache; by default what `gpu_memory_utilization` leaves, on the CPU a quarter of it all."""
+        """`cache_bytes`: memory of the cache; by default what `gpu_memory_utilization` leaves, or a quarter of the host's."""
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise ValueError(f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1.")
+            raise ValueError(
+                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1."
+            )
         self.model, self.seed, self.version = model, seed, 0
         self.longest = longest_sequence(model, max_model_len)
-        self._limits = {"batch_tokens": max_num_batched_tokens, "chunked": enable_chunked_prefill, "graphs": not enforce_eager}
+        self._limits: dict[str, Any] = {
+            "batch_tokens": max_num_batched_tokens,
+            "chunked": enable_chunked_prefill,
+            "graphs": not enforce_eager,
+        }
         self._max_rows, self._share, self._cache_bytes = max_num_seqs, gpu_memory_utilization, cache_bytes
         self._runner: Runner | None = None
         self._scheduler = Scheduler(max_rows=max_num_seqs, budget=0)

@@ -7,7 +7,7 @@ the middle of its forward pass), steps run one by one, and a warning says so onc
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ def bucket(rows: int, most: int) -> int:
 class Graphs:
     def __init__(self) -> None:
         self._recorded: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._refused = False
 
     def clear(self) -> None:

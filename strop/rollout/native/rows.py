@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.rollout.base import Sampling
-from strop.rollout.native.sampler import Knobs, penalise, sample, uniforms
+from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, uniforms
 from strop.rollout.native.scheduler import Sample
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
@@ -26,8 +26,8 @@ def finish_name(state: int) -> str:
 class Rows:
     """Fields are [rows]; tokens and log_probs are [rows, capacity + 1], aligned with the positions of the cache."""
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self.vocabulary, self.device = vocabulary, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.rows = self.capacity = 0
         self.fields: dict[str, Tensor] = {}
         self.resize(0, 0, 0, 1)
@@ -43,7 +43,7 @@ class Rows:
             "limit": ((rows,), whole, 1),
             "state": ((rows,), whole, LENGTH),
             "stream": ((rows,), whole, 0),
-            "top_k": ((rows,), whole, self.vocabulary),
+            "top_k": ((rows,), whole, ALL),
             "greedy": ((rows,), torch.bool, 0),
             "temperature": ((rows,), real, 1),
             "top_p": ((rows,), real, 1),
@@ -72,7 +72,7 @@ class Rows:
             "limit": [s.limit for s in samples],
             "state": [RUNNING for _ in samples],
             "stream": list(streams),
-            "top_k": [min(k, self.vocabulary) if (k := s.top_k) > 0 else self.vocabulary for s in settings],
+            "top_k": [s.top_k if s.top_k > 0 else ALL for s in settings],
             "greedy": [s.temperature == 0 for s in settings],
             "temperature": [s.temperature or 1.0 for s in settings],
             "top_p": [s.top_p for s in settings],
@@ -110,12 +110,12 @@ class Rows:
         """Which settings any of these samples uses: what `advance` need not do for a whole batch."""
         settings: set[Sampling] = {s.settings for s in samples}
         greedy = {s.temperature == 0 for s in settings}
-        ks = [min(s.top_k, self.vocabulary) if s.top_k > 0 else self.vocabulary for s in settings]
+        ks = [s.top_k if s.top_k > 0 else ALL for s in settings]
         return {
             "greedy": True in greedy,
             "all_greedy": greedy == {True},
             "temperature": any(s.temperature not in (0, 1) for s in settings),
-            "top_k": max(ks) if min(ks) < self.vocabulary else 0,
+            "top_k": max(ks) if min(ks) < ALL else 0,
             "top_p": any(s.top_p < 1 for s in settings),
             "min_p": any(s.min_p > 0 for s in settings),
             "penalty": any(s.repetition_penalty != 1 for s in settings),

@@ -22,9 +22,8 @@ class Runner:
     def __init__(self, model: Any, *, batch_tokens: int, chunked: bool, graphs: bool) -> None:
         """`batch_tokens`: most prompt tokens of one forward pass; `chunked`: longer prompts are split, else they run alone."""
         self.model, self.batch_tokens, self.chunked = model, batch_tokens, chunked
-        embedding = model.get_input_embeddings()
-        self.device = embedding.weight.device
-        self.rows = Rows(embedding.num_embeddings, self.device)
+        self.device = model.get_input_embeddings().weight.device
+        self.rows = Rows(self.device)
         self.cache = self._measure()
         core = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._selects = "logits_to_keep" in inspect.signature(core.forward).parameters

@@ -19,6 +19,7 @@ _SECOND = 0x94D049BB133111EB
 _BITS = (1 << 64) - 1
 _BLOCK = 512
 _CANDIDATES = 256
+ALL = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Knobs:
     greedy: Tensor | None = None
     all_greedy: bool = False
     top_k: Tensor | None = None
-    """Entries are at least 1; a row that takes all tokens carries the size of the vocabulary."""
+    """Entries are at least 1; a row that takes all tokens carries ALL."""
     widest: int = 0
     """The largest entry of top_k; 0 with top_k None."""
     top_p: Tensor | None = None
@@ -104,47 +105,36 @@ def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _choose(weights: Tensor, total: Tensor, uniform: Tensor, knobs: Knobs) -> Tensor:
-    if knobs.min_p is not None and knobs.top_k is None and knobs.top_p is None:
-        weights = weights.where(weights >= knobs.min_p[:, None], 0)
-    elif knobs.top_k is not None or knobs.top_p is not None:
-        values, index = _candidates(weights, total, knobs)
-        return index.gather(1, _invert(_filtered(values, total, knobs), uniform)[:, None])[:, 0]
+    """Top-k, then top-p of what is left, then min-p; the draw itself always goes through the vocabulary in its own order."""
+    if knobs.top_k is not None or knobs.top_p is not None:
+        weights = _head(weights, total, knobs)
+    if knobs.min_p is not None:
+        weights = weights.where(weights >= knobs.min_p[:, None], 0)  # the heaviest token weighs 1
     return _invert(weights, uniform)
 
 
-def _candidates(weights: Tensor, total: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
-    """The heaviest tokens, heaviest first, as many as the filters can let through."""
-    size = weights.shape[1]
+def _head(weights: Tensor, total: Tensor, knobs: Knobs) -> Tensor:
+    """Weights with all but the head of each row set to 0; rows without top-k and top-p stay whole."""
+    rows, size = weights.shape
+    top_k = torch.full((rows,), ALL, device=weights.device) if knobs.top_k is None else knobs.top_k
+    top_p = torch.ones(rows, device=weights.device) if knobs.top_p is None else knobs.top_p
     bounded = knobs.top_k is not None and knobs.widest < size
+    whole = (top_p >= 1) & (top_k >= size)
     width = min(size, knobs.widest if bounded else _CANDIDATES)
     if not bounded and weights.is_cuda:
         width = size  # a sort is cheaper than asking the device whether fewer would do
-    while True:
-        values, index = weights.topk(width, sorted=True)
-        if bounded or width == size:
-            return values, index
-        reached = values.double().sum(-1) >= total * (1.0 if knobs.top_p is None else knobs.top_p)
-        if knobs.top_k is not None:
-            reached |= knobs.top_k <= width
+    values, index = weights.topk(width, sorted=True)
+    while not bounded and width < size:
+        reached = whole | (top_k <= width) | (values.double().sum(-1) >= total * top_p)
         if bool(reached.all()):
-            return values, index
+            break
         width = min(size, width * 8)
-
-
-def _filtered(values: Tensor, total: Tensor, knobs: Knobs) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p, on weights sorted from the heaviest."""
-    kept, left = values, total[:, None]
-    if knobs.top_k is not None:
-        ranks = torch.arange(values.shape[1], device=values.device)
-        kept = kept.where(ranks < knobs.top_k[:, None], 0)
-        left = torch.where(knobs.top_k[:, None] <= values.shape[1], kept.double().sum(-1, keepdim=True), left)
-    if knobs.top_p is not None:
-        mass = kept.double()
-        before = mass.cumsum(-1) - mass
-        kept = kept.where(before < knobs.top_p[:, None] * left, 0)
-    if knobs.min_p is not None:
-        kept = kept.where(values >= knobs.min_p[:, None] * values[:, :1], 0)
-    return kept
+        values, index = weights.topk(width, sorted=True)
+    kept = values.where(torch.arange(width, device=weights.device) < top_k[:, None], 0)
+    mass = kept.double()
+    left = torch.where(top_k <= width, mass.sum(-1), total)
+    kept = kept.where(mass.cumsum(-1) - mass < (top_p * left)[:, None], 0)
+    return torch.where(whole[:, None], weights, torch.zeros_like(weights).scatter_(1, index, kept))
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""Draws by one uniform number per row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, stream, uniforms
+
+
+def test_uniforms_are_uniform_and_depend_on_stream_and_position() -> None:
+    streams = torch.tensor([stream(seed, i) for seed in range(40) for i in range(50)])
+    numbers = torch.stack([uniforms(streams, torch.full_like(streams, at)) for at in range(20)])
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = torch.histc(numbers.float(), bins=50, min=0, max=1)
+    due = numbers.numel() / 50
+    assert float(((counts - due) ** 2 / due).sum()) < 49 + 5 * (2 * 49) ** 0.5
+    assert numbers.unique().numel() == numbers.numel()
+    together = torch.corrcoef(torch.stack([numbers[:-1].flatten(), numbers[1:].flatten()]))[0, 1]
+    assert abs(float(together)) < 0.03
+    assert stream(1, 0) != stream(0, 1) and -(1 << 63) <= stream(-5, 3) < 1 << 63
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 1500), st.integers(0, 1000), st.floats(0, 1, exclude_max=True))
+def test_the_token_is_where_the_cumulative_weight_passes_the_number(size: int, seed: int, number: float) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(1, size) * 3
+    logits[0, torch.rand(size) < 0.3] = -torch.inf
+    logits[0, seed % size] = 1.0
+    draw = sample(logits, torch.tensor([number], dtype=torch.float64), Knobs())
+    probs = torch.softmax(logits[0].double(), -1)
+    bounds = probs.cumsum(0)
+    token = int(draw.tokens)
+    assert probs[token] > 0 and bool(draw.valid)
+    assert float(bounds[token] - probs[token]) - 1e-5 <= number <= float(bounds[token]) + 1e-5
+    assert float(draw.log_probs) == pytest.approx(float(probs[token].log()), abs=1e-5)
+
+
+def test_numbers_at_the_edges_choose_tokens_that_have_weight() -> None:
+    logits = torch.full((2, 2000), -torch.inf)
+    logits[:, 700:1300] = torch.randn(2, 600)
+    draw = sample(logits, torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64), Knobs())
+    assert draw.tokens.tolist() == [700, 1299]
+
+
+def test_settings_of_a_row_do_not_touch_the_others() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 5000).expand(5, -1).contiguous()
+    numbers = torch.full((5,), 0.987, dtype=torch.float64)
+    mixed = Knobs(
+        temperature=torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]),
+        greedy=torch.tensor([True, False, False, False, False]),
+        top_k=torch.tensor([ALL, ALL, ALL, 3, ALL]),
+        widest=ALL,
+        top_p=torch.tensor([1.0, 0.2, 1.0, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.9]),
+    )
+    found = sample(logits, numbers, mixed).tokens.tolist()
+
+    def expected(kept: torch.Tensor, temperature: float = 1.0) -> int:
+        weights = torch.softmax(logits[0].double() / temperature, -1).where(kept, 0)
+        return int((weights.cumsum(0) <= 0.987 * weights.sum()).sum())
+
+    probs = torch.softmax(logits[0].double(), -1)
+    ranked, order = probs.sort(descending=True)
+    nucleus = torch.zeros(5000, dtype=torch.bool).scatter(0, order, ranked.cumsum(0) - ranked < 0.2)
+    everything = torch.ones(5000, dtype=torch.bool)
+    assert found[0] == int(order[0])
+    assert found[1:] == [
+        expected(nucleus),
+        expected(everything, 0.5),
+        expected(probs >= ranked[2]),
+        expected(probs >= 0.9 * ranked[0]),
+    ]
+
+
+def test_a_nucleus_wider_than_the_candidates_is_still_exact() -> None:
+    flat = torch.zeros(1, 4000)
+    seen = {
+        int(sample(flat, torch.tensor([u / 500], dtype=torch.float64), Knobs(top_p=torch.tensor([0.95]))).tokens)
+        for u in range(500)
+    }
+    assert len(seen) == 500
+
+
+def test_rows_that_are_not_numbers_are_marked() -> None:
+    logits = torch.zeros(4, 10)
+    logits[1, 3] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    draw = sample(logits, torch.full((4,), 0.5, dtype=torch.float64), Knobs())
+    assert draw.valid.tolist() == [True, False, False, False]
+
+
+def test_a_penalty_counts_a_token_once() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
+    found = penalise(logits, torch.tensor([[0, 0, 1], [2, 2, 2]]), torch.tensor([2.0, 4.0]))
+    assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.25]]

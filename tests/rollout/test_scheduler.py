@@ -1,0 +1,100 @@
+"""The scheduler, without a model: nobody is lost, nobody starves, the cache is never too small."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.rollout.native.scheduler import Sample, Scheduler
+
+
+def samples(request: int, count: int, prompt: int = 4, limit: int = 20) -> list[Sample]:
+    return [Sample(request, i, [0] * prompt, limit) for i in range(count)]
+
+
+def test_samples_of_a_request_share_one_prefill() -> None:
+    scheduler = Scheduler(max_rows=8, budget=10_000)
+    scheduler.add([*samples(0, 3, prompt=9), *samples(1, 2, prompt=4)])
+    admissions = scheduler.admit()
+    assert [(a.sample.request, a.row, a.leader) for a in admissions] == [
+        (1, 0, None),
+        (1, 1, 0),
+        (0, 2, None),
+        (0, 3, 2),
+        (0, 4, 2),
+    ]
+
+
+def test_a_late_sibling_copies_the_prompt_of_a_running_row() -> None:
+    scheduler = Scheduler(max_rows=2, budget=10_000)
+    scheduler.add(samples(0, 3))
+    assert [a.leader for a in scheduler.admit()] == [None, 0]
+    assert scheduler.admit() == []
+    scheduler.release([1])
+    (late,) = scheduler.admit()
+    assert (late.donor, late.shared, late.leader) == (0, 3, None), "the last token is computed again, for its logits"
+
+
+def test_gaps_are_closed_from_the_end() -> None:
+    scheduler = Scheduler(max_rows=9, budget=10_000)
+    scheduler.add(s for r in range(6) for s in samples(r, 1))
+    scheduler.admit()
+    assert scheduler.release([0, 2, 5]) == [(3, 0), (4, 2)]
+    assert [s.request for s in scheduler.running] == [3, 1, 4]
+
+
+def test_admission_stops_where_the_budget_ends() -> None:
+    scheduler = Scheduler(max_rows=99, budget=200, block=10)
+    scheduler.add(samples(0, 50, prompt=30, limit=100))
+    assert len(scheduler.admit()) == 5  # 5 rows of 30 tokens and 10 of headroom
+    assert scheduler.shape() == (5, 40)
+    assert scheduler.too_long(200) is None
+    assert "the cache holds 200" in (scheduler.too_long(201) or "")
+
+
+def test_the_youngest_rows_give_way_and_come_back_first() -> None:
+    scheduler = Scheduler(max_rows=99, budget=200, block=10)
+    scheduler.add([*samples(0, 5, prompt=30, limit=100), *samples(1, 1, prompt=30, limit=100)])
+    scheduler.admit()
+    scheduler.lengths[:] = [40] * 5
+    evicted = scheduler.make_room()
+    assert [row for row, _ in evicted] == [4]
+    scheduler.requeue(evicted)
+    assert [(s.request, s.index) for s in scheduler.waiting] == [(0, 4), (1, 0)]
+    assert scheduler.shape() == (4, 50)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.integers(60, 200),
+)
+def test_everybody_finishes_within_the_budget(requests: list[tuple[int, int, int]], rows: int, budget: int) -> None:
+    scheduler = Scheduler(max_rows=rows, budget=budget, block=8)
+    wanted = {}
+    for number, (prompt, new, count) in enumerate(requests):
+        for sample in samples(number, count, prompt, prompt + new):
+            wanted[number, sample.index] = sample.limit
+            scheduler.add([sample])
+    done: dict[tuple[int, int], int] = {}
+    capacity = 0
+    for _ in range(10_000):
+        if scheduler.idle:
+            break
+        scheduler.admit()
+        if max(scheduler.lengths) >= capacity or len(scheduler.running) * capacity > budget:
+            evicted = scheduler.make_room()
+            for row, sample in evicted:
+                sample.tokens = [0] * (scheduler.lengths[row] - len(sample.prompt))
+            scheduler.requeue(evicted)
+            shape = scheduler.shape()
+            assert shape[0] * shape[1] <= budget and shape[0] >= len(scheduler.running)
+            capacity = shape[1]
+        assert max(scheduler.lengths) < capacity or max(s.limit for s in scheduler.running) <= capacity
+        scheduler.lengths[:] = [length + 1 for length in scheduler.lengths]
+        ended = [row for row, s in enumerate(scheduler.running) if scheduler.lengths[row] >= s.limit]
+        for row in ended:
+            done[scheduler.running[row].request, scheduler.running[row].index] = scheduler.lengths[row]
+        scheduler.release(ended)
+    assert done == wanted
