@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.logprobs import CHUNK, sum_pi_squared, token_logprobs_from_hidden, token_statistics
+from strop.algorithms.logprobs import sum_pi_squared, token_logprobs_from_hidden, token_statistics
 from strop.models.attention import PACKED, Packing, packing, packing_obstacle, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.types import Batch
@@ -29,6 +29,8 @@ LANGUAGE = ("log_probs", "entropy", "sum_pi_squared")
 """Outputs of a language model."""
 SCALAR = ("values",)
 """Outputs of a value model."""
+_LOGITS = 2**26
+"""Logits that exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ def response_outputs(
     temperature: float = 1.0,
     packed: bool = True,
     attention: str | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> dict[str, Tensor]:
     """The outputs named in `want`, each [B, T] in float32 on the model's device, with gradients where the model has them.
 
     Column t speaks of the t-th response token, from the state before it; columns after a response are 0. `want` may name
     log_probs, entropy, sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; auxiliary,
     the scalar load-balancing loss of a mixture of experts. `attention` names the function of the padded layout; None: sdpa, or
-    eager where sdpa would leave something out.
+    eager where sdpa would leave something out. `chunk` is how many rows of logits exist at a time (None: 256 MiB of them).
     """
     strange = sorted(set(want) - {*LANGUAGE, *SCALAR, "auxiliary"})
     if strange:
@@ -183,12 +185,13 @@ class _ScalarAnswer(Answer):
 
 
 class _LanguageAnswer(Answer):
-    def __init__(self, model: Any, states: Tensor, labels: Tensor, names: Sequence[str], temperature: float, chunk: int):
+    def __init__(self, model: Any, states: Tensor, labels: Tensor, names: Sequence[str], temperature: float, chunk: int | None):
         self.head = model.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"{type(model).__name__} has no language-model head; log-probs need a causal language model.")
         self.names, self.states, self.labels = names, states, labels
-        self.temperature, self.chunk = temperature, chunk
+        self.temperature = temperature
+        self.chunk = chunk or max(1, _LOGITS // len(self.head.weight))
         if not head_is_plain(model):
             self.model, self.after = model, self._from_own_logits
             self.picked = states.new_empty(0)

@@ -1,0 +1,64 @@
+"""What only a GPU can show: the variable-length kernel, offloading, parked activations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.backends.base import MicroBatching
+from strop.backends.single import SingleBackend
+from strop.models.attention import _varlen_kernel
+from strop.models.forward import response_outputs
+from tests.backends.test_conformance import ALL, flat_gradient, flat_weights, optim, policy_loss, train
+from tests.models.tiny import tiny_batch, tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_packed_equals_padded(family, dtype):
+    batch = tiny_batch([(100, 9), (2, 3), (60, 4), (5, 30), (90, 12), (1, 1)])
+    model = tiny_model(family, max_position_embeddings=256).cuda().to(dtype)
+    packed, padded = (response_outputs(model, batch, ["log_probs"], packed=p)["log_probs"].detach() for p in (True, False))
+    exact = response_outputs(tiny_model(family, max_position_embeddings=256).cuda(), batch, ["log_probs"])["log_probs"].detach()
+    assert (packed - padded).abs().mean() < (1e-5 if dtype == torch.float32 else 0.1)
+    assert (packed - exact).abs().mean() < 1.2 * (padded - exact).abs().mean() + 1e-5
+
+
+def test_the_variable_length_kernel_is_used():
+    assert _varlen_kernel() is not None, "this torch has no kernel that knows windows"
+
+
+def test_the_gpu_agrees_with_the_cpu():
+    batch = tiny_batch()
+    gpu, cpu = (SingleBackend(tiny_model(), optim=optim(), device=device) for device in ("cuda", "cpu"))
+    for backend in (gpu, cpu):
+        backend.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
+    torch.testing.assert_close(flat_gradient(gpu).cpu(), flat_gradient(cpu), rtol=1e-3, atol=1e-4)
+    train(gpu, 2)
+    assert gpu.forward(batch, ["log_probs"], ALL).log_probs.device.type == "cpu"
+
+
+def test_offloading_frees_the_device_and_changes_nothing():
+    one, other = (SingleBackend(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16) for _ in range(2))
+    train(one, 2)
+    train(other, 1)
+    other.offload()
+    tensors = [*other.module.parameters(), *other.weights.masters.values()]
+    tensors += [t for state in other.optimizer.state.values() for t in state.values()]
+    assert {t.device.type for t in tensors} == {"cpu"}
+    other.onload()
+    train(other, 1)
+    assert torch.equal(flat_weights(one), flat_weights(other))
+
+
+def test_parked_activations_give_the_same_gradient():
+    batch = tiny_batch([(40, 40)] * 4)
+    plain, parked = (
+        SingleBackend(tiny_model(max_position_embeddings=256), optim=optim(), device="cuda", offload_activations=park)
+        for park in (False, True)
+    )
+    for backend in (plain, parked):
+        backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
+    assert torch.equal(flat_gradient(parked), flat_gradient(plain))

