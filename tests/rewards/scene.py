@@ -28,7 +28,9 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def trajectory(text: str = "#### 4", *, row: int = 0, source: str = "openai/gsm8k", truth: Any = "4", **more: Any) -> Trajectory:
+def trajectory(
+    text: str = "#### 4", *, row: int = 0, source: str = "openai/gsm8k", truth: Any = "4", **more: Any
+) -> Trajectory:
     response = [*ids(text), TOKENIZER.eos_token_id]
     prompt = Prompt(
         index=row,
@@ -54,4 +56,6 @@ def scorer(
         custom.path = str(file)
     longest = keys.pop("max_response_length", None)
     manager = keys.pop("manager", RewardManager())
+    if "weights" in keys:
+        keys["model"] = keys.pop("weights")
     return build_scorer(RewardModel(**keys), custom, manager, TOKENIZER, model, max_response_length=longest)

@@ -97,7 +97,9 @@ def test_numbers(value: Any, score: float) -> None:
 
 
 def test_extras_become_plain() -> None:
-    extras = verdict_of({"score": 1, "acc": np.bool_(True), "parts": np.array([1, 2]), 7: torch.tensor(2.5), "pred": "a"}).extras
+    extras = verdict_of(
+        {"score": 1, "acc": np.bool_(True), "parts": np.array([1, 2]), 7: torch.tensor(2.5), "pred": "a"}
+    ).extras
     assert extras == {"score": 1.0, "acc": True, "parts": [1, 2], "7": 2.5, "pred": "a"}
     assert type(extras["acc"]) is bool
 

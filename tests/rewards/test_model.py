@@ -1,0 +1,143 @@
+"""A reward model in the loop: what it reads, how its scores are normalised, and that micro-batches change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from strop.config.schema.reward import RewardModelWeights
+from strop.rewards.model import HeadModel, ModelScores, same_language
+from strop.rewards.sample import read_samples
+from tests.data.tokens import UNENDING
+from tests.rewards.scene import TOKENIZER, ids, reading_tokenizer, scorer, trajectory
+
+
+class Lengths:
+    """Scores a sequence with its length, and remembers what it read."""
+
+    def __init__(self, **more: Any):
+        self.read: list[list[int]] = []
+        self.__dict__.update(more)
+
+    def score(self, sequences: list[list[int]]) -> list[float]:
+        self.read += sequences
+        return [float(len(sequence)) for sequence in sequences]
+
+
+def samples(*texts: str) -> Any:
+    return read_samples([trajectory(text) for text in texts], TOKENIZER)
+
+
+def test_tokens_as_they_are_where_the_language_is_shared() -> None:
+    for own in (None, TOKENIZER, reading_tokenizer()):
+        model = Lengths()
+        assert ModelScores(model, TOKENIZER, own).score(samples("a", "abc")) == [6.0, 8.0]
+        assert model.read[1] == [*ids("2+2?abc"), TOKENIZER.eos_token_id]
+
+
+def test_rendered_anew_for_another_language() -> None:
+    own = reading_tokenizer(template=UNENDING)
+    assert not same_language(TOKENIZER, own)
+    model = Lengths()
+    ModelScores(model, TOKENIZER, own).score(samples("abc", ""))
+    assert [own.decode(read) for read in model.read] == ["user: 2+2?\nassistant: abc\n", "user: 2+2?\nassistant: \n"]
+    with pytest.raises(ValueError, match="tokenizer has no chat template"):
+        ModelScores(model, TOKENIZER, reading_tokenizer(template=None))
+
+
+def test_long_inputs_are_cut_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    assert ModelScores(Lengths(), TOKENIZER, max_length=7).score(samples("a", "abcdef")) == [6.0, 7.0]
+    assert "1 of 2 inputs of the reward model were cut to max_length=7" in caplog.text
+
+
+def test_normalised_with_what_its_training_left() -> None:
+    model = Lengths(config=SimpleNamespace(mean=4.0, std=2.0))
+    weights = RewardModelWeights(input_tokenizer=None)
+    answers = [trajectory("a"), trajectory("abc")]
+    report = scorer(enable=True, model=model, normalize=True, clip_range=[-1.5, 1.5], weights=weights).score(answers)
+    assert [t.score for t in answers] == [1.0, 1.5] and report.metrics["reward/score/mean"] == 1.5  # (6-4)/2, (8-4)/2 clipped
+    with pytest.raises(ValueError, match="holds no mean and std"):
+        scorer(enable=True, model=Lengths(config=SimpleNamespace()), normalize=True, weights=weights)
+
+
+def test_not_a_number_masks_and_a_wrong_count_stops() -> None:
+    class Odd:
+        tokenizer = TOKENIZER
+
+        def __init__(self, scores: list[float]):
+            self.scores = scores
+
+        def score(self, sequences: list[list[int]]) -> list[float]:
+            return self.scores
+
+    answers = [trajectory(), trajectory()]
+    report = scorer(enable=True, model=Odd([float("nan"), 2.0])).score(answers)
+    assert [t.score for t in answers] == [None, 2.0] and report.failed == 1
+    with pytest.raises(ValueError, match="given 2 sequences and returned 1 scores"):
+        scorer(enable=True, model=Odd([1.0])).score([trajectory(), trajectory()])
+
+
+def test_a_function_reads_the_models_score(tmp_path: Path) -> None:
+    code = "def compute_score(solution_str, extra_info): return extra_info['rm_score'] - 100\n"
+    answer = trajectory("abc")
+    scorer(tmp_path, code, enable=True, model=Lengths(tokenizer=TOKENIZER)).score([answer])
+    assert answer.score == -92.0 and answer.extras == {"rm_score": 8.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model as a trainer leaves it, with its tokenizer and the statistics of its scores."""
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    path = tmp_path_factory.mktemp("reward-model")
+    Qwen2ForSequenceClassification(config).save_pretrained(path)
+    reading_tokenizer(template=UNENDING).save_pretrained(path)
+    settings = json.loads((path / "config.json").read_text()) | {"mean": 0.25, "std": 0.5}
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+def test_a_real_model_from_a_folder(folder: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    keys: dict[str, Any] = {"enable": True, "normalize": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    weights = RewardModelWeights(path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score")
+    texts = ["a", "abcdefgh", "", "xyz", "12"]
+    answers = [trajectory(text) for text in texts]
+    scorer(weights=weights, **keys).score(answers)
+
+    plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for text, answer in zip(texts, answers):
+        read = tokenizer(f"user: 2+2?\nassistant: {text}\n", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            meant = (plain(read).logits.item() - 0.25) / 0.5
+        assert answer.score == pytest.approx(meant, abs=1e-4)
+
+
+def test_micro_batches_change_nothing(folder: Path) -> None:
+    from strop.models.build import build_reward_model
+
+    weights = RewardModelWeights(path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score")
+    module = build_reward_model(weights)
+    sequences = [ids("abcdefghij"[: 1 + i % 7]) for i in range(11)]
+    meant = HeadModel(module, rows=1).score(sequences)
+    for other in ({"rows": 4}, {"rows": 100}, {"max_tokens": 9}, {"max_tokens": 2}, {"rows": 3, "packed": False}):
+        assert HeadModel(module, **other).score(sequences) == pytest.approx(meant, abs=1e-5)
+    assert HeadModel(module, max_tokens=9).score([]) == []

@@ -1,0 +1,167 @@
+"""A real server on this machine: the protocol, several addresses, and every way a server can fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from strop.rewards.remote import RemoteModel, values_in
+from strop.rewards.sample import read_samples
+from tests.rewards.scene import TOKENIZER, scorer, trajectory
+
+Answer = Callable[[dict[str, Any]], tuple[int, Any]]
+
+
+class Server:
+    """Answers with `answer(question)`: a status, and something to send as JSON (bytes are sent as they are)."""
+
+    def __init__(self, answer: Answer):
+        self.questions: list[dict[str, Any]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.questions.append(question)
+                status, reply = answer(question)
+                body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}/get_reward"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], Server]]:
+    started: list[Server] = []
+
+    def start(answer: Answer) -> Server:
+        started.append(Server(answer))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()
+
+
+def lengths(question: dict[str, Any]) -> tuple[int, Any]:
+    return 200, {"rewards": [float(len(text)) for text in question["query"]]}
+
+
+def asked(model: RemoteModel, texts: list[str]) -> list[Any]:
+    return model.score(read_samples([trajectory(text) for text in texts], TOKENIZER))
+
+
+def test_the_protocol(serve: Any) -> None:
+    server = serve(lengths)
+    answers = [trajectory("abc"), trajectory("", truth={"target": [1]})]
+    report = scorer(remote_url=server.url).score(answers)
+    assert server.questions == [
+        {"query": ["2+2?abc<|im_end|>", "2+2?<|im_end|>"], "prompts": ["2+2?", "2+2?"], "labels": ["4", {"target": [1]}]}
+    ]
+    assert [t.score for t in answers] == [17.0, 14.0] and report.metrics["reward/score/mean"] == 15.5
+
+
+def test_scores_and_logs_come_along(serve: Any) -> None:
+    def rich(question: dict[str, Any]) -> tuple[int, Any]:
+        n = len(question["query"])
+        return 200, {
+            "rewards": [0.5] * n,
+            "scores": [1] * n,
+            "extra_logs": {"place": list(range(n)), "shared": 3, "odd": [1, 2, 3]},
+        }
+
+    answers = [trajectory(), trajectory()]
+    report = scorer(remote_url=serve(rich).url).score(answers)
+    assert answers[1].score == 0.5 and answers[1].extras == {"score": 0.5, "scores": 1, "place": 1, "shared": 3}
+    assert report.metrics["reward/scores/mean"] == 1.0 and report.metrics["reward/place/mean"] == 0.5
+
+
+def test_samples_are_divided_over_the_servers(serve: Any) -> None:
+    one, two = serve(lengths), serve(lengths)
+    assert asked(RemoteModel([one.url, two.url], TOKENIZER), ["a", "ab", "abc"]) == [15.0, 16.0, 17.0]
+    assert sorted(len(s.questions[0]["query"]) for s in (one, two)) == [1, 2]
+    workers = serve(lengths)
+    asked(RemoteModel(workers.url, TOKENIZER, workers=4), ["a"] * 8)
+    assert [len(q["query"]) for q in workers.questions] == [2, 2, 2, 2]
+
+
+def test_a_server_that_is_down_is_passed_over(serve: Any) -> None:
+    gone = serve(lengths)
+    gone.close()
+    model = RemoteModel([gone.url, serve(lengths).url], TOKENIZER, pause=0.01)
+    assert asked(model, ["a", "ab"]) == [15.0, 16.0] and model.retried >= 1
+
+
+def test_trouble_that_passes_is_retried_and_counted(serve: Any) -> None:
+    replies = iter([(503, {}), (200, b"not json"), (200, {"rewards": [2.0]})])
+    made = scorer(remote_url=serve(lambda _: next(replies)).url)
+    made.model.pause = 0.01  # type: ignore[union-attr]
+    answer = trajectory()
+    report = made.score([answer])
+    assert answer.score == 2.0 and report.retried == 2 and report.metrics["reward/retried"] == 2
+
+
+def test_refusals_are_not_retried(serve: Any) -> None:
+    server = serve(lambda _: (422, {"detail": "labels are missing"}))
+    [error] = asked(RemoteModel(server.url, TOKENIZER), ["a"])
+    assert isinstance(error, ConnectionError) and "after 1 try" in str(error) and "labels are missing" in str(error)
+    assert len(server.questions) == 1
+
+
+def test_tries_end(serve: Any) -> None:
+    server = serve(lambda _: (500, {}))
+    [error] = asked(RemoteModel(server.url, TOKENIZER, tries=3, pause=0.01), ["a"])
+    assert "after 3 tries" in str(error) and len(server.questions) == 3
+
+
+def test_a_hanging_server_costs_its_own_samples(serve: Any) -> None:
+    def slow(question: dict[str, Any]) -> tuple[int, Any]:
+        if any("slow" in text for text in question["query"]):
+            time.sleep(5)
+        return lengths(question)
+
+    answers = [trajectory("slow"), trajectory("quick")]
+    start = time.monotonic()
+    report = scorer(remote_url=serve(slow).url, num_workers=2, timeout=0.5).score(answers)
+    assert time.monotonic() - start < 3
+    assert [t.score for t in answers] == [None, 19.0] and (report.failed, report.timed_out) == (1, 1)
+
+
+def test_rewards_that_are_none_mask_their_sample(serve: Any) -> None:
+    answers = [trajectory(), trajectory()]
+    report = scorer(remote_url=serve(lambda _: (200, {"rewards": [None, 1]})).url).score(answers)
+    assert [t.score for t in answers] == [None, 1.0] and report.failed == 1
+
+
+def test_unusable_replies_say_what_came() -> None:
+    with pytest.raises(ValueError, match=r"answered without 'rewards' \(it sent: reward\)"):
+        values_in({"reward": 1}, 1, "http://x")
+    with pytest.raises(ValueError, match="sent 3 samples and answered with 2 rewards"):
+        values_in({"rewards": [1, 2]}, 3, "http://x")
+    assert values_in({"rewards": 1.5, "scores": 1.5}, 1, "http://x") == [1.5]
+    with pytest.raises(ValueError, match="not an http:// or https:// address"):
+        RemoteModel("reward.py", TOKENIZER)
+
+
+def test_when_the_server_is_broken_the_step_stops(serve: Any) -> None:
+    with pytest.raises(ValueError, match="all 2 samples.*answered without 'rewards'"):
+        scorer(remote_url=serve(lambda _: (200, {"r": []})).url).score([trajectory(), trajectory()])
