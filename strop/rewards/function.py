@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from strop.registry import did_you_mean, load_attribute
-from strop.rewards import dispatch
+from strop.registry import Entry, did_you_mean, load_attribute
 from strop.rewards.calls import BackgroundLoop
+from strop.rewards.dispatch import TIME_LIMIT, scorer_for
 from strop.rewards.sample import Sample
+from strop.rewards.timelimit import shared_pool
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -25,7 +26,8 @@ class Call(NamedTuple):
     """A function and the arguments of one call; all of it can be sent to a worker process."""
 
     function: Callable[..., Any]
-    arguments: dict[str, Any]
+    values: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = {}
 
 
 class RewardFunction:
@@ -69,7 +71,7 @@ class RewardFunction:
         return self.run(self._call(dict(zip(MANY, columns))), limit)
 
     def run(self, call: Call, timeout: float | None = None) -> Any:
-        result = call.function(**call.arguments)
+        result = call.function(*call.values, **call.named)
         return self._loop.run(_finished(result), timeout or self.timeout) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class RewardFunction:
     def _call(self, given: dict[str, Any]) -> Call:
         given |= self.options
         wanted = given if self._names is None else {name: value for name, value in given.items() if name in self._names}
-        return Call(self.function, wanted)
+        return Call(self.function, named=wanted)
 
     def _accepted(self) -> set[str] | None:
         """Names the function takes, None when it takes all; what cannot fit is refused before the first sample."""
@@ -123,18 +125,22 @@ class Rules:
 
     is_async = False
 
-    def __init__(self, timeout: float = dispatch.TIME_LIMIT):
-        self.timeout = min(timeout, dispatch.TIME_LIMIT)
+    def __init__(self, timeout: float = TIME_LIMIT):
+        self.timeout = min(timeout, TIME_LIMIT)
+        self._entries: dict[str, Entry] = {}
 
     def __call__(self, sample: Sample) -> Any:
-        return dispatch.score(
-            sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info, timeout=self.timeout
-        )
+        function, values, _ = self.call_for(sample)
+        if self._entries[sample.data_source].facts["slow"]:
+            return shared_pool().call(function, *values, timeout=self.timeout)
+        return function(*values)
 
     def call_for(self, sample: Sample) -> Call:
         """The bare rule: whoever runs it in a process of its own needs no second one for slow rules."""
-        rule = dispatch.scorer_for(sample.data_source).load()
-        return Call(rule, {"solution_str": sample.solution_str, "ground_truth": sample.ground_truth})
+        source = sample.data_source
+        if source not in self._entries:  # matching patterns costs more than most rules do
+            self._entries[source] = scorer_for(source)
+        return Call(self._entries[source].load(), (sample.solution_str, sample.ground_truth))
 
     def close(self) -> None:
         """Nothing is held."""

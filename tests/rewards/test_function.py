@@ -38,9 +38,9 @@ def test_options_win_over_what_the_row_says() -> None:
 def test_misfits_are_refused_before_the_first_call() -> None:
     with pytest.raises(ValueError, match="wants queries, which it is not given by name"):
         RewardFunction(lambda queries: 0)
-    with pytest.raises(ValueError, match="need reward_model.reward_manager=batch"):
+    with pytest.raises(ValueError, match=r"need reward_model.reward_manager=batch"):
         RewardFunction(lambda solution_strs, ground_truths: 0)
-    with pytest.raises(ValueError, match="set reward_model.reward_manager=naive"):
+    with pytest.raises(ValueError, match=r"set reward_model.reward_manager=naive"):
         RewardFunction(lambda solution_str, ground_truth: 0, takes_lists=True)
     with pytest.raises(ValueError, match=r"has \['methd'\].*Did you mean 'method'"):
         RewardFunction(lambda solution_str, method="strict": 0, {"methd": "flexible"})

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.catalog import REWARD_MANAGERS
+from strop.catalog import REWARD_MANAGERS, SCORERS
 from strop.config.schema.reward import MANAGERS, OverlongBuffer, RewardManager, RewardManagerModule
 from strop.rewards.managers.kinds import Budget
 from strop.rewards.scorer import Scorer
 from strop.rewards.shaping import Shaping
+from tests.rewards import hostile
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 LENGTHS = "def compute_score(solution_str): return len(solution_str)\n"
@@ -159,6 +160,15 @@ def test_async_is_refused_where_processes_run(tmp_path: Path) -> None:
         scorer(tmp_path, ASYNC, reward_manager="prime")
 
 
+def test_names_that_processes_need_are_refused(tmp_path: Path) -> None:
+    code = "def compute_score(solution_str, timeout): return timeout\n"
+    with pytest.raises(ValueError, match="Rename the argument"):
+        scorer(tmp_path, code, reward_manager="prime", kwargs={"timeout": 3})
+    answer = trajectory()
+    scorer(tmp_path, code, kwargs={"timeout": 3}).score([answer])
+    assert answer.score == 3.0
+
+
 def test_processes_survive_what_threads_do_not(tmp_path: Path) -> None:
     code = """
 import os, re
@@ -182,7 +192,7 @@ def compute_score(solution_str):
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return 1.0
 """
-    with pytest.raises(ValueError, match="reward_model.reward_manager=prime: it runs scorers in processes"):
+    with pytest.raises(ValueError, match=r"reward_model.reward_manager=prime: it runs scorers in processes"):
         scorer(tmp_path, code).score([trajectory()])
     made, answer = scorer(tmp_path, code, reward_manager="prime"), trajectory()
     made.score([answer])
@@ -247,7 +257,7 @@ def test_overlong_penalty_and_its_report(tmp_path: Path) -> None:
 
 
 def test_the_overlong_penalty_needs_to_know_the_limit() -> None:
-    with pytest.raises(ValueError, match="max_resp_len, or data.max_response_length"):
+    with pytest.raises(ValueError, match=r"max_resp_len, or data.max_response_length"):
         scorer(overlong_buffer=OverlongBuffer(enable=True, len=4))
     with pytest.raises(ValueError, match="len=20 must lie between 1 and the longest response, 10"):
         scorer(overlong_buffer=OverlongBuffer(enable=True, len=20), max_response_length=10)
@@ -310,7 +320,7 @@ def test_a_budget_holds_in_any_window() -> None:
 
 
 def test_rate_limits_of_the_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_tpm=100 is below .*estimated_tokens_per_request=2000"):
+    with pytest.raises(ValueError, match=r"max_tpm=100 is below .*estimated_tokens_per_request=2000"):
         scorer(reward_manager="rate_limited", max_tpm=100)
     made = scorer(tmp_path, LENGTHS, reward_manager="rate_limited", max_rpm=3, max_tpm=20000, max_concurrent=8)
     limits = [(amount, budget.limit, budget.window) for amount, budget in made.manager.budgets]  # type: ignore[union-attr]
@@ -369,7 +379,7 @@ def test_a_registered_manager_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = trajectory()
     scorer(manager=RewardManager(name="constant")).score([answer])
     assert answer.score == 3.0 and answer.extras == {"acc": 3.0}
-    with pytest.raises(ValueError, match="Unknown reward manager 'naiv'.*'naive'"):
+    with pytest.raises(ValueError, match=r"Unknown reward manager 'naiv'.*'naive'"):
         scorer(manager=RewardManager(name="naiv"))
 
 
@@ -384,3 +394,11 @@ def test_a_model_first_then_the_function(tmp_path: Path) -> None:
     report = Scorer(TOKENIZER, model=Model(), manager=function).score(answers)
     assert [t.score for t in answers] == [10.5, None] and report.failed == 1
     assert answers[0].extras == {"rm_score": 0.5, "score": 10.5}
+
+
+def test_slow_rules_run_under_their_limit_beside_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SCORERS, "_entries", dict(SCORERS._entries))
+    SCORERS.declare("hanging", hostile.catastrophic_score, source="test", sources=("hang/*",), slow=True)
+    answers = [trajectory("a" * 60, source="hang/x"), trajectory(), trajectory("aab", source="hang/y")]
+    report = scorer(timeout=1.0).score(answers)
+    assert [t.score for t in answers] == [None, 1.0, 1.0] and report.timed_out == 1

@@ -163,5 +163,5 @@ def test_unusable_replies_say_what_came() -> None:
 
 
 def test_when_the_server_is_broken_the_step_stops(serve: Any) -> None:
-    with pytest.raises(ValueError, match="all 2 samples.*answered without 'rewards'"):
+    with pytest.raises(ValueError, match=r"all 2 samples.*answered without 'rewards'"):
         scorer(remote_url=serve(lambda _: (200, {"r": []})).url).score([trajectory(), trajectory()])

@@ -53,6 +53,11 @@ class Prime:
                 "reward_model.reward_manager=prime runs functions in processes, but the reward function is async. Use naive "
                 "(all calls wait together) or rate_limited."
             )
+        if isinstance(function, RewardFunction) and {"timeout", "function"} & set(function.options):
+            raise ValueError(
+                "custom_reward_function.reward_kwargs has `timeout` or `function`, names that reward_manager=prime uses. "
+                "Rename the argument of your function."
+            )
         self.function, self.timeout = function, settings.timeout
         self.pool = TimeLimitedPool(settings.num_workers)
         weakref.finalize(self, self.pool.close)
@@ -61,8 +66,8 @@ class Prime:
         return call_each(self._in_process, samples, workers=self.pool.workers)
 
     def _in_process(self, sample: Sample) -> Any:
-        function, arguments = self.function.call_for(sample)
-        return self.pool.call(function, timeout=self.timeout, **arguments)
+        function, values, named = self.function.call_for(sample)
+        return self.pool.call(function, *values, timeout=self.timeout, **named)
 
     def close(self) -> None:
         self.pool.close()
