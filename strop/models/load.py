@@ -147,11 +147,22 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_te
         tokenizer = AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"The tokenizer of {source.name!r} cannot be read: {_first_line(error)}") from error
+    if source.gguf_file is not None:
+        _take_special_tokens(tokenizer, Path(source.name) / source.gguf_file)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def _take_special_tokens(tokenizer: Any, file: Path) -> None:
+    """The special tokens that the GGUF file names; transformers guesses them, and takes the wrong end of sequence for some."""
+    fields = require("gguf", extra="gguf", why=f"Reading {file.name}").GGUFReader(str(file)).fields
+    for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        field = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{ours}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
 def _first_line(error: Exception) -> str:

