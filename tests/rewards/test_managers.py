@@ -402,3 +402,30 @@ def test_slow_rules_run_under_their_limit_beside_fast_ones(monkeypatch: pytest.M
     answers = [trajectory("a" * 60, source="hang/x"), trajectory(), trajectory("aab", source="hang/y")]
     report = scorer(timeout=1.0).score(answers)
     assert [t.score for t in answers] == [None, 1.0, 1.0] and report.timed_out == 1
+
+
+def test_keys_as_people_write_them_reach_the_scorer(tmp_path: Path) -> None:
+    from strop.config.compose import load
+    from strop.rewards.managers import build_scorer
+
+    file = tmp_path / "composed_reward.py"
+    file.write_text("def mine(solution_str, bonus): return {'score': bonus, 'length': len(solution_str)}\n")
+    config = load(
+        "ppo_trainer",
+        [
+            f"custom_reward_function.path={file}",
+            "custom_reward_function.name=mine",
+            "+custom_reward_function.reward_kwargs.bonus=20",
+            "reward_model.reward_manager=dapo",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=8",
+            "+reward_model.reward_kwargs.max_resp_len=10",
+            "reward_model.clip_range=[-5,15]",
+        ],
+    ).config
+    made = build_scorer(config.reward_model, config.custom_reward_function, config.reward_manager, TOKENIZER)
+    short, long = trajectory("abc"), trajectory("a" * 9)
+    made.score([short, long])
+    assert (short.score, long.score) == (15.0, 12.0)
+    assert short.extras == {"score": 20.0, "length": 3, "acc": 20.0}
