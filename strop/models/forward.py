@@ -79,8 +79,8 @@ def response_outputs(
     eager where sdpa would leave something out. `chunk` is how many rows of logits exist at a time (None: 256 MiB of them).
     """
     strange = sorted(set(want) - {*LANGUAGE, *SCALAR, "auxiliary"})
-    if strange:
-        raise ValueError(f"A model cannot answer {strange}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
+    if strange or not set(want) - {"auxiliary"}:
+        raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
     device = next(model.parameters()).device
     inputs = lay_out(batch.sequences, packed=packed, device=device)
     states, cells = _response_states(batch, inputs.starts)
@@ -202,6 +202,8 @@ class _LanguageAnswer(Answer):
             self.picked = picked
             return picked[None]
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
+        if len(picked) <= self.chunk:  # no more than a chunk: kept for the backward pass, which then saves a product
+            return self._statistics(F.linear(picked, weight, bias), self.labels)[None]
         log_probs, entropy = token_logprobs_from_hidden(
             picked,
             weight,
@@ -217,24 +219,28 @@ class _LanguageAnswer(Answer):
                 parts = [
                     sum_pi_squared(F.linear(p, weight, bias), temperature=self.temperature) for p in picked.split(self.chunk)
                 ]
-            squares = torch.cat(parts) if parts else log_probs.detach()
-        found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
-        return torch.stack([cast(Tensor, found[name]) for name in self.names], dim=-1)[None]
+            squares = torch.cat(parts)
+        return self._columns(log_probs, entropy, squares)[None]
 
     def _from_own_logits(self) -> Tensor:
         """For heads that cap, scale or otherwise change logits: the model's own logits, computed again in the backward pass."""
 
         def statistics(hidden: Tensor, labels: Tensor) -> Tensor:
-            logits = own_logits(self.model, hidden)
-            log_probs, entropy = token_statistics(
-                logits, labels, temperature=self.temperature, want_entropy="entropy" in self.names
-            )
-            squares = sum_pi_squared(logits, temperature=self.temperature) if "sum_pi_squared" in self.names else None
-            found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
-            return torch.stack([cast(Tensor, found[name]) for name in self.names], dim=-1)
+            return self._statistics(own_logits(self.model, hidden), labels)
 
         pieces = zip(self.picked.split(self.chunk), self.labels.split(self.chunk), strict=True)
         return torch.cat([checkpoint(statistics, hidden, labels, use_reentrant=False) for hidden, labels in pieces])
+
+    def _statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        log_probs, entropy = token_statistics(
+            logits, labels, temperature=self.temperature, want_entropy="entropy" in self.names
+        )
+        squares = sum_pi_squared(logits, temperature=self.temperature) if "sum_pi_squared" in self.names else None
+        return self._columns(log_probs, entropy, squares)
+
+    def _columns(self, log_probs: Tensor, entropy: Tensor | None, squares: Tensor | None) -> Tensor:
+        found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
+        return torch.stack([cast(Tensor, found[name]) for name in self.names], dim=-1)
 
 
 class _DecoderOutput:

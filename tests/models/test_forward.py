@@ -35,13 +35,14 @@ def gradient(model) -> Tensor:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("chunk", [7, None], ids=["chunks", "whole"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_equal_a_plain_forward(family, packed):
+def test_outputs_and_gradients_equal_a_plain_forward(family, chunk, packed):
     model, batch = tiny_model(family), tiny_batch()
     expected = plain_outputs(model, batch, temperature=0.7)
     (expected["log_probs"] * batch.advantages + 0.1 * expected["entropy"]).sum().backward()
     expected_gradient = gradient(model)
-    found = response_outputs(model, batch, WANT, temperature=0.7, packed=packed, chunk=7)
+    found = response_outputs(model, batch, WANT, temperature=0.7, packed=packed, chunk=chunk)
     for name in WANT:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
     assert not found["sum_pi_squared"].requires_grad
@@ -118,6 +119,8 @@ def test_bad_requests_are_explained():
     model, batch = tiny_model(), tiny_batch()
     with pytest.raises(ValueError, match=r"cannot answer \['logits'\]"):
         response_outputs(model, batch, ["logits"])
+    with pytest.raises(ValueError, match=r"cannot answer \['auxiliary'\]"):
+        response_outputs(model, batch, ["auxiliary"])
     with pytest.raises(ValueError, match="no head 'score'"):
         response_outputs(model, batch, ["values"])
     with pytest.raises(ValueError, match="Row 2 has an empty prompt"):
