@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strop.catalog import ADVANTAGES
+from strop.catalog import ADVANTAGES, TRACKERS
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import Loaded
 from strop.config.objective import has_critic, has_reference, needs, objective
+from strop.registry import did_you_mean
+
+LATER_TRACKERS = ("wandb", "swanlab", "mlflow", "trackio", "clearml", "vemlp_wandb", "tracking")
 
 
 @dataclass(frozen=True)
@@ -281,6 +284,13 @@ def run(config: Any, loaded: Loaded) -> Findings:
         yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
     if trainer.save_freq <= 0:
         yield warning("trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end.")
+    for name in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
+        if name in LATER_TRACKERS:
+            yield warning(
+                "trainer.logger", f"{name} is not there yet; metrics go to the others ({', '.join(TRACKERS.names())})."
+            )
+        elif name not in TRACKERS:
+            yield error("trainer.logger", f"unknown tracker {name!r}.{did_you_mean(name, TRACKERS.names())}")
     if trainer.device == "npu":
         yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
     for section in ("actor_rollout_ref.actor", "critic"):

@@ -74,9 +74,10 @@ class PpoTrainer:
                     trajectories, batch = self.train_step(record)
                 self.report(record, trajectories, batch)
                 last = self.step == self.total_steps
-                if self.keeper.due(self.config.trainer.test_freq, self.step, last):
+                every = self.config.trainer.test_freq
+                if every > 0 and (last or self.step % every == 0):
                     self.validate(record)
-                if self.keeper.due(self.config.trainer.save_freq, self.step, last):
+                if self.keeper.save_due(self.step, last, record):
                     self.keeper.save(self, record)
                 self.keeper.log(record, self.step)
 
@@ -143,7 +144,7 @@ class PpoTrainer:
         own = record or StepRecord()
         with own.phase("testing"):
             samples = self.validator.run(self.step, own)
-        self.keeper.log_validation(samples, self.step)
+        self.keeper.log_validation(samples, own, self.step)
         if record is None:
             self.keeper.log(own, self.step)
 
@@ -173,4 +174,4 @@ class PpoTrainer:
         record.add(throughput_metrics(total_tokens=tokens, step_seconds=record.seconds["step"], devices=self.plan.devices))
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
-        self.keeper.dump_rollouts(trajectories, self.step)
+        self.keeper.dump_rollouts(trajectories, self.step, record)

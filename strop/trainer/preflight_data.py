@@ -1,11 +1,7 @@
-"""The second half of the preflight: files, tokenizer, chat template, reward functions. No weights, no torch."""
+"""The second half of the preflight: files, tokenizer, chat template, reward functions. No weights are loaded."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect as signatures
-import math
-import numbers
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +9,10 @@ from strop.config.compose import Loaded
 from strop.config.rules import Finding, error, warning
 from strop.data import report as files
 from strop.data.probe import probe_template
-from strop.registry import load_attribute
-from strop.rewards.dispatch import score
+from strop.rewards.function import RewardFunction, Rules, load_function
+from strop.rewards.sample import Sample
+from strop.rewards.verdict import verdict_of
+from strop.types import Prompt, Trajectory
 
 TRIED_TEXT = "The preflight asks for a score of this text."
 
@@ -79,10 +77,10 @@ def find_tokenizer(model: Any) -> tuple[Any, list[Finding]]:
     place = model.tokenizer_path or model.path
     local = Path(place).expanduser()
     if local.exists() or place.endswith(".gguf") or place == "smollm2-135m":
-        from strop.models.load import load_tokenizer
+        from strop.models.build import build_tokenizer
 
         try:
-            return load_tokenizer(model), []
+            return build_tokenizer(model), []
         except (ValueError, OSError) as problem:
             return None, [error(key, str(problem).partition("\n")[0])]
     if place.startswith(("/", "./", "~")) or place.count("/") > 1:
@@ -122,56 +120,33 @@ def _agents(config: Any, agents: dict[str, int], key: str) -> list[Finding]:
 
 def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
     """One call per data source, with its first row."""
-    custom = config.custom_reward_function
-    reward_model = config.reward_model
-    if reward_model.enable and not custom.path:
+    custom, reward = config.custom_reward_function, config.reward_model
+    if not custom.path and (reward.enable or reward.remote_url):
         return []
+    function: RewardFunction | Rules
     if custom.path:
+        lists = config.reward_manager.name == "batch"
         try:
-            function = load_attribute(custom.path, custom.name)
+            function = load_function(custom.path, custom.name, custom.reward_kwargs, takes_lists=lists, timeout=reward.timeout)
         except ValueError as problem:
             return [error("custom_reward_function.path", str(problem))]
-        options = custom.reward_kwargs
     else:
-        function, options = score, {}
-    if reward_model.reward_manager == "batch" and custom.path:
-        return []  # it takes lists; its own first call is checked by the manager
+        function = Rules(reward.timeout)
     findings = []
     for name, source in sources.items():
         if source.example is None:
             continue
-        row = source.example
         try:
-            value = call(function, name, TRIED_TEXT, row.ground_truth, row.extra_info, options)
+            verdict_of(_ask(function, name, source.example))
         except Exception as problem:  # noqa: BLE001 - a user's function may raise anything; it becomes a finding
             findings.append(error(f"reward of {name}", f"{type(problem).__name__}: {problem}"))
-            continue
-        wrong = wrong_score(value)
-        if wrong:
-            findings.append(error(f"reward of {name}", wrong))
+    function.close()
     return findings
 
 
-def call(function: Any, data_source: str, text: str, truth: Any, extra_info: Any, options: dict[str, Any]) -> Any:
-    """A scorer, synchronous or not, with the arguments it takes."""
-    given = {"data_source": data_source, "solution_str": text, "ground_truth": truth, "extra_info": extra_info, **options}
-    parameters = signatures.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        given = {name: value for name, value in given.items() if name in parameters}
-    result = function(**given)
-    return asyncio.run(_finished(result)) if signatures.isawaitable(result) else result
-
-
-async def _finished(awaitable: Any) -> Any:
-    return await awaitable
-
-
-def wrong_score(value: Any) -> str | None:
-    """Why a scorer's result cannot be used, or None."""
-    if isinstance(value, dict):
-        if "score" not in value:
-            return f"returned a dict without 'score', only {', '.join(map(str, value)) or 'nothing'}."
-        value = value["score"]
-    if not isinstance(value, numbers.Real):
-        return f"returned {value!r}; a number or a dict with 'score' is needed."
-    return None if math.isfinite(value) else f"returned {value!r}, which is not a finite number."
+def _ask(function: RewardFunction | Rules, data_source: str, row: Any) -> Any:
+    prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info)
+    sample = Sample(Trajectory(prompt, 0, [], [], []), TRIED_TEXT, dict(row.extra_info))
+    if isinstance(function, RewardFunction) and function.takes_lists:
+        return function.call_with_lists([sample])[0]
+    return function(sample)

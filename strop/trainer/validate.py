@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,9 @@ def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
     if scored:
         infos: dict[str, list[Any]] = {"reward": [t.score for t in scored]}
         for name in sorted({name for t in scored for name in t.extras}):
-            infos[name] = [t.extras.get(name) for t in scored]
+            values = [t.extras.get(name) for t in scored]
+            if all(value is None or isinstance(value, numbers.Real | str) for value in values):
+                infos[name] = values
         sources = [t.prompt.data_source for t in scored]
         metrics |= name_validation_metrics(validation_metrics(sources, [str(t.group) for t in scored], infos))
         turns = [t.num_turns for t in scored]

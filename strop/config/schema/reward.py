@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from strop.catalog import REWARD_MANAGERS
 from strop.config.schema.fields import inert, link, section, setting
 from strop.config.schema.megatron import Megatron
 from strop.config.schema.model import Fsdp, Model, Profiler
 
-MANAGERS = ("naive", "prime", "batch", "dapo", "rate_limited", "remote")
 _LOOP = "every sample is scored as soon as it is complete, and in batches where the scorer wants them"
 
 
@@ -65,7 +65,7 @@ class RewardModel:
     """Score with a model."""
     model: RewardModelWeights = section(RewardModelWeights)
     """Its weights."""
-    reward_manager: str = setting("naive", choices=MANAGERS)
+    reward_manager: str = setting("naive", one_of=REWARD_MANAGERS)
     """How scorers are called: naive (one by one), prime (in processes), batch (all at once), dapo (with length penalty) ..."""
     reward_kwargs: dict[str, Any] = setting({})
     """Arguments of the manager, for instance {overlong_buffer_cfg: {...}, max_resp_len: 1024}."""
@@ -147,7 +147,7 @@ class RewardManager:
 
     source: str = setting("register", choices=("register", "importlib"))
     """register: by name; importlib: from module.path."""
-    name: str = link("reward_model.reward_manager")
+    name: str = link("reward_model.reward_manager", one_of=REWARD_MANAGERS)
     """Name of the manager."""
     module: RewardManagerModule = section(RewardManagerModule)
     """Where an own one lives."""

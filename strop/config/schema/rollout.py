@@ -7,7 +7,7 @@ from typing import Any
 
 from strop.config.schema.fields import inert, link, section, setting
 
-ENGINES = ("native", "hf", "vllm", "sglang")
+ENGINE_NAMES = ("native", "hf", "vllm", "sglang")
 _ASYNC = "the engine's asynchronous interface is always there"
 
 
@@ -131,7 +131,7 @@ class LayerNameMap:
 class Rollout:
     """Sampling and the engine. Read by rollout/ and trainer/collect.py."""
 
-    name: str = setting("native", choices=ENGINES)
+    name: str = setting("native", choices=ENGINE_NAMES)
     """Engine. vllm and sglang fall back to native, with a notice, where they are not installed (strict: refuse)."""
     strict: bool = setting(False)
     """Refuse to start instead of falling back to the native engine."""

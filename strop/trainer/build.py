@@ -1,0 +1,279 @@
+"""From a configuration to a trainer: the one place that wires rooms together."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop.algorithms.ema import EMA
+from strop.algorithms.kl import kl_controller
+from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.single import SingleBackend
+from strop.config.arithmetic import micro_batch, plan_ppo
+from strop.config.compose import Loaded
+from strop.config.objective import has_critic, has_reference, needs, uses_lora
+from strop.data.chat import stop_ids
+from strop.data.loader import build_loader
+from strop.data.prompts import build_prompts
+from strop.models.build import (
+    attention_of,
+    build_critic,
+    build_policy,
+    build_reference,
+    build_tokenizer,
+    dtype_of,
+)
+from strop.registry import load_plugins
+from strop.rewards.managers.build import build_scorer
+from strop.rewards.model import load_model
+from strop.rollout.base import Engine, Sampling
+from strop.rollout.build import build_engine
+from strop.run.checkpoint import Export
+from strop.trainer.collect import Collector, GroupFilter
+from strop.trainer.keeper import Keeper
+from strop.trainer.ppo import PpoTrainer, Roles
+from strop.trainer.validate import Validator
+from strop.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+def build_ppo(loaded: Loaded) -> PpoTrainer:
+    """Every part of a reinforcement-learning run, ready for `fit`."""
+    config = loaded.config
+    if config.trainer.nnodes * config.trainer.n_gpus_per_node > 1:
+        raise ValueError(
+            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: training on "
+            "several devices is not there yet. Set both to 1."
+        )
+    load_plugins(config.plugins)
+    torch.manual_seed(config.trainer.seed)
+    device = device_of(config.trainer.device)
+    tokenizer = build_tokenizer(config.actor_rollout_ref.model)
+    prompts = build_prompts(config.data, tokenizer, split="train")
+    plan = plan_ppo(config, rows=len(prompts))
+    assert plan.total_steps is not None
+    roles = build_roles(config, device, plan.total_steps)
+    engine = engine_for(config, roles.actor.module)
+    loader = build_loader(config.data, prompts)
+    collector = collector_for(config, engine, tokenizer, roles.actor.module, device)
+    average = EMA(_masters(roles.actor), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
+    keeper = Keeper(
+        config,
+        loaded.tree(),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        total_steps=plan.total_steps,
+        stateful={} if average is None else {"ema": average},
+        exports=lambda: exports(config, roles, tokenizer),
+    )
+    return PpoTrainer(
+        config=config,
+        plan=plan,
+        roles=roles,
+        loader=loader,
+        collector=collector,
+        validator=validator_for(config, collector, tokenizer),
+        keeper=keeper,
+        kl_controller=kl_controller(
+            config.algorithm.kl_ctrl.type,
+            coef=config.algorithm.kl_ctrl.kl_coef,
+            target=config.algorithm.kl_ctrl.target_kl,
+            horizon=int(config.algorithm.kl_ctrl.horizon),
+        ),
+        micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
+        publish=lambda version: engine.update_weights((), version),  # the engine samples from the actor's own module
+        total_steps=plan.total_steps,
+        after_update=[] if average is None else [lambda: average.update(_masters(roles.actor))],
+    )
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("trainer.device=cuda, but torch sees no GPU here. Set trainer.device=cpu or auto.")
+    return torch.device(name)
+
+
+def build_roles(config: Any, device: torch.device, total_steps: int) -> Roles:
+    """Actor, critic and reference, as the configuration needs them."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    temperature = config.actor_rollout_ref.rollout.temperature or 1.0
+
+    def backend(module: Any, section: Any, fsdp: Any, settings: Any, optim: Any | None, clip: float | None) -> SingleBackend:
+        if optim is not None and optim.total_training_steps < 1:
+            optim = dataclasses.replace(optim, total_training_steps=total_steps)
+        return SingleBackend(
+            module,
+            optim=optim,
+            device=device,
+            compute=dtype_of(fsdp.dtype),
+            master=dtype_of(fsdp.model_dtype) if optim is not None else dtype_of(fsdp.dtype),
+            grad_clip=clip,
+            temperature=temperature,
+            packed=settings.use_remove_padding,
+            attention=attention_of(settings),
+            offload_activations=settings.enable_activation_offload,
+        )
+
+    policy = backend(build_policy(model), actor, actor.fsdp_config, model, actor.optim, actor.grad_clip)
+    roles = Roles(policy)
+    if has_critic(config):
+        critic = config.critic
+        roles.critic = backend(
+            build_critic(critic.model), critic, critic.model.fsdp_config, critic.model, critic.optim, critic.grad_clip
+        )
+    if has_reference(config):
+        if uses_lora(config):
+            roles.reference = WithoutAdapters(policy)  # type: ignore[assignment]
+        else:
+            other = dataclasses.replace(model, **config.actor_rollout_ref.ref.model)
+            fsdp = config.actor_rollout_ref.ref.fsdp_config
+            roles.reference = backend(build_reference(other), config.actor_rollout_ref.ref, fsdp, other, None, None)
+    return roles
+
+
+@dataclass
+class WithoutAdapters:
+    """The reference of a model trained by LoRA: the same weights with the adapters off."""
+
+    actor: SingleBackend
+
+    def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
+        with self.actor.reference():
+            return self.actor.forward(batch, want, micro)
+
+
+def _masters(actor: Backend) -> dict[str, torch.Tensor]:
+    assert isinstance(actor, SingleBackend)
+    return {name: master.detach() for name, master in actor.weights.masters.items()}
+
+
+def engine_for(config: Any, module: Any) -> Engine:
+    rollout = config.actor_rollout_ref.rollout
+    name = rollout.name
+    if name in ("vllm", "sglang"):
+        log.warning("The %s engine is not there yet; the native engine samples instead.", name)
+        name = "native"
+    return build_engine(
+        name,
+        module,
+        max_model_len=longest(config),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        seed=rollout.seed or 0,
+    )
+
+
+def longest(config: Any) -> int:
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.max_model_len or rollout.prompt_length + rollout.response_length
+
+
+def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device) -> Collector:
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    generation = getattr(module, "generation_config", None)
+    stops = stop_ids(tokenizer, getattr(generation, "eos_token_id", None))
+    sampling = Sampling(
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=rollout.response_length,
+        stop_ids=tuple(sorted(stops)),
+        ignore_eos=rollout.ignore_eos,
+        repetition_penalty=rollout.repetition_penalty,
+    )
+    groups = algorithm.filter_groups
+    group_filter = None
+    if groups.enable:
+        bounds = None if groups.range is None else (groups.range[0], groups.range[1])
+        group_filter = GroupFilter(groups.metric or "score", bounds, groups.max_num_gen_batches)
+    reward = config.reward_model
+    judge = None
+    if reward.enable and not reward.remote_url:
+        judge = load_model(reward, device=device, dtype=dtype_of(reward.model.fsdp_config.dtype))
+    scorer = build_scorer(
+        reward,
+        config.custom_reward_function,
+        config.reward_manager,
+        tokenizer,
+        judge,
+        max_response_length=rollout.response_length,
+    )
+    return Collector(
+        engine,
+        scorer,
+        sampling,
+        samples_per_prompt=rollout.n,
+        seed=config.trainer.seed if rollout.seed is None else rollout.seed,
+        longest=longest(config),
+        group_filter=group_filter,
+        greedy_baseline="greedy_baseline" in needs(config),
+    )
+
+
+def validator_for(config: Any, collector: Collector, tokenizer: Any) -> Validator | None:
+    if not config.data.val_files:
+        return None
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = dataclasses.replace(collector.sampling, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p)
+    prompts = build_prompts(config.data, tokenizer, split="val")
+    return Validator(build_loader(config.data, prompts, split="val"), collector, sampling, val.n)
+
+
+def micro_batches(config: Any, sequences: int, update_sequences: int) -> dict[str, MicroBatching]:
+    """How each pass over a model is cut. It never changes a result."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+
+    def cut(section: Any, name: str, rows: int, dynamic: bool, tokens: int) -> MicroBatching:
+        return MicroBatching(rows=micro_batch(section, name, rows, 1), max_tokens=tokens if dynamic else None)
+
+    return {
+        "actor": cut(actor, "ppo_micro_batch_size", update_sequences, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+        "log_prob": cut(
+            rollout,
+            "log_prob_micro_batch_size",
+            sequences,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+        "ref": cut(
+            ref, "log_prob_micro_batch_size", sequences, ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu
+        ),
+        "critic": cut(
+            critic, "ppo_micro_batch_size", update_sequences, critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu
+        ),
+        "values": cut(
+            critic, "forward_micro_batch_size", sequences, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
+        ),
+    }
+
+
+def exports(config: Any, roles: Roles, tokenizer: Any) -> dict[str, Export]:
+    """Folders that transformers loads, for the roles whose save_contents name hf_model."""
+    wanted: dict[str, Export] = {}
+    sections = {"actor": (config.actor_rollout_ref.actor, roles.actor), "critic": (config.critic, roles.critic)}
+    for name, (section, backend) in sections.items():
+        if backend is None or "hf_model" not in section.checkpoint.save_contents:
+            continue
+
+        def write(folder: Path, backend: Backend = backend) -> None:
+            module: Any = backend.module
+            module.config.save_pretrained(folder)
+            if getattr(module, "generation_config", None) is not None:
+                module.generation_config.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        wanted[f"{name}/huggingface"] = Export(dict(backend.export_weights()), write)
+    return wanted

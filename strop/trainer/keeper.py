@@ -1,0 +1,160 @@
+"""What a run leaves behind: checkpoints, metrics, samples. The loop says when; this says where and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.catalog import TRACKERS
+from strop.run import random_state
+from strop.run.checkpoint import Checkpoints, Export
+from strop.run.contents import role_parts, role_state, selector
+from strop.run.due import save_is_due
+from strop.run.dumps import dump, rollout_rows
+from strop.run.resume import Resumed, resume
+from strop.run.retention import keep_from_trainer
+from strop.run.tracking import Run, Trackers, start
+from strop.trainer.record import StepRecord
+from strop.types import Trajectory
+
+if TYPE_CHECKING:
+    from strop.trainer.ppo import PpoTrainer
+
+SHOWN_GENERATIONS_SEED = 42
+
+
+@dataclass
+class Keeper:
+    config: Any
+    tree: Mapping[str, Any]
+    """The resolved configuration as plain values, for trackers."""
+    decode: Callable[[list[int]], str]
+    total_steps: int
+    stateful: dict[str, Any] = field(default_factory=dict)
+    """Further things with state_dict and load_state_dict that belong into a checkpoint."""
+    exports: Callable[[], Mapping[str, Export]] = dict
+    """Folders that other libraries load, written when save_contents asks for hf_model."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Results of the latest validation; the best checkpoint is known by them."""
+    longest_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        trainer = self.config.trainer
+        self.directory = Path(trainer.default_local_dir).expanduser()
+        background = self.config.actor_rollout_ref.actor.checkpoint.async_save
+        keep = keep_from_trainer(
+            max_actor_ckpt_to_keep=trainer.max_actor_ckpt_to_keep,
+            max_critic_ckpt_to_keep=trainer.max_critic_ckpt_to_keep,
+            max_ckpt_mem_gb=trainer.max_ckpt_mem_gb,
+            best_metric=trainer.best_metric,
+            remove_previous_ckpt_in_save=trainer.remove_previous_ckpt_in_save,
+        )
+        self.checkpoints = Checkpoints(self.directory, background=background, keep=keep, copy_to=trainer.default_hdfs_dir)
+        self.trackers: Trackers | None = None
+
+    def __enter__(self) -> Keeper:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        try:
+            self.checkpoints.close()
+        finally:
+            if self.trackers is not None:
+                self.trackers.close()
+
+    def resume(self, trainer: PpoTrainer) -> int:
+        """Put everything back where a checkpoint left it and start the trackers; returns the step to go on from."""
+        settings = self.config.trainer
+        found = resume(
+            self.directory,
+            mode=settings.resume_mode,
+            path=settings.resume_from_path,
+            copied_to=settings.default_hdfs_dir,
+            only=selector({role: self._load_contents(role) for role in ("actor", "critic")}),
+            delete_after_load=settings.del_local_ckpt_after_load,
+        )
+        if found is not None:
+            self._restore(trainer, found)
+        wanted = [settings.logger] if isinstance(settings.logger, str) else settings.logger
+        self.trackers = start(
+            [name for name in wanted if name in TRACKERS],  # the preflight has said which are left out
+            Run(
+                self.directory,
+                project=settings.project_name,
+                experiment=settings.experiment_name,
+                config=self.tree,
+                resumed_from=found.step if found else None,
+                total_steps=self.total_steps,
+            ),
+        )
+        return found.step if found else 0
+
+    def save(self, trainer: PpoTrainer, record: StepRecord) -> None:
+        with record.phase("save_checkpoint"):
+            parts: dict[str, Any] = {
+                "data": trainer.loader.state_dict(),
+                "trainer": {
+                    "step": trainer.step,
+                    "kl": trainer.kl_controller.state_dict(),
+                    "random": random_state.capture(),
+                    **{name: thing.state_dict() for name, thing in self.stateful.items()},
+                },
+                **role_parts("actor", trainer.roles.actor.state_dict(), self._save_contents("actor")),
+            }
+            if trainer.roles.critic is not None:
+                parts |= role_parts("critic", trainer.roles.critic.state_dict(), self._save_contents("critic"))
+            self.checkpoints.save(trainer.step, parts, exports=self.exports(), metrics=self.validation)
+
+    def _restore(self, trainer: PpoTrainer, found: Resumed) -> None:
+        trainer.roles.actor.load_state_dict(role_state("actor", found.parts, self._load_contents("actor")))
+        if trainer.roles.critic is not None:
+            trainer.roles.critic.load_state_dict(role_state("critic", found.parts, self._load_contents("critic")))
+        trainer.loader.load_state_dict(found.parts["data"])
+        state = found.parts["trainer"]
+        trainer.kl_controller.load_state_dict(state["kl"])
+        for name, thing in self.stateful.items():
+            thing.load_state_dict(state[name])
+        random_state.restore(state["random"])
+
+    def _section(self, role: str) -> Any:
+        return (self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor).checkpoint
+
+    def _save_contents(self, role: str) -> list[str]:
+        return list(self._section(role).save_contents)
+
+    def _load_contents(self, role: str) -> list[str]:
+        return list(self._section(role).load_contents or self._section(role).save_contents)
+
+    def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
+        trainer = self.config.trainer
+        self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
+        return save_is_due(
+            step, save_freq=trainer.save_freq, last=last, longest_step=self.longest_step, spare=trainer.esi_redundant_time
+        )
+
+    def log(self, record: StepRecord, step: int) -> None:
+        assert self.trackers is not None
+        late = {f"timing_s/{name}": record.seconds[name] for name in ("testing", "save_checkpoint") if name in record.seconds}
+        self.trackers.log({**record.metrics, **late}, step)
+
+    def log_validation(self, samples: list[Trajectory], record: StepRecord, step: int) -> None:
+        """Dump validation samples, show some of them to the trackers, and remember the numbers."""
+        trainer = self.config.trainer
+        self.validation = {name: value for name, value in record.metrics.items() if name.startswith("val-")}
+        if trainer.validation_data_dir:
+            dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
+        if trainer.log_val_generations and self.trackers is not None:
+            import random
+
+            chosen = sorted(samples, key=lambda t: (t.prompt.index, t.group))
+            random.Random(SHOWN_GENERATIONS_SEED).shuffle(chosen)  # the same prompts every time
+            shown = chosen[: trainer.log_val_generations]
+            self.trackers.log_generations(rollout_rows(shown, step=step, decode=self.decode), step)
+
+    def dump_rollouts(self, trajectories: list[Trajectory], step: int, record: StepRecord) -> None:
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            with record.phase("dump_rollout_generations"):
+                dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))

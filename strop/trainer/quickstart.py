@@ -1,0 +1,119 @@
+"""`strop quickstart`: make a tiny model and a tiny task, then run the ordinary loop with the ordinary configuration.
+
+Nothing here trains by reinforcement: that is `examples/quickstart.yaml`, given to the same loop as every other run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.config.compose import load
+from strop.registry import did_you_mean
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+
+# What differs from GRPO: an estimator that compares no samples needs more prompts instead.
+ALGORITHMS: dict[str, list[str]] = {
+    "grpo": [],
+    "ppo": ["algorithm.adv_estimator=gae"],
+    "rloo": ["algorithm.adv_estimator=rloo"],
+    "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus"],
+    "remax": ["algorithm.adv_estimator=remax"],
+}
+WARM_START = 0.33
+NEXT = """
+What to try next:
+  strop quickstart --algorithm ppo          the same with a critic (also rloo, reinforce_plus_plus, remax)
+  strop ppo examples/quickstart.yaml KEY=VALUE ...   change anything; strop config explain KEY explains it
+  strop data gsm8k --out data --from FILES  then train a real model: strop check ppo ... and strop ppo ...
+  custom_reward_function.path=my_reward.py  your own: def compute_score(data_source, solution_str, ground_truth, extra_info)
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = _parse(arguments)
+    started = time.time()
+    out = Path(asked.out)
+    say = sys.stdout.write
+    prepare(out, digits=asked.digits, seed=asked.seed, say=say)
+    overrides = [
+        f"data.train_files={out}/data/train.parquet",
+        f"data.val_files={out}/data/test.parquet",
+        f"actor_rollout_ref.model.path={out}/model",
+        f"trainer.default_local_dir={out}/run",
+        f"trainer.validation_data_dir={out}/samples",
+        f"trainer.seed={asked.seed}",
+        *ALGORITHMS[asked.algorithm],
+        *asked.overrides,
+    ]
+    train(overrides)
+    summarise(out, say)
+    say(f"{time.time() - started:.0f} s in all.\n{NEXT}")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="strop quickstart", description=__doc__)
+    parser.add_argument("--algorithm", default="grpo", help=", ".join(ALGORITHMS))
+    parser.add_argument("--out", default="runs/quickstart", help="folder for the model, the data and the run")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--digits", type=int, default=2, help="digits of the numbers to add")
+    parser.add_argument("overrides", nargs="*", help="key=value, as for strop ppo")
+    asked = parser.parse_args(list(arguments))
+    if asked.algorithm not in ALGORITHMS:
+        raise ValueError(
+            f"--algorithm {asked.algorithm}: not one of {', '.join(ALGORITHMS)}.{did_you_mean(asked.algorithm, ALGORITHMS)}"
+        )
+    return asked
+
+
+def prepare(out: Path, *, digits: int, seed: int, say: Any, size: int = 5000, test_size: int = 500) -> None:
+    """Data, and a model that is right about a third of the time: enough to be rewarded now and then."""
+    from strop.data.make import arithmetic, write
+    from strop.trainer.tiny import pairs_of, tiny_model, tiny_tokenizer, warm_start
+
+    for split, rows in arithmetic(size, test_size, digits=digits, operators="+", seed=seed).items():
+        write(rows, out / "data" / f"{split}.parquet")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, seed=seed)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    say(f"A model of {count / 1e6:.1f} million parameters learns by example until it is right a third of the time ...\n")
+    begun = time.time()
+    train, test = pairs_of(out / "data" / "train.parquet"), pairs_of(out / "data" / "test.parquet")
+    right = warm_start(model, tokenizer, train, test[:256], until=WARM_START, seed=seed)
+    say(f"... {right:.0%} right after {time.time() - begun:.0f} s. From here on it learns from rewards alone.\n")
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+
+
+def train(overrides: list[str]) -> None:
+    from strop.trainer.build import build_ppo
+    from strop.trainer.preflight import require
+
+    loaded = load("ppo_trainer", overrides, str(EXAMPLE))
+    require(loaded)
+    build_ppo(loaded).fit()
+
+
+def summarise(out: Path, say: Any) -> None:
+    """Accuracy before and after, some answers side by side, and the curve."""
+    from strop.run.chart import line_chart
+
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    name = "val-core/arithmetic/reward/mean@1"
+    held_out = [(row["step"], row["data"][name]) for row in rows if name in row["data"]]
+    reward = [(row["step"], row["data"]["critic/score/mean"]) for row in rows if "critic/score/mean" in row["data"]]
+    dumps = sorted((out / "samples").glob("*.jsonl"), key=lambda file: int(file.stem))
+    first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in (dumps[0], dumps[-1]))
+    say("\nquestion      expected  before    after\n")
+    for before, after in list(zip(first, last))[:8]:
+        say(f"{before['input']:<12}  {before['gts']:<8}  {before['output']:<8}  {after['output']}\n")
+    chart = line_chart(out / "reward.png", {"training reward": reward, "held out greedy": held_out}, title="reward by step")
+    say(f"\nHeld-out greedy accuracy: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after {held_out[-1][0]} steps.\n")
+    say(f"Curve: {chart}   metrics: {out}/run/metrics.jsonl   samples: {out}/samples\n")
