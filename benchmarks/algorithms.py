@@ -1,63 +1,32 @@
-"""GAE, GRPO and the vanilla policy loss beside a per-token (per-sample) Python loop, and beside verl where it is installed.
+"""Time every algorithm that verl also has beside verl's own function, and GAE and GRPO beside the plain Python loop.
 
-    python benchmarks/algorithms.py --batch 4096 --length 4096 --repeats 5
+    python benchmarks/algorithms.py --repeats 5 --out benchmarks/results/algorithms.json
 
-Prints one JSON line per function: median and spread (min, max) of the seconds of each system over the repeats, which take turns
-so that a noisy moment hits all of them, and the ratio of each to ours. `worst_error` is the largest relative difference between
-our result and the loop's.
+Prints one JSON line per function: the seconds of each system over the repeats, as median, least and most, and the ratio of the
+medians. Systems take turns, so that a noisy moment hits all of them. Without verl installed only the loops are compared.
+`error` is the largest difference of our result from the other's, relative to its largest entry.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import datetime
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from algorithm_pairs import PAIRS, Inputs, Side, response_inputs, vocabulary_inputs
 from torch import Tensor
 
-from strop.algorithms.advantages.gae import gae
-from strop.algorithms.advantages.outcome import grpo
-from strop.algorithms.aggregation import Totals, aggregate
-from strop.algorithms.masked import masked_mean, masked_whiten
-from strop.algorithms.policy_losses.clipped import vanilla
-
-Inputs = dict[str, Any]
-System = Callable[[Inputs], Tensor]
-
-
-def make_inputs(batch: int, length: int, *, holes: bool, group: int = 8) -> Inputs:
-    """Responses of random length with a score on the last valid token; with `holes`, a tool span inside each."""
-    torch.manual_seed(0)
-    lengths = torch.randint(length // 2, length + 1, (batch, 1))
-    columns = torch.arange(length)
-    mask = columns < lengths
-    if holes:
-        start = lengths // 4
-        mask = mask & ~((columns >= start) & (columns < start + length // 8))
-    rewards = torch.zeros(batch, length)
-    rewards.scatter_(1, lengths - 1, torch.randn(batch, 1))
-    old = -torch.rand(batch, length)
-    uids = [f"prompt-{i // group}" for i in range(batch)]
-    return {
-        "rewards": rewards,
-        "mask": mask.long(),
-        "values": torch.randn(batch, length),
-        "groups": torch.arange(batch) // group,
-        "uids": uids,
-        "old": old,
-        "new": old + 0.1 * torch.randn(batch, length),
-        "advantages": torch.randn(batch, length),
-    }
-
-
-def gae_ours(x: Inputs) -> Tensor:
-    return gae(x["rewards"], x["mask"], values=x["values"], gamma=0.99, lam=0.95).advantages
+from strop.algorithms.masked import masked_whiten
 
 
 def gae_loop(x: Inputs) -> Tensor:
@@ -74,15 +43,6 @@ def gae_loop(x: Inputs) -> Tensor:
     return masked_whiten(torch.stack(columns[::-1], dim=1), mask)
 
 
-def gae_verl(x: Inputs) -> Tensor:
-    core = importlib.import_module("verl.trainer.ppo.core_algos")
-    return core.compute_gae_advantage_return(x["rewards"], x["values"], x["mask"], 0.99, 0.95)[0] * x["mask"]
-
-
-def grpo_ours(x: Inputs) -> Tensor:
-    return grpo(x["rewards"], x["mask"], groups=x["groups"]).advantages
-
-
 def grpo_loop(x: Inputs) -> Tensor:
     """Groups gathered in a dictionary, one sample at a time."""
     scores = x["rewards"].sum(-1)
@@ -96,101 +56,99 @@ def grpo_loop(x: Inputs) -> Tensor:
     return scores[:, None] * x["mask"]
 
 
-def grpo_verl(x: Inputs) -> Tensor:
-    core, np = importlib.import_module("verl.trainer.ppo.core_algos"), importlib.import_module("numpy")
-    return core.compute_grpo_outcome_advantage(x["rewards"], x["mask"], np.array(x["uids"], dtype=object))[0]
+LOOPS: dict[str, Side] = {"gae": gae_loop, "gae, masks with holes": gae_loop, "grpo": grpo_loop}
 
 
-def loss_ours(x: Inputs) -> Tensor:
-    log_probs = x["new"].detach().requires_grad_()
-    result = vanilla(log_probs, x["old"], x["advantages"], x["mask"])
-    loss = aggregate(result.per_token, x["mask"], "token-mean", Totals.of(x["mask"]))
-    loss.backward()
-    for metric in result.metrics.values():
-        masked_mean(metric, x["mask"])
-    return log_probs.grad * len(x["mask"])
+def make_inputs(size: str, holes: bool, shapes: dict[str, tuple[int, int]]) -> Inputs:
+    return vocabulary_inputs(*shapes[size]) if size == "vocabulary" else response_inputs(*shapes[size], holes=holes)
 
 
-def loss_loop(x: Inputs) -> Tensor:
-    """The textbook form, one row at a time."""
-    count = x["mask"].sum()
-    grads = []
-    for new, old, advantage, mask in zip(x["new"], x["old"], x["advantages"], x["mask"]):
-        log_probs = new.detach().requires_grad_()
-        ratio = (log_probs - old).exp()
-        loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
-        loss = torch.where(advantage < 0, torch.minimum(loss, -advantage * 3.0), loss)
-        ((loss * mask).sum() / count).backward()
-        grads.append(log_probs.grad)
-    return torch.stack(grads) * len(x["mask"])
+def difference(ours: Any, theirs: Any) -> float:
+    if isinstance(ours, list):
+        return 0.0 if ours == theirs else float("nan")
+    scale = theirs.abs().max().clamp(min=1e-12)
+    return float((ours - theirs).abs().max() / scale)
 
 
-def loss_verl(x: Inputs) -> Tensor:
-    core, configs = importlib.import_module("verl.trainer.ppo.core_algos"), importlib.import_module("verl.workers.config")
-    config = configs.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    log_probs = x["new"].detach().requires_grad_()
-    core.compute_policy_loss_vanilla(x["old"], log_probs, x["advantages"], x["mask"], config=config)[0].backward()
-    assert log_probs.grad is not None
-    return log_probs.grad * len(x["mask"])
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-FUNCTIONS: dict[str, tuple[bool, dict[str, System]]] = {
-    "gae": (False, {"ours": gae_ours, "loop": gae_loop, "verl": gae_verl}),
-    "gae_with_holes": (True, {"ours": gae_ours, "loop": gae_loop, "verl": gae_verl}),
-    "grpo": (False, {"ours": grpo_ours, "loop": grpo_loop, "verl": grpo_verl}),
-    "vanilla_loss": (False, {"ours": loss_ours, "loop": loss_loop, "verl": loss_verl}),
-}
-
-
-def has_verl() -> bool:
-    try:
-        importlib.import_module("verl.trainer.ppo.core_algos")
-    except ImportError:
-        return False
-    return True
-
-
-def measure(systems: dict[str, System], inputs: Inputs, repeats: int) -> tuple[dict[str, list[float]], float]:
+def measure(
+    systems: dict[str, Side], inputs: Inputs, repeats: int, clock: str
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every repeat by system, after one warm-up whose results are compared."""
     first = {name: system(inputs) for name, system in systems.items()}
-    scale = first["loop"].abs().max().clamp(min=1e-12)
-    error = float((first["ours"] - first["loop"]).abs().max() / scale)
+    errors = {name: difference(first["ours"], made) for name, made in first.items() if name != "ours"}
     del first
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(repeats):
         for name, system in systems.items():
-            start = time.perf_counter()
+            start = CLOCKS[clock]()
             system(inputs)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds, error
+            seconds[name].append(CLOCKS[clock]() - start)
+    return seconds, errors
+
+
+def report(name: str, shape: tuple[int, int], seconds: dict[str, list[float]], errors: dict[str, float]) -> dict[str, Any]:
+    medians = {key: statistics.median(times) for key, times in seconds.items()}
+    return {
+        "function": name,
+        "shape": list(shape),
+        **{key: {"median_s": medians[key], "min_s": min(times), "max_s": max(times)} for key, times in seconds.items()},
+        **{f"{key}_over_ours": medians[key] / medians["ours"] for key in medians if key != "ours"},
+        "error": errors,
+    }
+
+
+def circumstances(threads: int, repeats: int, clock: str) -> dict[str, Any]:
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{cpu}, {os.cpu_count()} cores, {threads} thread(s)",
+        "repeats": repeats,
+        "clock": clock,
+        "versions": {name: installed.get(name) for name in ("torch", "numpy", "verl", "tensordict")}
+        | {"python": platform.python_version()},
+    }
+
+
+def _cpuinfo() -> list[str]:
+    file = Path("/proc/cpuinfo")
+    return file.read_text().splitlines() if file.exists() else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--large", type=int, nargs=2, default=(4096, 4096), help="batch and length of GAE, GRPO, vanilla")
+    parser.add_argument("--medium", type=int, nargs=2, default=(1024, 2048), help="batch and length of the others")
+    parser.add_argument("--vocabulary", type=int, nargs=2, default=(2048, 32768), help="rows and vocabulary of logits")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", choices=sorted(FUNCTIONS), nargs="*", default=list(FUNCTIONS))
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: for a busy machine, with --threads 1")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of function names; all of them if left out")
+    parser.add_argument("--out", type=Path, help="also write everything to this JSON file")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    with_verl = has_verl()
-    for name in chosen.only:
-        holes, systems = FUNCTIONS[name]
-        inputs = make_inputs(chosen.batch, chosen.length, holes=holes)
-        present = {key: system for key, system in systems.items() if key != "verl" or with_verl}
-        seconds, error = measure(present, inputs, chosen.repeats)
-        medians = {key: statistics.median(times) for key, times in seconds.items()}
-        line = {
-            "function": name,
-            "shape": [chosen.batch, chosen.length],
-            "threads": chosen.threads,
-            "repeats": chosen.repeats,
-            "worst_error": error,
-            **{key: {"median_s": medians[key], "min_s": min(times), "max_s": max(times)} for key, times in seconds.items()},
-            **{f"{key}_over_ours": medians[key] / medians["ours"] for key in medians if key != "ours"},
-        }
-        print(json.dumps(line), flush=True)
+    shapes = {"large": tuple(chosen.large), "medium": tuple(chosen.medium), "vocabulary": tuple(chosen.vocabulary)}
+    with_verl = importlib.util.find_spec("verl") is not None
+    lines, made_of, inputs = [], None, None
+    for name, pair in PAIRS.items():
+        systems = (
+            {"ours": pair.ours} | ({"loop": LOOPS[name]} if name in LOOPS else {}) | ({"verl": pair.verl} if with_verl else {})
+        )
+        if len(systems) == 1 or (chosen.only and not any(part in name for part in chosen.only)):
+            continue
+        if made_of != (pair.size, pair.holes):
+            made_of, inputs = (pair.size, pair.holes), make_inputs(pair.size, pair.holes, shapes)
+        seconds, errors = measure(systems, inputs, chosen.repeats, chosen.clock)
+        lines.append(report(name, shapes[pair.size], seconds, {} if pair.random else errors))
+        print(json.dumps(lines[-1]), flush=True)
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(
+            json.dumps({**circumstances(chosen.threads, chosen.repeats, chosen.clock), "functions": lines}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

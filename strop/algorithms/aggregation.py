@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from strop.algorithms.masked import as_weights, masked_fill_zero
 from strop.algorithms.shapes import require_same_shape
 from strop.catalog import AGGREGATIONS
 
@@ -41,7 +42,7 @@ class Totals:
             raise ValueError(f"mask must have the shape [sequences, tokens] to be counted, got {tuple(mask.shape)}.")
         if width is not None and not width > 0:
             raise ValueError(f"width (loss_scale_factor) must be positive, got {width}. Leave it out to use the padded length.")
-        counts = mask.bool().sum(-1)
+        counts = as_weights(mask, torch.float32).sum(-1) if mask.dtype == torch.bool else mask.sum(-1)
         tokens, sequences = int(counts.sum()), int((counts > 0).sum())
         return cls(max(tokens, 1), max(sequences, 1), float(width or max(mask.shape[-1], 1)))
 
@@ -49,7 +50,10 @@ class Totals:
 def aggregate(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
     """Reduce `per_token` [B, T] over `mask` [B, T] in the named way; the share of this piece in the loss of the step."""
     require_same_shape(per_token=per_token, mask=mask)
-    share: Tensor = AGGREGATIONS.get(mode)(torch.where(mask.bool(), per_token, 0.0), mask, totals)
+    weights = as_weights(mask, per_token.dtype)
+    # Half precision cannot count the tokens of a row.
+    counted = weights if per_token.dtype in (torch.float32, torch.float64) else mask
+    share: Tensor = AGGREGATIONS.get(mode)(masked_fill_zero(per_token, mask, weights), counted, totals)
     return share
 
 

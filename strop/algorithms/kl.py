@@ -25,15 +25,18 @@ UNLIMITED = float("inf")
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
-    return (log_probs - ref_log_probs).clamp(-limit, limit)
+    gap = log_probs - ref_log_probs
+    return gap if limit == UNLIMITED else gap.clamp(-limit, limit)
 
 
 def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
-    return (log_probs - ref_log_probs).abs().clamp(max=limit)
+    gap = (log_probs - ref_log_probs).abs()
+    return gap if limit == UNLIMITED else gap.clamp(max=limit)
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
-    return (0.5 * (log_probs - ref_log_probs).square()).clamp(max=limit)
+    half_square = 0.5 * (log_probs - ref_log_probs).square()
+    return half_square if limit == UNLIMITED else half_square.clamp(max=limit)
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = 10.0, exponent_limit: float = 20.0) -> Tensor:

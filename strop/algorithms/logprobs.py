@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 1024
+CACHED = 1 << 18  # numbers
 FLOOR = -1e4  # stands for log 0 in p log p; exp of it is 0 in every dtype
 
 
@@ -59,8 +60,8 @@ def sum_pi_squared(logits: Tensor, *, temperature: float = 1.0, chunk: int = CHU
     """Σ_v π_v² per position [...], the chance that two samples agree; without gradient."""
     rows = logits.reshape(-1, logits.shape[-1])
     out = torch.empty(len(rows), dtype=_arithmetic(logits), device=logits.device)
-    for at in _chunks(len(rows), chunk):
-        out[at] = _scaled(rows[at], temperature).softmax(-1).square().sum(-1)
+    for at in _cached_chunks(rows, chunk):
+        out[at] = _scaled(rows[at], temperature).softmax(-1).square_().sum(-1)
     return out.view(logits.shape[:-1])
 
 
@@ -97,9 +98,9 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk: int, want_entropy: bool) -> Any:
         numbers = _Rows(logits, want_entropy)
-        for at in _chunks(len(logits), chunk):
+        for at in _cached_chunks(logits, chunk):
             numbers.fill(at, _scaled(logits[at], temperature), labels[at])
-        ctx.save_for_backward(logits, labels, numbers.entropy)
+        ctx.save_for_backward(logits, labels, numbers.normaliser, numbers.entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return numbers.log_probs, numbers.entropy
@@ -107,12 +108,12 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        logits, labels, entropy = ctx.saved_tensors
+        logits, labels, normaliser, entropy = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for at in _chunks(len(logits), ctx.chunk):
+        for at in _cached_chunks(logits, ctx.chunk):
             z = _scaled(logits[at], ctx.temperature)
-            slope = _slope(z, labels[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
-            grad[at] = slope / ctx.temperature
+            slope = _slope(z, labels[at], normaliser[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            grad[at] = slope if ctx.temperature == 1.0 else slope.div_(ctx.temperature)
         return grad, None, None, None, None
 
 
@@ -131,7 +132,7 @@ class _FromHidden(torch.autograd.Function):
         numbers = _Rows(hidden, want_entropy)
         for at in _chunks(len(hidden), chunk):
             numbers.fill(at, _scaled(_head(hidden[at], weight, bias), temperature), labels[at])
-        ctx.save_for_backward(hidden, weight, bias, labels, numbers.entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, numbers.normaliser, numbers.entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
         return numbers.log_probs, numbers.entropy
@@ -139,7 +140,7 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        hidden, weight, bias, labels, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         exact = _arithmetic(hidden)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -148,7 +149,7 @@ class _FromHidden(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         for at in _chunks(len(hidden), ctx.chunk):
             z = _scaled(_head(hidden[at], weight, bias), ctx.temperature)
-            slope = _slope(z, labels[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            slope = _slope(z, labels[at], normaliser[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
             slope /= ctx.temperature
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
@@ -169,27 +170,46 @@ class _Rows:
 
         self.log_probs = fresh()
         self.entropy = fresh() if want_entropy else None
+        # The largest z and the logarithm of Σ exp(z - largest): two numbers, because their sum would round small entropies away.
+        self.normaliser = torch.stack([fresh(), fresh()], dim=-1)
 
     def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:
-        log_p = z.log_softmax(-1)
-        self.log_probs[at] = log_p.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).masked_fill(labels < 0, 0.0)
-        if self.entropy is not None:
-            log_p.clamp_(min=FLOOR)
-            self.entropy[at] = -(log_p.exp() * log_p).sum(-1)
+        """With s = z - max z and S = Σ exp(s): log π(a) = s_a - log S and H = log S - Σ s exp(s) / S, both terms positive."""
+        largest = z.amax(-1, keepdim=True)
+        shifted = z - largest
+        chosen = shifted.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        if self.entropy is None:
+            log_total = shifted.exp_().sum(-1).log()
+        else:
+            powers = shifted.clamp_(min=FLOOR).exp()
+            total = powers.sum(-1)
+            log_total = total.log()
+            self.entropy[at] = log_total - powers.mul_(shifted).sum(-1) / total
+        self.log_probs[at] = (chosen - log_total).masked_fill(labels < 0, 0.0)
+        self.normaliser[at] = torch.stack([largest.squeeze(-1), log_total], dim=-1)
 
 
 def _slope(
-    z: Tensor, labels: Tensor, entropy: Tensor | None, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    z: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
     """The derivative with respect to z of one chunk, given those with respect to its log-probs and entropies."""
-    log_p = z.log_softmax(-1).clamp_(min=FLOOR)
-    p = log_p.exp()
-    slope = torch.zeros_like(p)
-    if grad_entropy is not None and entropy is not None:
-        slope = log_p.add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
     if grad_log_probs is not None:
         grad_log_probs = grad_log_probs.masked_fill(labels < 0, 0.0)[:, None]
-        slope -= grad_log_probs * p
+    if grad_entropy is not None and entropy is not None:
+        log_p = (z - normaliser[:, :1]).sub_(normaliser[:, 1:]).clamp_(min=FLOOR)
+        p = log_p.exp()
+        slope = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        slope = (slope if grad_log_probs is None else slope.sub_(grad_log_probs)).mul_(p)
+    elif grad_log_probs is not None:
+        slope = (z - normaliser[:, :1]).sub_(normaliser[:, 1:]).exp_().mul_(-grad_log_probs)
+    else:
+        slope = torch.zeros_like(z)
+    if grad_log_probs is not None:
         slope.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs)
     return slope
 
@@ -214,6 +234,12 @@ def _at(tensor: Tensor | None, at: slice) -> Tensor | None:
 
 def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient if gradient is None or like is None else gradient.to(like.dtype)
+
+
+def _cached_chunks(logits: Tensor, size: int) -> list[slice]:
+    """At most `size` rows; on a CPU also no more than stay in its cache while several operations pass over them."""
+    rows = max(CACHED // max(logits.shape[-1], 1), 1) if logits.device.type == "cpu" else size
+    return _chunks(len(logits), min(size, rows))
 
 
 def _chunks(rows: int, size: int) -> list[slice]:

@@ -28,7 +28,7 @@ def move_to_trainable(rewards: Tensor, mask: Tensor, weights: Tensor | None = No
     """
     moved = rewards * (as_weights(mask, rewards.dtype) if weights is None else weights)
     stray = rewards - moved
-    rows = torch.linalg.vector_norm(stray, ord=1, dim=1).nonzero().squeeze(1)
+    rows = stray.abs().sum(dim=1).nonzero().squeeze(1)
     if not len(rows):
         return moved
     valid = mask[rows].bool()

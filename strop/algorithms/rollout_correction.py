@@ -87,12 +87,12 @@ def importance_weights(
         raise ValueError(f"outside must be 'clip' or 'zero', got {outside!r}.")
     d = masked_fill_zero(log_ratio.detach(), mask)
     total = d if level == "token" else d.sum(-1, keepdim=True).expand_as(d)
-    ratio = masked_fill_zero(total.clamp(-LIMIT, LIMIT).exp(), mask)
+    ratio = total.clamp(-LIMIT, LIMIT).exp()
     if outside == "clip":
         weights = masked_fill_zero(ratio.clamp(lower, upper), mask)
         low = lower or 1 / upper
     else:
-        weights = ratio.masked_fill((ratio < lower) | (ratio > upper), 0.0)
+        weights = masked_fill_zero(ratio, mask.bool() & ((ratio >= lower) & (ratio <= upper)))
         low = lower
     metrics = weight_metrics(d, mask, weights, level=level, lower=low, upper=upper)
     if outside == "zero":
@@ -122,9 +122,9 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold:
         passes = value <= upper if lower is None else (value >= lower) & (value <= upper)
         metrics |= rejection_metrics(name, value, mask, passes, lower=lower, upper=upper)
         kept &= passes
-    rejected = (on & ~kept).float()
-    metrics["rollout_rs_masked_fraction"] = token_mean(rejected, mask)
-    metrics["rollout_rs_seq_masked_fraction"] = (rejected.sum(-1) > 0).float().sum() / max(len(mask), 1)
+    rejected = on & ~kept
+    metrics["rollout_rs_masked_fraction"] = rejected.count_nonzero() / on.count_nonzero().clamp(min=1)
+    metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).count_nonzero() / max(len(mask), 1)
     return kept.to(mask.dtype), metrics
 
 
@@ -177,7 +177,7 @@ def correct_rollout(
 
 
 def _statistic(d: Tensor, on: Tensor, scope: str, kind: str) -> Tensor:
-    values = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind].masked_fill(~on, 0.0)
+    values = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind]
     if scope == "token":
         return values
     if scope == "seq_sum":

@@ -47,7 +47,18 @@ def _spread(values: Tensor) -> Tensor:
 
 
 def _rate(flags: Tensor) -> Tensor:
-    return _mean(flags.float())
+    return flags.count_nonzero() / max(flags.numel(), 1)
+
+
+def _token_rate(flags: Tensor, on: Tensor) -> Tensor:
+    return (flags & on).count_nonzero() / on.count_nonzero().clamp(min=1)
+
+
+def _token_extremes(values: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest and smallest over the mask; picking the tokens out would take longer than everything else together."""
+    if not bool(on.any()):
+        return values.new_zeros(()), values.new_zeros(())
+    return values.masked_fill(~on, -torch.inf).max(), values.masked_fill(~on, torch.inf).min()
 
 
 def _token_spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -60,23 +71,25 @@ def weight_metrics(log_ratio: Tensor, mask: Tensor, weights: Tensor, *, level: s
 
     eff_sample_size = (mean w)² / mean w², in (0, 1]: the share of the tokens that still matters; 0 when all weights are.
     """
-    on = mask.bool()
-    ratio = log_ratio.clamp(-LIMIT, LIMIT).exp()
-    whole = row_sums(log_ratio, mask).clamp(max=LIMIT).exp()
     rows = row_means(weights, mask)
-    raw_rows = whole if level == "sequence" else row_means(ratio, mask)
-    single, spread_over = (ratio[on], weights[on]) if level == "token" else (whole, whole)
-    square = token_mean(weights.square(), mask)
+    if level == "token":
+        on, ratio = mask.bool(), log_ratio.clamp(-LIMIT, LIMIT).exp()
+        raw_rows = row_means(ratio, mask)
+        largest, smallest = _token_extremes(weights, on)
+        high, low = _token_rate(ratio > upper, on), _token_rate(ratio < lower, on)
+    else:
+        raw_rows = row_sums(log_ratio, mask).clamp(max=LIMIT).exp()
+        largest, smallest = _largest(raw_rows), _smallest(raw_rows)
+        high, low = _rate(raw_rows > upper), _rate(raw_rows < lower)
+    mean, square = token_mean(weights, mask), token_mean(weights.square(), mask)
     return {
-        "rollout_is_mean": token_mean(weights, mask),
-        "rollout_is_max": _largest(spread_over),
-        "rollout_is_min": _smallest(spread_over),
+        "rollout_is_mean": mean,
+        "rollout_is_max": largest,
+        "rollout_is_min": smallest,
         "rollout_is_std": _token_spread(weights, mask),
-        "rollout_is_ratio_fraction_high": _rate(single > upper),
-        "rollout_is_ratio_fraction_low": _rate(single < lower),
-        "rollout_is_eff_sample_size": torch.where(
-            square > 0, token_mean(weights, mask).square() / square.clamp(min=1e-30), 0.0
-        ),
+        "rollout_is_ratio_fraction_high": high,
+        "rollout_is_ratio_fraction_low": low,
+        "rollout_is_eff_sample_size": torch.where(square > 0, mean.square() / square.clamp(min=1e-30), 0.0),
         "rollout_is_seq_mean": _mean(rows),
         "rollout_is_seq_std": _spread(rows),
         "rollout_is_seq_max": _largest(rows),
@@ -94,26 +107,30 @@ def rejection_metrics(
 
     The spread is that of the statistic limited to its bounds, so that one outlier, already counted, does not hide it.
     """
-    values = statistic[mask.bool()]
+    on = mask.bool()
     rows = row_means(statistic, mask)
-    judged = values if name.startswith("token") else rows
     floor = 0.0 if lower is None else lower
-    rejected = (mask.bool() & ~kept).float()
+    largest, smallest = _token_extremes(statistic, on)
+    if name.startswith("token"):
+        high, low = _token_rate(statistic > upper, on), _token_rate(statistic < floor, on)
+    else:
+        high, low = _rate(rows > upper), _rate(rows < floor)
+    rejected = on & ~kept
     found = {
         "mean": token_mean(statistic, mask),
-        "max": _largest(values),
-        "min": _smallest(values),
+        "max": largest,
+        "min": smallest,
         "std": _token_spread(statistic.clamp(floor, upper), mask),
-        "fraction_high": _rate(judged > upper),
-        "fraction_low": _rate(judged < floor),
+        "fraction_high": high,
+        "fraction_low": low,
         "seq_mean": _mean(rows),
         "seq_std": _spread(rows),
         "seq_max": _largest(rows),
         "seq_min": _smallest(rows),
         "seq_max_deviation": _largest(rows.abs()),
         "seq_fraction_high": _rate(rows > upper),
-        "masked_fraction": token_mean(rejected, mask),
-        "seq_masked_fraction": _rate(row_sums(rejected, mask) > 0),
+        "masked_fraction": _token_rate(rejected, on),
+        "seq_masked_fraction": rejected.any(-1).count_nonzero() / on.any(-1).count_nonzero().clamp(min=1),
     }
     if lower is not None:
         found["seq_fraction_low"] = _rate(rows < lower)

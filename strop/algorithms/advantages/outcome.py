@@ -168,7 +168,7 @@ def flash_reinforce(rewards: Tensor, mask: Tensor) -> AdvantageResult:
 
 def _scored(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rewards, mask = checked_rewards(rewards, mask)
-    return rewards, mask, rewards.sum(dim=-1, dtype=torch.float64), checked_groups(groups, rewards)
+    return rewards, mask, rewards.sum(dim=-1).double(), checked_groups(groups, rewards)
 
 
 def _on_tokens(per_row: Tensor, mask: Tensor, rewards: Tensor) -> AdvantageResult:

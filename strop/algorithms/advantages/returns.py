@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.advantages.inputs import checked_rewards, checked_rows
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
-from strop.algorithms.advantages.scan import close_holes, discounted_sums, has_holes, rank_among_valid, reopen_holes
+from strop.algorithms.advantages.scan import (
+    close_holes,
+    discounted_sums,
+    has_holes,
+    rank_among_valid,
+    reopen_holes,
+    row_chunks,
+)
 from strop.algorithms.masked import Compat, as_weights
 from strop.algorithms.reward_placement import move_to_trainable
 
@@ -20,14 +28,17 @@ def returns_to_go(
     Gaps, stray rewards and `compat` as in `gae`; here `compat` also keeps what the recursion carries through gaps.
     """
     rewards, mask = checked_rewards(rewards, mask)
-    weights = as_weights(mask, rewards.dtype)
-    kept = rewards * weights if compat else move_to_trainable(rewards, mask, weights)
-    if skip_gaps and gamma != 1.0 and has_holes(weights):
-        ranks = rank_among_valid(weights)
-        returns = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
-    else:
-        returns = discounted_sums(kept, gamma)
-    return returns if compat else returns * weights
+    returns = torch.empty_like(rewards)
+    for rows in row_chunks(rewards):
+        weights = as_weights(mask[rows], rewards.dtype)
+        kept = rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
+        if skip_gaps and gamma != 1.0 and has_holes(weights):
+            ranks = rank_among_valid(weights)
+            summed = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
+        else:
+            summed = discounted_sums(kept, gamma)
+        returns[rows] = summed if compat else summed.mul_(weights)
+    return returns
 
 
 def reinforce(
@@ -61,4 +72,4 @@ def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Co
     """
     returns = returns_to_go(rewards, mask, compat=compat)
     baselines = checked_rows("reward_baselines", reward_baselines, rewards).detach().to(returns.dtype)
-    return AdvantageResult(returns - baselines[:, None] * mask.bool(), returns)
+    return AdvantageResult(torch.addcmul(returns, as_weights(mask, returns.dtype), -baselines[:, None]), returns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, require_clip_range
+from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, nowhere, require_clip_range
 
 
 def vanilla(
@@ -37,12 +37,12 @@ def vanilla(
     plain, clipped = gain * capped, gain * ratio.clamp(1 - clip_low, 1 + clip_high)
     worst = torch.maximum(plain, clipped)
     beyond = (clipped if ratio_cap is None else gain * capped.clamp(1 - clip_low, 1 + clip_high)) > plain
-    loss, bounded = worst, torch.zeros_like(beyond)
+    loss, bounded = worst, nowhere(beyond)
     if clip_c is not None:
         # |A| c is -A c for bad tokens, and out of reach of good ones, whose loss is not positive.
         bound = advantages.abs() * clip_c
         loss, bounded = torch.minimum(worst, bound), worst > bound
-    return finish(loss, mask, rollout_weights, pg_clipfrac=beyond, ppo_kl=-x, pg_clipfrac_lower=bounded)
+    return finish(loss, mask, rollout_weights, pg_clipfrac=beyond, ppo_kl=-x.detach(), pg_clipfrac_lower=bounded)
 
 
 def dppo_tv(
@@ -118,4 +118,4 @@ def _divergence_bounded(
     ratio = x.detach().exp()
     loss = -advantages * ratio.clamp(max=clip_c).masked_fill(left, 0.0) * log_probs_in
     truncated = (ratio > clip_c) & ~left
-    return finish(loss, mask, rollout_weights, pg_clipfrac=left, ppo_kl=-x, pg_clipfrac_lower=truncated)
+    return finish(loss, mask, rollout_weights, pg_clipfrac=left, ppo_kl=-x.detach(), pg_clipfrac_lower=truncated)

@@ -53,7 +53,7 @@ def clip_cov(
     dropped = torch.zeros_like(cov, dtype=torch.bool)
     dropped.view(-1)[candidates[order]] = True
     loss = torch.maximum(plain, clipped).masked_fill(dropped, 0.0)
-    return finish(loss, mask, rollout_weights, pg_clipfrac=dropped, ppo_kl=-x)
+    return finish(loss, mask, rollout_weights, pg_clipfrac=dropped, ppo_kl=-x.detach())
 
 
 def kl_cov(

@@ -12,7 +12,7 @@ def gpg(
 ) -> PolicyLoss:
     """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π. The old log-probs are not looked at."""
     log_probs, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
-    return finish(-log_probs * advantages, mask, rollout_weights)
+    return finish(log_probs * -advantages, mask, rollout_weights)
 
 
 def reinforce(
@@ -37,4 +37,4 @@ def dro(
         raise ValueError(f"dro_beta is the strength of the pull towards the old policy and must be positive, got {dro_beta}.")
     plain = gpg(log_probs, old_log_probs, advantages, mask)
     x = log_ratio(log_probs, old_log_probs, mask, limit=None)
-    return finish(plain.per_token + 0.5 * dro_beta * x.square(), mask, rollout_weights, ppo_kl=-x)
+    return finish(plain.per_token + 0.5 * dro_beta * x.square(), mask, rollout_weights, ppo_kl=-x.detach())

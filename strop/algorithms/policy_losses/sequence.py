@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, require_clip_range, row_mean
+from strop.algorithms.policy_losses.surrogate import (
+    PolicyLoss,
+    at_level,
+    finish,
+    inside,
+    log_ratio,
+    nowhere,
+    require_clip_range,
+    row_mean,
+)
 
 
 def gspo(
@@ -27,15 +36,17 @@ def gspo(
     """
     require_clip_range(clip_low, clip_high)
     (advantages,) = inside(mask, advantages=advantages)
-    ratio = log_ratio(log_probs, old_log_probs, mask, level=level, limit=None).clamp(max=max_log_ratio).exp()
-    plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    x = log_ratio(log_probs, old_log_probs, mask, limit=None)
+    ratio = at_level(x, mask, level).clamp(max=max_log_ratio).exp()
+    gain = -advantages
+    plain, clipped = gain * ratio, gain * ratio.clamp(1 - clip_low, 1 + clip_high)
     return finish(
         torch.maximum(plain, clipped),
         mask,
         rollout_weights,
         pg_clipfrac=clipped > plain,
-        ppo_kl=-log_ratio(log_probs, old_log_probs, mask, limit=None),
-        pg_clipfrac_lower=torch.zeros_like(plain),
+        ppo_kl=-x.detach(),
+        pg_clipfrac_lower=nowhere(plain),
     )
 
 
@@ -73,6 +84,6 @@ def geo_mean(
         mask,
         None,
         pg_clipfrac=outside & (advantages > 0),
-        ppo_kl=-x,
+        ppo_kl=-x.detach(),
         pg_clipfrac_lower=outside & (advantages < 0),
     )

@@ -11,6 +11,7 @@ from strop.algorithms.policy_losses.surrogate import (
     finish,
     inside,
     log_ratio,
+    nowhere,
     row_mean,
     sign_choice,
 )
@@ -37,8 +38,8 @@ def cispo(
     x = log_ratio(log_probs, old_log_probs, mask, level=level).detach()
     ratio = x.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -weight * advantages * log_probs_in
-    return finish(loss, mask, rollout_weights, pg_clipfrac=weight != ratio, ppo_kl=-x, pg_clipfrac_lower=torch.zeros_like(x))
+    loss = (-weight * advantages) * log_probs_in
+    return finish(loss, mask, rollout_weights, pg_clipfrac=weight != ratio, ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x))
 
 
 def sapo(
@@ -61,9 +62,9 @@ def sapo(
     (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level)
     tau = sign_choice(advantages, tau_pos, tau_neg)
-    gate = (tau * (x.exp() - 1)).sigmoid() * (4 / tau)
-    none = torch.zeros_like(x)
-    return finish(-gate * advantages, mask, rollout_weights, pg_clipfrac=none, ppo_kl=-x, pg_clipfrac_lower=none)
+    gate = (tau * (x.exp() - 1)).sigmoid()
+    loss = gate * (advantages * (-4 / tau))
+    return finish(loss, mask, rollout_weights, pg_clipfrac=nowhere(x), ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x))
 
 
 def vespo(
@@ -85,7 +86,7 @@ def vespo(
         x, row_mean(advantages, mask), mask, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg,
         rollout_weights=rollout_weights,
     )  # fmt: skip
-    return finish(-weight * advantages * log_probs_in, mask, None, ppo_kl=-x, phi=weight.expand_as(x))
+    return finish(-weight * advantages * log_probs_in, mask, None, ppo_kl=-x.detach(), phi=weight.expand_as(x))
 
 
 def gamma_weights(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from strop.algorithms.masked import as_weights, masked_fill_zero
 from strop.algorithms.shapes import require_same_shape
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip range and far below overflow
@@ -21,8 +22,11 @@ class PolicyLoss(NamedTuple):
 def inside(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
     """The given tensors with zeros outside the mask, so that whatever stood there reaches no value and no gradient."""
     require_same_shape(mask=mask, **tensors)
-    on = mask.bool()
-    return tuple(torch.where(on, tensor, 0.0) for tensor in tensors.values())
+    weights: dict[torch.dtype, Tensor] = {}
+    for tensor in tensors.values():
+        if tensor.dtype not in weights:
+            weights[tensor.dtype] = as_weights(mask, tensor.dtype)
+    return tuple(masked_fill_zero(tensor, mask, weights[tensor.dtype]) for tensor in tensors.values())
 
 
 def finish(per_token: Tensor, mask: Tensor, rollout_weights: Tensor | None, **metrics: Tensor) -> PolicyLoss:
@@ -31,6 +35,11 @@ def finish(per_token: Tensor, mask: Tensor, rollout_weights: Tensor | None, **me
         (weights,) = inside(mask, rollout_weights=rollout_weights.detach())
         per_token = per_token * weights
     return PolicyLoss(per_token, {name: _as_numbers(value.detach(), per_token.dtype) for name, value in metrics.items()})
+
+
+def nowhere(like: Tensor) -> Tensor:
+    """The metric of an event that this loss does not know: zeros of that shape, without their memory."""
+    return like.new_zeros(()).expand_as(like)
 
 
 def _as_numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,17 +61,19 @@ def log_ratio(
     sequence         the mean of the row, value and gradient (GSPO): exp of it is the geometric mean of the ratios
     sequence_token   the value of the row mean, the gradient of the token alone (GSPO-token)
     """
+    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
+    x = at_level(masked_fill_zero(log_probs - old_log_probs, mask), mask, level)
+    return x if limit is None else x.clamp(-limit, limit)
+
+
+def at_level(x: Tensor, mask: Tensor, level: str) -> Tensor:
+    """Log-ratios of tokens, zero outside the mask, at one of the levels of `log_ratio`."""
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}.")
-    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
-    on = mask.bool()
-    x = torch.where(on, log_probs - old_log_probs, 0.0)
-    if level == "sequence":
-        x = row_mean(x, mask).expand_as(x)
-    if level == "sequence_token":
-        own = torch.where(on, log_probs, 0.0)
-        x = own - own.detach() + row_mean(x, mask).detach()
-    return x if limit is None else x.clamp(-limit, limit)
+    if level == "token":
+        return x
+    mean = row_mean(x, mask)
+    return mean.expand_as(x) if level == "sequence" else x - x.detach() + mean.detach()
 
 
 def require_clip_range(clip_low: float, clip_high: float) -> None:
@@ -74,4 +85,5 @@ def require_clip_range(clip_low: float, clip_high: float) -> None:
 
 def sign_choice(advantages: Tensor, positive: float, otherwise: float) -> Tensor:
     """`positive` where the advantage is above zero, else `otherwise`."""
-    return torch.where(advantages > 0, positive, otherwise).to(advantages.dtype)
+    up = as_weights(advantages > 0, advantages.dtype)
+    return positive * up + otherwise * (1 - up)
