@@ -33,11 +33,19 @@ class Graphs:
         self._recorded: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._refused = False
+        self._weights: tuple[int, ...] = ()
 
     def clear(self) -> None:
         """Forget all recordings: they point at tensors that are about to go."""
         self._recorded.clear()
         self._pool = None
+
+    def check(self, model: Any) -> None:
+        """Forget recordings that read weights which have moved: offloaded and back, or replaced."""
+        places = tuple(weight.data_ptr() for weight in model.parameters())
+        if places != self._weights:
+            self.clear()
+            self._weights = places
 
     def step(self, runner: Runner, rows: int, longest: int, used: dict[str, bool | int]) -> None:
         if self._refused:

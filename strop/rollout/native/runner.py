@@ -63,6 +63,8 @@ class Runner:
 
     def prefill(self, admissions: Sequence[Admission], streams: Sequence[int]) -> int:
         """Compute what the admitted samples lack and sample the first token of each; returns the tokens computed."""
+        if self._graphs is not None:
+            self._graphs.check(self.model)
         self.rows.fill([a.row for a in admissions], [a.sample for a in admissions], streams)
         late = [a for a in admissions if a.donor is not None]
         for shared in sorted({a.shared for a in late}):

@@ -1,0 +1,63 @@
+"""The native engine on a CUDA device: graphs change the speed and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native import NativeEngine
+from tests.rollout import tiny
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], [3, 4, 5, 6, 7, 8]]
+
+
+def on_device(kind: str) -> Any:
+    return tiny.make(kind).cuda()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("kind", [kind for kind in tiny.MODELS if kind != "qwen2_moe" and kind != "mixtral"])
+def test_greedy_is_a_plain_forward(kind: str, eager: bool) -> None:
+    engine = NativeEngine(on_device(kind), enforce_eager=eager)
+    plain = tiny.make(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        answers = engine.generate([Request(p, n=2) for p in PROMPTS], Sampling(temperature=0, max_tokens=40))
+    for prompt, group in zip(PROMPTS, answers):
+        expected = tiny.plain_greedy(plain, prompt, 40)
+        assert [c.ids for c in group] == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2_moe", "mixtral"])
+def test_graphs_give_the_samples_of_single_steps(kind: str) -> None:
+    model = on_device(kind)
+    requests = [Request(PROMPTS[i % 4], n=1 + i % 5, seed=i, max_tokens=5 + 7 * (i % 9)) for i in range(40)]
+    ways = [Sampling(), Sampling(temperature=0.7, top_p=0.9, stop_ids=(3, 4)), Sampling(top_k=7, repetition_penalty=1.2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experts that ask the device cannot be recorded, and say so
+        graphs, single = NativeEngine(model, max_num_seqs=24), NativeEngine(model, enforce_eager=True)
+        for sampling in ways:
+            with_graphs, without = graphs.generate(requests, sampling), single.generate(requests, sampling)
+            assert [[c.ids for c in g] for g in with_graphs] == [[c.ids for c in g] for g in without]
+
+
+def test_weights_that_changed_or_moved_are_seen_by_graphs() -> None:
+    model = on_device("llama")
+    engine = NativeEngine(model)
+    greedy = Sampling(temperature=0, max_tokens=12)
+    plain = tiny.make("llama")
+    for round_number in range(3):
+        assert engine.generate([Request(PROMPTS[0])], greedy)[0][0].ids == tiny.plain_greedy(plain, PROMPTS[0], 12)
+        with torch.no_grad():
+            for mine, its in zip(plain.parameters(), model.parameters()):
+                mine.add_(torch.randn_like(mine) * 0.2)
+                if round_number == 0:
+                    its.copy_(mine)
+                else:
+                    its.data = mine.data.cuda()
