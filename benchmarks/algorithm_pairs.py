@@ -26,7 +26,7 @@ from strop.algorithms.policy_losses import policy_loss
 from strop.algorithms.rollout_correction import importance_weights, rejection_mask
 from strop.algorithms.rollout_diagnostics import mismatch_metrics
 from strop.algorithms.value_loss import value_loss
-from strop.catalog import POLICY_LOSSES
+from strop.catalog import ADVANTAGES, POLICY_LOSSES
 from strop.data.balance import karmarkar_karp, micro_batches
 
 Inputs = dict[str, Any]
@@ -87,12 +87,13 @@ def vocabulary_inputs(rows: int, vocabulary: int) -> Inputs:
 
 
 def ours_estimate(name: str, x: Inputs, **settings: Any) -> Tensor:
+    grouped = "group" in ADVANTAGES.entry(name).facts["needs"]
     result = estimate(
         name,
         rewards=x["rewards"],
         mask=x["mask"],
         values=x["values"],
-        groups=group_ids(x["uids"]),
+        groups=group_ids(x["uids"]) if grouped else None,
         reward_baselines=x["baselines"],
         old_log_probs=x["old"],
         sum_pi_squared=x["sum_pi_squared"],

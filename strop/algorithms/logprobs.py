@@ -170,7 +170,7 @@ class _Rows:
 
         self.log_probs = fresh()
         self.entropy = fresh() if want_entropy else None
-        # The largest z and the logarithm of Σ exp(z - largest): two numbers, because their sum would round small entropies away.
+        # The largest z and the logarithm of Σ exp(z - largest): two numbers, for their sum would round small entropies away.
         self.normaliser = torch.stack([fresh(), fresh()], dim=-1)
 
     def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:

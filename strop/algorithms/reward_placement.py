@@ -28,9 +28,9 @@ def move_to_trainable(rewards: Tensor, mask: Tensor, weights: Tensor | None = No
     """
     moved = rewards * (as_weights(mask, rewards.dtype) if weights is None else weights)
     stray = rewards - moved
-    rows = stray.abs().sum(dim=1).nonzero().squeeze(1)
-    if not len(rows):
+    if not stray.numel() or not torch.stack(stray.aminmax()).any():
         return moved
+    rows = stray.abs().amax(dim=1).nonzero().squeeze(1)
     valid = mask[rows].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(valid)
     before = columns.masked_fill(~valid, -1).cummax(dim=1).values

@@ -48,7 +48,7 @@ def gae(
         kept_values = finite_values[rows] * weights
         kept_rewards = rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
         made = _recursion(kept_rewards, kept_values, weights, gamma, lam, skip_gaps)
-        advantages[rows] = made if compat else made.mul_(weights)
+        torch.mul(made, 1.0 if compat else weights, out=advantages[rows])
         torch.add(advantages[rows], values[rows].detach() if compat == "verl" else kept_values, out=returns[rows])
     return AdvantageResult(normalise(advantages, mask, normalisation, compat=compat), returns)
 

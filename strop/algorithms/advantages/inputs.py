@@ -14,13 +14,24 @@ def checked_rewards(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     A reward that is not finite is refused where the mask is set and read as 0 elsewhere.
     """
+    rewards, mask, _ = checked_scores(rewards, mask)
+    return rewards, mask
+
+
+def checked_scores(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`checked_rewards`, and the score of each row: the sum of its rewards, in float64."""
     if rewards.dim() != 2 or rewards.shape != mask.shape:
         raise ValueError(
             f"rewards {tuple(rewards.shape)} and mask {tuple(mask.shape)} must have one shape [batch, tokens]."
             + (" Put a score per row on its last token first: `place_terminal`." if rewards.dim() == 1 else "")
         )
-    mask = mask.bool()
-    return _finite("rewards", rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask), mask
+    mask, wide = mask.bool(), rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
+    sums = wide.sum(dim=-1)
+    # A NaN or an infinity anywhere in a row makes its sum non-finite.
+    if not torch.isfinite(sums).all():
+        wide = _finite("rewards", wide, mask)
+        sums = wide.sum(dim=-1)
+    return wide, mask, sums.double()
 
 
 def checked_like(name: str, tensor: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from strop.algorithms.advantages.grouping import (
     group_size,
     group_statistics,
 )
-from strop.algorithms.advantages.inputs import checked_groups, checked_rewards
+from strop.algorithms.advantages.inputs import checked_groups, checked_scores
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
 from strop.algorithms.masked import Compat, as_weights
@@ -167,8 +167,8 @@ def flash_reinforce(rewards: Tensor, mask: Tensor) -> AdvantageResult:
 
 
 def _scored(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rewards, mask = checked_rewards(rewards, mask)
-    return rewards, mask, rewards.sum(dim=-1).double(), checked_groups(groups, rewards)
+    rewards, mask, scores = checked_scores(rewards, mask)
+    return rewards, mask, scores, checked_groups(groups, rewards)
 
 
 def _on_tokens(per_row: Tensor, mask: Tensor, rewards: Tensor) -> AdvantageResult:

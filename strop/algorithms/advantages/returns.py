@@ -31,14 +31,20 @@ def returns_to_go(
     returns = torch.empty_like(rewards)
     for rows in row_chunks(rewards):
         weights = as_weights(mask[rows], rewards.dtype)
-        kept = rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
-        if skip_gaps and gamma != 1.0 and has_holes(weights):
-            ranks = rank_among_valid(weights)
-            summed = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
-        else:
-            summed = discounted_sums(kept, gamma)
-        returns[rows] = summed if compat else summed.mul_(weights)
+        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, gamma, skip_gaps, compat)
     return returns
+
+
+def _fill_returns(
+    out: Tensor, rewards: Tensor, mask: Tensor, weights: Tensor, gamma: float, skip_gaps: bool, compat: Compat
+) -> None:
+    kept = rewards * weights if compat else move_to_trainable(rewards, mask, weights)
+    if skip_gaps and gamma != 1.0 and has_holes(weights):
+        ranks = rank_among_valid(weights)
+        summed = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
+    else:
+        summed = discounted_sums(kept, gamma)
+    torch.mul(summed, 1.0 if compat else weights, out=out)
 
 
 def reinforce(
@@ -70,6 +76,11 @@ def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Co
 
     `compat="verl"` loses rewards standing outside the mask and leaves G_t (without baseline) in gaps.
     """
-    returns = returns_to_go(rewards, mask, compat=compat)
-    baselines = checked_rows("reward_baselines", reward_baselines, rewards).detach().to(returns.dtype)
-    return AdvantageResult(torch.addcmul(returns, as_weights(mask, returns.dtype), -baselines[:, None]), returns)
+    rewards, mask = checked_rewards(rewards, mask)
+    baselines = checked_rows("reward_baselines", reward_baselines, rewards).detach().to(rewards.dtype)
+    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    for rows in row_chunks(rewards):
+        weights = as_weights(mask[rows], rewards.dtype)
+        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, 1.0, True, compat)
+        torch.addcmul(returns[rows], weights, -baselines[rows, None], out=advantages[rows])
+    return AdvantageResult(advantages, returns)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 16
-CACHED = 1 << 19  # numbers that stay in a processor's cache while several operations pass over them
+CACHED = 1 << 21  # numbers that stay in a processor's last cache while several operations pass over them
 
 
 def row_chunks(tensor: Tensor) -> Iterator[slice]:
@@ -31,7 +31,8 @@ def discounted_sums(terms: Tensor, decay: float, block: int = BLOCK) -> Tensor:
     if length <= block:
         return terms @ _triangle(length, decay, terms)
     count = -(-length // block)
-    inside = pad(terms, (0, count * block - length)).view(batch * count, block) @ _triangle(block, decay, terms)
+    even = terms.contiguous() if length == count * block else pad(terms, (0, count * block - length))
+    inside = even.view(batch * count, block) @ _triangle(block, decay, terms)
     inside = inside.view(batch, count, block)
     firsts = discounted_sums(inside[:, :, 0], decay**block, block)
     reach = _powers(block, decay, terms).flip(0) * decay
@@ -54,23 +55,24 @@ def _triangle(size: int, decay: float, like: Tensor) -> Tensor:
 
 def has_holes(weights: Tensor) -> bool:
     """Whether any row of a mask of zeros and ones has a valid token after an invalid one."""
-    if weights.shape[-1] < 2:
-        return False
-    runs = weights.sum(-1) - (weights[:, 1:] * weights[:, :-1]).sum(-1)
-    return bool((runs > weights[:, 0]).any())
+    rises = weights[:, 1:] - weights[:, :-1]
+    return bool(rises.numel() and rises.amax() > 0)
 
 
 def rank_among_valid(weights: Tensor) -> Tensor:
     """For each position the number of valid tokens before it: its own rank if valid, else the rank of the next valid one."""
-    return (weights.cumsum(-1) - weights).to(torch.int64)
+    ranks = torch.zeros(weights.shape, dtype=torch.int64, device=weights.device)
+    if weights.shape[-1] > 1:
+        torch.cumsum(weights[:, :-1], dim=-1, dtype=torch.int64, out=ranks[:, 1:])
+    return ranks
 
 
 def close_holes(values: Tensor, ranks: Tensor) -> Tensor:
-    """Valid tokens of each row moved to the left, in order, with zeros behind them and one zero column more at the end.
+    """Valid tokens of each row moved to the left, in order, with zeros behind them.
 
     `values` must be 0 outside the mask: what stands there is added to the next valid token.
     """
-    return values.new_zeros((*values.shape[:-1], values.shape[-1] + 1)).scatter_add_(-1, ranks, values)
+    return torch.zeros_like(values).scatter_add_(-1, ranks, values)
 
 
 def reopen_holes(closed: Tensor, ranks: Tensor) -> Tensor:
