@@ -61,6 +61,8 @@ class Trajectory:
     """Turns of the conversation, the prompt's included."""
     score: float | None = None
     """The outcome reward; None when its scorer failed, which masks the trajectory."""
+    baseline: float | None = None
+    """Score of the greedy answer to the same prompt, where an estimator wants it."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """Rewards inside the response: position of the token -> reward."""
     extras: dict[str, Any] = field(default_factory=dict)
@@ -219,13 +221,18 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         for position, reward in t.turn_rewards.items():
             scores[i, position] += reward
     failed = torch.tensor([t.score is None for t in trajectories])
+    groups = torch.tensor([t.group for t in trajectories])
+    # A failed sample is nobody's peer: alone in a group, its missing score moves no baseline.
+    groups[failed] = -1 - torch.arange(int(failed.sum()))
     mask = padded([t.mask for t in trajectories], torch.float32)  # type: ignore[misc]
     mask[failed] = 0.0
+    baselines = [t.baseline for t in trajectories]
     return Batch(
+        baselines=None if None in baselines else torch.tensor(baselines),
         sequences=[torch.tensor(t.prompt.ids + t.response, dtype=torch.long) for t in trajectories],
         prompt_lengths=torch.tensor([len(t.prompt.ids) for t in trajectories]),
         mask=mask,
-        groups=torch.tensor([t.group for t in trajectories]),
+        groups=groups,
         rollout_log_probs=padded([t.log_probs for t in trajectories], torch.float32),
         scores=scores,
         row_ids=torch.arange(len(trajectories)),

@@ -188,6 +188,8 @@ def _locate(root: str, config: str | None, search: str | None) -> tuple[Path, st
 def _explain(error: Exception) -> str:
     override = getattr(error, "override", None)
     text = _one_line(error).partition(" See https")[0]
+    if not text:
+        return "A value does not parse. Interpolations are written ${section.key}; quote text that holds a dollar sign."
     if "Ambiguous value" in text:
         return f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: 'key=\"a,b\"'."
     return text if override is None else f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."

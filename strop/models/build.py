@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from strop.models.heads import load_scalar_model
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, load_adapters
 from strop.registry import load_module
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "fp32": torch.float32,
@@ -29,6 +32,16 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"Unknown precision {name!r}; choose one of {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision to compute in: `name`, except that a CPU without bf16 instructions, where bf16 is hundreds of times
+    slower than fp32, computes in fp32."""
+    wanted = dtype_of(name)
+    slow = device.type == "cpu" and wanted != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if slow:
+        log.warning("This CPU has no bf16 instructions; computing in fp32 instead of %s.", name)
+    return torch.float32 if slow else wanted
 
 
 def build_policy(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:

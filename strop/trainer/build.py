@@ -27,6 +27,7 @@ from strop.models.build import (
     build_policy,
     build_reference,
     build_tokenizer,
+    compute_dtype,
     dtype_of,
 )
 from strop.registry import load_plugins
@@ -113,8 +114,8 @@ def build_roles(config: Any, device: torch.device, total_steps: int) -> Roles:
             module,
             optim=optim,
             device=device,
-            compute=dtype_of(fsdp.dtype),
-            master=dtype_of(fsdp.model_dtype) if optim is not None else dtype_of(fsdp.dtype),
+            compute=compute_dtype(fsdp.dtype, device),
+            master=dtype_of(fsdp.model_dtype) if optim is not None else compute_dtype(fsdp.dtype, device),
             grad_clip=clip,
             temperature=temperature,
             packed=settings.use_remove_padding,
@@ -201,7 +202,7 @@ def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, devi
     reward = config.reward_model
     judge = None
     if reward.enable and not reward.remote_url:
-        judge = load_model(reward, device=device, dtype=dtype_of(reward.model.fsdp_config.dtype))
+        judge = load_model(reward, device=device, dtype=compute_dtype(reward.model.fsdp_config.dtype, device))
     scorer = build_scorer(
         reward,
         config.custom_reward_function,

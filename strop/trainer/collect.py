@@ -103,12 +103,11 @@ class Collector:
             if greedy:
                 self.scorer.score(greedy)
         record.add(report.metrics)
-        baseline = {t.group: t.score for t in greedy}
-        for t in trajectories:
-            if greedy:
-                t.extras["greedy_baseline"] = baseline[t.group]
-                if baseline[t.group] is None:  # without its baseline the sample teaches nothing
-                    t.score = None
+        answers = {t.group: t.score for t in greedy}
+        for t in trajectories if greedy else ():
+            score = answers[t.group]
+            t.baseline = score or 0.0
+            t.score = None if score is None else t.score  # without its baseline the sample teaches nothing
         return trajectories
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int, step: int, first: int = 0) -> list[Trajectory]:

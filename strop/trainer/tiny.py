@@ -60,12 +60,21 @@ def tiny_model(tokenizer: Any, *, hidden: int = 128, layers: int = 4, seed: int 
 
 
 def warm_start(
-    model: Any, tokenizer: Any, train: list[Pair], held_out: list[Pair], *, until: float, seed: int = 0, most: int = 3000
+    model: Any,
+    tokenizer: Any,
+    train: list[Pair],
+    held_out: list[Pair],
+    *,
+    until: float,
+    seed: int = 0,
+    most: int = 3000,
+    rows: int = 128,
+    lr: float = 2e-3,
 ) -> float:
     """Teach the model by example until it is right about `until` of the time; returns how often it is."""
-    backend = SingleBackend(model, optim=Optim(lr=1e-3, weight_decay=0.0))
+    backend = SingleBackend(model, optim=Optim(lr=lr, weight_decay=0.0, lr_warmup_steps=20))
     right = 0.0
-    for step, batch in enumerate(_batches(train, tokenizer, 256, seed)):
+    for step, batch in enumerate(_batches(train, tokenizer, rows, seed)):
         if step % 20 == 0:
             right = accuracy(model, tokenizer, held_out)
             if right >= until or step >= most:
@@ -76,13 +85,14 @@ def warm_start(
             assert outputs.log_probs is not None
             return sft_loss(outputs.log_probs, micro.mask, totals), {}
 
-        backend.forward_backward(batch, ["log_probs"], loss, MicroBatching(rows=256))
+        backend.forward_backward(batch, ["log_probs"], loss, MicroBatching(rows=rows))
         backend.step()
+        backend.advance_schedule()
     return right
 
 
-def accuracy(model: Any, tokenizer: Any, pairs: list[Pair], *, temperature: float = 1.0, seed: int = 0) -> float:
-    """How often an answer is right."""
+def accuracy(model: Any, tokenizer: Any, pairs: list[Pair], *, temperature: float = 0.0, seed: int = 0) -> float:
+    """How often an answer is right, greedy unless told."""
     engine = build_engine("native", model, max_model_len=64)
     requests = [Request(tokenizer.encode(question), seed=seed + i) for i, (question, _) in enumerate(pairs)]
     sampling = Sampling(temperature=temperature, max_tokens=8, stop_ids=(tokenizer.eos_token_id,))

@@ -1,0 +1,176 @@
+"""The loop on one device: it learns, it is exact, and it goes on where it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.config.compose import load
+from strop.run.checkpoint import load as load_checkpoint
+from strop.trainer.build import build_ppo
+
+SEVENS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return solution_str.count("7") / 4
+"""
+
+
+def run(overrides: list[str], *more: str) -> dict[int, dict[str, float]]:
+    """Train; the metrics of every step."""
+    loaded = load("ppo_trainer", [*overrides, *more])
+    build_ppo(loaded).fit()
+    return metrics(Path(loaded.config.trainer.default_local_dir))
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["step"], {}).update(row["data"])
+    return found
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_checkpoint(folder / f"global_step_{step}")["actor/model"]
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_on_policy_step_has_ratio_one_and_exact_log_probs(overrides):
+    steps = run(overrides)
+    for step in range(1, 5):
+        assert steps[step]["actor/ppo_kl"] == 0.0
+        assert steps[step]["actor/pg_clipfrac"] == 0.0
+        assert steps[step]["training/rollout_logprobs_diff_mean"] < 1e-5
+        assert steps[step]["training/rollout_logprobs_diff_max"] < 1e-4
+    assert {"val-core/arithmetic/reward/mean@1", "critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput",
+            "actor/grad_norm", "actor/lr", "actor/entropy_loss", "training/global_step"} <= {*steps[4]}  # fmt: skip
+
+
+def test_micro_batches_change_nothing(overrides, tmp_path):
+    folders = []
+    for rows in (3, 32):
+        folder = tmp_path / f"micro{rows}"
+        run(overrides, f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}", f"trainer.default_local_dir={folder}")
+        folders.append(weights(folder, 4))
+    for name in folders[0]:
+        assert torch.allclose(folders[0][name], folders[1][name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_stopping_and_resuming_gives_the_same_run(overrides, tmp_path, estimator):
+    base = [
+        *overrides,
+        f"algorithm.adv_estimator={estimator}",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+    ]
+    whole = tmp_path / "whole"
+    straight = run(base, f"trainer.default_local_dir={whole}")
+    cut = f"trainer.default_local_dir={tmp_path}/cut"
+    run(base, cut, "trainer.total_training_steps=2")
+    resumed = run(base, cut)
+    assert same(weights(whole, 4), weights(tmp_path / "cut", 4))
+    for step in (3, 4):
+        assert resumed[step]["critic/score/mean"] == straight[step]["critic/score/mean"]
+        assert resumed[step]["actor/pg_loss"] == straight[step]["actor/pg_loss"]
+        assert resumed[step]["actor/reward_kl_penalty_coeff"] == straight[step]["actor/reward_kl_penalty_coeff"]
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(overrides, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    long = [*overrides, "trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    run(long, f"trainer.default_local_dir={whole}")
+    command = [sys.executable, "-m", "strop.trainer.main_ppo", *long, f"trainer.default_local_dir={killed}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        deadline = time.time() + 120
+        while not (killed / "global_step_2").exists() and process.poll() is None and time.time() < deadline:
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (killed / "global_step_2").exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert same(weights(whole, 6), weights(killed, 6))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "rloo", "reinforce_plus_plus", "remax"])
+def test_the_reward_rises(overrides, tmp_path, estimator):
+    """A reward anyone can learn: say as many sevens as you can. Chance is one in seventeen."""
+    reward = tmp_path / "sevens.py"
+    reward.write_text(SEVENS)
+    steps = run(
+        overrides,
+        f"custom_reward_function.path={reward}",
+        f"algorithm.adv_estimator={estimator}",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "critic.optim.lr=1e-2",
+        "actor_rollout_ref.rollout.n=8",
+        "trainer.total_training_steps=25",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+    )
+    first = sum(steps[s]["critic/score/mean"] for s in (1, 2, 3)) / 3
+    last = sum(steps[s]["critic/score/mean"] for s in (23, 24, 25)) / 3
+    assert first < 0.15 and last > 0.5, (first, last)
+
+
+def test_a_failing_scorer_masks_its_samples_and_is_counted(overrides, tmp_path):
+    reward = tmp_path / "moody.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if len(solution_str) % 2:\n        raise RuntimeError('odd')\n    return 1.0\n"
+    )
+    steps = run(overrides, f"custom_reward_function.path={reward}", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    assert sum(steps[s]["reward/failed"] for s in range(1, 5)) > 0
+    assert all(steps[s]["reward/score/mean"] == 1.0 for s in range(1, 5))  # failures are not zeros
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_disagree(overrides, tmp_path):
+    reward = tmp_path / "length.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) > 2)\n"
+    )
+    steps = run(
+        overrides,
+        f"custom_reward_function.path={reward}",
+        "algorithm.filter_groups.enable=true",
+        "trainer.total_training_steps=2",
+        "trainer.rollout_data_dir=" + str(tmp_path / "dump"),
+    )
+    assert steps[1]["train/num_gen_batches"] >= 1
+    rows = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    for group in {row["group"] for row in rows}:
+        assert len({row["score"] for row in rows if row["group"] == group}) == 2
+
+
+def test_off_policy_epochs_clip(overrides):
+    steps = run(
+        overrides,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.optim.lr=2e-2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "algorithm.adv_estimator=reinforce_plus_plus",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.kl_coef=1.0",
+        "trainer.critic_warmup=2",
+    )
+    assert "actor/pg_loss" not in steps[1] and "actor/pg_loss" in steps[2]  # warm-up
+    assert steps[4]["actor/ppo_kl"] != 0.0
+    assert steps[4]["actor/kl_loss"] > 0.0 and "actor/reward_kl_penalty" in steps[4]

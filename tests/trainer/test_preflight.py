@@ -1,0 +1,109 @@
+"""`strop check` with files: everything that would stop a run later is said now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from strop.config.compose import load
+from strop.trainer.preflight import examine, main, require
+from tests.config.test_seeds import COMMAND
+
+
+def examined(overrides, *more):
+    return examine(load("ppo_trainer", [*overrides, *more]))
+
+
+def errors(report):
+    return {finding.key: finding.message for finding in report.findings if finding.level == "error"}
+
+
+def test_a_sound_run_is_ready_and_explained(overrides):
+    report = examined(overrides)
+    assert report.ok, errors(report)
+    assert report.plan.steps_per_epoch == 8 and report.plan.total_steps == 4
+    assert "advantage grpo(score)" in report.objective
+    assert {role.name: role.exists for role in report.roles}["critic"] is False
+    assert "arithmetic (64 rows)" in report.data["data sources"]
+
+
+def test_the_command_of_the_documents_passes_against_a_small_file(task, capsys):
+    files = {"train": task / "data/train.parquet", "test": task / "data/test.parquet"}
+    assert main("ppo_trainer", [word.format(**files) for word in COMMAND]) == 0
+    said = capsys.readouterr().out
+    assert "ready to run" in said and "off-policy" in said
+    assert "is not on this machine" in said  # the model is not here, which is no reason to refuse
+
+
+def test_json_for_machines(overrides, capsys):
+    assert main("ppo_trainer", [*overrides, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True and report["plan"]["sequences_per_step"] == 32 and report["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ("data.train_files=/nowhere/train.parquet", "data.train_files", ["/nowhere/train.parquet"]),
+        ("actor_rollout_ref.model.path=/nowhere/model", "actor_rollout_ref.model.path", ["/nowhere/model"]),
+        ("data.max_prompt_length=3", "data.train_files", ["max_prompt_length=3", "longest has 4"]),
+        ("data.prompt_key=promt", "data.train_files", ["promt", "prompt"]),
+        ("data.train_batch_size=65", "data.train_batch_size", ["65", "64"]),
+        ("custom_reward_function.path=/nowhere/reward.py", "custom_reward_function.path", ["does not exist"]),
+    ],
+)
+def test_what_would_fail_later_fails_now(overrides, change, key, words):
+    more = ["actor_rollout_ref.actor.ppo_mini_batch_size=1"] if "65" in change else []
+    found = errors(examined(overrides, change, *more))
+    assert key in found, found
+    for word in words:
+        assert word in found[key]
+
+
+def reward_file(tmp_path: Path, body: str) -> str:
+    file = tmp_path / "reward.py"
+    file.write_text(body)
+    return f"custom_reward_function.path={file}"
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n", "ZeroDivisionError"),
+        ("def compute_score(solution_str):\n    return 'good'\n", "'good'"),
+        ("def compute_score(solution_str):\n    return {'acc': 1}\n", "score"),
+        ("def compute_score(solution_str):\n    return float('nan')\n", "nan"),
+        ("async def compute_score(solution_str):\n    raise KeyError('deep')\n", "KeyError"),
+    ],
+)
+def test_one_call_of_the_reward_function_per_data_source(overrides, tmp_path, body, word):
+    found = errors(examined(overrides, reward_file(tmp_path, body)))
+    assert word in found["reward of arithmetic"], found
+
+
+def test_a_good_reward_function_passes(overrides, tmp_path):
+    body = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': True, 'length': 3}\n"
+    assert examined(overrides, reward_file(tmp_path, body)).ok
+
+
+def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
+    rows = [
+        {"data_source": "riddles", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
+    ] * 8
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "riddles.parquet")
+    found = errors(examined(overrides, f"data.train_files={tmp_path}/riddles.parquet"))
+    assert "custom_reward_function" in found["reward of riddles"]
+
+
+def test_tools_that_no_row_asks_for_are_pointed_out(overrides, tmp_path):
+    report = examined(overrides, f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path}/tools.yaml")
+    assert any("agent_name" in finding.message for finding in report.findings)
+
+
+def test_a_run_refuses_to_start(overrides):
+    with pytest.raises(ValueError, match="there is no folder"):
+        require(load("ppo_trainer", [*overrides, "actor_rollout_ref.model.path=/nowhere/model"]))
