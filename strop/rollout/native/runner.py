@@ -136,7 +136,7 @@ class Runner:
     def _spans(self, lengths: Sequence[int], ahead: int) -> list[tuple[int, int, int]]:
         """Rows in stretches with a used length of their own, in so far as that saves reading."""
         count = len(lengths)
-        if self.device.type == "cuda" or max(lengths) <= 1.25 * min(lengths):
+        if self.device.type == "cuda" or max(lengths) <= 1.25 * min(lengths) + _SPAN:
             return [(0, count, max(lengths) + ahead)]
         return [(i, min(i + _SPAN, count), max(lengths[i : i + _SPAN]) + ahead) for i in range(0, count, _SPAN)]
 

@@ -98,9 +98,10 @@ def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """exp(scaled - maximum) in whole blocks, the maximum and the total, per row."""
     rows, vocabulary = scaled.shape
     top = scaled.amax(-1)
-    weights = scaled.new_zeros(rows, -(-vocabulary // _BLOCK) * _BLOCK)
+    block = min(_BLOCK, vocabulary)
+    weights = scaled.new_zeros(rows, -(-vocabulary // block) * block)
     torch.sub(scaled, top[:, None], out=weights[:, :vocabulary]).exp_()
-    total = weights.view(rows, -1, _BLOCK).sum(-1).double().sum(-1)
+    total = weights.view(rows, -1, block).sum(-1).double().sum(-1)
     return weights, top, total
 
 
@@ -143,7 +144,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     In two levels, blocks and entries of the chosen block, so that the long axis is only summed.
     """
     rows, size = weights.shape
-    block = _BLOCK if size % _BLOCK == 0 else size
+    block = min(_BLOCK, size)
     blocks = weights.view(rows, -1, block)
     bounds = blocks.sum(-1).double().cumsum(-1)
     target = uniform.to(bounds.device)[:, None] * bounds[:, -1:]
