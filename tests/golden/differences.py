@@ -1,98 +1,186 @@
-"""Where our default deliberately gives another number than a peer. Each is still reproduced through the named switch.
+"""Where our default deliberately gives another number than a peer: the one table of it.
 
-(pattern of the peer's function, tag of the case or "" for all) -> (switch that reproduces it, why our default differs)
+`test_golden.py` runs every case with our defaults and with the switch. A case that our defaults do not reproduce must fall
+under an entry here, every entry must be needed by some case, and the switch must reproduce the peer's number. The table of
+`docs/algorithms.md` is made from this one: `python -m tests.golden.differences` prints it.
 """
 
-DIFFERENCES: dict[tuple[str, str], tuple[str, str]] = {
-    ("verl.utils.torch_functional.get_*_schedule_with_warmup", ""): (
-        'compat="verl"',
-        "warm-up starts at 1/warmup_steps, not 0, so no update is wasted; past the end a cosine stays at its floor",
-    ),
-    ("verl.trainer.ppo.metric_utils.process_validation_metrics", ""): (
-        'estimator="bootstrap"',
-        "best/worst/maj@n are exact over subsets without replacement: best@N is the true maximum, and no noise",
-    ),
-    ("verl.utils.reward_score.gsm8k.compute_score", ""): (
-        'compat="verl"',
-        "numbers are compared by value: 42. and 42.00 are 42, and 1,234 is 1234 under `flexible` too (15 of 76 scores change)",
-    ),
-    ("verl.utils.reward_score.math_reward.compute_score", ""): (
-        'compat="verl"',
-        "fbox counts, 1,000 is 1000, `5 \\text{cm}` is 5, `\\text{(A)}` is A (4 of 46 scores change)",
-    ),
-    ("verl.utils.reward_score.math_dapo.compute_score", ""): (
-        'compat="verl"',
-        "a box is normalised like an `Answer:` line instead of compared raw (48 of 92 scores change)",
-    ),
-    ("verl.utils.metric.utils.reduce_metrics", ""): (
-        'compat="verl"',
-        "max and min are words of the name, not letters anywhere in it: the mean of `admin` is a mean",
-    ),
-}
+from __future__ import annotations
 
-_ZERO = "positions outside the mask are exactly 0 here, so nothing can leak from them"
+import fnmatch
+from typing import NamedTuple
+
+
+class Difference(NamedTuple):
+    functions: str  # pattern of the peer's function
+    tag: str  # of the cases it is about; "" for all of them
+    here: str  # what ours is called
+    switch: str  # reproduces the peer's number
+    reason: str
+
+
+_VERL = '`compat="verl"`'
+_OPENRLHF = '`compat="openrlhf"`'
+_GAPS = '`skip_gaps=False, compat="openrlhf"`'
+_ZERO = "positions outside the mask are exactly 0, so nothing can leak from them; the peer leaves numbers there"
 _STRAY = "a reward standing outside the mask counts for the last valid token before it; the peer loses it"
-_VERL = 'compat="verl"'
-_OPENRLHF = 'compat="openrlhf"'
+_LONE = "a single valid token has advantage 0 and the run goes on; the peer stops"
+_STEP = "text the policy did not write is no time step: it is not discounted and has no value; results are 0 there"
+_SEQUENCES = "a sequence without trained tokens is no sequence and does not dilute the mean"
+_ROUNDING = (
+    "summed from exp(z - max z), so a small entropy keeps its digits; the peers subtract two numbers as large as the logits"
+)
 
-DIFFERENCES |= {
-    **{("*.compute_gae_advantage_return", tag): (_VERL, _ZERO) for tag in ("ragged", "holes", "single_row")},
-    ("*.compute_gae_advantage_return", "leaky"): (_VERL, _STRAY),
-    ("*.compute_gae_advantage_return", "one_valid_token"): (_VERL, "a lone advantage becomes 0; the run goes on"),
-    ("*.compute_reinforce_plus_plus_outcome_advantage", "leaky"): (_VERL, _STRAY),
-    ("*.compute_reinforce_plus_plus_outcome_advantage", "one_valid_token"): (
+DIFFERENCES = (
+    Difference("*.compute_gae_advantage_return", "leaky", "advantage gae", _VERL, _STRAY),
+    Difference("*.compute_gae_advantage_return", "one_valid_token", "advantage gae", _VERL, _LONE),
+    Difference("*.compute_gae_advantage_return", "", "advantage gae", _VERL, _ZERO),
+    Difference("*.compute_reinforce_plus_plus_outcome_advantage", "leaky", "advantage reinforce_plus_plus", _VERL, _STRAY),
+    Difference(
+        "*.compute_reinforce_plus_plus_outcome_advantage", "one_valid_token", "advantage reinforce_plus_plus", _VERL, _LONE
+    ),
+    Difference("*.compute_remax_outcome_advantage", "leaky", "advantage remax", _VERL, _STRAY),
+    Difference("*.compute_remax_outcome_advantage", "holes", "advantage remax", _VERL, _ZERO),
+    Difference("*optimal_token_baseline_advantage", "leaky", "advantage (tir_)optimal_token_baseline", _VERL, _STRAY),
+    Difference("*optimal_token_baseline_advantage", "holes", "advantage (tir_)optimal_token_baseline", _VERL, _ZERO),
+    Difference(
+        "*.compute_gdpo_outcome_advantage",
+        "multi_reward",
+        "advantage gdpo",
         _VERL,
-        "a lone advantage becomes 0; the run goes on",
+        "standardised in float64, so parts of the reward that cancel leave no rounding for the whitening to blow up",
     ),
-    **{
-        (f"*.compute_{name}_advantage", tag): (_VERL, reason)
-        for name in ("remax_outcome", "optimal_token_baseline", "multi_turn_optimal_token_baseline")
-        for tag, reason in (("leaky", _STRAY), ("holes", _ZERO))
-    },
-    ("*.compute_gdpo_outcome_advantage", "multi_reward"): (
-        _VERL,
-        "compared in float64, so parts that cancel leave no rounding",
+    Difference("openrlhf.*.get_advantages_and_returns", "", "advantage gae", _GAPS, _STEP),
+    Difference("openrlhf.*.get_cumulative_returns", "", "advantage reinforce", _GAPS, _STEP),
+    Difference(
+        "openrlhf.*.compute_advantages_and_returns",
+        "",
+        "`terminal_rewards`, then gae or reinforce",
+        _GAPS,
+        f"{_STEP}; see the KL",
     ),
-    ("verl.*.masked_whiten", "ragged"): (_VERL, _ZERO),
-    ("verl.*.masked_whiten", "holes"): (_VERL, _ZERO),
-    ("verl.*.masked_whiten", "empty_row"): (_VERL, _ZERO),
-    ("verl.utils.groupwise.as_torch_index", ""): ("compact=False", "ids never have gaps, whatever integers label the prompts"),
-    ("openrlhf.*.get_advantages_and_returns", "holes"): (
-        f"skip_gaps=False, {_OPENRLHF}",
-        "text the policy did not write is no time step: it is not discounted and has no value",
+    Difference(
+        "openrlhf.models.utils.compute_reward",
+        "",
+        "`terminal_rewards`",
+        _OPENRLHF,
+        "the KL is charged for tokens of the policy only",
     ),
-    ("openrlhf.*.get_cumulative_returns", "holes"): (
-        f"skip_gaps=False, {_OPENRLHF}",
-        "text the policy did not write is no time step: it is not discounted",
+    Difference(
+        "openrlhf.models.utils.compute_approx_kl",
+        "extreme_gap",
+        "KL k1, k2",
+        "`limit=10.0`",
+        "only k3 is clipped, as in verl: a clipped k1 or k2 has no gradient just where the policy has gone farthest",
     ),
-    ("openrlhf.*.compute_advantages_and_returns", ""): (f"skip_gaps=False, {_OPENRLHF}", _ZERO),
-    **{
-        ("openrlhf.*.compute_reward", tag): (_OPENRLHF, "the KL is charged for tokens of the policy only")
-        for tag in ("ragged", "holes", "single_row")
-    },
-    ("openrlhf.models.utils.masked_mean", "nonfinite"): ("eps=0", "the mean of nothing is 0, not NaN"),
-}
-
-_SEQUENCES = "a sequence without trained tokens is no sequence: it does not dilute the mean"
-
-DIFFERENCES |= {
-    ("*.agg_loss", "all_masked"): ("Totals(tokens=0, ...)", "Totals.of an empty mask counts one token: the loss is 0, not 0/0"),
-    ("*.compute_policy_loss_geo_mean", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
-    ("*.GRPOTrainer._compute_loss", "empty_row"): ("Totals(sequences=rows, ...)", _SEQUENCES),
-    ("*.compute_policy_loss_bypass_mode", ""): (
-        "aggregate over the metric `kept`",
+    Difference("verl.*.masked_whiten", "", "`masked_whiten`", _VERL, _ZERO),
+    Difference(
+        "openrlhf.models.utils.masked_mean", "nonfinite", "`masked_mean`", "`eps=0`", "the mean of nothing is 0, not NaN"
+    ),
+    Difference(
+        "verl.utils.groupwise.as_torch_index",
+        "",
+        "`group_ids`",
+        "`compact=False`",
+        "ids have no gaps, whatever integers label prompts",
+    ),
+    Difference(
+        "*.agg_loss",
+        "all_masked",
+        "`Totals.of`",
+        "`Totals(tokens=0, ...)`",
+        "an empty mask counts one token: the loss is 0, not 0/0",
+    ),
+    Difference("*.compute_policy_loss_geo_mean", "empty_row", "loss geo_mean", "`Totals(sequences=rows, ...)`", _SEQUENCES),
+    Difference(
+        "*.GRPOTrainer._compute_loss", "empty_row", "seq-mean aggregations", "`Totals(sequences=rows, ...)`", _SEQUENCES
+    ),
+    Difference(
+        "*.GRPOTrainer._compute_loss",
+        "vespo",
+        "loss vespo",
+        "the product of the other weights, put on one token of the row",
+        "rollout weights of padding and tool output do not enter the weight of a sequence",
+    ),
+    Difference(
+        "*.compute_policy_loss_bypass_mode",
+        "",
+        "loss bypass_mode",
+        "aggregate over its metric `kept`",
         "rejected tokens stay in the denominators, which are known before the update and do not depend on micro-batches",
     ),
-    ("*.compute_rollout_correction_weights", "all_outside_band"): (
-        "raise when eff_sample_size is 0",
-        "a band that drops every token gives weights and an effective sample size of 0, not a division by zero",
+    Difference(
+        "*.compute_rollout_correction_weights",
+        "all_outside_band",
+        "`importance_weights`",
+        "raise where `rollout_is_eff_sample_size` is 0",
+        "a band that drops every token gives weights of 0 and an effective sample size of 0; the peer divides by zero",
     ),
-    ("*.GRPOTrainer._compute_loss", "vespo"): (
-        "rollout_weights with the strangers' product",
-        "weights of padding and tool output do not enter the weight of a sequence",
+    Difference("*entropy*", "", "`token_entropy`", "none: equal within the float32 rounding of the logits", _ROUNDING),
+    Difference(
+        "verl.utils.torch_functional.get_*_schedule_with_warmup",
+        "",
+        "every schedule",
+        _VERL,
+        "warm-up starts at 1/warmup_steps, not 0, so no update is wasted; past the end a cosine stays at its floor",
     ),
-    ("verl.*.entropy_from_logits*", ""): (
-        "none: compared within the float32 rounding of the logits",
-        "entropy is summed from p log p, not taken as the difference of two numbers as large as the logits",
+    Difference(
+        "*.process_validation_metrics",
+        "",
+        "`validation_metrics`",
+        '`estimator="bootstrap"`',
+        "best, worst and maj@n are exact over subsets without replacement: best@N is the true maximum, and there is no noise",
     ),
-}
+    Difference(
+        "verl.utils.metric.utils.reduce_metrics",
+        "",
+        "`reduce_metrics`",
+        _VERL,
+        "max and min are words of the name, not letters anywhere in it: what is called `admin` is averaged",
+    ),
+    Difference(
+        "verl.utils.reward_score.gsm8k.compute_score",
+        "",
+        "scorer gsm8k",
+        _VERL,
+        "numbers are compared by value: 42. and 42.00 are 42, and 1,234 is 1234 under `flexible` too",
+    ),
+    Difference(
+        "verl.utils.reward_score.math_reward.compute_score",
+        "",
+        "scorer math_boxed",
+        _VERL,
+        r"`\fbox` counts, 1,000 is 1000, `5 \text{cm}` is 5, `\text{(A)}` is A",
+    ),
+    Difference(
+        "verl.utils.reward_score.math_dapo.compute_score",
+        "",
+        "scorer math_dapo",
+        _VERL,
+        "a box is normalised like an `Answer:` line, and looked for in the last 300 characters; the peer compares it raw",
+    ),
+)
+
+
+def difference_of(function: str, tags: list[str]) -> Difference | None:
+    """The first entry that a case of this function with these tags falls under."""
+    for difference in DIFFERENCES:
+        if fnmatch.fnmatch(function, difference.functions) and (not difference.tag or difference.tag in tags):
+            return difference
+    return None
+
+
+def table() -> str:
+    """All entries as a Markdown table; entries that say the same of one thing are one row."""
+    rows = dict.fromkeys((d.here, _peer(d.functions), d.reason, d.switch) for d in DIFFERENCES)
+    lines = ["| here | peer | our default, and why | gives the peer's number |", "| --- | --- | --- | --- |"]
+    return "\n".join(lines + [f"| {here} | {peer} | {reason} | {switch} |" for here, peer, reason, switch in rows])
+
+
+def _peer(functions: str) -> str:
+    known = {"openrlhf": "OpenRLHF", "verl": "verl", "*.GRPOTrainer": "TRL", "*entropy*": "verl, OpenRLHF"}
+    return next((name for start, name in known.items() if functions.startswith(start)), "verl")
+
+
+if __name__ == "__main__":
+    print(table())

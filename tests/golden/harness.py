@@ -7,13 +7,16 @@ fields). An *adapter* calls our function with a case's inputs and returns its ou
     def agg_loss(case):
         return {"loss": aggregate(case.tensor("loss_mat"), ...)}
 
-An adapter may raise the peer's error for a `raises` case (any exception counts), or `NotApplicable(reason)`. A case where our
-*default* deliberately gives another number is listed in `differences.py` with the reason, and its adapter reproduces the
-peer's number through the `compat` switch.
+An adapter may raise the peer's error for a `raises` case (any exception counts), or `NotApplicable(reason)`. Where a switch
+is needed to reproduce the peer, the adapter writes `peer("verl", None)`: the first value gives the peer's number, the second is
+our default. Every case is run both ways. It counts as *differing* if the defaults give another number, and then
+`differences.py` must say why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import gzip
 import importlib
 import json
@@ -59,6 +62,23 @@ class Case:
     @property
     def raises(self) -> str | None:
         return self.outputs.get("raises")
+
+
+_reproducing = contextvars.ContextVar("reproducing", default=True)
+
+
+def peer(theirs: Any, default: Any) -> Any:
+    """The value of a switch: `theirs` while the peer is reproduced, `default` while our defaults are tried."""
+    return theirs if _reproducing.get() else default
+
+
+@contextlib.contextmanager
+def our_defaults() -> Iterator[None]:
+    token = _reproducing.set(False)
+    try:
+        yield
+    finally:
+        _reproducing.reset(token)
 
 
 _adapters: dict[str, Callable[[Case], dict[str, Any]]] = {}

@@ -2,40 +2,49 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.golden.differences import DIFFERENCES
-from tests.golden.harness import Case, NotApplicable, adapter_of, cases, compare, files
+from tests.golden.differences import DIFFERENCES, Difference, difference_of, table
+from tests.golden.harness import Case, NotApplicable, adapter_of, cases, compare, files, our_defaults
+
+_used: set[Difference] = set()
+
+
+def mismatch(case: Case) -> str:
+    """How our outputs differ from the peer's, in words; nothing if they agree."""
+    try:
+        got = adapter_of(case)(case)
+    except NotApplicable:
+        raise
+    except KeyError as error:
+        return f"no adapter, or it looks for {error}"
+    except Exception as error:  # noqa: BLE001 - a `raises` case passes on any error, everything else is reported
+        return "" if case.raises else f"{type(error).__name__}: {error}"
+    if case.raises:
+        return f"the peer raises {case.raises}, the adapter returned {got!r:.120}"
+    return "; ".join(compare(case.outputs, got)[:3])
 
 
 def verdict(case: Case) -> tuple[str, str]:
     """applied | differing | not applicable | failed, with a reason."""
     try:
-        adapter = adapter_of(case)
-    except KeyError:
-        return "failed", f"no adapter for {case.function}"
-    try:
-        got = adapter(case)
+        wrong = mismatch(case)
     except NotApplicable as reason:
         return "not applicable", str(reason)
-    except Exception as error:  # noqa: BLE001 - a `raises` case passes on any error, everything else is reported below
-        if case.raises:
-            return kind_of(case), ""
-        return "failed", f"{type(error).__name__}: {error}"
-    if case.raises:
-        return "failed", f"the peer raises {case.raises}, the adapter returned {got!r:.120}"
-    wrong = compare(case.outputs, got)
-    return ("failed", "; ".join(wrong[:3])) if wrong else (kind_of(case), "")
-
-
-def kind_of(case: Case) -> str:
-    for (pattern, tag), _ in DIFFERENCES.items():
-        if fnmatch.fnmatch(case.function, pattern) and (not tag or tag in case.tags):
-            return "differing"
-    return "applied"
+    if wrong:
+        return "failed", wrong
+    with our_defaults():
+        by_default = mismatch(case)
+    if not by_default:
+        return "applied", ""
+    difference = difference_of(case.function, case.tags)
+    if difference is None:
+        return "failed", f"our default differs, and differences.py does not say why: {by_default}"
+    _used.add(difference)
+    return "differing", ""
 
 
 @pytest.mark.parametrize("file", files())
@@ -49,3 +58,14 @@ def test_golden(file: str, record_property: pytest.FixtureRequest) -> None:
             failures.append(f"{case.id} {case.function.rpartition('.')[2]} {case.tags}: {reason}")
     record_property("golden", (file, dict(counts)))  # type: ignore[operator]
     assert not failures, f"{len(failures)} of {sum(counts.values())} cases:\n" + "\n".join(failures[:40])
+
+
+def test_no_difference_is_claimed_that_no_case_shows() -> None:
+    if not _used:
+        pytest.skip("runs after the cases, in the same process")
+    assert not set(DIFFERENCES) - _used
+
+
+def test_the_documented_table_is_this_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert table() in page, "docs/algorithms.md is behind: paste what `python -m tests.golden.differences` prints"

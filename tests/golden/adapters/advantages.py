@@ -15,7 +15,7 @@ from strop.algorithms.advantages.returns import reinforce, returns_to_go
 from strop.algorithms.advantages.sessions import estimate_over_sessions
 from strop.algorithms.reward_shaping import overlong_penalty, terminal_rewards, truncation_penalty
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
-from tests.golden.harness import Case, adapts
+from tests.golden.harness import Case, adapts, peer
 
 CORE = "verl.trainer.ppo.core_algos."
 MAKER = "openrlhf.trainer.ppo_utils.experience_maker.RemoteExperienceMaker."
@@ -33,7 +33,7 @@ def verl_arguments(case: Case) -> dict[str, Any]:
     arguments |= {
         "rewards": case.tensor("token_level_rewards"),
         "mask": case.tensor("response_mask"),
-        "compat": "verl",
+        "compat": peer("verl", None),
     }
     if "index" in case.inputs:
         arguments["groups"] = group_ids(case.inputs["index"])
@@ -94,7 +94,7 @@ def sessions(case: Case) -> dict[str, Tensor]:
 
 @adapts("verl.utils.groupwise.as_torch_index")
 def labels(case: Case) -> dict[str, Tensor]:
-    return {"gidx": group_ids(case.inputs["index"], compact=False)}
+    return {"gidx": group_ids(case.inputs["index"], compact=peer(False, True))}
 
 
 @adapts("verl.utils.groupwise.group_mean_std")
@@ -112,21 +112,23 @@ def reweight(case: Case) -> dict[str, Tensor]:
     return {"sampled_rows": resample_rows(weights)}
 
 
+def openrlhf_gaps() -> dict[str, Any]:
+    return {"skip_gaps": peer(False, True), "compat": peer("openrlhf", None)}
+
+
 @adapts(MAKER + "get_advantages_and_returns")
 def openrlhf_gae(case: Case) -> dict[str, Tensor]:
     rewards = case.tensor("rewards")
     mask = case.tensor("action_mask") if "action_mask" in case.inputs else torch.ones_like(rewards)
     gamma, lam = case.kwargs["gamma"], case.kwargs["lambd"]
     values = case.tensor("values")
-    return as_dict(
-        gae(rewards, mask, values=values, gamma=gamma, lam=lam, normalisation="none", skip_gaps=False, compat="openrlhf")
-    )
+    return as_dict(gae(rewards, mask, values=values, gamma=gamma, lam=lam, normalisation="none", **openrlhf_gaps()))
 
 
 @adapts(MAKER + "get_cumulative_returns")
 def openrlhf_returns(case: Case) -> dict[str, Tensor]:
     rewards, mask = case.tensor("rewards"), case.tensor("action_mask")
-    return {"returns": returns_to_go(rewards, mask, gamma=case.kwargs["gamma"], skip_gaps=False, compat="openrlhf")}
+    return {"returns": returns_to_go(rewards, mask, gamma=case.kwargs["gamma"], **openrlhf_gaps())}
 
 
 @adapts("openrlhf.trainer.ppo_utils.length_penalty.apply_length_penalties")
@@ -138,7 +140,7 @@ def length_penalties(case: Case) -> dict[str, Tensor]:
             max_length=settings["max_new_tokens"],
             buffer=settings["overlong_buffer_len"],
             factor=settings.get("overlong_penalty_factor", 1.0),
-            capped=True,
+            capped=peer(True, False),
         )
     if "stop_properly_penalty_coef" in settings:
         scores = truncation_penalty(scores, case.tensor("truncated"), coef=settings["stop_properly_penalty_coef"])
@@ -157,10 +159,10 @@ def openrlhf_pipeline(case: Case) -> dict[str, Any]:
     groups = place // settings["n_samples_per_prompt"]
     clip_range = tuple(settings["clip_range"]) if "clip_range" in settings else (-10.0, 10.0)
     shaped = _openrlhf_baseline(scores, groups, settings["estimator"])
-    rewards = terminal_rewards(shaped, kl, mask, coef=settings["kl_coef"], clip_range=clip_range, compat="openrlhf")
+    rewards = terminal_rewards(shaped, kl, mask, coef=settings["kl_coef"], clip_range=clip_range, compat=peer("openrlhf", None))
     batch_normalised = settings["estimator"] in ("gae", "reinforce", "reinforce_baseline")
     how = ("centre" if settings["no_std_norm"] else "population") if batch_normalised else "none"
-    common = {"gamma": settings["gamma"], "normalisation": how, "skip_gaps": False, "compat": "openrlhf"}
+    common = {"gamma": settings["gamma"], "normalisation": how, **openrlhf_gaps()}
     if settings["estimator"] == "gae":
         values = torch.cat([_widen(case.tensor(f"experiences.{i}.values"), widest) for i in batches])
         result = gae(rewards, mask, values=values, lam=settings["lambd"], **common)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from strop.algorithms.aggregation import Totals, aggregate
-from tests.golden.harness import Case, NotApplicable, adapts
+from tests.golden.harness import Case, NotApplicable, adapts, peer
 
 
 def verl_aggregate(per_token: torch.Tensor, mask: torch.Tensor, mode: str, info: dict[str, Any]) -> torch.Tensor:
@@ -18,7 +18,8 @@ def verl_aggregate(per_token: torch.Tensor, mask: torch.Tensor, mode: str, info:
         if info.get(needed) is None:
             raise ValueError(f"{needed} must be given when dp_size is {ranks}.")
     local = Totals.of(mask, width=info.get("loss_scale_factor"))
-    tokens = info.get("batch_num_tokens") or int(mask.sum())  # 0, not 1, for an empty mask: verl then divides 0 by 0
+    # 0, not 1, for an empty mask: verl then divides 0 by 0
+    tokens = info.get("batch_num_tokens") or peer(int(mask.sum()), local.tokens)
     totals = Totals(tokens, info.get("global_batch_size") or local.sequences, local.width)
     return aggregate(per_token, mask, mode, totals) * ranks
 

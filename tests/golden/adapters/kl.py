@@ -8,7 +8,7 @@ from torch import Tensor
 
 from strop.algorithms.kl import UNLIMITED, FixedKL, KLController, kl_controller, kl_penalty
 from strop.algorithms.reward_shaping import kl_in_reward, terminal_rewards
-from tests.golden.harness import Case, adapts
+from tests.golden.harness import Case, adapts, peer
 
 
 def controller(settings: dict[str, Any]) -> KLController:
@@ -90,7 +90,7 @@ def approximate(case: Case) -> dict[str, Tensor]:
         case.tensor("log_probs_base"),
         estimator=name + "+" * case.kwargs.get("unbiased_gradient", False),
         old_log_probs=case.tensor("log_probs_old") if "log_probs_old" in case.inputs else None,
-        **limits,
+        **peer(limits, {}),
     )
     (kl * case.tensor("grad_weight")).sum().backward()
     return {"kl": kl, "grad_log_probs": log_probs.grad}
@@ -105,6 +105,6 @@ def openrlhf_reward(case: Case) -> dict[str, Tensor]:
         case.tensor("action_mask"),
         coef=case.kwargs["kl_coef"],
         clip_range=tuple(limits) if limits else None,
-        compat="openrlhf",
+        compat=peer("openrlhf", None),
     )
     return {"reward": rewards}

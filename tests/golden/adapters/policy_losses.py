@@ -15,7 +15,7 @@ from strop.algorithms.rollout_correction import correct_rollout, importance_weig
 from strop.algorithms.token_selection import divergence_gate
 from strop.catalog import POLICY_LOSSES
 from tests.golden.adapters.aggregation import gradient, verl_aggregate
-from tests.golden.harness import Case, adapts
+from tests.golden.harness import Case, adapts, peer
 
 CORE = "verl.trainer.ppo.core_algos"
 
@@ -70,7 +70,7 @@ def compute_policy_loss_by_name(case: Case) -> dict[str, Any]:
 def compute_policy_loss_geo_mean(case: Case) -> dict[str, Any]:
     """verl averages over all rows, those without tokens included, and looks at no global count."""
     result, log_prob, mask, mode = verl_loss("geo_mean", case)
-    loss = verl_aggregate(result.per_token, mask, mode, {"global_batch_size": len(mask)})
+    loss = verl_aggregate(result.per_token, mask, mode, {"global_batch_size": peer(len(mask), None)})
     return {"loss": loss, "metrics": averaged(result.metrics, mask), "grad_log_prob": gradient(loss, log_prob)[0]}
 
 
@@ -116,7 +116,8 @@ def compute_policy_loss_bypass_mode(case: Case) -> dict[str, Any]:
         **verl_settings(case.kwargs),
         **settings,
     )
-    kept = mask * result.metrics.pop("kept").to(mask.dtype)
+    kept = result.metrics.pop("kept").to(mask.dtype)
+    kept = mask * peer(kept, torch.ones_like(kept))
     loss = verl_aggregate(result.per_token, kept, case.kwargs["loss_agg_mode"], {})
     correction = {key: value for key, value in settings.items() if key != "loss_type"}
     diagnostics = correct_rollout(log_prob.detach(), rollout, mask, **correction).metrics

@@ -11,7 +11,7 @@ from strop.rewards.dispatch import score
 from strop.rewards.rules import geo3k, gsm8k, math_boxed, math_dapo, math_symbolic, search_qa
 from strop.rewards.rules.boxed import last_box
 from strop.rewards.rules.format import think_boxed_format
-from tests.golden.harness import Case, adapts
+from tests.golden.harness import Case, adapts, peer
 
 VERL = "verl.utils.reward_score."
 
@@ -20,28 +20,28 @@ VERL = "verl.utils.reward_score."
 def grade_school(case: Case) -> dict[str, Any]:
     text, truth, method = case.inputs["solution_str"], case.inputs["ground_truth"], case.kwargs["method"]
     return {
-        "extracted": gsm8k.extract_answer(text, method=method, compat="verl"),
-        "score": gsm8k.compute_score(text, truth, method=method, compat="verl"),
-        "score_with_format_0.1": gsm8k.compute_score(text, truth, method=method, format_score=0.1, compat="verl"),
+        "extracted": gsm8k.extract_answer(text, method=method, compat=peer("verl", None)),
+        "score": gsm8k.compute_score(text, truth, method=method, compat=peer("verl", None)),
+        "score_with_format_0.1": gsm8k.compute_score(text, truth, method=method, format_score=0.1, compat=peer("verl", None)),
     }
 
 
 @adapts(VERL + "math_reward.compute_score")
 def competition(case: Case) -> dict[str, Any]:
     text, truth = case.inputs["solution_str"], case.inputs["ground_truth"]
-    box, answer = last_box(text, compat="verl"), math_boxed.extract_answer(text, compat="verl")
+    box, answer = last_box(text, compat=peer("verl", None)), math_boxed.extract_answer(text, compat=peer("verl", None))
     return {
         "last_boxed": None if box is None else box.whole,
         "answer": answer,
-        "normalized_answer": None if answer is None else math_boxed.normalise(answer, compat="verl"),
-        "normalized_truth": math_boxed.normalise(truth, compat="verl"),
-        "score": math_boxed.compute_score(text, truth, compat="verl"),
+        "normalized_answer": None if answer is None else math_boxed.normalise(answer, compat=peer("verl", None)),
+        "normalized_truth": math_boxed.normalise(truth, compat=peer("verl", None)),
+        "score": math_boxed.compute_score(text, truth, compat=peer("verl", None)),
     }
 
 
 @adapts(VERL + "math_dapo.compute_score")
 def dapo(case: Case) -> dict[str, Any]:
-    return math_dapo.compute_score(**case.inputs, **case.kwargs, compat="verl")
+    return math_dapo.compute_score(**case.inputs, **case.kwargs, compat=peer("verl", None))
 
 
 @adapts(VERL + "math_dapo.normalize_final_answer")

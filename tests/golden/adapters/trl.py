@@ -14,7 +14,7 @@ from strop.algorithms.policy_losses.smooth import gamma_weights
 from strop.algorithms.token_selection import high_entropy_mask, off_policy_mask
 from tests.golden.adapters.aggregation import gradient
 from tests.golden.adapters.policy_losses import averaged
-from tests.golden.harness import Case, adapts
+from tests.golden.harness import Case, adapts, peer
 
 GRPO = "trl.trainer.grpo_trainer.GRPOTrainer"
 MODES = {
@@ -58,7 +58,7 @@ def trl_policy_loss(case: Case, log_probs: torch.Tensor, advantages: torch.Tenso
 def trl_weights(case: Case, mask: torch.Tensor) -> torch.Tensor:
     """TRL's VESPO multiplies the weights of a whole row, padding and tool output included; here they join the first token's."""
     weights = case.tensor("importance_sampling_ratio")
-    if case.kwargs["loss_type"] == "vespo":
+    if case.kwargs["loss_type"] == "vespo" and peer(True, False):
         strangers = weights.log().masked_fill(mask.bool(), 0.0).sum(-1).exp()
         first = mask.argmax(-1, keepdim=True)
         weights = weights.scatter(-1, first, weights.gather(-1, first) * strangers[:, None])
@@ -69,11 +69,12 @@ def trl_totals(case: Case, mask: torch.Tensor) -> Totals:
     """Empty rows count; the token modes of the DAPO family divide by the items of the whole step."""
     kwargs = case.kwargs
     tokens = max(int(mask.sum()), 1)
+    rows = peer(len(mask), Totals.of(mask).sequences)
     if kwargs["loss_type"] in ("dapo", "cispo", "vespo"):
         steps = kwargs.get("gradient_accumulation_steps", 1) if kwargs.get("training", True) else 1
-        return Totals(case.inputs["num_items_in_batch"] * steps / kwargs.get("steps_per_generation", 1), len(mask), 1)
+        return Totals(case.inputs["num_items_in_batch"] * steps / kwargs.get("steps_per_generation", 1), rows, 1)
     width = kwargs.get("max_completion_length", 16)
-    return Totals(tokens, len(mask), width)
+    return Totals(tokens, rows, width)
 
 
 @adapts(f"{GRPO}._compute_loss")
