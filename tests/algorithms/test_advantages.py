@@ -261,6 +261,25 @@ def test_wrong_shapes_name_both() -> None:
         gae(b["rewards"], b["mask"], values=b["values"], normalisation="std")  # type: ignore[arg-type]
 
 
+def test_numbers_per_row_are_checked_too() -> None:
+    b = batch_of(4, 5, 0)
+    broken = b["reward_baselines"].clone().index_fill_(0, torch.tensor([2]), torch.nan)
+    with pytest.raises(ValueError, match=r"reward_baselines \(4,\) hold 1 values .* row 2"):
+        remax(b["rewards"], b["mask"], reward_baselines=broken)
+    parts = b["reward_components"].clone()
+    parts[1, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"reward_components \(4, 3\) hold 1 values .* row 1"):
+        estimate("gdpo", **b | {"reward_components": parts})
+
+
+def test_uids_serve_as_groups() -> None:
+    b = batch_of(4, 5, 0)
+    uids = ["b", "b", "a", "a"]
+    assert torch.equal(grpo(b["rewards"], b["mask"], groups=uids)[0], grpo(b["rewards"], b["mask"], groups=group_ids(uids))[0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"groups \(3,\) .* rewards \(4, 5\)"):
+        grpo(b["rewards"], b["mask"], groups=uids[:3])  # type: ignore[arg-type]
+
+
 def test_estimate_passes_what_is_named_and_says_what_is_missing() -> None:
     b = batch_of(4, 5, 0)
     with pytest.raises(ValueError, match="'gae' needs values, but only mask, rewards are available"):

@@ -213,6 +213,15 @@ def test_errors_say_what_is_wrong() -> None:
         policy_loss("bypass_mode", **tensors, loss_type="ppo")
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", ["old_log_probs", "advantages", "log_probs"])
+def test_every_loss_names_both_shapes(name: str, wrong: str) -> None:
+    tensors = batch(16)
+    del tensors["rollout_weights"]
+    with pytest.raises(ValueError, match=r"\(5, [46]\).*\(5, [46]\)"):
+        policy_loss(name, **tensors | {wrong: tensors[wrong][:, :4]}, **SETTINGS)
+
+
 def test_every_loss_has_the_uniform_signature() -> None:
     for name in NAMES:
         parameters = inspect.signature(POLICY_LOSSES.get(name)).parameters

@@ -5,8 +5,14 @@ Advantages and returns are targets: inputs are cut off the graph here, so no gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from strop.algorithms.advantages.grouping import group_ids
 
 
 def checked_rewards(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,16 +64,28 @@ def _finite(name: str, tensor: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked_rows(name: str, tensor: Tensor, rewards: Tensor) -> Tensor:
-    """One entry per row of the rewards."""
+    """One finite entry per row of the rewards."""
     if tensor.dim() != 1 or len(tensor) != len(rewards):
         raise ValueError(
             f"{name} {tuple(tensor.shape)} must hold one entry per row of rewards {tuple(rewards.shape)}: ({len(rewards)},)."
         )
-    return tensor
+    return checked_finite(name, tensor)
 
 
-def checked_groups(groups: Tensor, rewards: Tensor) -> Tensor:
-    """Group labels as ids 0, 1, 2 ... without gaps."""
+def checked_finite(name: str, tensor: Tensor) -> Tensor:
+    """A tensor with one number or more per row, none of them NaN or infinite, cut off the graph."""
+    strange = (~torch.isfinite(tensor)).nonzero()
+    if len(strange):
+        raise ValueError(
+            f"{name} {tuple(tensor.shape)} hold {len(strange)} values that are NaN or infinite, the first in row "
+            f"{int(strange[0][0])}. Mask such a sample, or repair what computed it."
+        )
+    return tensor.detach()
+
+
+def checked_groups(groups: Tensor | Sequence[Any] | np.ndarray, rewards: Tensor) -> Tensor:
+    """Group labels, or prompt uids of any kind, as ids 0, 1, 2 ... without gaps."""
+    groups = groups if isinstance(groups, Tensor) else group_ids(groups).to(rewards.device)
     checked_rows("groups", groups, rewards)
     if groups.is_floating_point() or groups.is_complex():
         raise ValueError(f"groups must be integer labels, got {groups.dtype}; `group_ids` makes them from prompt uids.")

@@ -20,7 +20,7 @@ from strop.algorithms.advantages.grouping import (
     group_size,
     group_statistics,
 )
-from strop.algorithms.advantages.inputs import checked_groups, checked_scores
+from strop.algorithms.advantages.inputs import checked_finite, checked_groups, checked_scores
 from strop.algorithms.advantages.normalise import Normalisation, normalise
 from strop.algorithms.advantages.result import AdvantageResult
 from strop.algorithms.masked import Compat, as_weights
@@ -146,7 +146,7 @@ def gdpo(
     dtype of the rewards instead of float64 and so has the same rounding.
     """
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
-    parts = scores[:, None] if reward_components is None else reward_components.detach()
+    parts = scores[:, None] if reward_components is None else checked_finite("reward_components", reward_components)
     parts = parts.to(rewards.dtype if compat == "verl" else torch.float64)
     if parts.dim() != 2 or len(parts) != len(rewards):
         raise ValueError(

@@ -77,7 +77,7 @@ def remax(rewards: Tensor, mask: Tensor, *, reward_baselines: Tensor, compat: Co
     `compat="verl"` loses rewards standing outside the mask and leaves G_t (without baseline) in gaps.
     """
     rewards, mask = checked_rewards(rewards, mask)
-    baselines = checked_rows("reward_baselines", reward_baselines, rewards).detach().to(rewards.dtype)
+    baselines = checked_rows("reward_baselines", reward_baselines, rewards).to(rewards.dtype)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     for rows in row_chunks(rewards):
         weights = as_weights(mask[rows], rewards.dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, nowhere, require_clip_range
+from strop.algorithms.shapes import require_same_shape
 
 
 def vanilla(
@@ -57,6 +58,7 @@ def dppo_tv(
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """DPPO with the total variation of the sampled token, |π(a) - π_old(a)|, as trust region; see `_divergence_bounded`."""
+    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
     moved = (log_probs.detach().exp() - old_log_probs.exp()).abs()
     return _divergence_bounded(
         log_probs, old_log_probs, advantages, mask, moved, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c,
@@ -78,6 +80,7 @@ def dppo_kl(
     """DPPO with the binary KL divergence of the sampled token against all others as trust region:
     KL = p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); see `_divergence_bounded`.
     """
+    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
     moved = binary_kl(old_log_probs, log_probs.detach())
     return _divergence_bounded(
         log_probs, old_log_probs, advantages, mask, moved, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c,

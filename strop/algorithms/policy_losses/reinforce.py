@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio
+from strop.algorithms.shapes import require_same_shape
 
 
 def gpg(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, rollout_weights: Tensor | None = None
 ) -> PolicyLoss:
-    """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π. The old log-probs are not looked at."""
+    """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π. Of the old log-probs only the shape is looked at."""
+    require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
     log_probs, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
     return finish(log_probs * -advantages, mask, rollout_weights)
 
