@@ -24,12 +24,14 @@ def move_to_trainable(rewards: Tensor, mask: Tensor, weights: Tensor | None = No
     """Finite rewards moved so that none stands outside the mask; `weights` is the mask as numbers, if at hand.
 
     A reward on a masked position is added to the last valid token before it, or to the first one after it if there is none
-    before. A row without valid tokens loses its rewards: there is nothing to train. Row sums of all other rows are kept.
+    before. A row without valid tokens loses its rewards: there is nothing to train. Row sums of all other rows are kept. Where
+    nothing is to be moved the rewards themselves come back, not a copy.
     """
-    moved = rewards * (as_weights(mask, rewards.dtype) if weights is None else weights)
-    stray = rewards - moved
-    if not stray.numel() or not torch.stack(stray.aminmax()).any():
-        return moved
+    weights = as_weights(mask, rewards.dtype) if weights is None else weights
+    stray = torch.addcmul(rewards, rewards, weights, value=-1)
+    if not torch.linalg.vector_norm(stray):
+        return rewards
+    moved = rewards * weights
     rows = stray.abs().amax(dim=1).nonzero().squeeze(1)
     valid = mask[rows].bool()
     columns = torch.arange(mask.shape[1], device=mask.device).expand_as(valid)

@@ -27,7 +27,7 @@ def discounted_sums(terms: Tensor, decay: float, block: int = BLOCK) -> Tensor:
     """
     batch, length = terms.shape
     if decay == 1.0:
-        return terms.flip(-1).cumsum(-1).flip(-1)
+        return terms.flip(-1).cumsum_(-1).flip(-1)
     if length <= block:
         return terms @ _triangle(length, decay, terms)
     count = -(-length // block)
