@@ -68,18 +68,20 @@ def hh_rlhf(row: Row, split: str, index: int) -> Row:
     }
 
 
-def arithmetic(size: int, test_size: int, *, digits: int = 2, operators: str = "+", seed: int = 0) -> dict[str, list[Row]]:
-    """Problems of two numbers of up to `digits` digits, all different, as {train, test}."""
+def arithmetic(
+    size: int, test_size: int, *, digits: int = 2, largest: int | None = None, operators: str = "+", seed: int = 0
+) -> dict[str, list[Row]]:
+    """Problems of two numbers from 0 to `largest` (or of up to `digits` digits), all different, as {train, test}."""
     for operator in operators:
         if operator not in OPERATORS:
             raise ValueError(f"--operators {operators!r}: {operator!r} is not one of {' '.join(OPERATORS)}.")
     operators = "".join(dict.fromkeys(operators))
-    limit = 10**digits
+    limit = 10**digits if largest is None else largest + 1
     space = limit * limit * len(operators)
     if size + test_size > space:
         raise ValueError(
-            f"There are only {space} different problems of {digits} digits with {operators!r}, but {size + test_size} are "
-            "asked for. Lower --size and --test-size, or raise --digits."
+            f"There are only {space} different problems of numbers up to {limit - 1} with {operators!r}, but "
+            f"{size + test_size} are asked for. Lower --size and --test-size, or raise --digits or --largest."
         )
     made: dict[str, list[Row]] = {"train": [], "test": []}
     for number, code in enumerate(random.Random(seed).sample(range(space), size + test_size)):
@@ -168,7 +170,9 @@ def main(argv: Sequence[str]) -> int:
         return int(stop.code or 0)
     if asked.name == "arithmetic":
         size, test_size = asked.size or 5000, asked.test_size or 500
-        made = arithmetic(size, test_size, digits=asked.digits, operators=asked.operators, seed=asked.seed)
+        made = arithmetic(
+            size, test_size, digits=asked.digits, largest=asked.largest, operators=asked.operators, seed=asked.seed
+        )
     elif asked.files:
         made = convert(asked.name, asked.files, size=asked.size, test_size=asked.test_size, seed=asked.seed)
     else:
@@ -195,6 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--test-size", type=_count, help="at most this many test rows (arithmetic: 500)")
     parser.add_argument("--seed", type=int, default=0, help="of every random choice")
     parser.add_argument("--digits", type=_count, default=2, help="arithmetic: most digits of a number")
+    parser.add_argument("--largest", type=_count, help="arithmetic: largest number, instead of --digits")
     parser.add_argument("--operators", default="+", help="arithmetic: any of + - *, together like +-")
     return parser
 

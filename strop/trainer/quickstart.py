@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     started = time.time()
     out = Path(asked.out)
     say = sys.stdout.write
-    prepare(out, digits=asked.digits, seed=asked.seed, say=say)
+    prepare(out, largest=asked.largest, seed=asked.seed, say=say)
     overrides = [
         f"data.train_files={out}/data/train.parquet",
         f"data.val_files={out}/data/test.parquet",
@@ -63,7 +63,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--algorithm", default="grpo", help=", ".join(ALGORITHMS))
     parser.add_argument("--out", default="runs/quickstart", help="folder for the model, the data and the run")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--digits", type=int, default=2, help="digits of the numbers to add")
+    parser.add_argument("--largest", type=int, default=49, help="largest number to add")
     parser.add_argument("overrides", nargs="*", help="key=value, as for strop ppo")
     asked = parser.parse_args(list(arguments))
     if asked.algorithm not in ALGORITHMS:
@@ -73,12 +73,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return asked
 
 
-def prepare(out: Path, *, digits: int, seed: int, say: Any, size: int = 5000, test_size: int = 500) -> None:
+def prepare(out: Path, *, largest: int, seed: int, say: Any, size: int = 2000, test_size: int = 250) -> None:
     """Data, and a model that is right about a third of the time: enough to be rewarded now and then."""
     from strop.data.make import arithmetic, write
     from strop.trainer.tiny import pairs_of, tiny_model, tiny_tokenizer, warm_start
 
-    for split, rows in arithmetic(size, test_size, digits=digits, operators="+", seed=seed).items():
+    for split, rows in arithmetic(size, test_size, largest=largest, seed=seed).items():
         write(rows, out / "data" / f"{split}.parquet")
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, seed=seed)
@@ -86,7 +86,7 @@ def prepare(out: Path, *, digits: int, seed: int, say: Any, size: int = 5000, te
     say(f"A model of {count / 1e6:.1f} million parameters learns by example until it is right a third of the time ...\n")
     begun = time.time()
     train, test = pairs_of(out / "data" / "train.parquet"), pairs_of(out / "data" / "test.parquet")
-    right = warm_start(model, tokenizer, train, test[:256], until=WARM_START, seed=seed)
+    right = warm_start(model, tokenizer, train, test, until=WARM_START, seed=seed)
     say(f"... {right:.0%} right after {time.time() - begun:.0f} s. From here on it learns from rewards alone.\n")
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
