@@ -48,12 +48,15 @@ class Totals:
 
 
 def aggregate(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
-    """Reduce `per_token` [B, T] over `mask` [B, T] in the named way; the share of this piece in the loss of the step."""
+    """Reduce `per_token` [B, T] over `mask` [B, T] in the named way; the share of this piece in the loss of the step.
+
+    An aggregation gets the losses with zeros outside the mask, the mask as zeros and ones, and the totals.
+    """
     require_same_shape(per_token=per_token, mask=mask)
+    # Half precision can neither sum nor count the tokens of a row.
+    per_token = per_token.to(torch.promote_types(per_token.dtype, torch.float32))
     weights = as_weights(mask, per_token.dtype)
-    # Half precision cannot count the tokens of a row.
-    counted = weights if per_token.dtype in (torch.float32, torch.float64) else mask
-    share: Tensor = AGGREGATIONS.get(mode)(masked_fill_zero(per_token, mask, weights), counted, totals)
+    share: Tensor = AGGREGATIONS.get(mode)(masked_fill_zero(per_token, mask, weights), weights, totals)
     return share
 
 

@@ -127,3 +127,12 @@ def test_value_loss_without_a_clip_range_is_half_the_squared_error() -> None:
     assert (result.per_token == 2.0).all()
     with pytest.raises(ValueError, match="clip_range must be positive, got 0"):
         value_loss(one, one, one, one, clip_range=0)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_half_precision_losses_are_summed_and_counted_in_float32(mode: str) -> None:
+    per_token = torch.full((2, 5001), 1.0, dtype=torch.bfloat16, requires_grad=True)
+    loss = aggregate(per_token, torch.ones(2, 5001), mode, Totals.of(torch.ones(2, 5001)))
+    loss.backward()
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(1.0, rel=1e-6)
+    assert per_token.grad is not None and per_token.grad.dtype == torch.bfloat16

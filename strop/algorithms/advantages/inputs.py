@@ -85,8 +85,8 @@ def checked_finite(name: str, tensor: Tensor) -> Tensor:
 
 def checked_groups(groups: Tensor | Sequence[Any] | np.ndarray, rewards: Tensor) -> Tensor:
     """Group labels, or prompt uids of any kind, as ids 0, 1, 2 ... without gaps."""
-    groups = groups if isinstance(groups, Tensor) else group_ids(groups).to(rewards.device)
+    groups = groups if isinstance(groups, Tensor) else group_ids(groups)
     checked_rows("groups", groups, rewards)
     if groups.is_floating_point() or groups.is_complex():
         raise ValueError(f"groups must be integer labels, got {groups.dtype}; `group_ids` makes them from prompt uids.")
-    return torch.unique(groups, return_inverse=True)[1]
+    return torch.unique(groups.to(rewards.device), return_inverse=True)[1]
