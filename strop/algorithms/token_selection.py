@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from strop.algorithms.masked import masked_fill_zero
@@ -24,7 +27,15 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, *, quantile: float) -> Tens
     values = entropy[on].float()
     if not values.numel():
         return on
-    return on & (entropy >= values.quantile(quantile))
+    return on & (entropy >= _quantile(values, quantile))
+
+
+def _quantile(values: Tensor, share: float) -> Tensor:
+    """Linear between neighbours, as `torch.quantile`, which refuses more than 16 million numbers."""
+    ordered = values.sort().values
+    place = share * (len(ordered) - 1)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return torch.lerp(below, above, place - math.floor(place))
 
 
 def off_policy_mask(

@@ -236,6 +236,14 @@ def test_high_entropy_mask_keeps_the_top_of_the_masked_tokens() -> None:
     assert not high_entropy_mask(entropy, mask * 0, quantile=0.5).any()
 
 
+@pytest.mark.parametrize("quantile", [0.0, 0.25, 0.8, 1.0])
+def test_high_entropy_mask_takes_the_quantile_of_torch(quantile: float) -> None:
+    torch.manual_seed(3)
+    entropy, mask = torch.rand(7, 9), torch.rand(7, 9) < 0.8
+    expected = mask & (entropy >= entropy[mask].quantile(quantile))
+    assert torch.equal(high_entropy_mask(entropy, mask, quantile=quantile), expected)
+
+
 def test_off_policy_mask_drops_only_bad_rows_that_drifted() -> None:
     now, then = torch.tensor([[-3.0, -3.0]] * 3), torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-3.0, -3.0]])
     kept = off_policy_mask(now, then, torch.tensor([[1.0], [-1.0], [-1.0]]), torch.ones(3, 2), threshold=0.5)
