@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, nowhere, require_clip_range
+from strop.algorithms.policy_losses.surrogate import (
+    PolicyLoss,
+    finish,
+    inside,
+    log_ratio,
+    nowhere,
+    require_clip_range,
+    safe_factor,
+)
 from strop.algorithms.shapes import require_same_shape
 
 
@@ -113,12 +121,12 @@ def _divergence_bounded(
     it moved by more than `clip_low`. `clip_c` truncates the ratio.
     """
     require_clip_range(clip_low, clip_high)
-    log_probs_in, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
+    (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask)
     rose_too_far = (advantages > 0) & (x > 0) & (moved > clip_high)
     fell_too_far = (advantages <= 0) & (x < 0) & (moved > clip_low)
     left = (rose_too_far | fell_too_far).detach()
     ratio = x.detach().exp()
-    loss = -advantages * ratio.clamp(max=clip_c).masked_fill(left, 0.0) * log_probs_in
+    loss = (-advantages * ratio.clamp(max=clip_c)).masked_fill(left, 0.0) * safe_factor(log_probs, mask)
     truncated = (ratio > clip_c) & ~left
     return finish(loss, mask, rollout_weights, pg_clipfrac=left, ppo_kl=-x.detach(), pg_clipfrac_lower=truncated)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio
+from strop.algorithms.policy_losses.surrogate import PolicyLoss, finish, inside, log_ratio, safe_factor
 from strop.algorithms.shapes import require_same_shape
 
 
@@ -13,8 +14,8 @@ def gpg(
 ) -> PolicyLoss:
     """GPG (Chu et al. 2025), the plain policy gradient: l = -A log π. Of the old log-probs only the shape is looked at."""
     require_same_shape(mask=mask, log_probs=log_probs, old_log_probs=old_log_probs)
-    log_probs, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
-    return finish(log_probs * -advantages, mask, rollout_weights)
+    (advantages,) = inside(mask, advantages=advantages)
+    return finish(safe_factor(log_probs, mask) * -advantages, mask, rollout_weights)
 
 
 def reinforce(
@@ -39,4 +40,5 @@ def dro(
         raise ValueError(f"dro_beta is the strength of the pull towards the old policy and must be positive, got {dro_beta}.")
     plain = gpg(log_probs, old_log_probs, advantages, mask)
     x = log_ratio(log_probs, old_log_probs, mask, limit=None)
-    return finish(plain.per_token + 0.5 * dro_beta * x.square(), mask, rollout_weights, ppo_kl=-x.detach())
+    loss = torch.addcmul(plain.per_token, x, x, value=0.5 * dro_beta)
+    return finish(loss, mask, rollout_weights, ppo_kl=-x.detach())

@@ -13,6 +13,7 @@ from strop.algorithms.policy_losses.surrogate import (
     log_ratio,
     nowhere,
     row_mean,
+    safe_factor,
     sign_choice,
 )
 
@@ -34,11 +35,11 @@ def cispo(
     """
     if clip_low + clip_high < 0:
         raise ValueError(f"The clip range [1 - clip_low, 1 + clip_high] is empty: clip_low={clip_low}, clip_high={clip_high}.")
-    log_probs_in, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
+    (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level).detach()
     ratio = x.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = (-weight * advantages) * log_probs_in
+    loss = (-weight * advantages) * safe_factor(log_probs, mask)
     return finish(loss, mask, rollout_weights, pg_clipfrac=weight != ratio, ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x))
 
 
@@ -80,13 +81,15 @@ def vespo(
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """VESPO: l = -φ(w) A log π with the sequence weight of `gamma_weights`, a constant for the gradient."""
-    log_probs_in, advantages = inside(mask, log_probs=log_probs, advantages=advantages)
+    (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask)
     weight = gamma_weights(
         x, row_mean(advantages, mask), mask, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg,
         rollout_weights=rollout_weights,
     )  # fmt: skip
-    return finish(-weight * advantages * log_probs_in, mask, None, ppo_kl=-x.detach(), phi=weight.expand_as(x))
+    return finish(
+        (-weight * advantages) * safe_factor(log_probs, mask), mask, None, ppo_kl=-x.detach(), phi=weight.expand_as(x)
+    )
 
 
 def gamma_weights(

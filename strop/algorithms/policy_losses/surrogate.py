@@ -29,6 +29,13 @@ def inside(mask: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(masked_fill_zero(tensor, mask, weights[tensor.dtype]) for tensor in tensors.values())
 
 
+def safe_factor(tensor: Tensor, mask: Tensor) -> Tensor:
+    """For a product with something that is 0 outside the mask: the tensor itself if it is finite, else zeros outside too."""
+    require_same_shape(mask=mask, factor=tensor)
+    finite = tensor.device.type == "cpu" and bool(torch.isfinite(tensor.detach().sum()))
+    return tensor if finite else masked_fill_zero(tensor, mask)
+
+
 def finish(per_token: Tensor, mask: Tensor, rollout_weights: Tensor | None, **metrics: Tensor) -> PolicyLoss:
     """Apply the importance weights of the rollout, which are constants, and cut the metrics off the graph."""
     if rollout_weights is not None:
