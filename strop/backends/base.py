@@ -49,6 +49,8 @@ class Backend(Protocol):
     """One model in training (or frozen). Batches live on the CPU; the backend moves micro-batches to its device."""
 
     module: nn.Module
+    temperature: float
+    """Log-probs are those of the logits divided by it."""
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values), no gradient, on the CPU in fp32."""

@@ -220,6 +220,13 @@ def estimators(config: Any, loaded: Loaded) -> Findings:
         said = [path for path in loaded.set_by_user if path.startswith("critic.")]
         if said:
             yield warning(said[0], f"no effect: {name} needs no critic (so do {len(said) - 1} more critic.* keys).")
+    parts, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+    if "reward_components" in facts["needs"] and not parts:
+        yield warning(
+            "algorithm.gdpo_reward_keys", f"not set, so {name} sees the score as its only part, which is grpo whitened."
+        )
+    if weights is not None and len(weights) != len(parts or ["score"]):
+        yield error("algorithm.gdpo_reward_weights", f"{len(weights)} weights for {len(parts or ['score'])} parts ({parts}).")
     groups = algorithm.filter_groups
     if groups.enable and n == 1:
         yield error(

@@ -6,14 +6,13 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from strop.algorithms.ema import EMA
 from strop.algorithms.kl import kl_controller
-from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.base import MicroBatching, Outputs
 from strop.backends.single import SingleBackend
 from strop.config.arithmetic import micro_batch, plan_ppo
 from strop.config.compose import Loaded
@@ -35,10 +34,11 @@ from strop.rewards.managers.build import build_scorer
 from strop.rewards.model import load_model
 from strop.rollout.base import Engine, Sampling
 from strop.rollout.build import build_engine
-from strop.run.checkpoint import Export
 from strop.trainer.collect import Collector, GroupFilter
+from strop.trainer.export import exports, masters_of
 from strop.trainer.keeper import Keeper
 from strop.trainer.ppo import PpoTrainer, Roles
+from strop.trainer.pretrain import build_pretraining
 from strop.trainer.validate import Validator
 from strop.types import Batch
 
@@ -64,14 +64,20 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
     engine = engine_for(config, roles.actor.module)
     loader = build_loader(config.data, prompts)
     collector = collector_for(config, engine, tokenizer, roles.actor.module, device)
-    average = EMA(_masters(roles.actor), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
+    pretraining = build_pretraining(
+        config, tokenizer, config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
+    )
+    average = EMA(masters_of(roles.actor), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
     keeper = Keeper(
         config,
         loaded.tree(),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         total_steps=plan.total_steps,
-        stateful={} if average is None else {"ema": average},
-        exports=lambda: exports(config, roles, tokenizer),
+        stateful={
+            **({} if average is None else {"ema": average}),
+            **({} if pretraining is None else {"pretrain_files": pretraining.loader}),
+        },
+        exports=lambda: exports(config, roles, tokenizer, average),
     )
     return PpoTrainer(
         config=config,
@@ -90,7 +96,8 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
         micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
         publish=lambda version: engine.update_weights((), version),  # the engine samples from the actor's own module
         total_steps=plan.total_steps,
-        after_update=[] if average is None else [lambda: average.update(_masters(roles.actor))],
+        beside=pretraining,
+        after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
     )
 
 
@@ -149,11 +156,6 @@ class WithoutAdapters:
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         with self.actor.reference():
             return self.actor.forward(batch, want, micro)
-
-
-def _masters(actor: Backend) -> dict[str, torch.Tensor]:
-    assert isinstance(actor, SingleBackend)
-    return {name: master.detach() for name, master in actor.weights.masters.items()}
 
 
 def engine_for(config: Any, module: Any) -> Engine:
@@ -220,6 +222,7 @@ def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, devi
         longest=longest(config),
         group_filter=group_filter,
         greedy_baseline="greedy_baseline" in needs(config),
+        free_cache=rollout.free_cache_engine,
     )
 
 
@@ -259,22 +262,3 @@ def micro_batches(config: Any, sequences: int, update_sequences: int) -> dict[st
             critic, "forward_micro_batch_size", sequences, critic.use_dynamic_bsz, critic.forward_max_token_len_per_gpu
         ),
     }
-
-
-def exports(config: Any, roles: Roles, tokenizer: Any) -> dict[str, Export]:
-    """Folders that transformers loads, for the roles whose save_contents name hf_model."""
-    wanted: dict[str, Export] = {}
-    sections = {"actor": (config.actor_rollout_ref.actor, roles.actor), "critic": (config.critic, roles.critic)}
-    for name, (section, backend) in sections.items():
-        if backend is None or "hf_model" not in section.checkpoint.save_contents:
-            continue
-
-        def write(folder: Path, backend: Backend = backend) -> None:
-            module: Any = backend.module
-            module.config.save_pretrained(folder)
-            if getattr(module, "generation_config", None) is not None:
-                module.generation_config.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-
-        wanted[f"{name}/huggingface"] = Export(dict(backend.export_weights()), write)
-    return wanted

@@ -6,7 +6,8 @@ signal are replaced (dynamic sampling), whether a greedy answer is needed as a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.rollout.base import Completion, Engine, Request, Sampling
 from strop.trainer.record import StepRecord
+from strop.trainer.seeds import stream_seed
 from strop.types import Prompt, Trajectory
 
 Draw = Callable[[], list[Prompt]]
@@ -25,6 +27,8 @@ class Scorer(Protocol):
     def score(self, trajectories: Sequence[Trajectory]) -> Any:
         """Fill in `score` and `extras` of each; the result has `metrics`."""
         ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,30 @@ class Collector:
     """Tokens of prompt and response together that the engine can hold."""
     group_filter: GroupFilter | None = None
     greedy_baseline: bool = False
+    free_cache: bool = False
+    """Give the engine's memory back while the models learn."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Around everything that samples."""
+        self.engine.wake()
+        yield
+        if self.free_cache:
+            self.engine.sleep()
+
+    def close(self) -> None:
+        """End the worker processes of the scorer and the engine."""
+        try:
+            self.scorer.close()
+        finally:
+            self.engine.close()
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         """`prompts` scored groups, in the order they were drawn."""
+        with self.awake():
+            return self._collect(draw, prompts, step, record)
+
+    def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
             return self._sample(draw(), step, 0, record)
         kept: list[Trajectory] = []
@@ -141,12 +166,3 @@ def _trajectory(prompt: Prompt, group: int, completion: Completion) -> Trajector
         finish=completion.finish,
         version=completion.version,
     )
-
-
-def stream_seed(*parts: int) -> int:
-    """One 62-bit seed from several numbers, the same in every process."""
-    state = 0x9E3779B97F4A7C15
-    for part in parts:
-        state = ((state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 2

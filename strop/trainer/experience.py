@@ -5,6 +5,7 @@ Each function takes a batch and returns a fuller one. What a configuration does 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.data import probability_drift
 from strop.algorithms.reward_shaping import kl_in_reward
 from strop.algorithms.rollout_correction import correct_rollout
-from strop.backends.base import Backend, MicroBatching
+from strop.algorithms.selection import pf_ppo_weights, resample_rows
+from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.nonfinite import NonFiniteLoss, suspects
 from strop.config.objective import needs
 from strop.trainer.record import StepRecord
-from strop.types import Batch
+from strop.trainer.seeds import stream_seed
+from strop.types import Batch, Trajectory
+
+RESAMPLING_STREAM = 0x5EED
+"""Keeps the random numbers of resampling apart from those of shuffling."""
 
 
 def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
@@ -26,6 +33,8 @@ def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
+        or correction.bypass_mode
+        or config.actor_rollout_ref.actor.use_rollout_log_probs
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
         or bool({"old_log_probs", "sum_pi_squared"} & set(needs(config)))
@@ -35,12 +44,11 @@ def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
 def add_old_log_probs(batch: Batch, actor: Backend, config: Any, micro: MicroBatching, record: StepRecord) -> Batch:
     """Log-probs under the weights the step began with: recomputed, or the engine's own in bypass mode."""
     settings = config.actor_rollout_ref.actor
+    squares = ["sum_pi_squared"] if settings.calculate_sum_pi_squared or "sum_pi_squared" in needs(config) else []
     if config.algorithm.rollout_correction.bypass_mode or settings.use_rollout_log_probs:
-        return batch.replace(old_log_probs=batch.rollout_log_probs)
-    want = ["log_probs", "entropy"]
-    if settings.calculate_sum_pi_squared or "sum_pi_squared" in needs(config):
-        want.append("sum_pi_squared")
-    found = actor.forward(batch, want, micro)
+        found = actor.forward(batch, squares, micro) if squares else Outputs()
+        return batch.replace(old_log_probs=batch.rollout_log_probs, sum_pi_squared=found.sum_pi_squared)
+    found = actor.forward(batch, ["log_probs", "entropy", *squares], micro)
     assert found.log_probs is not None and found.entropy is not None
     record.add(drift(batch, found.log_probs))
     record.add({"actor/entropy": float((found.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1))})
@@ -67,6 +75,14 @@ def add_values(batch: Batch, critic: Backend, micro: MicroBatching) -> Batch:
     values = critic.forward(batch, ["values"], micro).values
     assert values is not None
     return batch.replace(values=values * batch.mask)
+
+
+def refuse_nonfinite(batch: Batch) -> None:
+    """Stop here when a model said NaN or infinity about a token that would be trained."""
+    rows, causes = suspects(batch, {})
+    if rows:
+        assert batch.row_ids is not None
+        raise NonFiniteLoss([int(batch.row_ids[row]) for row in rows], causes, float("nan"))
 
 
 def shape_rewards(batch: Batch, config: Any, controller: KLController, record: StepRecord) -> Batch:
@@ -106,9 +122,10 @@ def correct(batch: Batch, config: Any, record: StepRecord) -> Batch:
     return batch.replace(rollout_weights=correction.weights, mask=correction.mask)
 
 
-def add_advantages(batch: Batch, config: Any) -> Batch:
-    """Advantages by the configured estimator, which is given whatever it names."""
+def add_advantages(batch: Batch, config: Any, trajectories: Sequence[Trajectory]) -> Batch:
+    """Advantages by the configured estimator, which is given whatever it names. `trajectories` are the rows of the batch."""
     algorithm = config.algorithm
+    weights = algorithm.gdpo_reward_weights
     result = estimate(
         algorithm.adv_estimator,
         rewards=batch.rewards,
@@ -119,6 +136,8 @@ def add_advantages(batch: Batch, config: Any) -> Batch:
         old_log_probs=batch.old_log_probs,
         sum_pi_squared=batch.sum_pi_squared,
         rollout_is_weights=batch.rollout_weights,
+        reward_components=reward_components(trajectories, algorithm.gdpo_reward_keys),
+        component_weights=None if weights is None else torch.tensor(weights),
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
@@ -126,3 +145,39 @@ def add_advantages(batch: Batch, config: Any) -> Batch:
         compat=None if algorithm.compat == "strop" else algorithm.compat,
     )
     return batch.replace(advantages=result.advantages, returns=result.returns)
+
+
+def reward_components(trajectories: Sequence[Trajectory], keys: Sequence[str] | None) -> torch.Tensor | None:
+    """[B, C]: the named parts of each score, as the scorer reported them; 0 for a sample whose scorer failed."""
+    if not keys:
+        return None
+    table = torch.zeros(len(trajectories), len(keys), dtype=torch.float64)
+    for row, trajectory in enumerate(trajectories):
+        if trajectory.score is None:
+            continue
+        reported = {"score": trajectory.score, **trajectory.extras}
+        for column, key in enumerate(keys):
+            value = reported.get(key)
+            if not isinstance(value, bool | int | float):
+                raise ValueError(
+                    f"algorithm.gdpo_reward_keys names {key!r}, but the scorer of {trajectory.prompt.data_source} reports "
+                    f"{value!r} for it (it gives {', '.join(reported)}). Return a number under that key."
+                )
+            table[row, column] = float(value)
+    return table
+
+
+def resample(batch: Batch, config: Any, step: int, record: StepRecord) -> Batch:
+    """PF-PPO: the rows to learn from, drawn by score with replacement. Failed samples are never drawn."""
+    settings = config.algorithm.pf_ppo
+    usable = batch.mask.any(-1).nonzero().squeeze(-1)
+    if not config.algorithm.use_pf_ppo or not len(usable):
+        return batch
+    assert batch.scores is not None
+    weights = torch.zeros(len(batch), dtype=torch.float64)
+    scores = batch.scores[usable].double().sum(-1)
+    weights[usable] = pf_ppo_weights(scores, method=settings.reweight_method, power=settings.weight_pow)
+    generator = torch.Generator().manual_seed(stream_seed(RESAMPLING_STREAM, config.trainer.seed, step))
+    rows = resample_rows(weights, generator=generator)
+    record.add({"pf_ppo/rows_drawn": len(torch.unique(rows)) / len(batch)})
+    return batch.select(rows)

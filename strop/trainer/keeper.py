@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.backends.nonfinite import NonFiniteLoss
 from strop.catalog import TRACKERS
 from strop.run import random_state
 from strop.run.checkpoint import Checkpoints, Export
@@ -16,11 +18,14 @@ from strop.run.dumps import dump, rollout_rows
 from strop.run.resume import Resumed, resume
 from strop.run.retention import keep_from_trainer
 from strop.run.tracking import Run, Trackers, start
+from strop.trainer.evidence import write_evidence
 from strop.trainer.record import StepRecord
-from strop.types import Trajectory
+from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:
     from strop.trainer.ppo import PpoTrainer
+
+log = logging.getLogger(__name__)
 
 SHOWN_GENERATIONS_SEED = 42
 
@@ -57,9 +62,13 @@ class Keeper:
     def __enter__(self) -> Keeper:
         return self
 
-    def __exit__(self, *details: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.checkpoints.close()
+        except OSError as problem:
+            if error is None or error is problem:
+                raise
+            log.error("%s", problem)  # what stopped the run is the news; this came on top
         finally:
             if self.trackers is not None:
                 self.trackers.close()
@@ -115,6 +124,11 @@ class Keeper:
         state = found.parts["trainer"]
         trainer.kl_controller.load_state_dict(state["kl"])
         for name, thing in self.stateful.items():
+            if name not in state:
+                raise ValueError(
+                    f"{found.path} holds no state of {name}: it was saved without it. Switch {name} off to go on, or "
+                    "begin a new run (trainer.resume_mode=disable, another trainer.default_local_dir)."
+                )
             thing.load_state_dict(state[name])
         random_state.restore(state["random"])
 
@@ -152,6 +166,14 @@ class Keeper:
             random.Random(SHOWN_GENERATIONS_SEED).shuffle(chosen)  # the same prompts every time
             shown = chosen[: trainer.log_val_generations]
             self.trackers.log_generations(rollout_rows(shown, step=step, decode=self.decode), step)
+
+    def evidence(self, problem: NonFiniteLoss, batch: Batch, trajectories: list[Trajectory], step: int) -> ValueError:
+        """Write the batch of a loss that is not finite; the error to raise instead says where it is."""
+        folder = self.directory / f"nonfinite_step_{step}"
+        write_evidence(folder, problem, batch, trajectories, step=step, decode=self.decode)
+        return ValueError(
+            f"Step {step}: {problem} The whole batch is in {folder}: rows.json to read, batch.safetensors to compute with."
+        )
 
     def dump_rollouts(self, trajectories: list[Trajectory], step: int, record: StepRecord) -> None:
         folder = self.config.trainer.rollout_data_dir

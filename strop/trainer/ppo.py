@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,9 @@ from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.data import data_metrics
 from strop.algorithms.metrics.timing import throughput_metrics, timing_metrics
 from strop.backends.base import Backend, MicroBatching
+from strop.backends.nonfinite import NonFiniteLoss
 from strop.config.arithmetic import Plan
+from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import Loader
 from strop.trainer.collect import Collector
 from strop.trainer.experience import (
@@ -19,15 +22,16 @@ from strop.trainer.experience import (
     add_ref_log_probs,
     add_values,
     correct,
-    drift,
     needs_old_log_probs,
+    refuse_nonfinite,
+    resample,
     shape_rewards,
 )
 from strop.trainer.keeper import Keeper
 from strop.trainer.record import StepRecord
-from strop.trainer.update import ActorUpdate, CriticUpdate, update
+from strop.trainer.update import ActorUpdate, Beside, CriticUpdate, update
 from strop.trainer.validate import Validator
-from strop.types import Batch, Trajectory, batch_of, pad_columns
+from strop.types import Batch, Trajectory, batch_of
 
 
 @dataclass
@@ -55,12 +59,14 @@ class PpoTrainer:
     """Hand the actor's weights to the engine, as a version."""
     step: int = 0
     total_steps: int = 0
+    beside: Beside | None = None
+    """What else the actor learns in each update."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """What else follows an update of the actor, such as averaging its weights."""
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.keeper:
+        with self.keeper, closing(self.collector), closing(self.loader):
             self.step = self.keeper.resume(self)
             self.publish(self.step)
             if self.step == 0 and self.config.trainer.val_before_train:
@@ -83,9 +89,18 @@ class PpoTrainer:
 
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, learn."""
-        config, roles = self.config, self.roles
         trajectories = self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
-        batch = batch_of(trajectories)
+        batch = self.ask_models(batch_of(trajectories), record)
+        try:
+            batch = self.estimate(batch, trajectories, record)
+            self.learn(resample(batch, self.config, self.step, record), record)
+        except NonFiniteLoss as problem:
+            raise self.keeper.evidence(problem, batch, trajectories, self.step) from problem
+        return trajectories, batch
+
+    def ask_models(self, batch: Batch, record: StepRecord) -> Batch:
+        """What the estimator and the losses need to know from the models."""
+        config, roles = self.config, self.roles
         if needs_old_log_probs(config, self.plan.on_policy):
             with record.phase("old_log_prob"):
                 batch = add_old_log_probs(batch, roles.actor, config, self.micro["log_prob"], record)
@@ -95,33 +110,35 @@ class PpoTrainer:
         if roles.critic is not None:
             with record.phase("values"):
                 batch = add_values(batch, roles.critic, self.micro["values"])
+        return batch
+
+    def estimate(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
+        """From scores to advantages."""
+        config = self.config
         with record.phase("adv"):
+            refuse_nonfinite(batch)
             batch = shape_rewards(batch, config, self.kl_controller, record)
             batch = correct(batch, config, record)
-            batch = add_advantages(batch, config)
-        if roles.critic is not None:
+            return add_advantages(batch, config, trajectories)
+
+    def learn(self, batch: Batch, record: StepRecord) -> None:
+        """Update the critic, then the actor, and hand its weights to the engine."""
+        if self.roles.critic is not None:
             with record.phase("update_critic"):
                 self.update_critic(batch, record)
-        if self.step >= config.trainer.critic_warmup:
+        if self.step >= self.config.trainer.critic_warmup:
             with record.phase("update_actor"):
                 self.update_actor(batch, record)
             with record.phase("update_weights"):
                 self.publish(self.step)
-        return trajectories, batch
 
     def update_actor(self, batch: Batch, record: StepRecord) -> None:
         actor = self.config.actor_rollout_ref.actor
         objective = ActorUpdate(self.config, self.width)
         rows = actor.ppo_mini_batch_size * self.plan.samples_per_prompt
-        record.add(update(self.roles.actor, batch, objective, actor, rows, self.micro["actor"], self.step, "actor"))
-        if objective.captured:  # on-policy: the update's own log-probs are the old ones, so drift is known only now
-            import torch
-
-            width = batch.mask.shape[1]
-            assert batch.row_ids is not None
-            kept = [row for row in batch.row_ids.tolist() if row in objective.captured]
-            log_probs = torch.cat([pad_columns(objective.captured[row][None, :width], width) for row in kept])
-            record.add(drift(batch.select(kept), log_probs))
+        micro = self.micro["actor"]
+        record.add(update(self.roles.actor, batch, objective, actor, rows, micro, self.step, "actor", self.beside))
+        record.add(objective.drift(batch))
         if actor.use_kl_loss:
             record.add({"actor/kl_coef": actor.kl_loss_coef})
         for follow in self.after_update:
@@ -169,6 +186,8 @@ class PpoTrainer:
                 num_turns=[t.num_turns for t in trajectories],
             )
         )
+        if self.config.trainer.balance_batch:
+            record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, self.plan.devices)))
         tokens = int(sum(batch.lengths))
         record.add(timing_metrics(record.seconds, response_tokens=int(lengths.sum()), total_tokens=tokens))
         record.add(throughput_metrics(total_tokens=tokens, step_seconds=record.seconds["step"], devices=self.plan.devices))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,11 @@ from strop.algorithms.value_loss import value_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import POLICY_LOSSES
 from strop.config.objective import clip_range
-from strop.types import Batch
+from strop.trainer.experience import drift
+from strop.types import Batch, pad_columns
+
+Beside = Callable[[Backend, MicroBatching], Mapping[str, float]]
+"""Adds gradients of something else to an update, and reports on it."""
 
 
 def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
@@ -107,6 +111,18 @@ class ActorUpdate:
             **bypass,
         }
 
+    def drift(self, batch: Batch) -> dict[str, float]:
+        """On-policy nobody knows the trainer's own log-probs before the update: how far the engine's were is known now."""
+        assert batch.row_ids is not None
+        places = [place for place, row in enumerate(batch.row_ids.tolist()) if row in self.captured]
+        if not places:
+            return {}
+        width = max(len(self.captured[int(batch.row_ids[place])]) for place in places)
+        width = max(width, batch.mask.shape[1])
+        tables = [pad_columns(self.captured[int(batch.row_ids[place])][None], width) for place in places]
+        kept = batch.select(places)
+        return drift(kept, torch.cat(tables)[:, : kept.mask.shape[1]])
+
     def _capture(self, micro: Batch, log_probs: Tensor) -> None:
         assert micro.row_ids is not None
         for row, values in zip(micro.row_ids.tolist(), log_probs.detach().float().cpu()):
@@ -147,6 +163,7 @@ def update(
     micro: MicroBatching,
     step: int,
     name: str,
+    beside: Beside | None = None,
 ) -> dict[str, float]:
     """All optimizer updates of one step for one role; returns the mean of what they reported."""
     seen: dict[str, list[float]] = {}
@@ -156,6 +173,8 @@ def update(
             seen.setdefault(f"{name}/empty_updates", []).append(1.0)
             continue
         reported = backend.forward_backward(mini, objective.want(), objective.loss(mini), micro)
+        if beside is not None:
+            reported |= beside(backend, micro)
         info = backend.step()
         for key, value in {
             **reported,

@@ -26,9 +26,10 @@ class Validator:
         """Answer every validation prompt and add val-core/... and val-aux/... to the record."""
         trajectories: list[Trajectory] = []
         groups = 0
-        for prompts in self.loader:
-            trajectories += self.collector.generate(prompts, self.sampling, self.samples_per_prompt, step, groups)
-            groups += len(prompts)
+        with self.collector.awake():
+            for prompts in self.loader:
+                trajectories += self.collector.generate(prompts, self.sampling, self.samples_per_prompt, step, groups)
+                groups += len(prompts)
         report = self.collector.scorer.score(trajectories)
         record.add(report.metrics, prefix="val-aux/")
         record.add(summarise(trajectories))

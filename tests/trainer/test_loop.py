@@ -8,42 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from strop.config.compose import load
-from strop.run.checkpoint import load as load_checkpoint
-from strop.trainer.build import build_ppo
+from tests.trainer.runs import run, same, weights
 
 SEVENS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("7") / 4
 """
-
-
-def run(overrides: list[str], *more: str) -> dict[int, dict[str, float]]:
-    """Train; the metrics of every step."""
-    loaded = load("ppo_trainer", [*overrides, *more])
-    build_ppo(loaded).fit()
-    return metrics(Path(loaded.config.trainer.default_local_dir))
-
-
-def metrics(folder: Path) -> dict[int, dict[str, float]]:
-    found: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row["step"], {}).update(row["data"])
-    return found
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_checkpoint(folder / f"global_step_{step}")["actor/model"]
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_an_on_policy_step_has_ratio_one_and_exact_log_probs(overrides):

@@ -80,6 +80,10 @@ class Algorithm:
     """grpo: divide by the group's standard deviation. False is Dr. GRPO."""
     norm_adv_by_std: bool = setting(True)
     """gae and reinforce_plus_plus: whiten advantages over the batch. False only centres them."""
+    gdpo_reward_keys: list[str] | None = setting(None)
+    """gdpo: the parts of the score, by the keys that the scorer returns beside it. Null: the score itself is the only part."""
+    gdpo_reward_weights: list[float] | None = setting(None)
+    """gdpo: weight of each part. Null: 1 each."""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef * KL(policy, reference) from every token's reward. Needs a reference model."""
     kl_penalty: str = setting("kl", one_of=KL_ESTIMATORS)

@@ -1,0 +1,50 @@
+"""What is left of a batch whose loss was not a number: enough to compute the step again and to read the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.backends.nonfinite import NonFiniteLoss
+from strop.run.dumps import rollout_rows
+from strop.run.durable import replace_text
+from strop.run.plain_json import to_json
+from strop.run.tensor_file import write_tensors
+from strop.types import Batch, Trajectory
+
+
+def write_evidence(
+    folder: Path,
+    problem: NonFiniteLoss,
+    batch: Batch,
+    trajectories: Sequence[Trajectory],
+    *,
+    step: int,
+    decode: Callable[[list[int]], str],
+) -> None:
+    """batch.safetensors holds every table of the batch; rows.json says which rows are to blame and what all of them say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "batch.safetensors", tensors_of(batch))
+    texts = rollout_rows(list(trajectories), step=step, decode=decode)
+    blamed = set(problem.rows)
+    rows: list[dict[str, Any]] = [
+        {"row": row, "suspect": row in blamed, **text, "prompt_ids": t.prompt.ids, "response_ids": t.response}
+        for row, (text, t) in enumerate(zip(texts, trajectories, strict=True))
+    ]
+    told = {"step": step, "message": str(problem), "suspects": problem.rows, "not_finite": problem.causes, "rows": rows}
+    replace_text(folder / "rows.json", to_json(told, indent=1))
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tables of a batch by name; token ids in one run, with the length of each sequence."""
+    tables = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "sequences"}
+    return {
+        "token_ids": torch.cat(batch.sequences),
+        "lengths": torch.tensor(batch.lengths),
+        **{name: table for name, table in tables.items() if table is not None},
+    }
