@@ -100,7 +100,7 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     out = ["--out", str(tmp_path)]
     with pytest.raises(ValueError, match=r"strop data gsm8k needs --from: .* with question and answer columns"):
         main(["gsm8k", *out])
-    with pytest.raises(ValueError, match=r"only 100 different problems of 1 digits with '\+', but 5500"):
+    with pytest.raises(ValueError, match=r"only 100 different problems of numbers up to 9 with '\+', but 5500"):
         main(["arithmetic", "--digits", "1", *out])
     with pytest.raises(ValueError, match=r"'/' is not one of \+ - \*"):
         main(["arithmetic", "--operators", "/", *out])
