@@ -69,7 +69,7 @@ class PpoTrainer:
         with self.keeper, closing(self.collector), closing(self.loader):
             self.step = self.keeper.resume(self)
             self.publish(self.step)
-            if self.step == 0 and self.config.trainer.val_before_train:
+            if self.config.trainer.val_only or (self.step == 0 and self.config.trainer.val_before_train):
                 self.validate()
             if self.config.trainer.val_only:
                 return
