@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from strop.registry import did_you_mean
@@ -54,37 +55,58 @@ class Packing:
     bounds: Tensor
     """[B + 1] int32, cumulative lengths."""
     longest: int
+    spread: Tensor | None = None
+    """Positions in the packed row of all tokens of all sequences in turn, where some share a beginning; otherwise None."""
+    first: Tensor | None = None
+    """[N] where each token of the packed row first stands in `spread`."""
 
 
-def packing(lengths: Sequence[int], device: torch.device | str = "cpu") -> Packing:
-    """The layout of sequences of these lengths, one after the other."""
+def packing(lengths: Sequence[int], device: torch.device | str = "cpu", places: Sequence[Tensor] | None = None) -> Packing:
+    """The layout of sequences of these lengths, one after the other.
+
+    `places` says for each sequence where in the row its tokens stand. Sequences that begin alike may share the tokens of
+    their beginning: each attends to them as its own, and the matrix products see them once.
+    """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"Every packed sequence needs at least one token; the lengths are {list(lengths)}.")
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    starts = bounds[:-1].tolist()
+    if places is None:
+        places = torch.arange(int(bounds[-1])).split(list(lengths))
+    spread = torch.cat(list(places))
+    shared = int(spread.max()) + 1 < len(spread)
     groups, order = [], []
     for members in _similar(lengths):
-        width = max(lengths[i] for i in members)
-        columns = torch.arange(width)
-        size = torch.tensor([lengths[i] for i in members])[:, None]
-        first = torch.tensor([starts[i] for i in members])[:, None]
-        inside = columns < size
-        take = (first + torch.where(inside, columns, 0)).flatten()
+        table = pad_sequence([places[i] for i in members], batch_first=True, padding_value=-1)
+        inside = table >= 0
+        take = torch.where(inside, table, table[:, :1]).flatten()
         order.append(take[inside.flatten()])
         whole = bool(inside.all())
-        alone = whole and len(members) == len(lengths) and members == sorted(members)
+        alone = whole and not shared and len(members) == len(lengths) and members == sorted(members)
         groups.append(
             Group(
                 rows=len(members),
-                width=width,
+                width=table.shape[1],
                 take=None if alone else take.to(device),
                 real=None if whole else inside.flatten().nonzero().squeeze(1).to(device),
             )
         )
     forth = torch.cat(order)
-    in_order = bool((forth == torch.arange(len(forth))).all())
-    back = None if in_order else torch.argsort(forth).to(device)
-    return Packing(tuple(groups), back, bounds.to(device, torch.int32), max(lengths))
+    in_order = not shared and bool((forth == torch.arange(len(forth))).all())
+    back = None if in_order else _first_places(forth).to(device)
+    return Packing(
+        tuple(groups),
+        back,
+        bounds.to(device, torch.int32),
+        max(lengths),
+        spread=spread.to(device) if shared else None,
+        first=_first_places(spread).to(device) if shared else None,
+    )
+
+
+def _first_places(targets: Tensor) -> Tensor:
+    """For each number from 0 to the largest: where it stands first in `targets`."""
+    first = torch.full((int(targets.max()) + 1,), len(targets))
+    return first.scatter_reduce(0, targets, torch.arange(len(targets)), "amin")
 
 
 def _similar(lengths: Sequence[int]) -> list[list[int]]:
@@ -197,11 +219,13 @@ def _varlen_kernel() -> Kernel | None:
             k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
         more: dict[str, Any] = {"enable_gqa": True} if shared and "enable_gqa" in known else {}
         left = -1 if window is None else window - 1
+        if packing.spread is not None:
+            q, k, v = q[packing.spread], k[packing.spread], v[packing.spread]
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         bounds, longest = packing.bounds, packing.longest
         out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), **more)
         assert isinstance(out, Tensor)
-        return out
+        return out if packing.first is None else out[packing.first]
 
     return attend
 

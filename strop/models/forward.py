@@ -42,23 +42,51 @@ class Inputs:
     mask: Tensor | None
     """None when packed."""
     packing: Packing | None
-    starts: list[int]
-    """Where each sequence begins in the flattened ids."""
+    places: list[Tensor]
+    """Where the tokens of each sequence stand in the flattened ids."""
 
 
-def lay_out(sequences: Sequence[Tensor], *, packed: bool, device: torch.device | str = "cpu") -> Inputs:
-    """One row of all tokens with positions that restart, or one row per sequence padded on the right."""
+def lay_out(
+    sequences: Sequence[Tensor],
+    *,
+    packed: bool,
+    device: torch.device | str = "cpu",
+    prompt_lengths: Sequence[int] | None = None,
+) -> Inputs:
+    """One row of all tokens with positions that restart, or one row per sequence padded on the right.
+
+    With `prompt_lengths`, a packed row holds equal prompts once: the samples of a prompt differ only after it, and most of the
+    work on short answers is the prompt's.
+    """
     lengths = [len(sequence) for sequence in sequences]
     if packed:
-        ids = torch.cat(list(sequences))[None]
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]]
-        return Inputs(ids.to(device), positions.to(device), None, packing(lengths, device), starts)
+        pieces, positions, places = _share(sequences, prompt_lengths or [0] * len(lengths))
+        layout = packing(lengths, device, places)
+        return Inputs(torch.cat(pieces)[None].to(device), torch.cat(positions)[None].to(device), None, layout, places)
     ids = pad_sequence(list(sequences), batch_first=True)
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    mask = (positions < torch.tensor(lengths)[:, None]).long()
-    starts = [row * ids.shape[1] for row in range(len(sequences))]
-    return Inputs(ids.to(device), positions.to(device), mask.to(device), None, starts)
+    columns = torch.arange(ids.shape[1]).expand_as(ids)
+    mask = (columns < torch.tensor(lengths)[:, None]).long()
+    places = [torch.arange(length) + row * ids.shape[1] for row, length in enumerate(lengths)]
+    return Inputs(ids.to(device), columns.to(device), mask.to(device), None, places)
+
+
+def _share(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Pieces of a packed row, their positions, and where each sequence finds its tokens in it; each prompt stands once."""
+    pieces, positions, places = [], [], []
+    known: dict[tuple[int, ...], Tensor] = {}
+    end = 0
+    for sequence, prompt in zip(sequences, prompt_lengths, strict=True):
+        name = tuple(sequence[:prompt].tolist())
+        begin = known.get(name) if prompt else None
+        new = sequence if begin is None else sequence[prompt:]
+        place = torch.arange(end, end + len(new))
+        pieces.append(new)
+        positions.append(torch.arange(len(sequence) - len(new), len(sequence)))
+        places.append(place if begin is None else torch.cat([begin, place]))
+        if begin is None and prompt:
+            known[name] = place[:prompt]
+        end += len(new)
+    return pieces, positions, places
 
 
 def response_outputs(
@@ -82,14 +110,15 @@ def response_outputs(
     if strange or not set(want) - {"auxiliary"}:
         raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
     device = next(model.parameters()).device
-    inputs = lay_out(batch.sequences, packed=packed, device=device)
-    states, cells = _response_states(batch, inputs.starts)
-    states, cells = states.to(device), cells.to(device)
+    # The load-balancing loss counts tokens, so there every sequence brings its own prompt.
+    prompts = None if "auxiliary" in want else batch.prompt_lengths.tolist()
+    inputs = lay_out(batch.sequences, packed=packed, device=device, prompt_lengths=prompts)
+    states, targets, cells = (part.to(device) for part in _response_states(batch, inputs.places))
     more: dict[str, Any] = {"output_router_logits": True} if "auxiliary" in want else {}
     if "values" in want:
         answer: Answer = _ScalarAnswer(model, states)
     else:
-        labels = inputs.ids.flatten()[states + 1]
+        labels = inputs.ids.flatten()[targets]
         answer = _LanguageAnswer(model, states, labels, [name for name in want if name in LANGUAGE], temperature, chunk)
     result, output = _run(model, inputs, answer, attention, more)
     found = {}
@@ -108,25 +137,26 @@ def sequence_scores(model: Any, sequences: Sequence[Tensor], *, packed: bool = T
     """A reward model's score of each sequence [B], read at its last token."""
     device = next(model.parameters()).device
     inputs = lay_out(sequences, packed=packed, device=device)
-    last = torch.tensor([start + len(sequence) - 1 for start, sequence in zip(inputs.starts, sequences, strict=True)])
+    last = torch.stack([place[-1] for place in inputs.places])
     result, _ = _run(model, inputs, _ScalarAnswer(model, last.to(device)), attention, {})
     return result.squeeze(-1)
 
 
-def _response_states(batch: Batch, starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Flat positions of the states before each response token, and the cells of [B, T] they fill."""
-    states, cells = [], []
+def _response_states(batch: Batch, places: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat positions of the states before each response token, of the tokens, and the cells of [B, T] they fill."""
+    states, targets, cells = [], [], []
     width = batch.mask.shape[1]
-    for row, (sequence, prompt) in enumerate(zip(batch.sequences, batch.prompt_lengths.tolist(), strict=True)):
-        response = len(sequence) - prompt
+    for row, (place, prompt) in enumerate(zip(places, batch.prompt_lengths.tolist(), strict=True)):
+        response = len(place) - prompt
         if prompt < 1:
             raise ValueError(
                 f"Row {row} has an empty prompt: its first token has no state before it. Begin it with a BOS token."
             )
         assert 0 <= response <= width, (response, width)
-        states.append(torch.arange(response) + starts[row] + prompt - 1)
+        states.append(place[prompt - 1 : len(place) - 1])
+        targets.append(place[prompt:])
         cells.append(torch.arange(response) + row * width)
-    return torch.cat(states), torch.cat(cells)
+    return torch.cat(states), torch.cat(targets), torch.cat(cells)
 
 
 def _run(model: Any, inputs: Inputs, answer: Answer, attention: str | None, more: dict[str, Any]) -> tuple[Tensor, Any]:
