@@ -38,6 +38,9 @@ Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tr
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    from strop.trainer.logs import configure_logging
+
+    configure_logging()
     return answer(lambda: dispatch(arguments))
 
 

@@ -45,10 +45,9 @@ def probe_template(
         found.append(Finding("error", "A prompt renders to no tokens at all."))
     if "2 plus 3" not in chat.text(CONVERSATION[:1]):
         found.append(Finding("error", "The chat template loses what the user said."))
-    if tokenizer.pad_token_id is None:
-        what = "the end-of-text token is used" if tokenizer.eos_token_id is not None else "it has no end-of-text token either"
-        level: Level = "info" if tokenizer.eos_token_id is not None else "error"
-        found.append(Finding(level, f"The tokenizer has no pad token; {what}."))
+    if tokenizer.eos_token_id is not None and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        said = f"The tokenizer has no pad token of its own; {tokenizer.eos_token!r} fills up batches, where it teaches nothing."
+        found.append(Finding("info", said))
     if not plain and chat.text(CONVERSATION[:1], generate=True) == chat.text(CONVERSATION[:1]):
         found.append(
             Finding(

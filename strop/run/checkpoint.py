@@ -213,7 +213,7 @@ class Checkpoints:
         try:
             self._finish(plan)
         except BaseException as error:  # noqa: BLE001 - it belongs to the thread that calls next, which raises it
-            log.error("Saving step %d failed: %s", plan.step, error)
+            log.warning("Saving step %d failed: %s", plan.step, error)
             self._failure = error
 
     def _finish(self, plan: Draft) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
+from strop.trainer.logs import configure_logging
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,4 +26,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    configure_logging()
     sys.exit(answer(lambda: run(sys.argv[1:])))

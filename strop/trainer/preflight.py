@@ -70,7 +70,7 @@ def examine(loaded: Loaded) -> Report:
         report.plan = plan_ppo(config, rows)
     elif is_supervised:
         report.plan = plan_supervised(config, rows)
-    report.findings += _enough_rows(report.plan, rows) + _disk(config)
+    report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _disk(config)
     return report
 
 
@@ -111,8 +111,12 @@ def _versions() -> dict[str, str]:
 
 def require(loaded: Loaded) -> Report:
     """Examine, print, and raise when something is wrong; every run calls this before it loads weights."""
+    from strop.trainer.preflight_print import announce
+
     report = examine(loaded)
-    if not report.ok:
+    if report.ok:
+        announce(report)
+    else:
         raise ValueError("\n".join(str(finding) for finding in report.errors))
     return report
 

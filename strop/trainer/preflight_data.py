@@ -14,6 +14,8 @@ from strop.rewards.sample import Sample
 from strop.rewards.verdict import verdict_of
 from strop.types import Prompt, Trajectory
 
+EVERY_ROW_UP_TO = 50_000
+"""Files of at most so many rows are measured whole when one long prompt would stop the run."""
 TRIED_TEXT = "The preflight asks for a score of this text."
 
 
@@ -44,20 +46,25 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
     report.findings += findings
     if tokenizer is not None:
         report.findings += _template(config, tokenizer)
+    renders = tokenizer if report.ok else None  # what is wrong with the template is said once, not again for each file
     rows: int | None = None
     sources: dict[str, Any] = {}
     for key in ("train_files", "val_files"):
         paths = getattr(config.data, key)
         if not paths:
             continue
+        fatal = config.data.truncation == "error" and not config.data.filter_overlong_prompts
         found = files.inspect(
-            paths, config.data, tokenizer, key=f"data.{key}", chat_template=config.actor_rollout_ref.model.custom_chat_template
+            paths,
+            config.data,
+            renders,
+            key=f"data.{key}",
+            chat_template=config.actor_rollout_ref.model.custom_chat_template,
+            sample=EVERY_ROW_UP_TO if fatal else files.SAMPLE,
         )
         report.findings += [Finding(f.level, f"data.{key}", f.message) for f in found.findings]
         report.data[key] = f"{found.rows} rows" + (
-            f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit"
-            if tokenizer
-            else ""
+            f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit" if renders else ""
         )
         sources = found.data_sources | sources
         report.findings += _agents(config, found.agents, key)
@@ -65,10 +72,23 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
             rows = found.rows - (found.too_long if config.data.filter_overlong_prompts and found.measured == found.rows else 0)
             if config.data.train_max_samples > 0:
                 rows = min(rows, config.data.train_max_samples)
+    if config.algorithm.pretrain_files:
+        report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
     if report.ok:
         report.findings += _rewards(config, sources)
     return rows
+
+
+def _texts(paths: Any, tokenizer: Any) -> list[Finding]:
+    from strop.data.files import open_rows
+    from strop.trainer.pretrain import KEY, Texts
+
+    try:
+        Texts(open_rows(paths, key=KEY), tokenizer, longest=1)
+    except ValueError as problem:
+        return [error(KEY, str(problem).removeprefix(f"{KEY}: "))]
+    return []
 
 
 def find_tokenizer(model: Any) -> tuple[Any, list[Finding]]:

@@ -1,10 +1,34 @@
-"""The preflight's report on a terminal."""
+"""The preflight's report: tables for people at a terminal, a few lines for a log file."""
 
 from __future__ import annotations
 
 import sys
 
 from strop.trainer.preflight import Report
+
+
+def announce(report: Report) -> None:
+    """At the start of a run: the whole report on a terminal, otherwise one line for each thing."""
+    if sys.stdout.isatty():
+        render(report)
+        return
+    for line in lines(report):
+        sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def lines(report: Report) -> list[str]:
+    """The report without its layout."""
+    found = []
+    if report.plan is not None:
+        found.append("plan: " + ", ".join(f"{name} {value}" for name, value, _ in report.plan.table()))
+    if report.objective:
+        found.append(f"objective: {report.objective}")
+    if report.roles:
+        found.append("roles: " + ", ".join(f"{role.name} {'yes' if role.exists else 'no'}" for role in report.roles))
+    found += [f"{name}: {value}" for name, value in report.data.items()]
+    found += [f"note: {notice}" for notice in report.notices]
+    return found + [f"{finding.level}: {finding}" for finding in report.findings]
 
 
 def render(report: Report) -> None:
