@@ -17,7 +17,7 @@ from strop.backends.single import SingleBackend
 from strop.config.arithmetic import micro_batch, plan_ppo
 from strop.config.compose import Loaded
 from strop.config.objective import has_critic, has_reference, needs, uses_lora
-from strop.data.chat import stop_ids
+from strop.data.chat import Chat, stop_ids
 from strop.data.loader import build_loader
 from strop.data.prompts import build_prompts
 from strop.models.build import (
@@ -56,7 +56,7 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
     load_plugins(config.plugins)
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
-    tokenizer = build_tokenizer(config.actor_rollout_ref.model)
+    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     prompts = build_prompts(config.data, tokenizer, split="train")
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
@@ -99,6 +99,14 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
         beside=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
     )
+
+
+def tokenizer_of(model: Any) -> Any:
+    """The policy's tokenizer, with the chat template that was asked for: a text, or the content of a .jinja file."""
+    tokenizer = build_tokenizer(model)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = Chat(tokenizer, template=model.custom_chat_template).template
+    return tokenizer
 
 
 def device_of(name: str) -> torch.device:

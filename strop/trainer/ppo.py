@@ -62,7 +62,7 @@ class PpoTrainer:
     beside: Beside | None = None
     """What else the actor learns in each update."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
-    """What else follows an update of the actor, such as averaging its weights."""
+    """What else follows each update of the actor, such as averaging its weights."""
 
     def fit(self) -> None:
         """Train until the last step."""
@@ -96,6 +96,7 @@ class PpoTrainer:
             self.learn(resample(batch, self.config, self.step, record), record)
         except NonFiniteLoss as problem:
             raise self.keeper.evidence(problem, batch, trajectories, self.step) from problem
+        self.loader.update(trajectories)
         return trajectories, batch
 
     def ask_models(self, batch: Batch, record: StepRecord) -> Batch:
@@ -137,12 +138,12 @@ class PpoTrainer:
         objective = ActorUpdate(self.config, self.width)
         rows = actor.ppo_mini_batch_size * self.plan.samples_per_prompt
         micro = self.micro["actor"]
-        record.add(update(self.roles.actor, batch, objective, actor, rows, micro, self.step, "actor", self.beside))
+        record.add(
+            update(self.roles.actor, batch, objective, actor, rows, micro, self.step, "actor", self.beside, self.after_update)
+        )
         record.add(objective.drift(batch))
         if actor.use_kl_loss:
             record.add({"actor/kl_coef": actor.kl_loss_coef})
-        for follow in self.after_update:
-            follow()
 
     def update_critic(self, batch: Batch, record: StepRecord) -> None:
         assert self.roles.critic is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,8 @@ class ActorUpdate:
                 if actor.entropy_coeff:
                     total = total - actor.entropy_coeff * entropy
                 reported["actor/entropy_loss"] = entropy.detach()
+                if micro.old_log_probs is None:  # nobody asked before the update
+                    reported["actor/entropy"] = token_mean(outputs.entropy, mask, totals)
             if actor.aux_loss_coef and outputs.auxiliary is not None:
                 total = total + actor.aux_loss_coef * outputs.auxiliary
                 reported["actor/aux_loss"] = outputs.auxiliary.detach()
@@ -164,8 +166,12 @@ def update(
     step: int,
     name: str,
     beside: Beside | None = None,
+    after: Sequence[Callable[[], None]] = (),
 ) -> dict[str, float]:
-    """All optimizer updates of one step for one role; returns the mean of what they reported."""
+    """All optimizer updates of one step for one role; returns the mean of what they reported.
+
+    `beside` adds its gradients to each of them, `after` is called when each is done.
+    """
     seen: dict[str, list[float]] = {}
     seed = (section.data_loader_seed or 0) + step
     for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
@@ -176,6 +182,8 @@ def update(
         if beside is not None:
             reported |= beside(backend, micro)
         info = backend.step()
+        for follow in after:
+            follow()
         for key, value in {
             **reported,
             f"{name}/grad_norm": info.grad_norm,

@@ -71,3 +71,9 @@ def test_the_average_is_right_after_a_resume_and_is_exported(overrides, task, tm
     for (name, average), (_, last) in zip(exported.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(average, found["average"][name]), name
         assert name.endswith("norm.weight") or not torch.equal(average, last), name
+
+
+def test_every_update_of_a_step_is_averaged(overrides, tmp_path):
+    two = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
+    run(overrides, two, "trainer.enable_ema=true", "trainer.test_freq=-1")
+    assert averages(tmp_path / "run", 4)["updates"] == 4 * 2

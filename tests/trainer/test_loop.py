@@ -148,3 +148,82 @@ def test_off_policy_epochs_clip(overrides):
     assert "actor/pg_loss" not in steps[1] and "actor/pg_loss" in steps[2]  # warm-up
     assert steps[4]["actor/ppo_kl"] != 0.0
     assert steps[4]["actor/kl_loss"] > 0.0 and "actor/reward_kl_penalty" in steps[4]
+
+
+def test_a_curriculum_hears_of_every_step(overrides, tmp_path):
+    """A sampler that begins with the last rows, and writes down what it is told."""
+    file = tmp_path / "curriculum.py"
+    file.write_text(
+        "import json\n"
+        "class Backwards:\n"
+        "    def __init__(self, dataset, config):\n        self.rows, self.heard = len(dataset), []\n"
+        "    def __len__(self):\n        return self.rows\n"
+        "    def __iter__(self):\n        return iter(range(self.rows - 1, -1, -1))\n"
+        "    def update(self, trajectories):\n"
+        "        self.heard.append([(t.prompt.index, t.score) for t in trajectories])\n"
+        f"        open({str(tmp_path / 'heard.json')!r}, 'w').write(json.dumps(self.heard))\n"
+        "    def state_dict(self):\n        return {'heard': self.heard}\n"
+        "    def load_state_dict(self, state):\n        self.heard = state['heard']\n"
+    )
+    run(
+        overrides,
+        f"data.sampler.class_path={file}",
+        "data.sampler.class_name=Backwards",
+        "data.shuffle=false",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=-1",
+    )
+    heard = json.loads((tmp_path / "heard.json").read_text())
+    assert [len(step) for step in heard] == [32, 32]
+    assert [index for index, _ in heard[0][::4]] == list(range(63, 55, -1))
+    assert all(score is not None for step in heard for _, score in step)
+
+
+def test_token_budgets_and_shuffled_updates_are_exact_too(overrides, tmp_path):
+    base = [*overrides, "trainer.test_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    base += ["actor_rollout_ref.actor.shuffle=true", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    found = {}
+    for name, settings in {
+        "rows": [],
+        "tokens": ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24"],
+        "ordered": ["actor_rollout_ref.actor.shuffle=false"],
+    }.items():
+        run(base, *settings, f"trainer.default_local_dir={tmp_path}/{name}")
+        found[name] = weights(tmp_path / name, 4)
+    for name, tensor in found["rows"].items():
+        assert torch.allclose(tensor, found["tokens"][name], rtol=1e-3, atol=1e-5), name
+    assert not same(found["rows"], found["ordered"])
+
+
+def test_checkpoints_are_kept_by_number_and_by_merit_and_copied_away(overrides, tmp_path):
+    settings = [
+        *overrides,
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.max_actor_ckpt_to_keep=1",
+        "trainer.best_metric=val-aux/num_turns/mean",  # the same every time, so the first one stays the best
+        f"trainer.default_hdfs_dir=file://{tmp_path}/copies",
+    ]
+    run(settings)
+    assert sorted(path.name for path in (tmp_path / "run").glob("global_step_*")) == ["global_step_1", "global_step_4"]
+    whole = weights(tmp_path / "run", 4)
+    assert same(whole, weights(tmp_path / "copies", 4))
+    import shutil
+
+    shutil.rmtree(tmp_path / "run")  # another machine
+    steps = run(settings, "trainer.total_training_steps=5")
+    assert set(steps) == {5}
+
+
+def test_a_chat_template_from_a_file(overrides, tmp_path):
+    file = tmp_path / "twice.jinja"
+    file.write_text("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}")
+    run(
+        overrides,
+        f"actor_rollout_ref.model.custom_chat_template={file}",
+        f"trainer.rollout_data_dir={tmp_path}/said",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    )
+    shown = json.loads((tmp_path / "said" / "1.jsonl").read_text().splitlines()[0])["input"]
+    assert len(shown) == 8 and shown[:4] == shown[4:]

@@ -19,7 +19,7 @@ class CustomClass:
 @dataclass
 class Sampler:
     class_path: str | None = None
-    """Python file of your own sampler, for a curriculum; it gets `update(batch)` after each step."""
+    """Python file of your own sampler, for a curriculum; it gets `update(trajectories)` after each step."""
     class_name: str | None = None
     """Name of the sampler class in that file."""
 
