@@ -42,7 +42,7 @@ values = st.one_of(
 overrides = st.tuples(st.sampled_from(["", "+", "++", "~"]), paths, values).map(lambda t: f"{t[0]}{t[1]}={t[2]}")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(overrides, max_size=3))
 def test_random_overrides_never_escape(lines):
     try:

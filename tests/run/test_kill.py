@@ -76,8 +76,9 @@ def last_safe(said: list[str]) -> int:
 
 def test_killed_at_random_moments_equals_never_killed(killer: Killer, disk: Path) -> None:
     chance = random.Random(5)
-    torn, reached, left_overs = disk / "torn", 0, 0
-    for _ in range(10):
+    torn, reached, left_overs, kills = disk / "torn", 0, 0, 0
+    while kills < 10 or (not left_overs and kills < 80):  # on a busy machine it takes more tries to hit a save
+        kills += 1
         said = killer.run(torn, ENDLESS, kill_after=chance.uniform(0.0, 0.1))
         left_overs += torn.exists() and any(path.name.startswith(".saving") for path in torn.iterdir())
         found = resume(torn)
