@@ -20,7 +20,7 @@ COMMANDS = {
     "help": [*STROP, "--help"],
     "typo": [*STROP, "check", "ppo", "data.trian_files=x"],
     "clash": [*STROP, "check", "ppo", "actor_rollout_ref.model.path=m", "data.train_files=f", "data.train_batch_size=100"],
-    "clash, through Hydra": [*STROP, "check", "ppo", "data.train_files=[a,b]", "data.train_batch_size=100"],
+    "clash, through Hydra": [*STROP, "check", "ppo", "data.train_files=['a b']", "data.train_batch_size=100"],
 }
 
 

@@ -112,11 +112,12 @@ def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
 
 _NUMBER = re.compile(r"[+-]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+)")
 _WORD = re.compile(r"[A-Za-z/.][\w./@:%+-]*")
+_LIST = re.compile(r"\[[^\[\]{}()]+\]")
 _SPECIAL = {"true": True, "false": False, "null": None}
 
 
 def plain_values(overrides: Sequence[str]) -> dict[str, Any] | None:
-    """Overrides that are plain words and numbers, read as Hydra reads them; None if any needs Hydra's whole grammar.
+    """Overrides that are plain words, numbers and flat lists of them, read as Hydra reads them; None if any needs its grammar.
 
     Hydra takes a third of a second to import and to start. Most command lines hold nothing but `a.b=3`, and our own primary
     files and groups hold no values, so for those the answer is the same without it (a test compares the two).
@@ -126,15 +127,22 @@ def plain_values(overrides: Sequence[str]) -> dict[str, Any] | None:
         path, _, value = text.removeprefix("++").partition("=")
         if not text.startswith("++") or path.startswith("hydra.") or not re.fullmatch(r"[A-Za-z_][\w.-]*", path):
             return None
-        if value.lower() in _SPECIAL:
-            found[path] = _SPECIAL[value.lower()]
-        elif _NUMBER.fullmatch(value):
-            found[path] = int(value) if re.fullmatch(r"[+-]?\d+", value) else float(value)
-        elif _WORD.fullmatch(value) and value.lower() not in ("inf", "nan"):
-            found[path] = value
-        else:
+        try:
+            found[path] = [_plain(item) for item in value[1:-1].split(",")] if _LIST.fullmatch(value) else _plain(value)
+        except ValueError:
             return None
     return flatten(nest(found))
+
+
+def _plain(text: str) -> Any:
+    """A word or a number; ValueError for anything else."""
+    if text.lower() in _SPECIAL:
+        return _SPECIAL[text.lower()]
+    if _NUMBER.fullmatch(text):
+        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
+    if _WORD.fullmatch(text) and text.lower() not in ("inf", "nan"):
+        return text
+    raise ValueError(text)
 
 
 def _compose(root: str, overrides: Sequence[str], config: str | None, search: str | None) -> dict[str, Any]:

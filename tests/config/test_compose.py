@@ -162,7 +162,7 @@ def test_every_inert_key_says_why_when_it_is_set():
 @pytest.mark.parametrize(
     "value",
     ["3", "-3", "+4", "0", "007", "1e-6", "1E5", ".5", "5.", "1_000", "true", "False", "NULL", "abc", "a-b_c.d/e", "/x/y.parquet",
-     "s3://b/k", "nan", "inf", "1a", "a:b", "x@y", "50%", "a+b", "-", "", "a b", "'q'", "[1,2]", "{a: 1}", "~/x", "a=b", "1-2", "."],
+     "s3://b/k", "nan", "inf", "1a", "a:b", "x@y", "50%", "a+b", "-", "", "a b", "'q'", "[1,2]", "[a,b]", "[console]", "[0.9,0.95]", "[]", "[a, b]", "[[1],2]", "[true,null]", "[a,'b']", "{a: 1}", "~/x", "a=b", "1-2", "."],
 )  # fmt: skip
 def test_plain_words_and_numbers_mean_the_same_with_and_without_hydra(value):
     override = f"++trainer.project_name={value}"
