@@ -106,7 +106,7 @@ def summarise(out: Path, say: Any) -> None:
     from strop.run.chart import line_chart
 
     rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    name = "val-core/arithmetic/reward/mean@1"
+    name = "val-core/arithmetic/acc/mean@1"
     held_out = [(row["step"], row["data"][name]) for row in rows if name in row["data"]]
     reward = [(row["step"], row["data"]["critic/score/mean"]) for row in rows if "critic/score/mean" in row["data"]]
     dumps = sorted((out / "samples").glob("*.jsonl"), key=lambda file: int(file.stem))

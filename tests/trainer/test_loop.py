@@ -27,7 +27,7 @@ def test_an_on_policy_step_has_ratio_one_and_exact_log_probs(overrides):
         assert steps[step]["actor/pg_clipfrac"] == 0.0
         assert steps[step]["training/rollout_logprobs_diff_mean"] < 1e-5
         assert steps[step]["training/rollout_logprobs_diff_max"] < 1e-4
-    assert {"val-core/arithmetic/reward/mean@1", "critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput",
+    assert {"val-core/arithmetic/acc/mean@1", "critic/score/mean", "response_length/mean", "timing_s/gen", "perf/throughput",
             "actor/grad_norm", "actor/lr", "actor/entropy_loss", "training/global_step"} <= {*steps[4]}  # fmt: skip
 
 

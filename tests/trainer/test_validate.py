@@ -39,12 +39,12 @@ def test_several_samples_per_prompt_with_votes(overrides, tmp_path):
 
 def test_validation_before_training_can_be_left_out(overrides):
     steps = run(overrides, "trainer.val_before_train=false")
-    assert 0 not in steps and "val-core/arithmetic/reward/mean@1" in steps[2]
+    assert 0 not in steps and "val-core/arithmetic/acc/mean@1" in steps[2]
 
 
 def test_validation_alone(overrides, tmp_path):
     steps = run(overrides, "trainer.val_only=true", "trainer.val_before_train=false")
-    assert set(steps) == {0} and "val-core/arithmetic/reward/mean@1" in steps[0]
+    assert set(steps) == {0} and "val-core/arithmetic/acc/mean@1" in steps[0]
     assert not list((tmp_path / "run").glob("global_step_*"))
 
 
@@ -54,7 +54,7 @@ def test_validation_alone_of_a_checkpoint(overrides, tmp_path):
     name = (
         "val-aux/arithmetic/reward/mean@1"
         if "val-aux/arithmetic/reward/mean@1" in trained[4]
-        else "val-core/arithmetic/reward/mean@1"
+        else "val-core/arithmetic/acc/mean@1"
     )
     assert again[4][name] == trained[4][name]
 
