@@ -6,9 +6,10 @@ signal are replaced (dynamic sampling), whether a greedy answer is needed as a b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,18 +42,22 @@ class GroupFilter:
     """0: as many as it takes."""
 
     def keep(self, trajectories: Sequence[Trajectory]) -> list[bool]:
-        values = torch.tensor([self._value(t) for t in trajectories], dtype=torch.float64)
-        numbers = torch.tensor([t.group for t in trajectories])
-        groups = torch.unique(numbers, return_inverse=True)[1]
+        """Judged by the samples that have a score; a prompt with fewer than two of them has nothing to compare."""
+        peers = Counter(t.group for t in trajectories if t.score is not None)
+        scored = [t for t in trajectories if t.score is not None and peers[t.group] > 1]
+        if not scored:
+            return [False] * len(trajectories)
+        values = torch.tensor([self._value(t) for t in scored], dtype=torch.float64)
+        groups = torch.unique(torch.tensor([t.group for t in scored], dtype=torch.long), return_inverse=True)[1]
         if self.bounds is None:
             kept = groups_that_disagree(values, groups)
         else:
             kept = groups_within(values, groups, low=self.bounds[0], high=self.bounds[1])
-        return [bool(k) for k in kept]
+        chosen = {t.group for t, keep in zip(scored, kept) if keep}
+        return [t.group in chosen for t in trajectories]
 
     def _value(self, trajectory: Trajectory) -> float:
-        if trajectory.score is None:
-            return 0.0
+        assert trajectory.score is not None
         if self.metric in ("score", "seq_reward", "seq_final_reward"):
             return trajectory.score
         if self.metric not in trajectory.extras:
@@ -77,6 +82,9 @@ class Collector:
     free_cache: bool = False
     """Give the engine's memory back while the models learn."""
 
+    _reports: list[Any] = field(default_factory=list)
+    """Of the draws of this step."""
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Around everything that samples."""
@@ -94,6 +102,7 @@ class Collector:
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         """`prompts` scored groups, in the order they were drawn."""
+        self._reports = []
         with self.awake():
             return self._collect(draw, prompts, step, record)
 
@@ -126,14 +135,26 @@ class Collector:
         with record.phase("reward"):
             report = self.scorer.score(trajectories)
             if greedy:
-                self.scorer.score(greedy)
-        record.add(report.metrics)
+                record.add({"reward/baseline_failed": self.scorer.score(greedy).failed})
+        record.add(self._scored(report))
         answers = {t.group: t.score for t in greedy}
         for t in trajectories if greedy else ():
             score = answers[t.group]
             t.baseline = score or 0.0
             t.score = None if score is None else t.score  # without its baseline the sample teaches nothing
         return trajectories
+
+    def _scored(self, report: Any) -> dict[str, float]:
+        """How scoring went over all draws of the step: counts add up, means weigh by samples."""
+        self._reports.append(report)
+        metrics: dict[str, float] = {}
+        for name in dict.fromkeys(name for each in self._reports for name in each.metrics):
+            found = [(each.metrics[name], each.samples - each.failed) for each in self._reports if name in each.metrics]
+            if name.endswith("/mean"):
+                metrics[name] = sum(value * weight for value, weight in found) / max(1, sum(weight for _, weight in found))
+            else:
+                metrics[name] = sum(value for value, _ in found)
+        return metrics
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int, step: int, first: int = 0) -> list[Trajectory]:
         """n unscored samples of each prompt; a request's seed depends on the run's seed, the step and the row alone."""

@@ -5,12 +5,13 @@ Each function takes a batch and returns a fuller one. What a configuration does 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from strop.algorithms.advantages import estimate
+from strop.algorithms.advantages import AdvantageResult, estimate
 from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.data import probability_drift
 from strop.algorithms.reward_shaping import kl_in_reward
@@ -18,10 +19,11 @@ from strop.algorithms.rollout_correction import correct_rollout
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.nonfinite import NonFiniteLoss, suspects
+from strop.catalog import ADVANTAGES
 from strop.config.objective import needs
 from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
-from strop.types import Batch, Trajectory
+from strop.types import Batch, Trajectory, pad_columns
 
 RESAMPLING_STREAM = 0x5EED
 """Keeps the random numbers of resampling apart from those of shuffling."""
@@ -123,10 +125,30 @@ def correct(batch: Batch, config: Any, record: StepRecord) -> Batch:
 
 
 def add_advantages(batch: Batch, config: Any, trajectories: Sequence[Trajectory]) -> Batch:
-    """Advantages by the configured estimator, which is given whatever it names. `trajectories` are the rows of the batch."""
+    """Advantages by the configured estimator. `trajectories` are the rows of the batch.
+
+    The estimator sees samples that have a score and, where it compares samples of one prompt, at least the peers it asks for.
+    The others have advantage 0: a missing score must move nobody's baseline.
+    """
+    peers = Counter(t.group for t in trajectories if t.score is not None)
+    least = ADVANTAGES.entry(config.algorithm.adv_estimator).facts["min_group"]
+    rows = [row for row, t in enumerate(trajectories) if t.score is not None and peers[t.group] >= least]
+    if len(rows) == len(batch):
+        result = _estimated(batch, config, trajectories)
+        return batch.replace(advantages=result.advantages, returns=result.returns)
+    advantages, returns = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)
+    if rows:
+        result = _estimated(batch.select(rows), config, [trajectories[row] for row in rows])
+        advantages[rows] = pad_columns(result.advantages.to(advantages.dtype), batch.mask.shape[1])
+        returns[rows] = pad_columns(result.returns.to(returns.dtype), batch.mask.shape[1])
+    return batch.replace(advantages=advantages, returns=returns)
+
+
+def _estimated(batch: Batch, config: Any, trajectories: Sequence[Trajectory]) -> AdvantageResult:
+    """The estimator, given whatever it names."""
     algorithm = config.algorithm
     weights = algorithm.gdpo_reward_weights
-    result = estimate(
+    return estimate(
         algorithm.adv_estimator,
         rewards=batch.rewards,
         mask=batch.mask,
@@ -144,17 +166,14 @@ def add_advantages(batch: Batch, config: Any, trajectories: Sequence[Trajectory]
         normalisation="whiten" if algorithm.norm_adv_by_std else "centre",
         compat=None if algorithm.compat == "strop" else algorithm.compat,
     )
-    return batch.replace(advantages=result.advantages, returns=result.returns)
 
 
 def reward_components(trajectories: Sequence[Trajectory], keys: Sequence[str] | None) -> torch.Tensor | None:
-    """[B, C]: the named parts of each score, as the scorer reported them; 0 for a sample whose scorer failed."""
+    """[B, C]: the named parts of each score, as the scorer reported them."""
     if not keys:
         return None
     table = torch.zeros(len(trajectories), len(keys), dtype=torch.float64)
     for row, trajectory in enumerate(trajectories):
-        if trajectory.score is None:
-            continue
         reported = {"score": trajectory.score, **trajectory.extras}
         for column, key in enumerate(keys):
             value = reported.get(key)

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from strop.algorithms.kl import KLController
-from strop.algorithms.metrics.data import data_metrics
-from strop.algorithms.metrics.timing import throughput_metrics, timing_metrics
 from strop.backends.base import Backend, MicroBatching
 from strop.backends.nonfinite import NonFiniteLoss
 from strop.config.arithmetic import Plan
-from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import Loader
 from strop.trainer.collect import Collector
 from strop.trainer.experience import (
@@ -29,6 +26,7 @@ from strop.trainer.experience import (
 )
 from strop.trainer.keeper import Keeper
 from strop.trainer.record import StepRecord
+from strop.trainer.report import describe, speed
 from strop.trainer.update import ActorUpdate, Beside, CriticUpdate, update
 from strop.trainer.validate import Validator
 from strop.types import Batch, Trajectory, batch_of
@@ -66,7 +64,7 @@ class PpoTrainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.keeper, closing(self.collector), closing(self.loader):
+        with self.keeper, closing(self):
             self.step = self.keeper.resume(self)
             self.publish(self.step)
             if self.config.trainer.val_only or (self.step == 0 and self.config.trainer.val_before_train):
@@ -167,31 +165,16 @@ class PpoTrainer:
             self.keeper.log(own, self.step)
 
     def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
-        """The numbers of a step, under the names people know."""
-        data = self.config.data
-        assert batch.scores is not None and batch.rewards is not None
-        assert batch.advantages is not None and batch.returns is not None
-        lengths = batch.response_lengths
-        record.add(
-            data_metrics(
-                token_level_scores=batch.scores,
-                token_level_rewards=batch.rewards,
-                advantages=batch.advantages,
-                returns=batch.returns,
-                response_mask=batch.mask,
-                prompt_lengths=batch.prompt_lengths,
-                response_lengths=lengths,
-                max_prompt_length=data.max_prompt_length,
-                max_response_length=data.max_response_length,
-                values=batch.values,
-                num_turns=[t.num_turns for t in trajectories],
-            )
-        )
-        if self.config.trainer.balance_batch:
-            record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, self.plan.devices)))
-        tokens = int(sum(batch.lengths))
-        record.add(timing_metrics(record.seconds, response_tokens=int(lengths.sum()), total_tokens=tokens))
-        record.add(throughput_metrics(total_tokens=tokens, step_seconds=record.seconds["step"], devices=self.plan.devices))
+        """The numbers of a step."""
+        record.add(describe(batch, trajectories, self.config))
+        record.add(speed(batch, record, self.plan.devices, balance=self.config.trainer.balance_batch))
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
         self.keeper.dump_rollouts(trajectories, self.step, record)
+
+    def close(self) -> None:
+        """End worker processes and the engine."""
+        self.loader.close()
+        if self.validator is not None:
+            self.validator.loader.close()
+        self.collector.close()
