@@ -69,9 +69,19 @@ def hh_rlhf(row: Row, split: str, index: int) -> Row:
 
 
 def arithmetic(
-    size: int, test_size: int, *, digits: int = 2, largest: int | None = None, operators: str = "+", seed: int = 0
+    size: int,
+    test_size: int,
+    *,
+    digits: int = 2,
+    largest: int | None = None,
+    padded: bool = False,
+    operators: str = "+",
+    seed: int = 0,
 ) -> dict[str, list[Row]]:
-    """Problems of two numbers from 0 to `largest` (or of up to `digits` digits), all different, as {train, test}."""
+    """Problems of two numbers from 0 to `largest` (or of up to `digits` digits), all different, as {train, test}.
+
+    With `padded` all numbers are written with equally many digits (07+35=42), which tiny models learn much sooner.
+    """
     for operator in operators:
         if operator not in OPERATORS:
             raise ValueError(f"--operators {operators!r}: {operator!r} is not one of {' '.join(OPERATORS)}.")
@@ -88,8 +98,9 @@ def arithmetic(
         code, right = divmod(code, limit)
         which, left = divmod(code, limit)
         split = "train" if number < size else "test"
-        question = f"{left}{operators[which]}{right}="
-        answer = str(OPERATORS[operators[which]](left, right))
+        width = len(str(limit - 1)) if padded else 0
+        question = f"{left:0{width}d}{operators[which]}{right:0{width}d}="
+        answer = f"{OPERATORS[operators[which]](left, right):0{width}d}"
         made[split].append(_row("arithmetic", question, "", answer, split, len(made[split]), answer=answer))
     return made
 
@@ -171,7 +182,13 @@ def main(argv: Sequence[str]) -> int:
     if asked.name == "arithmetic":
         size, test_size = asked.size or 5000, asked.test_size or 500
         made = arithmetic(
-            size, test_size, digits=asked.digits, largest=asked.largest, operators=asked.operators, seed=asked.seed
+            size,
+            test_size,
+            digits=asked.digits,
+            largest=asked.largest,
+            padded=asked.padded,
+            operators=asked.operators,
+            seed=asked.seed,
         )
     elif asked.files:
         made = convert(asked.name, asked.files, size=asked.size, test_size=asked.test_size, seed=asked.seed)
@@ -200,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of every random choice")
     parser.add_argument("--digits", type=_count, default=2, help="arithmetic: most digits of a number")
     parser.add_argument("--largest", type=_count, help="arithmetic: largest number, instead of --digits")
+    parser.add_argument("--padded", action="store_true", help="arithmetic: write 7 as 07 where numbers have two digits")
     parser.add_argument("--operators", default="+", help="arithmetic: any of + - *, together like +-")
     return parser
 

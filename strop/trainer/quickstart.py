@@ -78,7 +78,7 @@ def prepare(out: Path, *, largest: int, seed: int, say: Any, size: int = 2000, t
     from strop.data.make import arithmetic, write
     from strop.trainer.tiny import pairs_of, tiny_model, tiny_tokenizer, warm_start
 
-    for split, rows in arithmetic(size, test_size, largest=largest, seed=seed).items():
+    for split, rows in arithmetic(size, test_size, largest=largest, padded=True, seed=seed).items():
         write(rows, out / "data" / f"{split}.parquet")
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, seed=seed)

@@ -76,8 +76,8 @@ def warm_start(
     backend = SingleBackend(model, optim=Optim(lr=lr, betas=[0.9, 0.98], weight_decay=0.0, lr_warmup_steps=20))
     right = 0.0
     for step, batch in enumerate(_batches(train, tokenizer, rows, seed)):
-        if step % 20 == 0:
-            right = accuracy(model, tokenizer, held_out)
+        if step % 10 == 0:
+            right = accuracy(model, tokenizer, held_out, temperature=1.0)
             if right >= until or step >= most:
                 return right
         totals = Totals.of(batch.mask)
