@@ -96,7 +96,7 @@ def _scalar_model(settings: Model, dtype: torch.dtype, *, new_head: bool) -> Any
         head_name=settings.value_head_prefix,
         new_head=new_head,
         dtype=dtype,
-        **source.arguments,
+        **source.weight_arguments,
     )
     return _prepare(model, settings)
 

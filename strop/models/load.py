@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from strop.extras import require
@@ -29,6 +30,12 @@ class Source:
     @property
     def arguments(self) -> dict[str, Any]:
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+    @property
+    def weight_arguments(self) -> dict[str, Any]:
+        """`arguments` for weights. They are unpacked: a model that kept its blocks could neither be trained nor saved."""
+        packed = getattr(transformers, "GgufConfig", None)  # a transformers without it always unpacks
+        return self.arguments | ({"quantization_config": packed(dequantize=True)} if self.gguf_file and packed else {})
 
 
 def resolve(path: str | None) -> Source:
@@ -127,7 +134,7 @@ def load_language_model(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            **source.arguments,
+            **source.weight_arguments,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"The weights of {source.name!r} cannot be loaded: {_first_line(error)}") from error

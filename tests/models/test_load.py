@@ -235,6 +235,10 @@ def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path):
     tokenizer = build_tokenizer(Model(path=str(tmp_path / "tiny.gguf")))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 5, 2)
     assert tokenizer.decode([6, 7, 5], skip_special_tokens=True) == "ab"
+    loaded.save_pretrained(tmp_path / "saved")  # from here on it is a model like any other
+    again = build_policy(Model(path=str(tmp_path / "saved")))
+    assert "quantization_config" not in again.config.to_dict()
+    torch.testing.assert_close(log_probs(again), log_probs(loaded))
 
 
 def test_gguf_problems(tmp_path, monkeypatch):
