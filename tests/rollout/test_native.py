@@ -198,3 +198,15 @@ def test_bfloat16_stays_bfloat16_in_the_cache() -> None:
     assert engine._runner is not None and engine._runner.cache.dtype == torch.bfloat16
     plain = tiny.plain_log_probs(model, PROMPTS[1], answer.ids).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
     assert (torch.tensor(answer.log_probs) - plain).abs().mean() < 5e-2
+
+
+def test_the_cache_keeps_its_size_when_batches_of_different_shapes_take_turns() -> None:
+    engine = NativeEngine(tiny.make())
+    wide = [Request([1, 2, 3], seed=i, max_tokens=2) for i in range(8)]
+    deep = [Request(list(range(1, 60)), seed=9, max_tokens=30)]
+    sizes = []
+    for batch in (wide, deep, wide, deep):
+        engine.generate(batch, Sampling())
+        assert engine._runner is not None
+        sizes.append((engine._runner.cache.rows, engine._runner.cache.capacity))
+    assert sizes[0] == (8, 64) and sizes[1] == sizes[2] == sizes[3] == (8, 128)

@@ -203,6 +203,11 @@ class NativeEngine:
         rows, capacity = len(scheduler.running), max(scheduler.lengths) + 1
         if rows > runner.cache.rows or capacity > runner.cache.capacity:
             rows, capacity = scheduler.shape()
+            # Keep the size of the other direction where memory allows: batches of different shapes (training, validation) would
+            # else take turns in making the cache anew, and recorded steps with it.
+            kept_rows, kept_capacity = max(rows, runner.cache.rows), max(capacity, runner.cache.capacity)
+            if kept_rows * kept_capacity <= scheduler.budget:
+                rows, capacity = kept_rows, kept_capacity
         runner.fit(rows, capacity, kept, max(1, stops))
 
     def _decode(self) -> None:
