@@ -81,9 +81,11 @@ class PpoTrainer:
                 every = self.config.trainer.test_freq
                 if every > 0 and (last or self.step % every == 0):
                     self.validate(record)
-                if self.keeper.save_due(self.step, last, record):
-                    self.keeper.save(self, record)
-                self.keeper.log(record, self.step)
+                try:
+                    if self.keeper.save_due(self.step, last, record):
+                        self.keeper.save(self, record)
+                finally:  # what was measured is kept even when the disk is full
+                    self.keeper.log(record, self.step)
 
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, learn."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.compose import Loaded
+from strop.config.objective import has_critic
 from strop.config.rules import Finding, error, warning
 from strop.data import report as files
 from strop.data.probe import probe_template
@@ -72,12 +73,31 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
             rows = found.rows - (found.too_long if config.data.filter_overlong_prompts and found.measured == found.rows else 0)
             if config.data.train_max_samples > 0:
                 rows = min(rows, config.data.train_max_samples)
+    report.findings += _further_models(config)
     if config.algorithm.pretrain_files:
         report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
     if report.ok:
         report.findings += _rewards(config, sources)
     return rows
+
+
+def _further_models(config: Any) -> list[Finding]:
+    """The folders of critic and reward model; a hub name is taken on trust."""
+    from strop.models.load import resolve
+
+    reward, findings = config.reward_model, []
+    paths = {
+        "critic.model.path": config.critic.model.path if has_critic(config) else None,
+        "reward_model.model.path": reward.model.path if reward.enable and not reward.remote_url else None,
+    }
+    for key, path in paths.items():
+        try:
+            if path is not None and path != config.actor_rollout_ref.model.path:
+                resolve(path)
+        except ValueError as problem:
+            findings.append(error(key, str(problem).removeprefix(f"model.path={path!r} ")))
+    return findings
 
 
 def _texts(paths: Any, tokenizer: Any) -> list[Finding]:

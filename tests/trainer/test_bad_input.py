@@ -8,6 +8,10 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pyarrow
 import pyarrow.parquet
@@ -131,7 +135,8 @@ def test_a_nan_loss(ppo, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "nonfinite_step_1" / "batch.safetensors").is_file()
 
 
-def test_a_disk_that_fills_during_a_save(overrides, ppo, tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_disk_that_fills_during_a_save(overrides, ppo, tmp_path, monkeypatch, background):
     real = tensor_file.write_file
 
     def full(path, pieces):
@@ -141,7 +146,8 @@ def test_a_disk_that_fills_during_a_save(overrides, ppo, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "write_file", full)
-        refused(ppo(), "Step 4 could not be saved", "No space left", "global_step_2")
+        answer = ppo(f"actor_rollout_ref.actor.checkpoint.async_save={background}")
+        refused(answer, "Step 4 could not be saved", "No space left", "global_step_2")
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
     assert "global_step_2" in left and not [name for name in left if "global_step_4" in name], left
     assert set(metrics(tmp_path / "run")) == {0, 1, 2, 3, 4}  # what was measured is kept
@@ -189,6 +195,24 @@ def test_an_interrupted_run_goes_on(overrides, ppo, tmp_path, monkeypatch):
     assert code == 0, said
     run(overrides, f"trainer.default_local_dir={tmp_path}/whole")
     assert same(weights(tmp_path / "run", 4), weights(tmp_path / "whole", 4))
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_real_process(overrides, tmp_path):
+    long = [*overrides, "trainer.total_training_steps=400", "trainer.save_freq=1", "trainer.test_freq=-1"]
+    long += ["trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"]
+    command = [sys.executable, "-m", "strop.cli", "ppo", *long]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 120
+    while not (tmp_path / "run" / "global_step_3").exists() and process.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "strop: interrupted" in said and "Traceback" not in said, said
+    latest = int((tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text())
+    assert not list((tmp_path / "run").glob(".saving_*"))  # a save that had begun was finished
+    steps = run(overrides, f"trainer.total_training_steps={latest + 1}", "trainer.test_freq=-1")
+    assert {latest, latest + 1} <= set(steps)
 
 
 def test_an_error_closes_what_was_open(ppo, monkeypatch):

@@ -54,11 +54,15 @@ def test_json_for_machines(overrides, capsys):
         ("data.prompt_key=promt", "data.train_files", ["promt", "prompt"]),
         ("data.train_batch_size=65", "data.train_batch_size", ["65", "64"]),
         ("custom_reward_function.path=/nowhere/reward.py", "custom_reward_function.path", ["does not exist"]),
+        ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["does not exist"]),
+        ("reward_model.enable=true reward_model.model.path=/nowhere/judge", "reward_model.model.path", ["does not exist"]),
+        ("algorithm.pretrain_files=/nowhere/texts.jsonl", "algorithm.pretrain_files", ["/nowhere/texts.jsonl"]),
+        ("algorithm.gdpo_reward_weights=[1,2]", "algorithm.gdpo_reward_weights", ["2 weights for 1 parts"]),
     ],
 )
 def test_what_would_fail_later_fails_now(overrides, change, key, words):
     more = ["actor_rollout_ref.actor.ppo_mini_batch_size=1"] if "65" in change else []
-    found = errors(examined(overrides, change, *more))
+    found = errors(examined(overrides, *change.split(), *more))
     assert key in found, found
     for word in words:
         assert word in found[key]
