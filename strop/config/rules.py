@@ -269,6 +269,12 @@ def inert_values(config: Any, loaded: Loaded) -> Findings:
         for key in (f"{path}.kl_loss_coef", f"{path}.kl_loss_type"):
             if key in said:
                 yield warning(key, f"{said[key]} has no effect without {path}.use_kl_loss=true.")
+    for key, on, chosen in (
+        ("algorithm.kl_penalty", algorithm.use_kl_in_reward, algorithm.kl_penalty),
+        (f"{path}.kl_loss_type", actor.use_kl_loss, actor.kl_loss_type),
+    ):
+        if on and chosen.removesuffix("+") == "full":
+            yield error(key, "full needs the logits of both models, which are never kept. Choose low_var_kl (k3), k2 or k1.")
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield warning("algorithm.use_kl_in_reward", f"the KL acts twice, in the reward and in the loss: {objective(config)}.")
     if config.actor_rollout_ref.model.lora_rank and has_reference(config) and config.actor_rollout_ref.ref.model:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.extras import require
+from strop.models.heads import HEAD
 
 
 def add_adapters(
@@ -31,6 +32,7 @@ def add_adapters(
     A scalar head is trained whole: it is too small to adapt.
     """
     peft = require("peft", extra="lora", why="LoRA (lora_rank > 0)")
+    exclude_modules = _with_head(exclude_modules) if isinstance(getattr(model, HEAD, None), nn.Linear) else exclude_modules
     linears = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     settings = peft.LoraConfig(
         r=rank,
@@ -61,8 +63,15 @@ def load_adapters(model: Any, path: str) -> Any:
     return _train_head(peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True))
 
 
+def _with_head(excluded: str | Sequence[str] | None) -> str | list[str]:
+    """The scalar head among the modules that get no adapter."""
+    if isinstance(excluded, str):
+        return rf"(?:{excluded})|(?:.*\.)?{HEAD}"
+    return [*(excluded or []), HEAD]
+
+
 def _train_head(adapted: Any) -> Any:
-    head = getattr(adapted, "score", None)
+    head = getattr(adapted, HEAD, None)
     if isinstance(head, nn.Linear):
         head.requires_grad_(True)
     return adapted

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.rollout.base import Completion, Request, Sampling, check_request, failed
 from strop.rollout.weights import copy_weights, longest_sequence
 
@@ -25,6 +26,8 @@ class HfEngine:
     def __init__(self, model: Any, *, max_model_len: int | None = None, max_num_seqs: int = 256, seed: int = 0) -> None:
         """`max_num_seqs`: completions per call of generate."""
         self.model, self.version = model, 0
+        own = model.config._attn_implementation
+        self._attention = padded_attention(model) if own == PACKED else own
         self.longest = longest_sequence(model, max_model_len)
         self._max_rows = max_num_seqs
         self._state = torch.Generator().manual_seed(seed)
@@ -37,6 +40,7 @@ class HfEngine:
         self._calls += 1
         call = self._calls
         with self._lock, torch.no_grad(), _own_defaults(self.model):
+            set_attention(self.model, self._attention)  # a trainer that shares the module leaves its own behind
             return self._generate(requests, sampling, call)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, call: int) -> list[list[Completion]]:

@@ -142,3 +142,43 @@ def test_the_engine_sleeps_while_the_models_learn(short, monkeypatch, free):
 def test_lengths_per_device_are_reported(short):
     steps = run(short)
     assert steps[1]["global_seqlen/min"] == steps[1]["global_seqlen/balanced_max"] == steps[1]["perf/total_num_tokens"]
+
+
+MODEL, ROLLOUT, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{ROLLOUT}.name=hf"],
+        [f"{ROLLOUT}.name=hf", f"{MODEL}.lora_rank=4", f"{MODEL}.enable_gradient_checkpointing=true"],
+        [f"{MODEL}.use_remove_padding=false"],
+        [f"{MODEL}.enable_gradient_checkpointing=true", f"{MODEL}.lora_rank=4"],
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.entropy_coeff=0.01"],
+        [f"{ACTOR}.use_rollout_log_probs=true"],
+        [f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_warmup_steps=0"],
+        ["data.filter_overlong_prompts=true"],
+        ["data.val_files=null"],
+        ["data.train_max_samples=8", "trainer.total_training_steps=null", "trainer.total_epochs=1"],
+        ["reward_model.reward_manager=prime"],
+        ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"],
+        ["algorithm.compat=verl"],
+        ["algorithm.compat=openrlhf"],
+    ],
+    ids=lambda settings: "+".join(settings),
+)
+def test_other_ways_to_run(short, settings):
+    steps = sound(run(short, *settings))
+    if f"{ACTOR}.use_rollout_log_probs=true" not in settings:
+        assert steps[2]["training/rollout_logprobs_diff_max"] < 1e-4
+
+
+def test_a_critic_with_adapters_trains_its_head_whole(short, tmp_path):
+    from strop.run.checkpoint import load as load_checkpoint
+
+    steps = sound(run(short, "algorithm.adv_estimator=gae", "critic.model.lora_rank=4", "trainer.save_freq=1"))
+    assert steps[2]["critic/grad_norm"] > 0
+    saved = [load_checkpoint(tmp_path / "run" / f"global_step_{step}")["critic/model"] for step in (1, 2)]
+    heads = [name for name in saved[0] if "lora_" not in name]
+    assert len(heads) == 1 and heads[0].endswith("score.weight")
+    assert not (saved[0][heads[0]] == saved[1][heads[0]]).all()

@@ -57,6 +57,11 @@ def test_json_for_machines(overrides, capsys):
         ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["does not exist"]),
         ("reward_model.enable=true reward_model.model.path=/nowhere/judge", "reward_model.model.path", ["does not exist"]),
         ("algorithm.pretrain_files=/nowhere/texts.jsonl", "algorithm.pretrain_files", ["/nowhere/texts.jsonl"]),
+        (
+            "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full",
+            "algorithm.kl_penalty",
+            ["low_var_kl"],
+        ),
         ("algorithm.gdpo_reward_weights=[1,2]", "algorithm.gdpo_reward_weights", ["2 weights for 1 parts"]),
     ],
 )
