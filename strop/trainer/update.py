@@ -49,7 +49,8 @@ class ActorUpdate:
 
     def want(self) -> list[str]:
         actor = self.config.actor_rollout_ref.actor
-        return ["log_probs", "entropy"] if actor.entropy_coeff or actor.calculate_entropy else ["log_probs"]
+        wanted = {"entropy": actor.entropy_coeff or actor.calculate_entropy, "auxiliary": actor.aux_loss_coef}
+        return ["log_probs", *(name for name, on in wanted.items() if on)]
 
     def loss(self, mini: Batch) -> Loss:
         actor = self.config.actor_rollout_ref.actor
