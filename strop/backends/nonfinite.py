@@ -18,7 +18,7 @@ class NonFiniteLoss(ValueError):
         self.rows, self.causes = rows, causes
         why = f" Not finite in them: {', '.join(causes)}." if causes else ""
         shown = ", ".join(map(str, rows[:16])) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
-        super().__init__(f"The loss is {loss} because of rows {shown}.{why} The weights were not touched.")
+        super().__init__(f"The loss is {loss} because of rows {shown}.{why} This update was not made.")
 
 
 def suspects(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[list[int], list[str]]:

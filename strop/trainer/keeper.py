@@ -86,6 +86,9 @@ class Keeper:
         )
         if found is not None:
             self._restore(trainer, found)
+            log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
+            if found.step >= self.total_steps and not settings.val_only:
+                log.info("All steps are done: raise trainer.total_training_steps or total_epochs to train further.")
         wanted = [settings.logger] if isinstance(settings.logger, str) else settings.logger
         self.trackers = start(
             [name for name in wanted if name in TRACKERS],  # the preflight has said which are left out

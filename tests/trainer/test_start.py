@@ -14,6 +14,7 @@ from strop.config.compose import load
 from strop.trainer.logs import OneLine
 from strop.trainer.preflight import examine
 from strop.trainer.preflight_print import lines
+from tests.trainer.runs import run
 
 SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logger=console"]
 
@@ -78,3 +79,14 @@ def test_one_line_for_everything(overrides):
 )
 def test_the_form_of_a_note(name, level, text):
     assert OneLine().format(logging.LogRecord(name, level, "file", 1, "hello %d", (3,), None)) == text
+
+
+def test_a_run_says_where_it_goes_on_and_when_nothing_is_left(overrides, caplog):
+    run(overrides, "trainer.total_training_steps=2")
+    with caplog.at_level(logging.INFO, logger="strop"):
+        run(overrides)
+        assert "Going on from" in caplog.text and "step 2 of 4" in caplog.text and "All steps are done" not in caplog.text
+        caplog.clear()
+        steps = run(overrides)
+    assert "step 4 of 4" in caplog.text and "All steps are done" in caplog.text
+    assert set(steps) == {0, 1, 2, 3, 4}  # and nothing that was there is lost
