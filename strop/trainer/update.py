@@ -54,7 +54,7 @@ class ActorUpdate:
 
     def loss(self, mini: Batch) -> Loss:
         actor = self.config.actor_rollout_ref.actor
-        totals = Totals.of(mini.mask, width=self.width)
+        totals, whole = Totals.of(mini.mask, width=self.width), sum(mini.lengths)
         mode = POLICY_LOSSES.entry(self.loss_mode).facts["aggregation"] or actor.loss_agg_mode
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -79,8 +79,9 @@ class ActorUpdate:
                 if micro.old_log_probs is None:  # nobody asked before the update
                     reported["actor/entropy"] = token_mean(outputs.entropy, mask, totals)
             if actor.aux_loss_coef and outputs.auxiliary is not None:
-                total = total + actor.aux_loss_coef * outputs.auxiliary
-                reported["actor/aux_loss"] = outputs.auxiliary.detach()
+                balance = outputs.auxiliary * (sum(micro.lengths) / whole)  # a mean over tokens, weighed by its share of them
+                total = total + actor.aux_loss_coef * balance
+                reported["actor/aux_loss"] = balance.detach()
             return total, reported
 
         return loss
