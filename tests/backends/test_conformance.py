@@ -130,9 +130,7 @@ def test_a_loss_that_is_not_finite_names_its_rows_before_any_step(make):
     batch.advantages[3, 0] = float("nan")
     batch.row_ids = torch.tensor([10, 11, 12, 13, 14])
     backend = make(tiny_model(), optim=optim())
-    with pytest.raises(
-        NonFiniteLoss, match=r"rows 13\. Not finite in them: advantages\. This update was not made"
-    ) as caught:
+    with pytest.raises(NonFiniteLoss, match=r"rows 13\. Not finite in them: advantages\. This update was not made") as caught:
         backend.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
     assert caught.value.rows == [13] and not backend.weights.gradients
 
