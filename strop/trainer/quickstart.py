@@ -18,10 +18,17 @@ from strop.registry import did_you_mean
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
-# What differs from GRPO: an estimator that compares no samples needs more prompts instead.
+# What differs from GRPO.
 ALGORITHMS: dict[str, list[str]] = {
     "grpo": [],
-    "ppo": ["algorithm.adv_estimator=gae"],
+    "ppo": [
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr=1e-3",
+        "critic.ppo_micro_batch_size_per_gpu=512",
+        "critic.forward_micro_batch_size_per_gpu=512",
+        "critic.model.enable_gradient_checkpointing=false",
+        "critic.model.fsdp_config.dtype=float32",
+    ],
     "rloo": ["algorithm.adv_estimator=rloo"],
     "reinforce_plus_plus": ["algorithm.adv_estimator=reinforce_plus_plus"],
     "remax": ["algorithm.adv_estimator=remax"],
