@@ -20,6 +20,8 @@ from strop.config.typed import ConfigError, build, convert, unknown_key
 from strop.registry import did_you_mean, load_plugins
 
 BUILT_IN = Path(__file__).parent / "yaml"
+SETS_VALUES = ("ppo_megatron_trainer",)
+"""Primaries whose groups say something."""
 
 # The group files of every era of verl, so that a `defaults:` list written for it composes. value: what the choice itself sets.
 GROUPS: dict[str, dict[str, Any]] = {
@@ -60,7 +62,7 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     kind = ROOTS[root]
     overrides = [_clean(text) for text in overrides]
     _refuse_unknown(overrides, root)
-    plain = plain_values(overrides) if config is search is None and root != "ppo_megatron_trainer" else None
+    plain = plain_values(overrides) if config is search is None and root not in SETS_VALUES else None
     said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
     leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
     if "plugins" in leaves:  # plugins may register the very names that are checked next
@@ -158,7 +160,7 @@ def _compose(root: str, overrides: Sequence[str], config: str | None, search: st
     for path, node in GROUPS.items():
         group, _, name = path.partition("/")
         store.store(group=group, name=name, node=node)
-    folder, name = _locate(root, config, search)
+    folder, name = _locate(root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides))
     extra = [] if folder == BUILT_IN else [f"hydra.searchpath=[file://{BUILT_IN}]"]
     GlobalHydra.instance().clear()
     try:
@@ -173,7 +175,7 @@ def _compose(root: str, overrides: Sequence[str], config: str | None, search: st
         GlobalHydra.instance().clear()
 
 
-def _locate(root: str, config: str | None, search: str | None) -> tuple[Path, str]:
+def _locate(root: str, config: str | None, search: str | None, chooses_groups: bool) -> tuple[Path, str]:
     """Folder and name of the primary YAML."""
     if search is not None:
         folder = Path(search).expanduser().resolve()
@@ -182,7 +184,8 @@ def _locate(root: str, config: str | None, search: str | None) -> tuple[Path, st
     else:
         folder = BUILT_IN
     if config is None:
-        return folder, root
+        # Our own primaries only list groups, and those are empty: without a file of the user's there is nothing to compose.
+        return folder, root if search is not None or root in SETS_VALUES or chooses_groups else "bare"
     as_path = (folder if search is not None else Path.cwd()) / Path(config).expanduser()
     for candidate in (as_path, as_path.with_name(as_path.name + ".yaml")):
         if candidate.is_file():

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class Report:
 
 def examine(loaded: Loaded) -> Report:
     """Every check, cheapest first."""
-    report = Report(loaded.root, check(loaded), list(loaded.notices), versions=_versions())
+    report = Report(loaded.root, check(loaded), list(loaded.notices))
     config = loaded.config
     is_ppo, is_supervised = loaded.root.startswith("ppo"), hasattr(config, "optim")
     if is_ppo:
@@ -65,6 +64,7 @@ def examine(loaded: Loaded) -> Report:
         return report
     from strop.trainer.preflight_data import examine_data
 
+    report.versions = _versions()
     rows = examine_data(loaded, report)
     if is_ppo:
         report.plan = plan_ppo(config, rows)
@@ -100,6 +100,8 @@ def _disk(config: Any) -> list[Finding]:
 
 
 def _versions() -> dict[str, str]:
+    from importlib import metadata
+
     found = {"python": sys.version.split()[0]}
     for name in VERSIONS:
         try:

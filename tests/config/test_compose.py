@@ -171,3 +171,8 @@ def test_plain_words_and_numbers_mean_the_same_with_and_without_hydra(value):
         assert quick == flatten(_compose("ppo_trainer", [override], None, None)["trainer"], "trainer.")
     if value in ("3", "1e-6", "true", "abc", "/x/y.parquet"):
         assert quick is not None
+
+
+def test_a_group_can_be_chosen_on_the_command_line():
+    config = load("ppo_trainer", ["actor@actor_rollout_ref.actor=megatron_actor", "data.train_batch_size=3"]).config
+    assert config.actor_rollout_ref.actor.strategy == "megatron" and config.data.train_batch_size == 3

@@ -72,3 +72,21 @@ def test_a_prompt_stands_once_in_the_row():
     for sequence, place in zip(batch.sequences, shared.places):
         assert torch.equal(shared.ids.flatten()[place], sequence)
         assert shared.positions.flatten()[place].tolist() == list(range(len(sequence)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_shared_prompts_on_a_gpu(dtype, tolerance):
+    """bf16 takes the variable-length kernel, which must gather what is shared; fp32 takes the padded way."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "hidden_size": 64})).to("cuda", dtype)
+    batch = batch_of_groups()
+    found = {}
+    for packed in (True, False):
+        model.zero_grad()
+        outputs = response_outputs(model, batch, ["log_probs"], packed=packed)
+        (outputs["log_probs"] * batch.mask.cuda()).sum().backward()
+        gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+        found[packed] = outputs["log_probs"].detach(), gradient
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=tolerance, atol=tolerance)
+    assert (found[True][1] - found[False][1]).norm() <= tolerance * found[False][1].norm()

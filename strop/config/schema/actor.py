@@ -14,7 +14,7 @@ from strop.config.schema.rollout import Rollout
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "single")
 
 
-@dataclass
+@dataclass(eq=False)
 class PolicyLoss:
     """Which surrogate objective, and the settings of the less common ones. Read by algorithms/policy_losses."""
 
@@ -34,7 +34,7 @@ class PolicyLoss:
     """dro: weight of the squared log-ratio."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RouterReplay:
     mode: str = inert("disabled", "router replay is not supported")
     """Replay of expert choices: disabled, R2 or R3."""
@@ -44,7 +44,7 @@ class RouterReplay:
     """File to replay from."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Actor:
     """How the policy is updated. Read by trainer/ppo.py and backends/."""
 
@@ -138,7 +138,7 @@ class Actor:
     """Replay of expert choices."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Ref:
     """The frozen reference. It exists when algorithm.use_kl_in_reward or actor.use_kl_loss is on. Read by trainer/build.py."""
 
@@ -174,7 +174,7 @@ class Ref:
     """Replay of expert choices."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ActorRolloutRef:
     """The policy and everything that is made of it."""
 

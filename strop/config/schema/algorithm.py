@@ -8,7 +8,7 @@ from strop.catalog import ADVANTAGES, KL_ESTIMATORS
 from strop.config.schema.fields import section, setting
 
 
-@dataclass
+@dataclass(eq=False)
 class KlCtrl:
     """Weight of the KL penalty in the reward; without use_kl_in_reward it does nothing. Read by algorithms/kl.py."""
 
@@ -22,7 +22,7 @@ class KlCtrl:
     """adaptive: the KL to steer to."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PfPpo:
     """Resampling by score. Read by algorithms/shaping.py."""
 
@@ -32,7 +32,7 @@ class PfPpo:
     """pow: exponent of |score|."""
 
 
-@dataclass
+@dataclass(eq=False)
 class FilterGroups:
     """Dynamic sampling (DAPO). Read by trainer/collect.py."""
 
@@ -46,7 +46,7 @@ class FilterGroups:
     """Give up after this many draws for one batch. 0: never."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RolloutCorrection:
     """Correction for rollouts that come from a slightly other policy. Read by algorithms/rollout_correction.py."""
 
@@ -66,7 +66,7 @@ class RolloutCorrection:
     """Loss in bypass mode."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Algorithm:
     """From rewards to advantages. Read by trainer/ppo.py and algorithms/."""
 

@@ -12,7 +12,7 @@ from strop.config.schema.megatron import Megatron
 from strop.config.schema.model import Checkpoint, Fsdp, Model, Optim, Profiler
 
 
-@dataclass
+@dataclass(eq=False)
 class CriticModel(Model):
     """Weights of the value model. Read by models/build.py."""
 
@@ -32,7 +32,7 @@ class CriticModel(Model):
     """Precision, sharding, offloading."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Critic:
     """The value model and its update. Read by trainer/ppo.py and backends/."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from strop.config.schema.fields import inert, link, section, setting
 
 
-@dataclass
+@dataclass(eq=False)
 class CustomClass:
     path: str | None = None
     """Python file (or `pkg://module`) that defines a class of your own."""
@@ -16,7 +16,7 @@ class CustomClass:
     """Name of that class in the file."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Sampler:
     class_path: str | None = None
     """Python file of your own sampler, for a curriculum; it gets `update(trajectories)` after each step."""
@@ -24,7 +24,7 @@ class Sampler:
     """Name of the sampler class in that file."""
 
 
-@dataclass
+@dataclass(eq=False)
 class DataGen:
     path: str | None = inert(None, "datasets that grow while training are not supported; use data.custom_cls")
     """File of a data generator."""
@@ -32,7 +32,7 @@ class DataGen:
     """Class of a data generator."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Data:
     """What is learned from. Read by data/."""
 

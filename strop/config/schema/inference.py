@@ -10,7 +10,7 @@ from strop.config.schema.model import _FUSED, Fsdp, Model
 from strop.config.schema.rollout import Rollout
 
 
-@dataclass
+@dataclass(eq=False)
 class GenerationData:
     """What to answer. Read by trainer/main_generation.py."""
 
@@ -26,7 +26,7 @@ class GenerationData:
     """Prompts between two writes."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GenerationRollout(Rollout):
     temperature: float = setting(1.0, at_least=0)
     """Sampling temperature; 0 is greedy and needs n_samples 1."""
@@ -48,7 +48,7 @@ class GenerationRollout(Rollout):
     """Training key."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GenerationTrainer:
     """The machine. Read by trainer/main_generation.py."""
 
@@ -64,7 +64,7 @@ class GenerationTrainer:
     """Seed of sampling."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GenerationActor:
     """Sharding of the model that generates. Read by trainer/main_generation.py."""
 
@@ -80,7 +80,7 @@ class GenerationActor:
     """Precision and sharding."""
 
 
-@dataclass
+@dataclass(eq=False)
 class EvaluationData:
     """What to score. Read by trainer/main_eval.py."""
 
@@ -98,7 +98,7 @@ class EvaluationData:
     """JSON file for the results."""
 
 
-@dataclass
+@dataclass(eq=False)
 class EvaluationSettings:
     """How scores are summed up. Read by trainer/main_eval.py."""
 
@@ -112,7 +112,7 @@ class EvaluationSettings:
     """Seed of those draws."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GenerationModel(Model):
     path: str | None = None
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m`."""

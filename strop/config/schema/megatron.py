@@ -8,7 +8,7 @@ from typing import Any
 from strop.config.schema.fields import setting
 
 
-@dataclass
+@dataclass(eq=False)
 class Megatron:
     """Parallel degrees and raw overrides of the Megatron backend. Read by backends/megatron.py."""
 

@@ -13,7 +13,7 @@ _MEGATRON = "the Megatron backend is not there yet"
 _COMPILE = "the formulas are fused by hand; nothing is left to compile"
 
 
-@dataclass
+@dataclass(eq=False)
 class TiledMlp:
     enabled: bool = inert(False, "gradient checkpointing bounds activation memory instead")
     """Split the MLP over the sequence."""
@@ -21,13 +21,13 @@ class TiledMlp:
     """Number of pieces."""
 
 
-@dataclass
+@dataclass(eq=False)
 class FusedKernelOptions:
     impl_backend: str = inert("torch", _FUSED)
     """torch or triton."""
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiTokenPrediction:
     enable: bool = inert(False, "multi-token prediction is not supported")
     """Multi-token-prediction heads."""
@@ -53,7 +53,7 @@ class MultiTokenPrediction:
     """Tokens per draft."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """Weights, tokenizer and adapters. Read by models/build.py."""
 
@@ -107,7 +107,7 @@ class Model:
     """Megatron: adapters."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Optim:
     """Optimizer and schedule. Read by backends/."""
 
@@ -157,7 +157,7 @@ class Optim:
     """Megatron: take the schedule from the checkpoint."""
 
 
-@dataclass
+@dataclass(eq=False)
 class WrapPolicy:
     transformer_layer_cls_to_wrap: list[str] | None = None
     """Layer classes that become one shard unit each. Null: the model's decoder layers."""
@@ -165,7 +165,7 @@ class WrapPolicy:
     """Shard by size instead: every module with at least this many parameters. 0: by layer."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Fsdp:
     """Precision, sharding and offloading. Read by backends/."""
 
@@ -211,7 +211,7 @@ class Fsdp:
     """Old FSDP option."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """What a checkpoint holds. Read by run/checkpoint.py."""
 
@@ -223,13 +223,13 @@ class Checkpoint:
     """Write in the background."""
 
 
-@dataclass
+@dataclass(eq=False)
 class NsysTool:
     discrete: bool = False
     """One capture per phase instead of one per step."""
 
 
-@dataclass
+@dataclass(eq=False)
 class NpuTool:
     contents: list[str] = inert([], "Ascend devices are not supported")
     """What to capture."""
@@ -241,7 +241,7 @@ class NpuTool:
     """One capture per phase."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TorchTool:
     contents: list[str] = setting([])
     """Any of cpu, cuda, memory, shapes, stack."""
@@ -249,7 +249,7 @@ class TorchTool:
     """One trace per phase instead of one per step."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TorchMemoryTool:
     trace_alloc_max_entries: int = setting(100_000, at_least=1)
     """Allocations remembered."""
@@ -257,7 +257,7 @@ class TorchMemoryTool:
     """Frames kept of each."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ToolConfig:
     nsys: NsysTool = section(NsysTool)
     """Nsight Systems."""
@@ -269,7 +269,7 @@ class ToolConfig:
     """Allocator snapshots."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Profiler:
     """Profiling of one role; global_profiler chooses the tool and the steps. Read by run/profile.py."""
 

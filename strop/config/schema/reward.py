@@ -13,7 +13,7 @@ from strop.config.schema.model import Fsdp, Model, Profiler
 _LOOP = "every sample is scored as soon as it is complete, and in batches where the scorer wants them"
 
 
-@dataclass
+@dataclass(eq=False)
 class RewardModelWeights(Model):
     """Weights of the reward model. Read by models/build.py."""
 
@@ -31,7 +31,7 @@ class RewardModelWeights(Model):
     """Precision, sharding, offloading."""
 
 
-@dataclass
+@dataclass(eq=False)
 class OverlongBuffer:
     """DAPO's soft penalty on long responses. Read by rewards/managers."""
 
@@ -45,7 +45,7 @@ class OverlongBuffer:
     """Log it per sample."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SandboxFusion:
     """Remote execution of code answers. Read by rewards/code.py."""
 
@@ -57,7 +57,7 @@ class SandboxFusion:
     """Memory of each."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RewardModel:
     """A model in the reward loop, and how all scores are collected. Read by rewards/."""
 
@@ -133,7 +133,7 @@ class RewardModel:
     """Class of an own manager."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RewardManagerModule:
     path: str | None = None
     """File of a reward manager of your own."""
@@ -141,7 +141,7 @@ class RewardManagerModule:
     """Class of it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RewardManager:
     """Another place for reward_model.reward_manager. Read by rewards/."""
 
@@ -153,7 +153,7 @@ class RewardManager:
     """Where an own one lives."""
 
 
-@dataclass
+@dataclass(eq=False)
 class CustomRewardFunction:
     """A scorer of your own. Read by rewards/."""
 

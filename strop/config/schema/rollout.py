@@ -11,7 +11,7 @@ ENGINE_NAMES = ("native", "hf", "vllm", "sglang")
 _ASYNC = "the engine's asynchronous interface is always there"
 
 
-@dataclass
+@dataclass(eq=False)
 class ValKwargs:
     """Sampling while validating. Read by trainer/collect.py."""
 
@@ -27,7 +27,7 @@ class ValKwargs:
     """Sample while validating. False with a temperature above 0 samples all the same, and says so."""
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiTurn:
     """Conversations with tools and simulated users. Read by agents/."""
 
@@ -59,7 +59,7 @@ class MultiTurn:
     """Option of an older engine."""
 
 
-@dataclass
+@dataclass(eq=False)
 class AsyncServer:
     path: str | None = inert(None, "name an engine of your own in rollout.name")
     """File of an own server class."""
@@ -67,7 +67,7 @@ class AsyncServer:
     """Class of it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class AgentSettings:
     """Agent loops. Read by agents/."""
 
@@ -85,7 +85,7 @@ class AgentSettings:
     """Own manager class."""
 
 
-@dataclass
+@dataclass(eq=False)
 class CheckpointEngine:
     """How weights reach engines in other processes. Read by runtime/weights.py."""
 
@@ -97,7 +97,7 @@ class CheckpointEngine:
     """Settings of the transport."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     backend: str | None = inert(None, "trajectories are kept in full; see trainer.rollout_data_dir")
     """mlflow or weave."""
@@ -107,7 +107,7 @@ class Trace:
     """Thin out."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Prometheus:
     enable: bool = inert(False, "engine numbers are metrics of every step")
     """Scrape the engine."""
@@ -119,7 +119,7 @@ class Prometheus:
     """Label."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerNameMap:
     qkv_layer_name: str = inert("qkv", "weights travel under their Hugging Face names")
     """Megatron name."""
@@ -127,7 +127,7 @@ class LayerNameMap:
     """Megatron name."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """Sampling and the engine. Read by rollout/ and trainer/collect.py."""
 

@@ -23,7 +23,7 @@ from strop.config.schema.supervised import DpoLoss, DpoRef, PairData, RmLoss, Sf
 from strop.config.schema.trainer import GlobalProfiler, RayKwargs, Trainer, TransferQueue
 
 
-@dataclass
+@dataclass(eq=False)
 class PpoTrainer:
     """Reinforcement learning: PPO, GRPO and their family."""
 
@@ -53,7 +53,7 @@ class PpoTrainer:
     """Python files imported by every process before anything else; they may register estimators, losses, scorers ..."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SftTrainer(Supervised):
     """Supervised fine-tuning."""
 
@@ -61,7 +61,7 @@ class SftTrainer(Supervised):
     """Rows."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RmTrainer(Supervised):
     """Training of a reward model from preferences."""
 
@@ -71,7 +71,7 @@ class RmTrainer(Supervised):
     """Loss."""
 
 
-@dataclass
+@dataclass(eq=False)
 class DpoTrainer(Supervised):
     """Direct preference optimisation."""
 
@@ -83,7 +83,7 @@ class DpoTrainer(Supervised):
     """The frozen reference."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     """Answers for a file of prompts."""
 
@@ -103,7 +103,7 @@ class Generation:
     """Python files imported by every process before anything else."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Evaluation:
     """Scores for a file of answers."""
 

@@ -12,7 +12,7 @@ from strop.config.schema.model import Checkpoint, Fsdp, Model, Optim, Profiler
 from strop.config.schema.trainer import GlobalProfiler, RayKwargs, Trainer
 
 
-@dataclass
+@dataclass(eq=False)
 class MultiTurnData:
     enable: bool = setting(False)
     """Rows hold whole conversations; every assistant turn is trained."""
@@ -24,7 +24,7 @@ class MultiTurnData:
     """Column that switches the template's thinking mode."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SupervisedData:
     """Rows of supervised training. Read by data/."""
 
@@ -74,7 +74,7 @@ class SupervisedData:
     """A dataset class of your own."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SftData(SupervisedData):
     prompt_key: str = setting("prompt")
     """Column with the prompt."""
@@ -94,7 +94,7 @@ class SftData(SupervisedData):
     """Tolerate templates that rewrite earlier turns."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PairData(SupervisedData):
     train_batch_size: int = setting(128, at_least=1)
     """PAIRS per optimizer update, over all devices."""
@@ -108,7 +108,7 @@ class PairData(SupervisedData):
     """Column with how much better it is, for loss.margin."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SupervisedModel(Model):
     """Weights. Read by models/build.py."""
 
@@ -122,7 +122,7 @@ class SupervisedModel(Model):
     """Weight of the load-balancing loss of mixture-of-experts models."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SupervisedOptim(Optim):
     lr: float = setting(1e-5, at_least=0)
     """Learning rate after warm-up."""
@@ -136,7 +136,7 @@ class SupervisedOptim(Optim):
     """Another name of lr_scheduler."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SupervisedTrainer(Trainer):
     total_epochs: int = setting(4, at_least=1)
     """Passes over the training rows."""
@@ -152,7 +152,7 @@ class SupervisedTrainer(Trainer):
     """First and last step to profile."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RmLoss:
     """Loss of the reward model. Read by algorithms/preference.py."""
 
@@ -164,7 +164,7 @@ class RmLoss:
     """Scores in fp32."""
 
 
-@dataclass
+@dataclass(eq=False)
 class DpoLoss:
     """Loss of direct preference optimisation. Read by algorithms/preference.py."""
 
@@ -184,7 +184,7 @@ class DpoLoss:
     """Compute the reference's log-probs once, before training."""
 
 
-@dataclass
+@dataclass(eq=False)
 class DpoRef:
     """The frozen reference of DPO. Read by trainer/build.py."""
 
@@ -194,7 +194,7 @@ class DpoRef:
     """Keep it in host memory."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Supervised:
     """What the three supervised trainers share."""
 

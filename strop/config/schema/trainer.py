@@ -9,7 +9,7 @@ from strop.config.schema.fields import inert, section, setting
 from strop.config.schema.model import TorchMemoryTool
 
 
-@dataclass
+@dataclass(eq=False)
 class AsyncTraining:
     """Generation and training side by side. Read by trainer/collect.py."""
 
@@ -33,7 +33,7 @@ class AsyncTraining:
     """Recompute log-probs before the update (decoupled PPO)."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trainer:
     """The run: how long, where it reports, what it keeps. Read by trainer/ and run/."""
 
@@ -117,7 +117,7 @@ class Trainer:
     """Which of two worker implementations."""
 
 
-@dataclass
+@dataclass(eq=False)
 class RayKwargs:
     """Ray itself. Read by runtime/ray.py."""
 
@@ -127,7 +127,7 @@ class RayKwargs:
     """Write Ray's timeline here when the run ends."""
 
 
-@dataclass
+@dataclass(eq=False)
 class NsysGlobal:
     discrete: bool = False
     """One capture per phase."""
@@ -148,7 +148,7 @@ class NsysGlobal:
     """nsys options of the workers."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TorchMemoryGlobal(TorchMemoryTool):
     context: str = "all"
     """Which allocations keep a stack."""
@@ -158,7 +158,7 @@ class TorchMemoryGlobal(TorchMemoryTool):
     """Further arguments of the recorder."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GlobalToolConfig:
     nsys: NsysGlobal = section(NsysGlobal)
     """Nsight Systems."""
@@ -166,7 +166,7 @@ class GlobalToolConfig:
     """Allocator snapshots."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GlobalProfiler:
     """Which tool profiles which steps. Read by run/profile.py."""
 
@@ -182,7 +182,7 @@ class GlobalProfiler:
     """Settings per tool."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TransferQueue:
     enable: bool = inert(False, "batches already stay out of the driver")
     """Separate data plane."""
