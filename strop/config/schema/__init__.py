@@ -1,5 +1,5 @@
 """Every key, its default and its documentation, as dataclasses."""
 
-from strop.config.schema.roots import ROOTS, DpoTrainer, Evaluation, Generation, PpoTrainer, RmTrainer, SftTrainer
+from strop.config.schema.roots import ROOTS
 
-__all__ = ["ROOTS", "DpoTrainer", "Evaluation", "Generation", "PpoTrainer", "RmTrainer", "SftTrainer"]
+__all__ = ["ROOTS"]

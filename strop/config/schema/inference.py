@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.fields import inert, link, section, setting
 from strop.config.schema.model import _FUSED, Fsdp, Model
+from strop.config.schema.reward import CustomRewardFunction
 from strop.config.schema.rollout import Rollout
+from strop.config.schema.trainer import RayKwargs
 
 
 @dataclass(eq=False)
@@ -118,3 +120,39 @@ class GenerationModel(Model):
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m`."""
     tokenizer_path: str | None = link("model.path")
     """Folder of the tokenizer when it is not beside the weights."""
+
+
+@dataclass(eq=False)
+class Generation:
+    """Answers for a file of prompts."""
+
+    data: GenerationData = section(GenerationData)
+    """What to answer."""
+    model: GenerationModel = section(GenerationModel)
+    """Weights and tokenizer."""
+    rollout: GenerationRollout = section(GenerationRollout)
+    """How answers are sampled."""
+    actor: GenerationActor = section(GenerationActor)
+    """Sharding of the model."""
+    trainer: GenerationTrainer = section(GenerationTrainer)
+    """The machine."""
+    ray_kwargs: RayKwargs = section(RayKwargs)
+    """Ray."""
+    plugins: list[str] = setting([])
+    """Python files imported by every process before anything else."""
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """Scores for a file of answers."""
+
+    data: EvaluationData = section(EvaluationData)
+    """What to score."""
+    custom_reward_function: CustomRewardFunction = section(CustomRewardFunction)
+    """A scorer of your own."""
+    evaluation: EvaluationSettings = section(EvaluationSettings)
+    """How scores are summed up."""
+    ray_kwargs: RayKwargs = section(RayKwargs)
+    """Ray."""
+    plugins: list[str] = setting([])
+    """Python files imported by every process before anything else."""

@@ -216,3 +216,33 @@ class Supervised:
     """Profiling of the model."""
     plugins: list[str] = setting([])
     """Python files imported by every process before anything else."""
+
+
+@dataclass(eq=False)
+class SftTrainer(Supervised):
+    """Supervised fine-tuning."""
+
+    data: SftData = section(SftData)
+    """Rows."""
+
+
+@dataclass(eq=False)
+class RmTrainer(Supervised):
+    """Training of a reward model from preferences."""
+
+    data: PairData = section(PairData)
+    """Pairs."""
+    loss: RmLoss = section(RmLoss)
+    """Loss."""
+
+
+@dataclass(eq=False)
+class DpoTrainer(Supervised):
+    """Direct preference optimisation."""
+
+    data: PairData = section(PairData)
+    """Pairs."""
+    loss: DpoLoss = section(DpoLoss)
+    """Loss."""
+    ref: DpoRef = section(DpoRef)
+    """The frozen reference."""
