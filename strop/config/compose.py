@@ -7,10 +7,8 @@ notices ("you set X, but it does nothing because ...") need to know, and nothing
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +63,7 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     overrides = [_clean(text) for text in overrides]
     _refuse_unknown(overrides, root)
     plain = plain_values(overrides) if config is search is None and root not in SETS_VALUES else None
-    with _without_collection():
-        said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
+    said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
     leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
     if "plugins" in leaves:  # plugins may register the very names that are checked next
         load_plugins(convert(list[str], leaves["plugins"]))
@@ -76,18 +73,6 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
         if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
             notices.append(f"{key.path} has no effect: {key.inert}.")
     return Loaded(root, made, leaves, notices)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Importing and running Hydra makes many objects and little garbage: looking for it takes a tenth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _clean(text: str) -> str:
