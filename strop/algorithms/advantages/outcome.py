@@ -19,6 +19,7 @@ from strop.algorithms.advantages.grouping import (
     group_second,
     group_size,
     group_statistics,
+    group_sum,
 )
 from strop.algorithms.advantages.inputs import checked_finite, checked_groups, checked_scores
 from strop.algorithms.advantages.normalise import Normalisation, normalise
@@ -41,8 +42,10 @@ def standardised_scores(
     scores: Tensor, groups: Tensor, *, eps: float = 1e-6, variance_floor: float = 0.0, singleton: Singleton = "score"
 ) -> Tensor:
     """(s_i - mean) / (std + eps) within the group, std with divisor n - 1, its square not below `variance_floor`."""
-    std = group_statistics(scores, groups, variance_floor=variance_floor).std
-    return centred_scores(scores, groups, singleton=singleton) / (std[groups] + eps)
+    centred, size = centred_scores(scores, groups, singleton=singleton), group_size(groups)
+    variance = group_sum(centred.square(), groups, len(size)) / (size - 1).clamp(min=1)
+    std = variance.clamp(min=variance_floor).sqrt().masked_fill(size < 2, 1.0)  # alone: the score stays as it is
+    return centred / (std[groups] + eps)
 
 
 def grpo(
