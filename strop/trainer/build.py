@@ -61,7 +61,7 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
     roles = build_roles(config, device, plan.total_steps)
-    engine = engine_for(config, roles.actor.module)
+    engine = engine_for(config.actor_rollout_ref.rollout, roles.actor.module)
     loader = build_loader(config.data, prompts)
     collector = collector_for(config, engine, tokenizer, roles.actor.module, device)
     pretraining = build_pretraining(
@@ -166,8 +166,8 @@ class WithoutAdapters:
             return self.actor.forward(batch, want, micro)
 
 
-def engine_for(config: Any, module: Any) -> Engine:
-    rollout = config.actor_rollout_ref.rollout
+def engine_for(rollout: Any, module: Any) -> Engine:
+    """The engine that the `rollout` section describes."""
     name = rollout.name
     if name in ("vllm", "sglang"):
         log.warning("The %s engine is not there yet; the native engine samples instead.", name)
@@ -175,7 +175,7 @@ def engine_for(config: Any, module: Any) -> Engine:
     return build_engine(
         name,
         module,
-        max_model_len=longest(config),
+        max_model_len=longest(rollout),
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         enable_chunked_prefill=rollout.enable_chunked_prefill,
@@ -185,16 +185,15 @@ def engine_for(config: Any, module: Any) -> Engine:
     )
 
 
-def longest(config: Any) -> int:
-    rollout = config.actor_rollout_ref.rollout
+def longest(rollout: Any) -> int:
     return rollout.max_model_len or rollout.prompt_length + rollout.response_length
 
 
-def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device) -> Collector:
-    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+def sampling_for(rollout: Any, tokenizer: Any, module: Any) -> Sampling:
+    """How the `rollout` section draws tokens; stop tokens are the tokenizer's and those of the model's generation_config."""
     generation = getattr(module, "generation_config", None)
     stops = stop_ids(tokenizer, getattr(generation, "eos_token_id", None))
-    sampling = Sampling(
+    return Sampling(
         temperature=rollout.temperature if rollout.do_sample else 0.0,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
@@ -204,6 +203,11 @@ def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, devi
         ignore_eos=rollout.ignore_eos,
         repetition_penalty=rollout.repetition_penalty,
     )
+
+
+def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device) -> Collector:
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    sampling = sampling_for(rollout, tokenizer, module)
     groups = algorithm.filter_groups
     group_filter = None
     if groups.enable:
@@ -227,7 +231,7 @@ def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, devi
         sampling,
         samples_per_prompt=rollout.n,
         seed=config.trainer.seed if rollout.seed is None else rollout.seed,
-        longest=longest(config),
+        longest=longest(rollout),
         group_filter=group_filter,
         greedy_baseline="greedy_baseline" in needs(config),
         free_cache=rollout.free_cache_engine,
