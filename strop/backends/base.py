@@ -13,12 +13,14 @@ from strop.types import Batch
 
 @dataclass
 class Outputs:
-    """What a model says about the responses of a (micro-)batch; all [b, T], aligned with Batch."""
+    """What a model says about the responses of a (micro-)batch; [b, T] and aligned with Batch unless it says otherwise."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None
+    scores: Tensor | None = None
+    """[b], a reward model's score of each whole sequence."""
     auxiliary: Tensor | None = None
     """Scalar load-balancing loss of a mixture of experts."""
 
@@ -43,6 +45,8 @@ class MicroBatching:
     rows: int = 8
     max_tokens: int | None = None
     """Set: fill micro-batches by tokens instead of by rows."""
+    together: int = 1
+    """So many consecutive rows are never parted, nor is their order changed: 2 for pairs of answers."""
 
 
 class Backend(Protocol):
@@ -53,7 +57,7 @@ class Backend(Protocol):
     """Log-probs are those of the logits divided by it."""
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values), no gradient, on the CPU in fp32."""
+        """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values, scores), no gradient, on the CPU in fp32."""
         ...
 
     def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:

@@ -18,14 +18,20 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     lengths = batch.lengths
     if not lengths:
         raise ValueError("The batch is empty; there is nothing to compute.")
+    size = micro.together
+    if size < 1 or len(lengths) % size:
+        raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")
+    blocks = [list(range(start, start + size)) for start in range(0, len(lengths), size)]
+    weights = [sum(lengths[row] for row in block) for block in blocks]
     if micro.max_tokens is not None:
-        parts = micro_batches(lengths, micro.max_tokens)
+        parts = [[row // size for row in part[::size]] for part in micro_batches(lengths, micro.max_tokens, group_size=size)]
     else:
-        if micro.rows < 1:
-            raise ValueError(f"A micro-batch needs at least one row, not {micro.rows}.")
-        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        parts = [order[at : at + micro.rows] for at in range(0, len(order), micro.rows)]
-    return [sorted(part, key=lambda row: -lengths[row]) for part in parts]
+        if micro.rows < size:
+            least = "one row" if size == 1 else f"{size} rows"
+            raise ValueError(f"A micro-batch needs at least {least}, not {micro.rows}.")
+        order = sorted(range(len(blocks)), key=lambda block: -weights[block])
+        parts = [order[at : at + micro.rows // size] for at in range(0, len(order), micro.rows // size)]
+    return [[row for block in sorted(part, key=lambda b: -weights[b]) for row in blocks[block]] for part in parts]
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

@@ -72,8 +72,9 @@ class SingleBackend:
         with torch.no_grad():
             for rows in partition(batch, micro):
                 for name, found in self._ask(batch.select(rows), want).items():
-                    table = tables.setdefault(name, torch.zeros(len(batch), width))
-                    table[rows] = pad_columns(found, width).float().cpu()
+                    wide = found.dim() == 2
+                    table = tables.setdefault(name, torch.zeros(len(batch), width) if wide else torch.zeros(len(batch)))
+                    table[rows] = (pad_columns(found, width) if wide else found).float().cpu()
         return Outputs(**tables)
 
     def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:

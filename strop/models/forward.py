@@ -27,8 +27,8 @@ from strop.types import Batch
 
 LANGUAGE = ("log_probs", "entropy", "sum_pi_squared")
 """Outputs of a language model."""
-SCALAR = ("values",)
-"""Outputs of a value model."""
+SCALAR = ("values", "scores")
+"""Outputs of a value or reward model."""
 _LOGITS = 2**26
 """Logits that exist at a time."""
 
@@ -99,16 +99,21 @@ def response_outputs(
     attention: str | None = None,
     chunk: int | None = None,
 ) -> dict[str, Tensor]:
-    """The outputs named in `want`, each [B, T] in float32 on the model's device, with gradients where the model has them.
+    """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients where the model has them.
 
     Column t speaks of the t-th response token, from the state before it; columns after a response are 0. `want` may name
-    log_probs, entropy, sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; auxiliary,
-    the scalar load-balancing loss of a mixture of experts. `attention` names the function of the padded layout; None: sdpa, or
-    eager where sdpa would leave something out. `chunk` is how many rows of logits exist at a time (None: 256 MiB of them).
+    log_probs, entropy, sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; scores of a
+    reward model, [B] and alone; auxiliary, the scalar load-balancing loss of a mixture of experts. `attention` names the
+    function of the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of logits
+    exist at a time (None: 256 MiB of them).
     """
     strange = sorted(set(want) - {*LANGUAGE, *SCALAR, "auxiliary"})
     if strange or not set(want) - {"auxiliary"}:
         raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
+    if "scores" in want:
+        assert list(want) == ["scores"], want
+        prompts = batch.prompt_lengths.tolist()
+        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention, prompt_lengths=prompts)}
     device = next(model.parameters()).device
     # The load-balancing loss counts tokens, so there every sequence brings its own prompt.
     prompts = None if "auxiliary" in want else batch.prompt_lengths.tolist()
@@ -133,10 +138,17 @@ def response_outputs(
     return found
 
 
-def sequence_scores(model: Any, sequences: Sequence[Tensor], *, packed: bool = True, attention: str | None = None) -> Tensor:
-    """A reward model's score of each sequence [B], read at its last token."""
+def sequence_scores(
+    model: Any,
+    sequences: Sequence[Tensor],
+    *,
+    packed: bool = True,
+    attention: str | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """A reward model's score of each sequence [B], read at its last token; equal prompts are computed once (`lay_out`)."""
     device = next(model.parameters()).device
-    inputs = lay_out(sequences, packed=packed, device=device)
+    inputs = lay_out(sequences, packed=packed, device=device, prompt_lengths=prompt_lengths)
     last = torch.stack([place[-1] for place in inputs.places])
     result, _ = _run(model, inputs, _ScalarAnswer(model, last.to(device)), attention, {})
     return result.squeeze(-1)

@@ -305,3 +305,38 @@ def test_other_optimizers_and_bad_settings(make):
         backend.forward(tiny_batch(), ["log_probs"], MicroBatching(max_tokens=10))
     with pytest.raises(ValueError, match="at least one row"):
         backend.forward(tiny_batch(), ["log_probs"], MicroBatching(rows=0))
+
+
+def preference_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Even rows should score higher than the odd rows behind them."""
+    per_pair = -torch.nn.functional.logsigmoid(outputs.scores[0::2] - outputs.scores[1::2])
+    return per_pair.sum() / 2.0, {"loss": per_pair.detach().sum() / 2.0, "first rows": batch.row_ids[0::2].sum()}
+
+
+@pytest.mark.parametrize(
+    "micro",
+    [MicroBatching(rows=2, together=2), MicroBatching(rows=5, together=2), MicroBatching(max_tokens=30, together=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_pairs_stay_together_and_scores_are_those_of_whole_sequences(make, micro, packed):
+    def judge() -> Any:
+        torch.manual_seed(0)
+        return new_scalar_model(copy.deepcopy(tiny_model().config))
+
+    batch = tiny_batch().select([0, 1, 2, 3]).replace(row_ids=torch.arange(4))
+    whole, pieces = make(judge(), optim=optim()), make(judge(), optim=optim(), packed=packed)
+    expected = whole.forward_backward(batch, ["scores"], preference_loss, MicroBatching(rows=4, together=2))
+    found = pieces.forward_backward(batch, ["scores"], preference_loss, micro)
+    assert found == pytest.approx(expected, rel=1e-6) and found["first rows"] == 0 + 2
+    scale = flat_gradient(whole).abs().max()
+    assert ((flat_gradient(pieces) - flat_gradient(whole)).abs().max() / scale).item() < 1e-6
+    scores = pieces.forward(batch, ["scores"], micro).scores
+    alone = [pieces.forward(batch.select([row]), ["scores"], ALL).scores.item() for row in range(4)]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-6)
+
+
+def test_rows_that_cannot_be_kept_together_are_refused(make):
+    backend = make(new_scalar_model(tiny_model().config))
+    with pytest.raises(ValueError, match="cannot be kept together by 3"):
+        backend.forward(tiny_batch().select([0, 1]), ["scores"], MicroBatching(rows=6, together=3))
