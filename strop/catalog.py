@@ -113,6 +113,15 @@ SCORERS.declare(
 SCORERS.declare("format", f"{_RULES}.format:compute_score")
 SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))
 
+# --- Data sets as they are published ---------------------------------------------------------------------------------------
+# (row, split, index) -> a row for training. columns: what the published row must have; splits: what `strop data` writes.
+DATASETS = Registry("data set", facts={"columns": (), "splits": ("train", "test")})
+DATASETS.declare("gsm8k", "strop.data.make:gsm8k", columns=("question", "answer"))
+DATASETS.declare("math", "strop.data.make:math", columns=("problem", "solution"))
+DATASETS.declare("math500", "strop.data.make:math500", columns=("problem", "answer"), splits=("test",))
+DATASETS.declare("aime", "strop.data.make:aime", columns=("Problem", "Answer"), splits=("test",))
+DATASETS.declare("hh_rlhf", "strop.data.make:hh_rlhf", columns=("chosen", "rejected"))
+
 # --- Trackers ------------------------------------------------------------------------------------------------------------
 TRACKERS = Registry("tracker")
 TRACKERS.declare("console", "strop.run.trackers.console:ConsoleTracker")
@@ -138,6 +147,22 @@ ENGINES.declare(
         "enforce_eager",
     ),
 )
+
+# --- Formats of tool calls ------------------------------------------------------------------------------------------------
+# reads_template: the parser is made from the tokenizer, whose chat template shows the format.
+TOOL_PARSERS = Registry("format of tool calls", facts={"reads_template": False})
+TOOL_PARSERS.declare("hermes", "strop.agents.parsers.hermes:HermesParser")
+TOOL_PARSERS.declare("llama3_json", "strop.agents.parsers.llama3_json:Llama3JsonParser")
+TOOL_PARSERS.declare("qwen", "strop.agents.parsers.qwen:QwenParser")
+TOOL_PARSERS.declare("mistral", "strop.agents.parsers.mistral:MistralParser")
+TOOL_PARSERS.declare("pythonic", "strop.agents.parsers.pythonic:PythonicParser")
+for _name in ("template", "auto"):
+    TOOL_PARSERS.declare(_name, "strop.agents.parsers.template:template_parser", reads_template=True)
+
+# --- Agent loops ----------------------------------------------------------------------------------------------------------
+AGENT_LOOPS = Registry("agent loop")
+for _name, _kind in {"single_turn_agent": "SingleTurnAgent", "tool_agent": "ToolAgent", "react_agent": "ReactAgent"}.items():
+    AGENT_LOOPS.declare(_name, f"strop.agents.{_name}:{_kind}")
 
 # --- Reward managers -----------------------------------------------------------------------------------------------------
 # stores_acc: a scorer's plain number is also reported as `acc`; takes_lists: the function is called once, with lists.

@@ -1,0 +1,1 @@
+"""Who talks in a rollout: loops, tools, interactions."""

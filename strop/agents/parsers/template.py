@@ -1,0 +1,128 @@
+"""The format of the model's own chat template, found by letting the template write a call and looking at what it wrote."""
+
+from __future__ import annotations
+
+import os.path
+from typing import Any
+
+from strop.agents.calls import Malformed, Parsed, ToolCall
+from strop.agents.parsers.base import Found, ToolParser, call_in, kind_of, parse_after_thought, read_json, without_end_of_turn
+from strop.agents.parsers.hermes import HermesParser, TaggedJson
+from strop.agents.parsers.llama3_json import Llama3JsonParser
+from strop.agents.parsers.mistral import MistralParser
+from strop.agents.parsers.pythonic import PythonicParser
+from strop.agents.parsers.qwen import QwenParser
+
+NAME, ARGUMENTS, CONTENT = "probe_tool", {"probe_key": "probe_value"}, "Probing."
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "A probe."}}},
+    },
+}
+_ADVICE = "Name the format of its calls in actor_rollout_ref.rollout.multi_turn.format (hermes, llama3_json, qwen ...)."
+
+
+def template_parser(tokenizer: Any) -> ToolParser:
+    """The parser of the calls that the tokenizer's chat template writes; ValueError if it writes none."""
+    written = written_call(tokenizer)
+    parser = _known(written) or _learned(written)
+    if parser is None:
+        raise ValueError(f"The chat template writes tool calls in an unknown form: {written!r}. {_ADVICE}")
+    return parser
+
+
+def written_call(tokenizer: Any) -> str:
+    """What the template adds to an assistant turn that makes a call."""
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise ValueError(f"multi_turn.format=template needs a tokenizer with a chat template, and there is none. {_ADVICE}")
+    function = {"name": NAME, "arguments": ARGUMENTS}
+    calls = [{"type": "function", "id": "probe0000", "function": function}]
+    plain = _rendered(tokenizer, {"role": "assistant", "content": CONTENT})
+    full = _rendered(tokenizer, {"role": "assistant", "content": CONTENT, "tool_calls": calls})
+    header, _, tail = plain.partition(CONTENT)
+    written = full[len(os.path.commonprefix([header, full])) :].lstrip().removeprefix(CONTENT)
+    # Some templates end a turn with calls in another way than a plain one.
+    written = written.removesuffix(tail) if tail and written.endswith(tail) else without_end_of_turn(written)
+    if NAME not in written:
+        raise ValueError(f"The chat template does not write tool calls (of a probe it wrote {written!r}). {_ADVICE}")
+    return written
+
+
+def _rendered(tokenizer: Any, turn: dict[str, Any]) -> str:
+    messages = [{"role": "user", "content": "Hello"}, turn]
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=[_SCHEMA], tokenize=False))
+    except Exception as error:  # a template is a program of the model's author: whatever it raises
+        raise ValueError(f"The chat template cannot write a tool call: {type(error).__name__}: {error}. {_ADVICE}") from error
+
+
+def _known(written: str) -> ToolParser | None:
+    if f"<function={NAME}>" in written:
+        return QwenParser()
+    if "<tool_call>" in written and isinstance(HermesParser().parse(written).calls[0], ToolCall):
+        return HermesParser()
+    if "[TOOL_CALLS]" in written:
+        return MistralParser()
+    if "<|python_tag|>" in written or written.lstrip().startswith('{"name"'):
+        return Llama3JsonParser()
+    if f"[{NAME}(" in written:
+        return PythonicParser()
+    return None
+
+
+def _learned(written: str) -> ToolParser | None:
+    """A parser for `opening {"name", "arguments"} closing`, or `opening name between {arguments} closing`."""
+    for start in (place for place, letter in enumerate(written) if letter == "{"):
+        try:
+            value, end = read_json(written, start)
+        except ValueError:
+            continue
+        opening, closing = written[:start], written[end:]
+        if value == ARGUMENTS:
+            before, _, between = opening.rpartition(NAME)
+            if before.strip() and between.strip():
+                return NamedJson(before.strip(), between.strip(), closing.strip())
+        elif _is_the_probe(value) and opening.strip(" \n[") and closing.strip(" \n]"):
+            return TaggedJson(opening.strip(), closing.strip())
+    return None
+
+
+def _is_the_probe(value: Any) -> bool:
+    call = call_in(value, "")
+    return isinstance(call, ToolCall) and call.name == NAME and call.arguments == ARGUMENTS
+
+
+class NamedJson:
+    """`opening name between {arguments} closing`."""
+
+    def __init__(self, opening: str, between: str, closing: str):
+        self.opening, self.between, self.closing = opening, between, closing
+
+    def parse(self, text: str) -> Parsed:
+        return parse_after_thought(text, self._calls_in)
+
+    def _calls_in(self, text: str) -> Found:
+        said, *bodies = text.split(self.opening)
+        calls: list[ToolCall | Malformed] = []
+        for body in bodies:
+            call, rest = self._call(body)
+            calls.append(call)
+            said += rest
+        return said, calls
+
+    def _call(self, body: str) -> tuple[ToolCall | Malformed, str]:
+        name, between, after = body.partition(self.between)
+        if not between:
+            return Malformed(body.strip(), f"after the name of the tool {self.between!r} must follow"), ""
+        try:
+            arguments, end = read_json(after)
+        except ValueError as error:
+            return Malformed(body.strip(), str(error)), ""
+        if not isinstance(arguments, dict):
+            return Malformed(body.strip(), f"the arguments must be a JSON object, not {kind_of(arguments)}"), ""
+        if not after[end:].lstrip().startswith(self.closing):
+            return Malformed(body.strip(), f"the call is not closed by {self.closing!r}"), ""
+        return call_in({"name": name.strip(), "arguments": arguments}, body.strip()), after[end:].lstrip()[len(self.closing) :]
