@@ -112,8 +112,8 @@ def response_outputs(
         raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
     if "scores" in want:
         assert list(want) == ["scores"], want
-        prompts = batch.prompt_lengths.tolist()
-        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention, prompt_lengths=prompts)}
+        own = batch.prompt_lengths.tolist()
+        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention, prompt_lengths=own)}
     device = next(model.parameters()).device
     # The load-balancing loss counts tokens, so there every sequence brings its own prompt.
     prompts = None if "auxiliary" in want else batch.prompt_lengths.tolist()

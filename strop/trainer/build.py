@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from strop.agents.build import Cast
 from strop.algorithms.ema import EMA
 from strop.algorithms.kl import kl_controller
 from strop.backends.base import MicroBatching, Outputs
@@ -19,7 +20,7 @@ from strop.config.compose import Loaded
 from strop.config.objective import has_critic, has_reference, needs, uses_lora
 from strop.data.chat import Chat, stop_ids
 from strop.data.loader import build_loader
-from strop.data.prompts import build_prompts
+from strop.data.prompts import build_prompts, chat_of
 from strop.models.build import (
     attention_of,
     build_critic,
@@ -34,6 +35,7 @@ from strop.rewards.managers.build import build_scorer
 from strop.rewards.model import load_model
 from strop.rollout.base import Engine, Sampling
 from strop.rollout.build import build_engine
+from strop.run.retention import keep_from_trainer
 from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
 from strop.trainer.keeper import Keeper
@@ -57,28 +59,26 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
-    prompts = build_prompts(config.data, tokenizer, split="train")
+    cast = Cast(config.actor_rollout_ref.rollout, chat_of(config.data, tokenizer))
+    prompts = build_prompts(config.data, tokenizer, split="train", listing=cast.listing())
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
     roles = build_roles(config, device, plan.total_steps)
     engine = engine_for(config.actor_rollout_ref.rollout, roles.actor.module)
     loader = build_loader(config.data, prompts)
-    collector = collector_for(config, engine, tokenizer, roles.actor.module, device)
+    collector = collector_for(config, engine, tokenizer, roles.actor.module, device, cast)
     pretraining = build_pretraining(
         config, tokenizer, config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     )
     average = EMA(masters_of(roles.actor), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
-    keeper = Keeper(
-        config,
-        loaded.tree(),
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        total_steps=plan.total_steps,
-        stateful={
-            **({} if average is None else {"ema": average}),
-            **({} if pretraining is None else {"pretrain_files": pretraining.loader}),
-        },
-        exports=lambda: exports(config, roles, tokenizer, average),
+    controller = kl_controller(
+        config.algorithm.kl_ctrl.type,
+        coef=config.algorithm.kl_ctrl.kl_coef,
+        target=config.algorithm.kl_ctrl.target_kl,
+        horizon=int(config.algorithm.kl_ctrl.horizon),
     )
+    stateful: dict[str, Any] = {"kl": controller, "ema": average, "pretrain_files": pretraining and pretraining.loader}
+    keeper = keeper_for(loaded, roles, tokenizer, plan.total_steps, average, stateful)
     return PpoTrainer(
         config=config,
         plan=plan,
@@ -87,17 +87,37 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
         collector=collector,
         validator=validator_for(config, collector, tokenizer),
         keeper=keeper,
-        kl_controller=kl_controller(
-            config.algorithm.kl_ctrl.type,
-            coef=config.algorithm.kl_ctrl.kl_coef,
-            target=config.algorithm.kl_ctrl.target_kl,
-            horizon=int(config.algorithm.kl_ctrl.horizon),
-        ),
+        kl_controller=controller,
         micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
         publish=lambda version: engine.update_weights((), version),  # the engine samples from the actor's own module
         total_steps=plan.total_steps,
         beside=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
+    )
+
+
+def keeper_for(
+    loaded: Loaded, roles: Roles, tokenizer: Any, total_steps: int, average: EMA | None, stateful: dict[str, Any]
+) -> Keeper:
+    """What the run leaves behind; of `stateful`, what exists belongs into checkpoints."""
+    config, trainer = loaded.config, loaded.config.trainer
+    return Keeper(
+        config,
+        loaded.tree(),
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        total_steps=total_steps,
+        models={"actor": roles.actor, **({} if roles.critic is None else {"critic": roles.critic})},
+        contents={"actor": config.actor_rollout_ref.actor.checkpoint, "critic": config.critic.checkpoint},
+        keep=keep_from_trainer(
+            max_actor_ckpt_to_keep=trainer.max_actor_ckpt_to_keep,
+            max_critic_ckpt_to_keep=trainer.max_critic_ckpt_to_keep,
+            max_ckpt_mem_gb=trainer.max_ckpt_mem_gb,
+            best_metric=trainer.best_metric,
+            remove_previous_ckpt_in_save=trainer.remove_previous_ckpt_in_save,
+        ),
+        save_freq=trainer.save_freq,
+        stateful={name: thing for name, thing in stateful.items() if thing is not None},
+        exports=lambda: exports(config, roles, tokenizer, average),
     )
 
 
@@ -205,7 +225,9 @@ def sampling_for(rollout: Any, tokenizer: Any, module: Any) -> Sampling:
     )
 
 
-def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device) -> Collector:
+def collector_for(
+    config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device, cast: Cast | None = None
+) -> Collector:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     sampling = sampling_for(rollout, tokenizer, module)
     groups = algorithm.filter_groups
@@ -235,6 +257,8 @@ def collector_for(config: Any, engine: Engine, tokenizer: Any, module: Any, devi
         group_filter=group_filter,
         greedy_baseline="greedy_baseline" in needs(config),
         free_cache=rollout.free_cache_engine,
+        cast=cast,
+        weights=rollout.multi_turn.reward_weights,
     )
 
 
@@ -243,7 +267,8 @@ def validator_for(config: Any, collector: Collector, tokenizer: Any) -> Validato
         return None
     val = config.actor_rollout_ref.rollout.val_kwargs
     sampling = dataclasses.replace(collector.sampling, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p)
-    prompts = build_prompts(config.data, tokenizer, split="val")
+    listing = None if collector.cast is None else collector.cast.listing()
+    prompts = build_prompts(config.data, tokenizer, split="val", listing=listing)
     return Validator(build_loader(config.data, prompts, split="val"), collector, sampling, val.n)
 
 

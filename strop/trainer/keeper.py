@@ -6,28 +6,35 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from strop.backends.base import Backend
 from strop.backends.nonfinite import NonFiniteLoss
 from strop.catalog import TRACKERS
+from strop.config.schema.model import Checkpoint
+from strop.data.loader import Loader
 from strop.run import random_state
 from strop.run.checkpoint import Checkpoints, Export
 from strop.run.contents import role_parts, role_state, selector
 from strop.run.due import save_is_due
 from strop.run.dumps import dump, rollout_rows
 from strop.run.resume import Resumed, resume
-from strop.run.retention import keep_from_trainer
+from strop.run.retention import Keep
 from strop.run.tracking import Run, Trackers, start
-from strop.trainer.evidence import write_evidence
+from strop.trainer.evidence import batch_rows, write_evidence
 from strop.trainer.record import StepRecord
 from strop.types import Batch, Trajectory
-
-if TYPE_CHECKING:
-    from strop.trainer.ppo import PpoTrainer
 
 log = logging.getLogger(__name__)
 
 SHOWN_GENERATIONS_SEED = 42
+
+
+class Loop(Protocol):
+    """What of a training loop belongs into a checkpoint beside its models."""
+
+    step: int
+    loader: Loader
 
 
 @dataclass
@@ -37,6 +44,14 @@ class Keeper:
     """The resolved configuration as plain values, for trackers."""
     decode: Callable[[list[int]], str]
     total_steps: int
+    models: Mapping[str, Backend]
+    """What is trained, by role."""
+    contents: Mapping[str, Checkpoint]
+    """What of each of them is saved and loaded."""
+    keep: Keep = field(default_factory=Keep)
+    """Which checkpoints stay."""
+    save_freq: int = -1
+    """Steps between two of them."""
     stateful: dict[str, Any] = field(default_factory=dict)
     """Further things with state_dict and load_state_dict that belong into a checkpoint."""
     exports: Callable[[], Mapping[str, Export]] = dict
@@ -48,15 +63,8 @@ class Keeper:
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.directory = Path(trainer.default_local_dir).expanduser()
-        background = self.config.actor_rollout_ref.actor.checkpoint.async_save
-        keep = keep_from_trainer(
-            max_actor_ckpt_to_keep=trainer.max_actor_ckpt_to_keep,
-            max_critic_ckpt_to_keep=trainer.max_critic_ckpt_to_keep,
-            max_ckpt_mem_gb=trainer.max_ckpt_mem_gb,
-            best_metric=trainer.best_metric,
-            remove_previous_ckpt_in_save=trainer.remove_previous_ckpt_in_save,
-        )
-        self.checkpoints = Checkpoints(self.directory, background=background, keep=keep, copy_to=trainer.default_hdfs_dir)
+        background = next(iter(self.contents.values())).async_save
+        self.checkpoints = Checkpoints(self.directory, background=background, keep=self.keep, copy_to=trainer.default_hdfs_dir)
         self.trackers: Trackers | None = None
 
     def __enter__(self) -> Keeper:
@@ -73,7 +81,7 @@ class Keeper:
             if self.trackers is not None:
                 self.trackers.close()
 
-    def resume(self, trainer: PpoTrainer) -> int:
+    def resume(self, loop: Loop) -> int:
         """Put everything back where a checkpoint left it and start the trackers; returns the step to go on from."""
         settings = self.config.trainer
         found = resume(
@@ -81,11 +89,11 @@ class Keeper:
             mode=settings.resume_mode,
             path=settings.resume_from_path,
             copied_to=settings.default_hdfs_dir,
-            only=selector({role: self._load_contents(role) for role in ("actor", "critic")}),
+            only=selector({role: self._load_contents(role) for role in self.contents}),
             delete_after_load=settings.del_local_ckpt_after_load,
         )
         if found is not None:
-            self._restore(trainer, found)
+            self._restore(loop, found)
             log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
             if found.step >= self.total_steps and not settings.val_only:
                 log.info("All steps are done: raise trainer.total_training_steps or total_epochs to train further.")
@@ -103,29 +111,25 @@ class Keeper:
         )
         return found.step if found else 0
 
-    def save(self, trainer: PpoTrainer, record: StepRecord) -> None:
+    def save(self, loop: Loop, record: StepRecord) -> None:
         with record.phase("save_checkpoint"):
             parts: dict[str, Any] = {
-                "data": trainer.loader.state_dict(),
+                "data": loop.loader.state_dict(),
                 "trainer": {
-                    "step": trainer.step,
-                    "kl": trainer.kl_controller.state_dict(),
+                    "step": loop.step,
                     "random": random_state.capture(),
                     **{name: thing.state_dict() for name, thing in self.stateful.items()},
                 },
-                **role_parts("actor", trainer.roles.actor.state_dict(), self._save_contents("actor")),
             }
-            if trainer.roles.critic is not None:
-                parts |= role_parts("critic", trainer.roles.critic.state_dict(), self._save_contents("critic"))
-            self.checkpoints.save(trainer.step, parts, exports=self.exports(), metrics=self.validation)
+            for role, model in self.models.items():
+                parts |= role_parts(role, model.state_dict(), list(self.contents[role].save_contents))
+            self.checkpoints.save(loop.step, parts, exports=self.exports(), metrics=self.validation)
 
-    def _restore(self, trainer: PpoTrainer, found: Resumed) -> None:
-        trainer.roles.actor.load_state_dict(role_state("actor", found.parts, self._load_contents("actor")))
-        if trainer.roles.critic is not None:
-            trainer.roles.critic.load_state_dict(role_state("critic", found.parts, self._load_contents("critic")))
-        trainer.loader.load_state_dict(found.parts["data"])
+    def _restore(self, loop: Loop, found: Resumed) -> None:
+        for role, model in self.models.items():
+            model.load_state_dict(role_state(role, found.parts, self._load_contents(role)))
+        loop.loader.load_state_dict(found.parts["data"])
         state = found.parts["trainer"]
-        trainer.kl_controller.load_state_dict(state["kl"])
         for name, thing in self.stateful.items():
             if name not in state:
                 raise ValueError(
@@ -135,20 +139,17 @@ class Keeper:
             thing.load_state_dict(state[name])
         random_state.restore(state["random"])
 
-    def _section(self, role: str) -> Any:
-        return (self.config.critic if role == "critic" else self.config.actor_rollout_ref.actor).checkpoint
-
-    def _save_contents(self, role: str) -> list[str]:
-        return list(self._section(role).save_contents)
-
     def _load_contents(self, role: str) -> list[str]:
-        return list(self._section(role).load_contents or self._section(role).save_contents)
+        return list(self.contents[role].load_contents or self.contents[role].save_contents)
 
     def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
-        trainer = self.config.trainer
         self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
         return save_is_due(
-            step, save_freq=trainer.save_freq, last=last, longest_step=self.longest_step, spare=trainer.esi_redundant_time
+            step,
+            save_freq=self.save_freq,
+            last=last,
+            longest_step=self.longest_step,
+            spare=self.config.trainer.esi_redundant_time,
         )
 
     def log(self, record: StepRecord, step: int) -> None:
@@ -170,10 +171,13 @@ class Keeper:
             shown = chosen[: trainer.log_val_generations]
             self.trackers.log_generations(rollout_rows(shown, step=step, decode=self.decode), step)
 
-    def evidence(self, problem: NonFiniteLoss, batch: Batch, trajectories: list[Trajectory], step: int) -> ValueError:
+    def evidence(
+        self, problem: NonFiniteLoss, batch: Batch, step: int, trajectories: list[Trajectory] | None = None
+    ) -> ValueError:
         """Write the batch of a loss that is not finite; the error to raise instead says where it is."""
         folder = self.directory / f"nonfinite_step_{step}"
-        write_evidence(folder, problem, batch, trajectories, step=step, decode=self.decode)
+        texts = rollout_rows(trajectories, step=step, decode=self.decode) if trajectories else batch_rows(batch, self.decode)
+        write_evidence(folder, problem, batch, texts, step=step)
         return ValueError(
             f"Step {step}: {problem} The whole batch is in {folder}: rows.json to read, batch.safetensors to compute with."
         )

@@ -95,7 +95,7 @@ class PpoTrainer:
             batch = self.estimate(batch, trajectories, record)
             self.learn(resample(batch, self.config, self.step, record), record)
         except NonFiniteLoss as problem:
-            raise self.keeper.evidence(problem, batch, trajectories, self.step) from problem
+            raise self.keeper.evidence(problem, batch, self.step, trajectories) from problem
         self.loader.update(trajectories)
         return trajectories, batch
 
