@@ -26,6 +26,8 @@ train
   ppo           PPO, GRPO, RLOO, REINFORCE++, ReMax ...: the same as python -m strop.trainer.main_ppo
   quickstart    a tiny model learns arithmetic on this machine, in minutes (--algorithm ppo|rloo|...)
   openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
+use
+  generate      answers for a file of prompts: strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
@@ -59,6 +61,12 @@ def dispatch(arguments: list[str]) -> int:
 
 def ppo(arguments: list[str]) -> int:
     from strop.trainer.main_ppo import run
+
+    return run(arguments)
+
+
+def generate(arguments: list[str]) -> int:
+    from strop.trainer.main_generation import run
 
     return run(arguments)
 
@@ -142,6 +150,7 @@ def quickstart(arguments: list[str]) -> int:
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "ppo": ppo,
+    "generate": generate,
     "check": check,
     "config": config,
     "convert": convert,

@@ -58,6 +58,19 @@ class RowFile(ABC):
     def column(self, name: str) -> Iterator[Any]:
         """The values of one column, top to bottom; None where a row lacks it."""
 
+    def table(self) -> Any:
+        """All rows as one Arrow table."""
+        import pyarrow
+
+        columns = {}
+        for name in self.columns:
+            try:
+                columns[name] = pyarrow.array(list(self.column(name)))
+            except (pyarrow.ArrowException, OverflowError) as error:
+                said = " ".join(str(error).split())[:200]
+                raise ValueError(f"{self.address}: the column {name!r} has values of different types: {said}") from error
+        return pyarrow.table(columns)
+
     @property
     def stem(self) -> str:
         return Path(self.address.rpartition("/")[2]).stem
@@ -100,6 +113,9 @@ class ParquetFile(RowFile):
             return
         for batch in self._read([name]).to_batches(max_chunksize=8192):
             yield from batch.column(0).to_pylist(maps_as_pydicts="lossy")
+
+    def table(self) -> Any:
+        return self._read(None)
 
     def _read(self, columns: list[str] | None) -> Any:
         import pyarrow
@@ -208,6 +224,16 @@ class Rows(Sequence[Row]):
         if not self.files:
             return []
         return [name for name in self.files[0].columns if all(name in file.columns for file in self.files)]
+
+    def table(self) -> Any:
+        """All rows as one Arrow table; a column that a file lacks is null there."""
+        import pyarrow
+
+        try:
+            return pyarrow.concat_tables([file.table() for file in self.files], promote_options="permissive")
+        except pyarrow.ArrowException as error:
+            names = ", ".join(file.address for file in self.files)
+            raise ValueError(f"{names} cannot be joined: {' '.join(str(error).split())[:200]}") from error
 
     def fingerprint(self) -> str:
         return hashlib.sha256("".join(file.fingerprint() for file in self.files).encode()).hexdigest()[:16]

@@ -1,6 +1,7 @@
 """`strop data NAME --out DIR`: ready parquet files for reinforcement learning.
 
-gsm8k, math and hh_rlhf are converted from files you have (or any fsspec address); arithmetic is made up on the spot.
+gsm8k, math, math500, aime and hh_rlhf are converted from files you have (or any fsspec address), yours from a plugin's
+`@DATASETS.register(...)` too; arithmetic is made up on the spot.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.catalog import DATASETS
 from strop.data.files import FORMATS, Rows, is_remote, open_rows
 from strop.data.schema import require_column
 from strop.data.selection import permutation
@@ -46,6 +48,22 @@ def math(row: Row, split: str, index: int) -> Row:
         index,
         answer=row["solution"],
     )
+
+
+def math500(row: Row, split: str, index: int) -> Row:
+    """MATH-500 and files like it; a row has problem and answer, and perhaps solution, subject and level."""
+    solution = row.get("solution") or row["answer"]
+    return _row("HuggingFaceH4/MATH-500", row["problem"], MATH_INSTRUCTION, row["answer"], split, index, answer=solution)
+
+
+def aime(row: Row, split: str, index: int) -> Row:
+    """AIME; a row has Problem and Answer (a whole number), and perhaps ID and Solution, as in Maxwell-Jia/AIME_2024."""
+    answer = row["Answer"].strip()
+    if not answer.isdecimal():
+        raise ValueError(f"its Answer {answer!r} is no whole number")
+    year = re.match(r"(\d{4})", str(row.get("ID") or ""))
+    source = f"aime_{year[1]}" if year else "aime"
+    return _row(source, row["Problem"], MATH_INSTRUCTION, str(int(answer)), split, index, answer=row.get("Solution") or answer)
 
 
 def hh_rlhf(row: Row, split: str, index: int) -> Row:
@@ -105,11 +123,18 @@ def arithmetic(
     return made
 
 
-SOURCES: dict[str, tuple[Callable[[Row, str, int], Row], tuple[str, ...]]] = {
-    "gsm8k": (gsm8k, ("question", "answer")),
-    "math": (math, ("problem", "solution")),
-    "hh_rlhf": (hh_rlhf, ("chosen", "rejected")),
-}
+def published(name: str, rows: Rows) -> list[Row]:
+    """Rows of a data set as it is published, each with what training and scoring need beside its own columns.
+
+    Every row is kept, so a row that cannot be understood is an error.
+    """
+    made: list[Row] = []
+    for index, row in enumerate(_published_rows(name, rows)):
+        try:
+            made.append({**rows[index], **DATASETS.get(name)(row, "test", index)})
+        except ValueError as error:
+            raise ValueError(f"{rows.where(index)} is no row of {name}: {error}.") from error
+    return made
 
 
 def last_boxed(text: str) -> str:
@@ -152,8 +177,10 @@ def write(rows: Sequence[Row], file: Path) -> None:
 
 def convert(name: str, files: Sequence[str], *, size: int | None, test_size: int | None, seed: int) -> dict[str, list[Row]]:
     """Rows of local files as {train, test}. Files with test, valid or eval in their name are the test split; without one, a
-    tenth of the rows is held out."""
+    tenth of the rows is held out. Data sets that are there for testing only are not divided."""
     listed = _expand(files)
+    if "train" not in DATASETS.entry(name).facts["splits"]:
+        return {"test": _some(_converted(name, open_rows(listed, key="--from"), "test"), test_size, seed)}
     test_files = [file for file in listed if re.search("test|valid|eval", Path(file).stem.lower())]
     train_files = [file for file in listed if file not in test_files]
     if not train_files:
@@ -193,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
     elif asked.files:
         made = convert(asked.name, asked.files, size=asked.size, test_size=asked.test_size, seed=asked.seed)
     else:
-        columns = " and ".join(SOURCES[asked.name][1])
+        columns = " and ".join(DATASETS.entry(asked.name).facts["columns"])
         raise ValueError(
             f"strop data {asked.name} needs --from: parquet, json or jsonl files (or a folder of them) with {columns} columns."
         )
@@ -201,13 +228,14 @@ def main(argv: Sequence[str]) -> int:
     for split, rows in made.items():
         write(rows, out / f"{split}.parquet")
         sys.stdout.write(f"{out / split}.parquet: {len(rows)} rows\n")
-    sys.stdout.write(f"Use them: data.train_files={out}/train.parquet data.val_files={out}/test.parquet\n")
+    keys = {"train": "data.train_files", "test": "data.val_files"}
+    sys.stdout.write("Use them: " + " ".join(f"{keys[split]}={out}/{split}.parquet" for split in made) + "\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="strop data", description="Write train.parquet and test.parquet, ready for training.")
-    parser.add_argument("name", choices=[*SOURCES, "arithmetic"])
+    parser = argparse.ArgumentParser(prog="strop data", description="Write parquet files, ready for training and testing.")
+    parser.add_argument("name", choices=[*DATASETS.names(), "arithmetic"])
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument(
         "--from", dest="files", nargs="+", help="files to convert, or folders of them; local or fsspec addresses"
@@ -244,21 +272,28 @@ def _expand(files: Sequence[str]) -> list[str]:
 
 
 def _converted(name: str, rows: Rows, split: str) -> list[Row]:
-    make, columns = SOURCES[name]
-    for file in rows.files:
-        for column in columns:
-            require_column(file.columns, column, setting=f"strop data {name}", where=file.address)
     made, skipped = [], ""
-    for index, row in enumerate(rows):
-        if not all(isinstance(row.get(column), str) for column in columns):
-            raise ValueError(f"{rows.where(index)}: {' and '.join(columns)} must be text.")
+    for index, row in enumerate(_published_rows(name, rows)):
         try:
-            made.append(make(row, split, index))
+            made.append(DATASETS.get(name)(row, split, index))
         except ValueError as error:
             skipped = skipped or f"{rows.where(index)}: {error}"
     if len(made) < len(rows):
         sys.stderr.write(f"strop: {len(rows) - len(made)} of {len(rows)} {split} rows left out; the first: {skipped}\n")
     return made
+
+
+def _published_rows(name: str, rows: Rows) -> Iterator[Row]:
+    """The rows, once it is sure that the columns of the data set are there and hold text; an answer may be a whole number."""
+    columns = DATASETS.entry(name).facts["columns"]
+    for file in rows.files:
+        for column in columns:
+            require_column(file.columns, column, setting=f"strop data {name}", where=file.address)
+    for index, row in enumerate(rows):
+        row = {**row, **{key: str(row[key]) for key in columns if key.lower() == "answer" and isinstance(row.get(key), int)}}
+        if not all(isinstance(row.get(column), str) for column in columns):
+            raise ValueError(f"{rows.where(index)}: {' and '.join(columns)} must be text.")
+        yield row
 
 
 def _row(source: str, question: str, instruction: str, truth: str, split: str, index: int, *, answer: str) -> Row:

@@ -25,6 +25,8 @@ def examine_data(loaded: Loaded, report: Any) -> int | None:
     config = loaded.config
     if loaded.root.startswith("ppo"):
         return _reinforcement(loaded, report)
+    if loaded.root == "generation":
+        return _generation(config, report)
     path = config.data.train_files if hasattr(config, "optim") else config.data.path
     rows, findings = count(path, "data.train_files" if hasattr(config, "optim") else "data.path")
     report.findings += findings
@@ -39,6 +41,28 @@ def count(paths: Any, key: str) -> tuple[int | None, list[Finding]]:
         return count_rows(paths), []
     except (ValueError, OSError) as problem:
         return None, [error(key, str(problem))]
+
+
+def _generation(config: Any, report: Any) -> int | None:
+    from strop.trainer.generation import open_questions
+
+    tokenizer, findings = find_tokenizer(config.model, key="model.path")
+    report.findings += findings
+    if tokenizer is not None:
+        found = probe_template(
+            tokenizer,
+            template=config.model.custom_chat_template,
+            kwargs=config.data.apply_chat_template_kwargs,
+            plain=not config.data.apply_chat_template,
+        )
+        report.findings += [Finding(f.level, "chat template", f.message) for f in found]
+    try:
+        rows = len(open_questions(config).rows)
+    except (ValueError, OSError) as problem:
+        report.findings.append(error("data.path", str(problem)))
+        return None
+    report.data["rows"] = rows
+    return rows
 
 
 def _reinforcement(loaded: Loaded, report: Any) -> int | None:
@@ -111,9 +135,8 @@ def _texts(paths: Any, tokenizer: Any) -> list[Finding]:
     return []
 
 
-def find_tokenizer(model: Any) -> tuple[Any, list[Finding]]:
+def find_tokenizer(model: Any, key: str = "actor_rollout_ref.model.path") -> tuple[Any, list[Finding]]:
     """The tokenizer if it is on this machine; a model that would have to be downloaded first is only warned about."""
-    key = "actor_rollout_ref.model.path"
     place = model.tokenizer_path or model.path
     local = Path(place).expanduser()
     if local.exists() or place.endswith(".gguf") or place == "smollm2-135m":

@@ -10,9 +10,11 @@ import pytest
 
 from strop.config.schema.data import Data
 from strop.config.schema.supervised import PairData
-from strop.data.make import arithmetic, last_boxed, main, transcript
+from strop.data.files import open_rows
+from strop.data.make import arithmetic, last_boxed, main, published, transcript
 from strop.data.prompts import build_prompts
 from strop.data.supervised import build_supervised
+from strop.rewards.dispatch import score
 from tests.data.tokens import character_tokenizer
 
 
@@ -118,3 +120,37 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["gsm9k", *out]) == 2 and main(["arithmetic", "--size", "0", *out]) == 2
     assert main(["--help"]) == 0
     assert "invalid choice: 'gsm9k'" in capsys.readouterr().err
+
+
+def test_aime_as_it_is_published(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {"ID": "2024-II-4", "Problem": "Let $x$ ...", "Solution": "So 033.", "Answer": 33}
+    file = lines(
+        tmp_path / "aime_2024_problems.jsonl", [raw, {**raw, "ID": "2025-I-1", "Answer": "007"}, {**raw, "Answer": "x"}]
+    )
+    assert main(["aime", "--out", str(tmp_path / "out"), "--from", file]) == 0
+    said = capsys.readouterr()
+    assert "1 of 3 test rows left out" in said.err and "its Answer 'x' is no whole number" in said.err
+    assert said.out.endswith(f"Use them: data.val_files={tmp_path}/out/test.parquet\n")
+    rows = read(tmp_path / "out", "test")
+    assert [(row["data_source"], row["reward_model"]["ground_truth"]) for row in rows] == [
+        ("aime_2024", "33"),
+        ("aime_2025", "7"),
+    ]
+    assert score("aime_2024", "so \\boxed{033}", "33")["acc"] is True
+    assert not (tmp_path / "out" / "train.parquet").exists()
+
+
+def test_math_500_as_it_is_published(tmp_path: Path) -> None:
+    raw = {"problem": "Convert.", "solution": "$\\boxed{(3, \\frac{\\pi}{2})}$", "answer": "(3, \\frac{\\pi}{2})", "level": 2}
+    assert main(["math500", "--out", str(tmp_path), "--from", lines(tmp_path / "test.jsonl", [raw])]) == 0
+    [row] = read(tmp_path, "test")
+    assert row["data_source"] == "HuggingFaceH4/MATH-500" and row["reward_model"]["ground_truth"] == raw["answer"]
+    assert score(row["data_source"], raw["solution"], raw["answer"]) == 1.0
+
+
+def test_published_rows_keep_their_columns(tmp_path: Path) -> None:
+    raw = {"ID": "2024-II-4", "Problem": "Let $x$ ...", "Solution": "So 033.", "Answer": 33}
+    [row] = published("aime", open_rows(lines(tmp_path / "a.jsonl", [raw])))
+    assert {name: row[name] for name in raw} == raw and row["prompt"][0]["content"].startswith("Let $x$ ... Let's think")
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 0 is no row of aime: its Answer 'n' is no whole number\."):
+        published("aime", open_rows(lines(tmp_path / "a.jsonl", [{**raw, "Answer": "n"}])))

@@ -1,9 +1,11 @@
-"""Generation and evaluation without training: generation and evaluation."""
+"""Models in use, not in training: generation, evaluation, and the reward server."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from strop.catalog import DATASETS
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.fields import inert, link, section, setting
 from strop.config.schema.model import _FUSED, Fsdp, Model
@@ -16,16 +18,22 @@ from strop.config.schema.trainer import RayKwargs
 class GenerationData:
     """What to answer. Read by trainer/main_generation.py."""
 
-    path: str | None = None
-    """Rows with prompts."""
+    path: str | list[str] | None = None
+    """Rows with prompts: parquet, json or jsonl, on this machine or at any fsspec address."""
     output_path: str | None = None
-    """Where they go, with a column `responses` added."""
+    """A .parquet file for the same rows with a column `responses` added; an fsspec address will do."""
     prompt_key: str = "prompt"
-    """Column with the prompt."""
+    """Column with the prompt: messages, or plain text that becomes one user message."""
     n_samples: int = setting(5, at_least=1)
     """Responses per prompt."""
     batch_size: int = setting(128, at_least=1)
-    """Prompts between two writes."""
+    """Prompts between two writes: what a kill can cost at most. It may be changed when a job goes on."""
+    benchmark: str | None = setting(None, one_of=DATASETS)
+    """The file is a benchmark as it is published (gsm8k, math, math500, aime): its columns become prompt and ground truth."""
+    apply_chat_template: bool = True
+    """Render messages with the tokenizer's chat template. False: contents as they stand."""
+    apply_chat_template_kwargs: dict[str, Any] = setting({})
+    """Further variables of the template, for instance {enable_thinking: false}."""
 
 
 @dataclass(eq=False)
@@ -87,7 +95,7 @@ class EvaluationData:
     """What to score. Read by trainer/main_eval.py."""
 
     path: str | list[str] | None = None
-    """Rows with responses."""
+    """Rows with responses. With `--compare A B`, those two files."""
     prompt_key: str = "prompt"
     """Column with the prompt."""
     response_key: str = "responses"
@@ -96,8 +104,10 @@ class EvaluationData:
     """Column that chooses the scorer and groups the results."""
     reward_model_key: str = "reward_model"
     """Column with the ground truth."""
+    benchmark: str | None = setting(None, one_of=DATASETS)
+    """The rows are those of a benchmark as it is published (gsm8k, math, math500, aime), with responses added."""
     output_path: str | None = None
-    """JSON file for the results."""
+    """JSON file for the results; an fsspec address will do. Null: data.path with .eval.json instead of .parquet."""
 
 
 @dataclass(eq=False)
@@ -108,8 +118,12 @@ class EvaluationSettings:
     """Processes that score."""
     timeout: float = setting(30.0, above=0)
     """Seconds per response."""
+    k: list[int] | None = setting(None)
+    """Numbers of responses for pass@k, best@k and maj@k. Null: 1, 2, 4, ... and all of them."""
     bootstrap: int = setting(1000, at_least=0)
-    """Draws for confidence intervals."""
+    """Draws of prompts for confidence intervals; 0: none."""
+    confidence: float = setting(0.95, above=0, at_most=0.9999)
+    """Share of the draws inside an interval."""
     seed: int = 42
     """Seed of those draws."""
 

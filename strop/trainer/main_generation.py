@@ -1,0 +1,29 @@
+"""python -m strop.trainer.main_generation key=value ...: answers for a file of prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+from strop.errors import answer
+from strop.trainer.logs import configure_logging
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compose, examine, generate."""
+    asked = parse(arguments)
+    loaded = load("generation", asked.overrides, asked.config, asked.search)
+    from strop.trainer.preflight import require
+
+    require(loaded)
+    from strop.trainer.generation import generate
+
+    sys.stdout.write(f"{generate(loaded.config)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    configure_logging()
+    sys.exit(answer(lambda: run(sys.argv[1:])))
