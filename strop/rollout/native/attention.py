@@ -8,7 +8,6 @@ packed into one row) or `Decode` (one token for each running row). Both write to
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.cache import Cache
 
 NAME = "strop_rollout"
@@ -63,22 +63,6 @@ def rollout_attention(
 
 
 AttentionInterface.register(NAME, rollout_attention)
-
-
-@contextmanager
-def on_loan(model: Any) -> Iterator[None]:
-    """The module in evaluation mode with the rollout attention; afterwards every part is as it was before."""
-    before = model.config._attn_implementation
-    training = [part for part in model.modules() if part.training]
-    model.set_attn_implementation(NAME)
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True
-        model.set_attn_implementation(before)
 
 
 @dataclass
@@ -176,6 +160,19 @@ class Decode:
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
+        fast = kernels(query.device.type)
+        if fast is not None:
+            return fast.decode_attention(
+                query,
+                key.to(self.cache.dtype),
+                value.to(self.cache.dtype),
+                *self.cache.whole(layer),
+                self.positions,
+                scale=flavour.scale,
+                window=flavour.window,
+                softcap=flavour.softcap,
+                sinks=flavour.sinks,
+            )
         self.cache.write(layer, self.rows, self.positions, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
         parts = []

@@ -58,6 +58,10 @@ class Cache:
         """The first `length` positions of some rows; a view where rows are a slice."""
         return self.keys[layer][rows, :, :length], self.values[layer][rows, :, :length]
 
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All rows and positions, [rows, heads, capacity, size], for kernels that find their own way."""
+        return self.keys[layer], self.values[layer]
+
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """The first `length` positions of each source row, to its target row."""
         if not sources:

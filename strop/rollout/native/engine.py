@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from strop.rollout.base import Completion, Request, Sampling, check_request, failed
-from strop.rollout.native.attention import on_loan
+from strop.rollout.native.dress import Changes, on_loan
 from strop.rollout.native.front import Front
 from strop.rollout.native.meter import Meter
 from strop.rollout.native.rows import ERROR, RUNNING, finish_name
@@ -67,6 +67,7 @@ class NativeEngine:
         self._abort_below = 0
         self._lock = threading.RLock()
         self._loans, self._loan_stack = 0, ExitStack()
+        self._changes: Changes | None = None
         self._front = Front(self)
         self._meter = Meter()
 
@@ -231,9 +232,9 @@ class NativeEngine:
         """Send the last rows back to the queue where the cache cannot grow for all."""
         assert self._runner is not None
         evicted = self._scheduler.make_room()
-        for row, sample in evicted:
-            start, end = len(sample.prompt), self._scheduler.lengths[row]
-            sample.tokens, sample.log_probs = self._runner.rows.read(row, start, end)
+        written = self._runner.rows.read([(row, len(s.prompt), self._scheduler.lengths[row]) for row, s in evicted])
+        for (_, sample), (tokens, log_probs) in zip(evicted, written):
+            sample.tokens, sample.log_probs = tokens, log_probs
         self._scheduler.requeue(evicted)
         if evicted:
             self._runner.rows.move([], len(self._scheduler.running))
@@ -248,9 +249,7 @@ class NativeEngine:
         ended = [row for row, state in enumerate(states) if state != RUNNING]
         if not ended:
             return
-        for row in ended:
-            finish = finish_name(states[row])
-            self._deliver(row, lengths[row], finish, _NOT_NUMBERS if states[row] == ERROR else None)
+        self._deliver(ended, [finish_name(states[row]) for row in ended])
         # A later sequence in the same row must not read what is not a number.
         if ERROR in states:
             runner.cache.clear([row for row in ended if states[row] == ERROR])
@@ -263,12 +262,14 @@ class NativeEngine:
         self._runner.cache.copy([a for a, _ in moves], [b for _, b in moves], used)
         self._runner.rows.move(moves, len(self._scheduler.running))
 
-    def _deliver(self, row: int, length: int, finish: str, error: str | None = None) -> None:
+    def _deliver(self, rows: Sequence[int], finishes: Sequence[str]) -> None:
         assert self._runner is not None
-        sample = self._scheduler.running[row]
-        ids, log_probs = self._runner.rows.read(row, len(sample.prompt), length)
-        self._meter.tokens += len(ids)
-        self._give(sample, Completion(ids, log_probs, finish, self.version, error))
+        samples = [self._scheduler.running[row] for row in rows]
+        written = self._runner.rows.read([(r, len(s.prompt), self._scheduler.lengths[r]) for r, s in zip(rows, samples)])
+        for sample, (ids, log_probs), finish in zip(samples, written, finishes):
+            self._meter.tokens += len(ids)
+            error = _NOT_NUMBERS if finish == "error" else None
+            self._give(sample, Completion(ids, log_probs, finish, self.version, error))
 
     def _give(self, sample: Sample, completion: Completion) -> None:
         ticket = self._tickets[sample.request]
@@ -280,9 +281,8 @@ class NativeEngine:
         """End what arrived before `abort` was called, with what it has."""
         below, scheduler = self._abort_below, self._scheduler
         rows = [row for row, sample in enumerate(scheduler.running) if sample.request < below]
-        for row in rows:
-            self._deliver(row, scheduler.lengths[row], "abort")
         if rows:
+            self._deliver(rows, ["abort"] * len(rows))
             self._release(rows)
         for sample in [s for s in scheduler.waiting if s.request < below]:
             scheduler.waiting.remove(sample)
@@ -293,7 +293,9 @@ class NativeEngine:
         """The module in rollout dress for as long as anybody needs it."""
         with self._lock:
             if self._loans == 0:
-                self._loan_stack.enter_context(on_loan(self.model))
+                if self._changes is None:
+                    self._changes = Changes(self.model)
+                self._loan_stack.enter_context(on_loan(self.model, self._changes))
             self._loans += 1
         try:
             yield

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strop.rollout.native.accelerated import kernels
+
 if TYPE_CHECKING:
     from strop.rollout.native.runner import Runner
 
@@ -52,6 +54,8 @@ class Graphs:
             runner.step(rows, [(0, rows, longest)], used)
             return
         rows = bucket(rows, runner.cache.rows)
+        if kernels("cuda") is not None and not used["penalty"]:
+            longest = runner.cache.capacity  # the kernels read what is used, whatever the longest row
         longest = min(-(-longest // _LENGTH) * _LENGTH, runner.cache.capacity)
         key = (rows, longest, *used.items())
         if key not in self._recorded:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.rollout.base import Sampling
+from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, uniforms
 from strop.rollout.native.scheduler import Sample
 
@@ -124,6 +125,11 @@ class Rows:
     def advance(self, rows: Tensor, logits: Tensor, used: dict[str, bool | int], longest: int) -> None:
         """Sample one token for each of `rows` and judge whether the row ends with it. Ended rows stay as they are."""
         f = self.fields
+        fast = kernels(self.device.type)
+        if fast is not None and not any(used[name] for name in ("top_k", "top_p", "min_p", "penalty")):
+            plain = {name: bool(used[name]) for name in ("temperature", "greedy", "all_greedy")}
+            fast.draw(logits, rows, f, **plain)
+            return
         length, state = f["length"][rows], f["state"][rows]
 
         def setting(name: str) -> Tensor | None:
@@ -159,5 +165,10 @@ class Rows:
         both = torch.stack([self.fields["state"][:count], self.fields["length"][:count]]).tolist()
         return both[0], both[1]
 
-    def read(self, row: int, start: int, end: int) -> tuple[list[int], list[float]]:
-        return self.fields["tokens"][row, start:end].tolist(), self.fields["log_probs"][row, start:end].tolist()
+    def read(self, places: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs of (row, start, end) each, in one trip to the host."""
+        if not places:
+            return []
+        rows, width = torch.tensor([row for row, _, _ in places], device=self.device), max(end for _, _, end in places)
+        tokens, log_probs = (self.fields[name][rows, :width].cpu() for name in ("tokens", "log_probs"))
+        return [(tokens[i, a:b].tolist(), log_probs[i, a:b].tolist()) for i, (_, a, b) in enumerate(places)]

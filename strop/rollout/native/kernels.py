@@ -1,0 +1,386 @@
+"""The parts of a decode step that plain torch spreads over dozens of small kernels, as one Triton kernel each.
+
+A decode step of a small model is bound by the number of kernels, not by what they compute. Here are: attention of one new
+token per row over the used part of its cache row (which also stores the new key and value), the draw of a token with its
+log-prob and the bookkeeping of the row, and three pieces that most decoders have: root-mean-square norm, rotary embedding and
+gated SiLU. Where plain torch rounds to the dtype of the model, so do these, so that they agree with the training pass.
+
+This file needs Triton and is imported only where a GPU is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_DRAW_BLOCK = 4096
+_RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
+
+
+# --- attention -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _capped(scores, softcap, SOFTCAP: tl.constexpr):
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
+    return scores
+
+
+@triton.jit
+def _decode(
+    query, key, value, keys, values, positions, sinks, out, partial, weight,
+    scale, softcap, window,
+    query_row, query_head, key_row, key_head, value_row, value_head,
+    keys_row, keys_head, values_row, values_head,
+    heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    position = tl.load(positions + row).to(tl.int32)
+    i = tl.arange(0, GROUP)
+    dk = tl.arange(0, KEY)
+    dv = tl.arange(0, VALUE)
+    member = i < group
+    in_key, in_value = dk < key_size, dv < value_size
+    q = tl.load(
+        query + row * query_row + (head * group + i[:, None]) * query_head + dk[None, :],
+        mask=member[:, None] & in_key[None, :], other=0.0,
+    )  # fmt: skip
+    k_cache = keys + row * keys_row + head * keys_head
+    v_cache = values + row * values_row + head * values_head
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, position - window + 1)
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    mixed = tl.zeros([GROUP, VALUE], tl.float32)
+    if split == 0:
+        # The new token does not go through the cache: nobody in this launch reads what is stored here.
+        k = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
+        v = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
+        tl.store(k_cache + position * key_size + dk, k, mask=in_key)
+        tl.store(v_cache + position * value_size + dv, v, mask=in_value)
+        top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale, softcap, SOFTCAP)
+        total += 1.0
+        mixed += v.to(tl.float32)[None, :]
+        if SINKS:
+            sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(top, sink)
+            total = tl.exp(top - higher) + tl.exp(sink - higher)
+            mixed *= tl.exp(top - higher)[:, None]
+            top = higher
+    span = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * span
+    end = tl.minimum(start + span, position)
+    for at in range(start, end, BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        seen = place < end
+        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=seen[None, :] & in_key[:, None], other=0.0)
+        scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, SOFTCAP)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp(scores - higher[:, None])
+        fade = tl.exp(top - higher)
+        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=seen[:, None] & in_value[None, :], other=0.0)
+        total = total * fade + tl.sum(p, 1)
+        mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = higher
+    lane = (row * heads + head) * group + i
+    if SPLITS == 1:
+        mixed = mixed / total[:, None]
+        tl.store(
+            out + lane[:, None] * value_size + dv[None, :], mixed.to(out.dtype.element_ty),
+            mask=member[:, None] & in_value[None, :],
+        )  # fmt: skip
+    else:
+        slot = lane * SPLITS + split
+        tl.store(partial + slot[:, None] * VALUE + dv[None, :], mixed, mask=member[:, None])
+        tl.store(weight + slot * 2, top, mask=member)
+        tl.store(weight + slot * 2 + 1, total, mask=member)
+
+
+@triton.jit
+def _join(partial, weight, out, value_size: tl.constexpr, VALUE: tl.constexpr, SPLITS: tl.constexpr):
+    lane = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    dv = tl.arange(0, VALUE)
+    slot = lane * SPLITS + split
+    top = tl.load(weight + slot * 2)
+    total = tl.load(weight + slot * 2 + 1)
+    share = tl.exp(top - tl.max(top, 0))
+    mixed = tl.load(partial + slot[:, None] * VALUE + dv[None, :])
+    mixed = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
+    tl.store(out + lane * value_size + dv, mixed.to(out.dtype.element_ty), mask=dv < value_size)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one new token for each of the first rows of a cache, whose key and value it also stores there.
+
+    `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [.., key heads, capacity, D]
+    hold positions before `positions` [rows]. Returns [rows, 1, heads, D]. Long rows of small batches are read in parts.
+    """
+    rows, query_heads, _, key_size = query.shape
+    heads, value_size = key.shape[1], value.shape[3]
+    group = query_heads // heads
+    out = query.new_empty(rows, 1, query_heads, value_size)
+    block = 64 if max(key_size, value_size) <= 128 else 32
+    splits = _splits(rows * heads, keys.shape[2], window, query.device)
+    padded = triton.next_power_of_2(value_size)
+    parts = splits if splits > 1 else 0
+    partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
+    weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
+    _decode[(rows, heads, splits)](
+        query, key, value, keys, values, positions, query if sinks is None else sinks, out, partial, weight,
+        key_size**-0.5 if scale is None else scale, softcap or 0.0, window or 0,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        heads, group, key_size, value_size,
+        GROUP=max(16, triton.next_power_of_2(group)), KEY=triton.next_power_of_2(key_size), VALUE=padded, BLOCK=block,
+        SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
+    return out
+
+
+def _splits(programs: int, capacity: int, window: int | None, device: torch.device) -> int:
+    """Parts in which a row is read, a power of two: enough to give every multiprocessor work, none shorter than 256 tokens."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    longest = capacity if window is None else min(capacity, window)
+    splits = 1
+    while programs * splits < 2 * processors and longest // (2 * splits) >= 256:
+        splits *= 2
+    return splits
+
+
+# --- the draw of a token ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _summarise(
+    logits, rows, temperatures, tops, totals, places, vocabulary, stride, blocks, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Of one block of one row: its largest entry, where that stands, and the sum of exp(z - largest)."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
+    if TEMPERATURE:
+        z = z / tl.load(temperatures + tl.load(rows + row))
+    top, place = tl.max(z, 0, return_indices=True)
+    total = tl.sum(tl.exp(z - tl.where(top == float("-inf"), 0.0, top)), 0)
+    at = row * blocks + block
+    tl.store(tops + at, top)
+    tl.store(totals + at, total)
+    tl.store(places + at, block * BLOCK + place)
+
+
+@triton.jit
+def _uniform(stream, position):
+    """A number in [0, 1) by splitmix64 at a counter: the sequence of `sampler.uniforms`."""
+    z = stream.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 16).to(tl.float64) * 3.552713678800501e-15  # 2 ** -48
+
+
+@triton.jit
+def _draw(
+    logits, rows, temperatures, tops, totals, places, tokens, log_probs, stops, lengths, limits, states, streams, greedys,
+    vocabulary, stride, blocks, width, stop_count,
+    TEMPERATURE: tl.constexpr, GREEDY: tl.constexpr, ALL_GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + at)
+    block = tl.arange(0, BLOCKS)
+    known = block < blocks
+    top = tl.load(tops + at * blocks + block, mask=known, other=float("-inf"))
+    total = tl.load(totals + at * blocks + block, mask=known, other=0.0)
+    highest = tl.max(top, 0)
+    share = total.to(tl.float64) * tl.exp(top - highest).to(tl.float64)
+    share = tl.where(known & (top > float("-inf")) | (total != total), share, 0.0)
+    mass = tl.sum(share, 0)
+    length = tl.load(lengths + row)
+    temperature = 1.0
+    if TEMPERATURE:
+        temperature = tl.load(temperatures + row)
+    token = tl.load(places + at * blocks + tl.argmax(top, 0)).to(tl.int64)
+    if not ALL_GREEDY:
+        target = _uniform(tl.load(streams + row), length) * mass
+        bounds = tl.cumsum(share, 0)
+        last = tl.max(tl.where(share > 0, block, 0), 0)
+        chosen = tl.minimum(tl.sum((bounds <= target).to(tl.int32), 0), last)
+        below = tl.sum(tl.where(block < chosen, share, 0.0), 0)
+        inner = tl.arange(0, BLOCK)
+        column = chosen * BLOCK + inner
+        z = tl.load(logits + at * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        entry = tl.exp(z - highest)
+        inside = tl.sum((tl.cumsum(entry, 0) <= (target - below).to(tl.float32)).to(tl.int32), 0)
+        inside = tl.minimum(inside, tl.max(tl.where(entry > 0, inner, 0), 0))
+        drawn = (chosen * BLOCK + inside).to(tl.int64)
+        if GREEDY:
+            token = tl.where(tl.load(greedys + row), token, drawn)
+        else:
+            token = drawn
+    valid = (mass == mass) & (mass < float("inf"))
+    token = tl.where(valid, token, 0)
+    z_token = tl.load(logits + at * stride + token).to(tl.float32) / temperature
+    log_prob = z_token - highest - tl.log(mass).to(tl.float32)
+    tl.store(tokens + row * width + length, token)
+    tl.store(log_probs + row * width + length, log_prob)
+    stop = tl.arange(0, STOPS)
+    ends = tl.load(stops + row * stop_count + stop, mask=stop < stop_count, other=-1)
+    stopped = tl.sum((ends == token).to(tl.int32), 0) > 0
+    state = tl.load(states + row)
+    after = tl.where(length + 1 >= tl.load(limits + row), _LENGTH, _RUNNING)
+    after = tl.where(stopped, _STOP, after)
+    after = tl.where(valid, after, _ERROR)
+    running = state == _RUNNING
+    tl.store(states + row, tl.where(running, after.to(tl.int64), state))
+    tl.store(lengths + row, length + (running & valid).to(tl.int64))
+
+
+def draw(logits: Tensor, rows: Tensor, fields: dict[str, Tensor], *, temperature: bool, greedy: bool, all_greedy: bool) -> None:
+    """Sample a token for each of `rows` from `logits` [rows, vocabulary] and judge whether the row ends: `Rows.advance` for
+    rows that use no other knob than the temperature. Two passes over the logits at most, the second over one block."""
+    count, vocabulary = logits.shape
+    assert logits.stride(1) == 1
+    blocks = triton.cdiv(vocabulary, _DRAW_BLOCK)
+    tops = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
+    totals, places = torch.empty_like(tops), torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
+    stride = logits.stride(0)
+    _summarise[(count, blocks)](
+        logits, rows, fields["temperature"], tops, totals, places, vocabulary, stride, blocks,
+        TEMPERATURE=temperature, BLOCK=_DRAW_BLOCK, num_warps=4,
+    )  # fmt: skip
+    f = fields
+    _draw[(count,)](
+        logits, rows, f["temperature"], tops, totals, places, f["tokens"], f["log_probs"], f["stops"], f["length"], f["limit"],
+        f["state"], f["stream"], f["greedy"], vocabulary, stride, blocks, f["tokens"].shape[1], f["stops"].shape[1],
+        TEMPERATURE=temperature, GREEDY=greedy, ALL_GREEDY=all_greedy,
+        BLOCK=_DRAW_BLOCK, BLOCKS=triton.next_power_of_2(blocks), STOPS=triton.next_power_of_2(f["stops"].shape[1]),
+        num_warps=4,
+    )  # fmt: skip
+
+
+# --- pieces of a decoder ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _norm(x, weight, out, size, stride, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    narrow = scaled.to(x.dtype.element_ty).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, (narrow * factor).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight · x / sqrt(mean(x²) + eps) over the last axis, as Llama and its relatives define it."""
+    size = x.shape[-1]
+    flat = x.reshape(-1, size)
+    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    block = triton.next_power_of_2(size)
+    _norm[(len(flat),)](flat, weight, out, size, flat.stride(0), eps, BLOCK=block, num_warps=min(8, max(1, block // 512)))
+    return out
+
+
+@triton.jit
+def _rotate(x, out, row, token, x_row, x_token, x_head, tokens, heads, size, a_cos, b_cos, a_sin, b_sin,
+            HEADS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    half = size // 2
+    h, d = tl.arange(0, HEADS), tl.arange(0, HALF)
+    mask = (h[:, None] < heads) & (d[None, :] < half)
+    source = x + row * x_row + token * x_token + h[:, None] * x_head + d[None, :]
+    kind = x.dtype.element_ty
+    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    first = (a * a_cos).to(kind).to(tl.float32) - (b * a_sin).to(kind).to(tl.float32)
+    second = (b * b_cos).to(kind).to(tl.float32) + (a * b_sin).to(kind).to(tl.float32)
+    target = out + ((row * tokens + token) * heads + h[:, None]) * size + d[None, :]
+    tl.store(target, first.to(kind), mask=mask)
+    tl.store(target + half, second.to(kind), mask=mask)
+
+
+@triton.jit
+def _rotary(
+    q, k, cos, sin, q_out, k_out, tokens, q_heads, k_heads, size,
+    q_row, q_token, q_head, k_row, k_token, k_head, angle_row, angle_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // tokens
+    token = tl.program_id(0).to(tl.int64) % tokens
+    d = tl.arange(0, HALF)
+    inside = d < size // 2
+    at = row * angle_row + token * angle_token + d
+    a_cos = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    b_cos = tl.load(cos + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    a_sin = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    b_sin = tl.load(sin + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+    _rotate(q, q_out, row, token, q_row, q_token, q_head, tokens, q_heads, size, a_cos, b_cos, a_sin, b_sin, Q_HEADS, HALF)
+    _rotate(k, k_out, row, token, k_row, k_token, k_head, tokens, k_heads, size, a_cos, b_cos, a_sin, b_sin, K_HEADS, HALF)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """x · cos + rotate_half(x) · sin for queries and keys [B, heads, T, D] with angles [B or 1, T, D], in one go."""
+    batch, q_heads, tokens, size = query.shape
+    k_heads = key.shape[1]
+    q_out, k_out = query.new_empty(batch, tokens, q_heads, size), key.new_empty(batch, tokens, k_heads, size)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    _rotary[(batch * tokens,)](
+        query, key, cos, sin, q_out, k_out, tokens, q_heads, k_heads, size,
+        query.stride(0), query.stride(2), query.stride(1), key.stride(0), key.stride(2), key.stride(1),
+        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+        Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k_heads),
+        HALF=triton.next_power_of_2(size // 2), num_warps=4,
+    )  # fmt: skip
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+@triton.jit
+def _gate(gate, up, out, total, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < total
+    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    silu = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
+    tl.store(out + at, (silu * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    _gate[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=4)
+    return out
+
+
+def available(device: Any) -> bool:
+    return torch.device(device).type == "cuda"
