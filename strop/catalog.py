@@ -92,23 +92,26 @@ PREFERENCE_LOSSES.declare("simpo", "strop.algorithms.preference:simpo", needs=("
 
 # --- Rule scorers --------------------------------------------------------------------------------------------------------
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in
-# a worker process with a time limit.
-SCORERS = Registry("scorer", facts={"sources": (), "slow": False})
+# a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`).
+SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None})
+_VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"
-SCORERS.declare("gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"))
+SCORERS.declare("gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number")
 SCORERS.declare(
     "math_boxed",
     f"{_RULES}.math_boxed:compute_score",
     sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    vote=f"{_VOTES}:boxed",
 )
 SCORERS.declare("math_dapo", f"{_RULES}.math_dapo:compute_score", sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"))
 SCORERS.declare("math_symbolic", f"{_RULES}.math_symbolic:compute_score", sources=("numina_*",), slow=True)
-SCORERS.declare("geo3k", f"{_RULES}.geo3k:compute_score", sources=("hiyouga/geometry3k",), slow=True)
-SCORERS.declare("search_qa", f"{_RULES}.search_qa:compute_score", sources=("searchR1_*",))
+SCORERS.declare("geo3k", f"{_RULES}.geo3k:compute_score", sources=("hiyouga/geometry3k",), slow=True, vote=f"{_VOTES}:boxed")
+SCORERS.declare("search_qa", f"{_RULES}.search_qa:compute_score", sources=("searchR1_*",), vote=f"{_VOTES}:tagged")
 SCORERS.declare(
     "multiple_choice",
     f"{_RULES}.multiple_choice:compute_score",
     sources=("cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "mmlu*", "gpqa*"),
+    vote=f"{_VOTES}:letter",
 )
 SCORERS.declare("format", f"{_RULES}.format:compute_score")
 SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))

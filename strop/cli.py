@@ -28,6 +28,7 @@ train
   openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
 use
   generate      answers for a file of prompts: strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
+  eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
@@ -67,6 +68,12 @@ def ppo(arguments: list[str]) -> int:
 
 def generate(arguments: list[str]) -> int:
     from strop.trainer.main_generation import run
+
+    return run(arguments)
+
+
+def evaluate(arguments: list[str]) -> int:
+    from strop.trainer.main_eval import run
 
     return run(arguments)
 
@@ -151,6 +158,7 @@ def quickstart(arguments: list[str]) -> int:
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "ppo": ppo,
     "generate": generate,
+    "eval": evaluate,
     "check": check,
     "config": config,
     "convert": convert,

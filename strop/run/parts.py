@@ -67,7 +67,7 @@ class Parts:
         """Put finished rows where a kill cannot reach them."""
         self._write(f"{min(rows):08d}-{secrets.token_hex(4)}.json", {str(row): value for row, value in rows.items()})
 
-    def finish(self, write: Callable[[Path], None]) -> None:
+    def finish(self, write: Callable[[Path], object]) -> None:
         """Publish the output that `write` makes at the path it is given, then clear the parts away."""
         publish(self.output, write)
         self._system.rm(self._folder, recursive=True)
@@ -84,7 +84,7 @@ class Parts:
         publish(f"{self._folder}/{name}", lambda path: _dump(path, content), system=self._system)
 
 
-def publish(address: str, write: Callable[[Path], None], *, system: Any = None) -> None:
+def publish(address: str, write: Callable[[Path], object], *, system: Any = None) -> None:
     """What `write` makes at the path it is given appears under `address`, whole or not at all."""
     system, target = (system, address) if system is not None else place(address)
     folder, _, name = target.rpartition("/")

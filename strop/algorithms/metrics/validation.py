@@ -119,7 +119,7 @@ def pass_at_k(count: int, correct: int, k: int) -> float:
 
 
 def majority_value(values: Sequence[float], votes: Sequence[Hashable]) -> float:
-    """The value of the first response that carries the most frequent vote; ties go to the vote seen first."""
+    """The value of the first response that carries the most frequent vote; ties go to the vote seen first, None abstains."""
     return float(_majorities(values, votes, np.arange(len(values))[None])[0])
 
 
@@ -166,7 +166,7 @@ def _majorities(values: Sequence[float], votes: Sequence[Hashable], subsets: NDA
     number: dict[Hashable, int] = {}
     ballots = np.array([number.setdefault(vote, len(number)) for vote in votes])[subsets]
     cells = ballots + len(number) * np.arange(len(subsets))[:, None]  # one counter per subset and vote
-    support = np.bincount(cells.ravel())[cells]
+    support = np.where(np.array([vote is None for vote in votes])[subsets], 0, np.bincount(cells.ravel())[cells])
     first_winner = support.argmax(axis=1)  # argmax takes the first of equals
     return np.asarray(values, dtype=float)[subsets[np.arange(len(subsets)), first_winner]]
 
