@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -109,13 +110,18 @@ class BackgroundLoop:
     Independent of a loop that may be running in the caller's thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "strop-reward-loop") -> None:
+        self.name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
         """Wait for a coroutine, from any thread but the loop's; it is cancelled after `timeout` seconds."""
         return asyncio.run_coroutine_threadsafe(_limited(coroutine, timeout), self._running()).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin a coroutine and return at once; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(contained(coroutine), self._running())
 
     def close(self) -> None:
         with self._lock:
@@ -127,8 +133,16 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="strop-reward-loop", daemon=True).start()
+                threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True).start()
             return self._loop
+
+
+async def contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The same coroutine; sys.exit() in it must end the call, not the loop that runs it."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _limited(coroutine: Coroutine[Any, Any, Any], timeout: float | None) -> Any:

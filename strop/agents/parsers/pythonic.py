@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4 and others: a Python list of calls, `[weather(city="Rome"), clock()]`. Only literals; nothing is evaluated."""
+"""Llama 3.2 and 4: a Python list of calls, `[weather(city="Rome"), clock()]`. Only literals; nothing is evaluated."""
 
 from __future__ import annotations
 

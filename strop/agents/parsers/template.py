@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os.path
 from typing import Any
 
 from strop.agents.calls import Malformed, Parsed, ToolCall
@@ -43,7 +42,7 @@ def written_call(tokenizer: Any) -> str:
     plain = _rendered(tokenizer, {"role": "assistant", "content": CONTENT})
     full = _rendered(tokenizer, {"role": "assistant", "content": CONTENT, "tool_calls": calls})
     header, _, tail = plain.partition(CONTENT)
-    written = full[len(os.path.commonprefix([header, full])) :].lstrip().removeprefix(CONTENT)
+    written = full.removeprefix(header).lstrip().removeprefix(CONTENT) if full.startswith(header) else ""
     # Some templates end a turn with calls in another way than a plain one.
     written = written.removesuffix(tail) if tail and written.endswith(tail) else without_end_of_turn(written)
     if NAME not in written:
