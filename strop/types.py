@@ -37,6 +37,16 @@ class Prompt:
     """Images in the order of their placeholders."""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn after the prompt: who wrote `response[start:end]`."""
+
+    role: str
+    """assistant where the policy sampled it; else what the environment is called: tool, user ..."""
+    start: int
+    end: int
+
+
 @dataclass
 class Trajectory:
     """One answer to a prompt: everything that stands after the prompt, token by token.
@@ -67,6 +77,13 @@ class Trajectory:
     """Rewards inside the response: position of the token -> reward."""
     extras: dict[str, Any] = field(default_factory=dict)
     """Whatever the scorer or the agent loop reported beside the score."""
+    turns: list[Turn] = field(default_factory=list)
+    """The turns that make up the response, in order. Empty: one turn of the assistant."""
+
+    @property
+    def reward(self) -> float | None:
+        """Everything it earned, on the way and at the end; None when it could not be scored."""
+        return None if self.score is None else self.score + sum(self.turn_rewards.values())
 
     def __post_init__(self) -> None:
         assert len(self.response) == len(self.mask) == len(self.log_probs), (

@@ -88,9 +88,9 @@ class Chat:
         """Messages as ids; by default with the prefix that opens the assistant's turn."""
         return self.encode(self.text(messages, generate=generate, tools=tools), start=True)
 
-    def lengths(self, conversations: Sequence[Sequence[Message]]) -> list[int]:
+    def lengths(self, conversations: Sequence[Sequence[Message]], *, tools: Sequence[Any] | None = None) -> list[int]:
         """How many ids each prompt has, tokenised together."""
-        texts = [self.text(messages, generate=True) for messages in conversations]
+        texts = [self.text(messages, generate=True, tools=tools) for messages in conversations]
         if not texts:
             return []
         opening = len(self._opening())
@@ -122,24 +122,36 @@ class Chat:
         return Rendered(ids, mask)
 
     def later_turn(
-        self, messages: Sequence[Message], *, last_id: int | None = None, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        last_id: int | None = None,
+        tools: Sequence[Any] | None = None,
+        history: Sequence[Message] | None = None,
     ) -> list[int]:
         """Ids that follow a sampled answer: the rest of its turn, the new messages, and the opening of the next answer.
 
         `last_id` is the last sampled id. If it is the end-of-turn token it is not repeated; if the answer was cut by a
-        length limit, the turn is closed first. Independent of the turns before, which stay as they were sampled.
+        length limit, the turn is closed first. The turns before stay as they were sampled; `history` are the messages up to
+        the answer, for templates that count turns or look back (by default a stand-in).
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-        _, found, tail = self.text([*before, *messages], generate=True, tools=tools).rpartition(ANSWER)
-        if not found:
-            raise ValueError("The chat template leaves out what the assistant said, so later turns cannot be appended.")
-        ids = self.encode(tail)
+        ids = self.encode(self.later_text(messages, history=history, tools=tools))
         for place, token in enumerate(ids):
             if token == last_id:
                 return ids[place + 1 :]
             if self._shown(token).strip():
                 break
         return ids
+
+    def later_text(
+        self, messages: Sequence[Message], *, history: Sequence[Message] | None = None, tools: Sequence[Any] | None = None
+    ) -> str:
+        """What the template writes after an answer, up to and including the opening of the next one."""
+        before = [*(history or [{"role": "user", "content": "?"}]), {"role": "assistant", "content": ANSWER}]
+        _, found, tail = self.text([*before, *messages], generate=True, tools=tools).rpartition(ANSWER)
+        if not found:
+            raise ValueError("The chat template leaves out what the assistant said, so later turns cannot be appended.")
+        return tail
 
     def _plain(self, message: Message) -> str:
         content = message.get("content") or ""

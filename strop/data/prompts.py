@@ -54,6 +54,18 @@ def truncate(
     raise ValueError(f"data.truncation={mode!r}; choose error, left, right or middle.")
 
 
+@dataclasses.dataclass(frozen=True)
+class ToolListing:
+    """Schemas of tools that the chat template lists in the prompts of some agents."""
+
+    schemas: Sequence[dict[str, Any]]
+    agents: frozenset[str | None]
+    """Agent names of such rows; None stands for rows that name none."""
+
+    def of(self, agent_name: str | None) -> Sequence[dict[str, Any]] | None:
+        return self.schemas if agent_name in self.agents else None
+
+
 class PromptDataset(Sequence[Prompt]):
     """Prompts by place. `rows` are files, or any sequence that gives dictionaries (or finished `Prompt`s)."""
 
@@ -66,6 +78,7 @@ class PromptDataset(Sequence[Prompt]):
         max_prompt_length: int = 512,
         truncation: str = "error",
         indices: Indices | None = None,
+        listing: ToolListing | None = None,
     ):
         self.rows = rows
         self.chat = chat
@@ -73,6 +86,7 @@ class PromptDataset(Sequence[Prompt]):
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
         self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        self.listing = listing
         self._cache: OrderedDict[int, Prompt] = OrderedDict()
 
     def __len__(self) -> int:
@@ -100,7 +114,8 @@ class PromptDataset(Sequence[Prompt]):
         rows = {index: self.rows[index] for index in wanted}
         finished = {index: len(row.ids) for index, row in rows.items() if isinstance(row, Prompt)}
         others = [index for index in rows if index not in finished]
-        measured = dict(zip(others, self.chat.lengths([self.fields(index, rows[index]).messages for index in others])))
+        fields = [self.fields(index, rows[index]) for index in others]
+        measured = dict(zip(others, prompt_lengths(fields, self.chat, self.listing)))
         return [finished.get(index, measured.get(index, 0)) for index in wanted]
 
     def without_overlong(self, *, workers: int = 1) -> PromptDataset:
@@ -122,6 +137,7 @@ class PromptDataset(Sequence[Prompt]):
             max_prompt_length=self.max_prompt_length,
             truncation=self.truncation,
             indices=self.indices[keep],
+            listing=self.listing,
         )
 
     def fingerprint(self) -> str:
@@ -137,7 +153,7 @@ class PromptDataset(Sequence[Prompt]):
         fields = self.fields(index, row)
         return Prompt(
             index=index,
-            ids=self._cut(self.chat.ids(fields.messages), index),
+            ids=self._cut(self.chat.ids(fields.messages, tools=self._tools(fields)), index),
             messages=fields.messages,
             data_source=fields.data_source,
             ground_truth=fields.ground_truth,
@@ -146,11 +162,34 @@ class PromptDataset(Sequence[Prompt]):
             images=fields.images,
         )
 
+    def _tools(self, fields: Fields) -> Sequence[dict[str, Any]] | None:
+        return None if self.listing is None else self.listing.of(fields.agent_name)
+
     def _cut(self, ids: list[int], index: int) -> list[int]:
         return truncate(ids, self.max_prompt_length, self.truncation, where=self.where(index))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": OrderedDict()}
+
+
+def prompt_lengths(rows: Sequence[Fields], chat: Chat, listing: ToolListing | None = None) -> list[int]:
+    """Tokens of each prompt, the listed tools included."""
+    lengths = [0] * len(rows)
+    for tools in (None,) if listing is None else (None, listing.schemas):
+        places = [place for place, row in enumerate(rows) if (listing and listing.of(row.agent_name)) is tools]
+        for place, length in zip(places, chat.lengths([rows[place].messages for place in places], tools=tools)):
+            lengths[place] = length
+    return lengths
+
+
+def chat_of(config: Data, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> Chat:
+    """How the prompts of a configuration are rendered."""
+    return Chat(
+        tokenizer,
+        template=chat_template,
+        kwargs=dict(config.apply_chat_template_kwargs or {}),
+        plain=not config.apply_chat_template,
+    )
 
 
 def build_prompts(
@@ -159,9 +198,9 @@ def build_prompts(
     *,
     split: Split = "train",
     chat_template: str | None = None,
-    tools: Sequence[dict[str, Any]] | None = None,
+    listing: ToolListing | None = None,
 ) -> PromptDataset:
-    """The training or validation prompts of a configuration. `tools` are schemas that the template lists."""
+    """The training or validation prompts of a configuration."""
     train = split == "train"
     files = config.train_files if train else config.val_files
     most = config.train_max_samples if train else config.val_max_samples
@@ -173,20 +212,14 @@ def build_prompts(
         for file in rows.files:
             check_columns(file.columns, keys, where=file.address)
         counts, weights = rows.counts, config.prompt_probs if train else None
-    chat = Chat(
-        tokenizer,
-        template=chat_template,
-        kwargs=dict(config.apply_chat_template_kwargs or {}),
-        tools=tools,
-        plain=not config.apply_chat_template,
-    )
     dataset = PromptDataset(
         rows,
-        chat,
+        chat_of(config, tokenizer, chat_template),
         keys=keys,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
         indices=select(counts, weights=weights, most=most, shuffle=shuffle, seed=order_seed(config)),
+        listing=listing,
     )
     if not len(dataset):
         raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")

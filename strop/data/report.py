@@ -15,6 +15,7 @@ from strop.data.files import Rows, open_file
 from strop.data.files import addresses as listed
 from strop.data.findings import Finding
 from strop.data.measure import CHUNK
+from strop.data.prompts import ToolListing, chat_of, prompt_lengths
 from strop.data.schema import Fields, Keys, check_columns, fields_at
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def inspect(
     *,
     key: str = "data.train_files",
     chat_template: str | None = None,
-    tools: Sequence[dict[str, Any]] | None = None,
+    listing: ToolListing | None = None,
     sample: int = SAMPLE,
 ) -> DataReport:
     """Look at files of prompts. What is wrong becomes a finding, never an exception. Without tokenizer nothing is rendered."""
@@ -76,19 +77,13 @@ def inspect(
     chat = None
     if tokenizer is not None:
         try:
-            chat = Chat(
-                tokenizer,
-                template=chat_template,
-                kwargs=dict(config.apply_chat_template_kwargs or {}),
-                tools=tools,
-                plain=not config.apply_chat_template,
-            )
+            chat = chat_of(config, tokenizer, chat_template)
         except ValueError as error:
             report.findings.append(Finding("error", str(error)))
     try:
         firsts = _describe_columns(rows, keys, report)
         spread = np.linspace(0, len(rows) - 1, min(sample, len(rows))).astype(np.int64)
-        _read_sample(rows, keys, np.unique([*spread, *firsts]), chat, config, report)
+        _read_sample(rows, keys, np.unique([*spread, *firsts]), chat, config, report, listing)
     except ValueError as error:
         report.findings.append(Finding("error", str(error)))
     return report
@@ -134,7 +129,15 @@ def _describe_columns(rows: Rows, keys: Keys, report: DataReport) -> list[int]:
     return list(first.values())
 
 
-def _read_sample(rows: Rows, keys: Keys, places: Any, chat: Chat | None, config: Data, report: DataReport) -> None:
+def _read_sample(
+    rows: Rows,
+    keys: Keys,
+    places: Any,
+    chat: Chat | None,
+    config: Data,
+    report: DataReport,
+    listing: ToolListing | None = None,
+) -> None:
     bad: list[str] = []
     good: list[Fields] = []
     for place in places:
@@ -149,13 +152,13 @@ def _read_sample(rows: Rows, keys: Keys, places: Any, chat: Chat | None, config:
     if len(places) < len(rows):
         report.findings.append(Finding("info", f"{len(places)} of {len(rows)} rows were read, spread evenly over the files."))
     if chat is not None:
-        _measure(good, chat, config, report)
+        _measure(good, chat, config, report, listing)
 
 
-def _measure(rows: list[Fields], chat: Chat, config: Data, report: DataReport) -> None:
+def _measure(rows: list[Fields], chat: Chat, config: Data, report: DataReport, listing: ToolListing | None) -> None:
     lengths: list[int] = []
     for start in range(0, len(rows), CHUNK):
-        lengths += chat.lengths([row.messages for row in rows[start : start + CHUNK]])
+        lengths += prompt_lengths(rows[start : start + CHUNK], chat, listing)
     report.longest = max(lengths, default=0)
     report.too_long = sum(length > config.max_prompt_length for length in lengths)
     if 0 in lengths:

@@ -21,7 +21,7 @@ class Sample:
     solution_str: str
     """What the policy said, without special tokens."""
     extra_info: dict[str, Any]
-    """The row's own, with num_turns and turn_scores; a copy, so a scorer may write in it."""
+    """The row's own, what the agent loop reported, num_turns and turn_scores; a copy, so a scorer may write in it."""
 
     @property
     def data_source(self) -> str:
@@ -75,6 +75,7 @@ def _extra_info(trajectory: Trajectory) -> dict[str, Any]:
     rewards = trajectory.turn_rewards
     return {
         **trajectory.prompt.extra_info,
+        **trajectory.extras,
         "num_turns": trajectory.num_turns,
         "turn_scores": [rewards[position] for position in sorted(rewards)],
     }

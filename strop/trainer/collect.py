@@ -14,7 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from strop.agents.build import Cast
+from strop.agents.episode import Episode
+from strop.agents.report import episode_metrics
+from strop.agents.runner import EpisodeRunner, Start
 from strop.algorithms.selection import groups_that_disagree, groups_within
+from strop.config.schema.rollout import RewardWeights
 from strop.rollout.base import Completion, Engine, Request, Sampling
 from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
@@ -57,9 +62,9 @@ class GroupFilter:
         return [t.group in chosen for t in trajectories]
 
     def _value(self, trajectory: Trajectory) -> float:
-        assert trajectory.score is not None
         if self.metric in ("score", "seq_reward", "seq_final_reward"):
-            return trajectory.score
+            assert trajectory.reward is not None
+            return trajectory.reward
         if self.metric not in trajectory.extras:
             known = ", ".join(["score", *trajectory.extras])
             raise ValueError(
@@ -81,9 +86,16 @@ class Collector:
     greedy_baseline: bool = False
     free_cache: bool = False
     """Give the engine's memory back while the models learn."""
+    cast: Cast | None = None
+    """Agent loops, tools and interactions; None: every row is one answer."""
+    weights: RewardWeights = field(default_factory=RewardWeights)
+    """How the rewards of a conversation add up."""
 
     _reports: list[Any] = field(default_factory=list)
     """Of the draws of this step."""
+    _runner: EpisodeRunner | None = None
+    _episodes: list[Episode] = field(default_factory=list)
+    """Since their numbers were last asked for."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -94,9 +106,11 @@ class Collector:
             self.engine.sleep()
 
     def close(self) -> None:
-        """End the worker processes of the scorer and the engine."""
+        """End the worker processes of the scorer, tools and the engine."""
         try:
             self.scorer.close()
+            if self._runner is not None:
+                self._runner.close()
         finally:
             self.engine.close()
 
@@ -104,7 +118,9 @@ class Collector:
         """`prompts` scored groups, in the order they were drawn."""
         self._reports = []
         with self.awake():
-            return self._collect(draw, prompts, step, record)
+            trajectories = self._collect(draw, prompts, step, record)
+        record.add(self.episode_metrics())
+        return trajectories
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
@@ -133,11 +149,11 @@ class Collector:
                 self.generate(prompts, replace(self.sampling, temperature=0.0), 1, step, first) if self.greedy_baseline else []
             )
         with record.phase("reward"):
-            report = self.scorer.score(trajectories)
+            report = self.score(trajectories)
             if greedy:
-                record.add({"reward/baseline_failed": self.scorer.score(greedy).failed})
+                record.add({"reward/baseline_failed": self.score(greedy).failed})
         record.add(self._scored(report))
-        answers = {t.group: t.score for t in greedy}
+        answers = {t.group: t.reward for t in greedy}
         for t in trajectories if greedy else ():
             score = answers[t.group]
             t.baseline = score or 0.0
@@ -156,23 +172,77 @@ class Collector:
                 metrics[name] = sum(value for value, _ in found)
         return metrics
 
+    def score(self, trajectories: Sequence[Trajectory]) -> Any:
+        """Fill in scores, and weigh in what tools and turns earned. An episode that failed stays without a score."""
+        alive = [t for t in trajectories if t.finish != "error"]
+        if not self.weights.score:
+            for t in alive:
+                t.score = 0.0
+        report = self.scorer.score(alive)
+        for t in alive:
+            weigh(t, self.weights)
+        return report
+
+    def episode_metrics(self) -> dict[str, float]:
+        """The numbers of all episodes since the last call."""
+        episodes, self._episodes = self._episodes, []
+        return episode_metrics(episodes)
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int, step: int, first: int = 0) -> list[Trajectory]:
-        """n unscored samples of each prompt; a request's seed depends on the run's seed, the step and the row alone."""
+        """n unscored samples of each prompt; a request's seed depends on the run's seed, the step and the row alone.
+
+        Rows whose agent gives a single answer go to the engine in one batch; each sample of the others is an episode.
+        """
+        numbered = [(first + i, prompt) for i, prompt in enumerate(prompts)]
+        if self.cast is None:
+            return self._in_one_batch(numbered, sampling, n, step)
+        alone = {group for group, prompt in numbered if not self.cast.loops.batched(prompt.agent_name)}
+        made = self._in_one_batch([pair for pair in numbered if pair[0] not in alone], sampling, n, step)
+        made += self._in_episodes([pair for pair in numbered if pair[0] in alone], sampling, n, step)
+        return sorted(made, key=lambda t: t.group) if alone else made
+
+    def _in_one_batch(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
+        if not prompts:
+            return []
         requests = [
             Request(
                 prompt.ids,
                 n,
-                seed=stream_seed(self.seed, step, prompt.index, first + i),
+                seed=stream_seed(self.seed, step, prompt.index, group),
                 max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)),
             )
-            for i, prompt in enumerate(prompts)
+            for group, prompt in prompts
         ]
         answers = self.engine.generate(requests, sampling)
         return [
-            _trajectory(prompt, first + i, completion)
-            for i, (prompt, completions) in enumerate(zip(prompts, answers))
+            _trajectory(prompt, group, completion)
+            for (group, prompt), completions in zip(prompts, answers)
             for completion in completions
         ]
+
+    def _in_episodes(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
+        if not prompts:
+            return []
+        if self._runner is None:
+            assert self.cast is not None
+            self._runner = self.cast.runner(self.engine, longest=self.longest, seed=stream_seed)
+        starts = [
+            Start(prompt, sampling, (self.seed, step, prompt.index, group, i), group)
+            for group, prompt in prompts
+            for i in range(n)
+        ]
+        episodes = self._runner.run(starts)
+        self._episodes += episodes
+        return [episode.trajectory() for episode in episodes]
+
+
+def weigh(trajectory: Trajectory, weights: RewardWeights) -> None:
+    """Scale what was earned on the way, and add what tools said at the end to the score."""
+    if trajectory.score is None:
+        return
+    tools = sum(trajectory.extras.get("tool_rewards", {}).values())
+    trajectory.score = weights.score * trajectory.score + weights.tool * tools
+    trajectory.turn_rewards = {place: weights.turn * reward for place, reward in trajectory.turn_rewards.items()}
 
 
 def _trajectory(prompt: Prompt, group: int, completion: Completion) -> Trajectory:

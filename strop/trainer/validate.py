@@ -30,8 +30,9 @@ class Validator:
             for prompts in self.loader:
                 trajectories += self.collector.generate(prompts, self.sampling, self.samples_per_prompt, step, groups)
                 groups += len(prompts)
-        report = self.collector.scorer.score(trajectories)
+        report = self.collector.score(trajectories)
         record.add(report.metrics, prefix="val-aux/")
+        record.add(self.collector.episode_metrics(), prefix="val-aux/")
         record.add(summarise(trajectories))
         return trajectories
 
@@ -41,7 +42,7 @@ def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
     scored = [t for t in trajectories if t.score is not None]
     metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
     if scored:
-        infos: dict[str, list[Any]] = {"reward": [t.score for t in scored]}
+        infos: dict[str, list[Any]] = {"reward": [t.reward for t in scored]}
         for name in sorted({name for t in scored for name in t.extras}):
             values = [t.extras.get(name) for t in scored]
             if all(value is None or isinstance(value, numbers.Real | str) for value in values):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from strop.config.schema.data import CustomClass, Data
 from strop.data.chat import Chat
 from strop.data.measure import CHUNK, measure
-from strop.data.prompts import PromptDataset, build_prompts, truncate
+from strop.data.prompts import PromptDataset, ToolListing, build_prompts, truncate
 from strop.data.selection import mixture, permutation, subset
 from strop.types import Prompt
 from tests.data.tokens import character_tokenizer, decoded
@@ -110,7 +110,10 @@ def test_tools_count_towards_the_length(sums: str) -> None:
     template = "{% if tools %}{{ tools[0].name }}{% endif %}{{ messages[0].content }}"
     settings = config(sums, filter_overlong_prompts=True, max_prompt_length=8)
     assert len(build_prompts(settings, TOKENIZER, chat_template=template)) == 9
-    assert len(build_prompts(settings, TOKENIZER, chat_template=template, tools=[{"name": "find"}])) == 5
+    shown = ToolListing([{"name": "find"}], frozenset({None}))
+    assert len(build_prompts(settings, TOKENIZER, chat_template=template, listing=shown)) == 5
+    hidden = ToolListing([{"name": "find"}], frozenset({"tool_agent"}))
+    assert len(build_prompts(settings, TOKENIZER, chat_template=template, listing=hidden)) == 9
 
 
 def test_the_filter_gives_the_same_rows_with_processes(tmp_path: Path) -> None:

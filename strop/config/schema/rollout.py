@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from strop.catalog import TOOL_PARSERS
 from strop.config.schema.fields import inert, link, section, setting
 
 ENGINE_NAMES = ("native", "hf", "vllm", "sglang")
@@ -28,6 +29,19 @@ class ValKwargs:
 
 
 @dataclass(eq=False)
+class RewardWeights:
+    """How rewards of a conversation add up. Read by trainer/collect.py."""
+
+    score: float = setting(1.0)
+    """Weight of the scorer's score of the whole conversation. 0: no scorer is asked."""
+    turn: float = setting(1.0)
+    """Weight of rewards given on the way (by a tool's execute, an interaction, a loop); each stands on the last token of its
+    turn."""
+    tool: float = setting(1.0)
+    """Weight of what tools say at the end (calc_reward); it is added to the score."""
+
+
+@dataclass(eq=False)
 class MultiTurn:
     """Conversations with tools and simulated users. Read by agents/."""
 
@@ -45,10 +59,17 @@ class MultiTurn:
     """What is cut from a longer one: left keeps the head, right keeps the tail, middle keeps both."""
     tool_config_path: str | None = None
     """YAML with the tools."""
+    tool_error_policy: str = setting("reply", choices=("reply", "stop", "mask"))
+    """After a tool call that failed: reply (the model reads the error and goes on), stop (the conversation ends there), or mask
+    (the sample is not trained on, and counted)."""
+    call_timeout: float = setting(60.0, above=0)
+    """Seconds that one call of a tool or an interaction may take."""
+    reward_weights: RewardWeights = section(RewardWeights)
+    """How rewards of turns, tools and the scorer add up."""
     interaction_config_path: str | None = None
     """YAML with the interactions."""
-    format: str = setting("hermes")
-    """Syntax of tool calls: hermes, llama3_json, qwen, mistral, pythonic, template."""
+    format: str = setting("hermes", one_of=TOOL_PARSERS)
+    """Syntax of tool calls: hermes, llama3_json, qwen, mistral, pythonic, or template: what the chat template writes."""
     use_inference_chat_template: bool = inert(False, "turns are rendered once, token by token")
     """Option of an older engine."""
     tokenization_sanity_check_mode: str = inert("strict", "token exactness is always checked")

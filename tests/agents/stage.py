@@ -1,0 +1,112 @@
+"""Episodes without a model: an engine that says what a script tells it, and a character tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import decoders
+
+from strop.agents.episode import Episode
+from strop.agents.interaction import Interactions
+from strop.agents.loops import Loops
+from strop.agents.parsers import parser_for
+from strop.agents.runner import EpisodeRunner, Start
+from strop.agents.session import CallLimits
+from strop.agents.toolbox import Toolbox
+from strop.agents.tools import tool_from_function
+from strop.agents.world import Limits, World
+from strop.data.chat import Chat
+from strop.rollout.base import Completion, Request, Sampling
+from strop.trainer.seeds import stream_seed
+from strop.types import Prompt
+from tests.data.tokens import CHATML, character_tokenizer
+
+
+
+def tokenizer_of(template: str = CHATML) -> Any:
+    made = character_tokenizer(template=template)
+    made.backend_tokenizer.decoder = decoders.Fuse()
+    return made
+
+
+TOKENIZER = tokenizer_of()
+STOP = TOKENIZER.eos_token_id
+SAMPLING = Sampling(max_tokens=400, stop_ids=(STOP,))
+Script = Callable[[str, int], str]
+"""(the whole conversation in text, tokens after the prompt of the row) -> the next answer; it is ended by a stop token."""
+
+
+class ScriptedEngine:
+    """Answers as told, cut at max_tokens; keeps every request."""
+
+    version = 7
+
+    def __init__(self, script: Script | Sequence[str], tokenizer: Any = TOKENIZER, latency: float = 0.0) -> None:
+        self.script, self.tokenizer, self.latency = script, tokenizer, latency
+        self.requests: list[Request] = []
+        self.completions: list[Completion] = []
+
+    async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
+        await asyncio.sleep(self.latency)
+        number = len(self.requests)
+        self.requests.append(request)
+        said = (
+            self.script(self.tokenizer.decode(request.ids), number)
+            if callable(self.script)
+            else self.script[min(number, len(self.script) - 1)]
+        )
+        ids = [*self.tokenizer.encode(said, add_special_tokens=False), STOP]
+        assert request.max_tokens is not None
+        finish = "stop" if len(ids) <= request.max_tokens else "length"
+        ids = ids[: request.max_tokens]
+        completion = Completion(ids, [-0.5 - place / 1000 for place in range(len(ids))], finish, self.version)
+        self.completions.append(completion)
+        return [completion]
+
+
+def toolbox(*functions: Callable[..., Any], parallel: int = 4, timeout: float = 5.0, longest: int = 256) -> Toolbox:
+    return Toolbox([tool_from_function(f) for f in functions], CallLimits(timeout, longest, "middle", parallel))
+
+
+def world(
+    engine: Any,
+    *,
+    tools: Toolbox | None = None,
+    interactions: Interactions | None = None,
+    tokenizer: Any = TOKENIZER,
+    **limits: Any,
+) -> World:
+    sizes = {"prompt_length": 2000, "response_length": 400, "longest": 4000, **limits}
+    return World(
+        engine,
+        Chat(tokenizer),
+        Limits(**sizes),
+        tools or toolbox(),
+        parser_for("hermes", tokenizer),
+        interactions or Interactions(),
+        stream_seed,
+    )
+
+
+def prompt(
+    question: str = "2+2?", index: int = 0, agent: str | None = "tool_agent", scene: World | None = None, **extra: Any
+) -> Prompt:
+    messages = [{"role": "user", "content": question}]
+    tools = scene.toolbox.schemas or None if scene is not None else None
+    ids = Chat(TOKENIZER).ids(messages, tools=tools)
+    return Prompt(index, ids, messages, "test", extra_info=extra, agent_name=agent)
+
+
+def play(scene: World, *rows: Prompt, loops: Loops | None = None, at_once: int = 1024) -> list[Episode]:
+    """Run an episode for each row."""
+    runner = EpisodeRunner(scene, loops or Loops(), max_concurrency=at_once)
+    try:
+        return runner.run([Start(row, SAMPLING, (1, row.index), place) for place, row in enumerate(rows)])
+    finally:
+        runner.close()
+
+
+def text(ids: Sequence[int]) -> str:
+    return "".join(TOKENIZER.convert_ids_to_tokens(list(ids)))

@@ -1,0 +1,276 @@
+"""tool_agent and the episode under it: stop conditions, token-exactness, rewards, and what becomes of failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from strop.agents.episode import Episode
+from strop.agents.interaction import BaseInteraction, Interactions
+from strop.agents.loops import Loops
+from strop.agents.report import episode_metrics
+from strop.agents.tools import ToolResult
+from strop.types import Trajectory
+from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, play, prompt, text, toolbox, world
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def broken(a: int) -> str:
+    """Never works."""
+    raise RuntimeError("out of order")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def only(episodes: list[Episode]) -> tuple[Episode, Trajectory]:
+    [episode] = episodes
+    return episode, episode.trajectory()
+
+
+def test_a_tool_is_called_and_its_result_answered() -> None:
+    engine = ScriptedEngine([call("add", a=2, b=2), "4"])
+    scene = world(engine, tools=toolbox(add))
+    episode, sample = only(play(scene, prompt(scene=scene)))
+    assert text(sample.response) == (
+        call("add", a=2, b=2) + "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+    assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant"]
+    assert (sample.num_turns, sample.finish, sample.version, sample.score) == (4, "stop", 7, None)
+    assert episode.counts["tool_calls"] == 1 and episode.error is None
+
+
+def test_what_was_sampled_is_what_is_trained() -> None:
+    """Every request is a prefix of the final ids; mask, log-probs and stop tokens are those of the completions."""
+    engine = ScriptedEngine([call("add", a=1, b=1), call("add", a=2, b=2), "done"])
+    scene = world(engine, tools=toolbox(add))
+    row = prompt(scene=scene)
+    _, sample = only(play(scene, row))
+    whole = row.ids + sample.response
+    for request, completion in zip(engine.requests, engine.completions, strict=True):
+        start = len(request.ids)
+        assert whole[:start] == list(request.ids)
+        assert whole[start : start + len(completion.ids)] == completion.ids
+        inside = slice(start - len(row.ids), start - len(row.ids) + len(completion.ids))
+        assert sample.log_probs[inside] == completion.log_probs and all(sample.mask[inside])
+        assert sample.response[inside][-1] == STOP, "the token that ended the turn is trained"
+    assert sum(sample.mask) == sum(len(completion.ids) for completion in engine.completions)
+    assert all(value == 0.0 for value, sampled in zip(sample.log_probs, sample.mask) if not sampled)
+    seeds = [request.seed for request in engine.requests]
+    assert len(set(seeds)) == 3, "each turn draws from a stream of its own"
+
+
+def test_a_model_that_never_stops_calling_ends_with_its_budget() -> None:
+    engine = ScriptedEngine([call("add", a=1, b=1)])
+    scene = world(engine, tools=toolbox(add), response_length=200)
+    episode, sample = only(play(scene, prompt(scene=scene)))
+    assert episode.stopped == "length" and sample.finish == "length"
+    assert len(sample.response) <= 200 and sample.mask[-1] == 1, "a result that leaves no room for an answer is not appended"
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "answers"),
+    [
+        ({"max_assistant_turns": 2}, "max_assistant_turns", 2),
+        ({"max_user_turns": 1}, "max_user_turns", 2),
+        ({"longest": 210, "prompt_length": 60}, "length", None),
+    ],
+)
+def test_turns_and_tokens_are_limited(limits: dict[str, int], reason: str, answers: int | None) -> None:
+    engine = ScriptedEngine([call("add", a=1, b=1)])
+    scene = world(engine, tools=toolbox(add), **{"response_length": 1000, **limits})
+    row = prompt(scene=scene)
+    episode, sample = only(play(scene, row))
+    assert episode.stopped == reason
+    assert answers is None or episode.assistant_turns == answers
+    assert len(row.ids) + len(sample.response) <= limits.get("longest", 4000)
+
+
+def test_an_answer_cut_by_the_budget_ends_the_episode() -> None:
+    engine = ScriptedEngine(["a long story without end"])
+    scene = world(engine, response_length=10)
+    episode, sample = only(play(scene, prompt()))
+    assert (sample.finish, episode.stopped, text(sample.response)) == ("length", "length", "a long sto")
+
+
+def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
+    engine = ScriptedEngine(["<tool_call>{not json</tool_call>", call("ad", a=1, b=1), call("add", a="x", b=1), "I give up"])
+    scene = world(engine, tools=toolbox(add), response_length=1000)
+    episode, sample = only(play(scene, prompt(scene=scene)))
+    said = text(sample.response)
+    assert "could not be read" in said and "Did you mean 'add'" in said and "Wrong arguments" in said
+    assert episode.counts["tool_failures"] == 3 and episode.counts["tool_failures/malformed"] == 1
+    assert sample.finish == "stop" and episode.error is None
+
+
+def test_tool_error_policy() -> None:
+    def ended(policy: str) -> Episode:
+        engine = ScriptedEngine([call("broken", a=1), "so be it"])
+        scene = world(engine, tools=toolbox(broken), tool_error_policy=policy)
+        return play(scene, prompt(scene=scene), prompt(scene=scene, index=1, agent="single_turn_agent"))[0]
+
+    replied = ended("reply").trajectory()
+    assert "broken failed: RuntimeError: out of order" in text(replied.response) and replied.turns[-1].role == "assistant"
+    stopped = ended("stop")
+    assert stopped.stopped == "tool_error" and [turn.role for turn in stopped.trajectory().turns] == ["assistant"]
+    masked = ended("mask")
+    assert "tool_error_policy=mask" in str(masked.error) and masked.trajectory().finish == "error"
+
+
+def test_rewards_of_tools_stand_on_the_turn_that_called() -> None:
+    def guess(n: int) -> ToolResult:
+        """Guess."""
+        return ToolResult("no", reward=-0.25, metrics={"distance": 3.0})
+
+    engine = ScriptedEngine([call("guess", n=1), call("guess", n=2), "bye"])
+    scene = world(engine, tools=toolbox(guess))
+    _, sample = only(play(scene, prompt(scene=scene)))
+    first, _, second, *_ = sample.turns
+    assert sample.turn_rewards == {first.end - 1: -0.25, second.end - 1: -0.25}
+    assert sample.extras["distance"] == 3.0 and sample.extras["tool_rewards"] == {"guess": 0.0}
+
+
+class Countdown(BaseInteraction):
+    """Says `again` until the third answer; each answer earns its number."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.open: dict[str, int] = {}
+        self.seen: list[Any] = []
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str:
+        self.open[instance_id] = kwargs["first"]
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        answers = [m["content"] for m in messages if m["role"] == "assistant"]
+        self.seen.append((answers[-1], kwargs))
+        if answers[-1] == "explode":
+            raise KeyError("this interaction is broken")
+        if answers[-1] == "nan":
+            return False, "", math.nan, {}
+        return len(answers) == 3, "again", float(self.open[instance_id] + len(answers)), {"answers": len(answers)}
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.5
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        del self.open[instance_id]
+
+
+def counting(**limits: Any) -> tuple[Countdown, Any]:
+    interaction = Countdown({"name": "countdown"})
+    engine = ScriptedEngine(lambda said, _: said.rpartition("user\n")[2].split("<")[0] or "?")
+    return interaction, world(engine, interactions=Interactions({"countdown": interaction}), **limits)
+
+
+def test_an_interaction_replies_scores_each_turn_and_ends_the_episode() -> None:
+    interaction, scene = counting()
+    row = prompt("one", interaction_kwargs={"name": "countdown", "first": 10})
+    episode, sample = only(play(scene, row))
+    assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant", "user", "assistant"]
+    ends = [turn.end - 1 for turn in sample.turns if turn.role == "assistant"]
+    assert sample.turn_rewards == dict(zip(ends, [11.0, 12.0, 13.0]))
+    assert episode.stopped == "interaction" and sample.num_turns == 6
+    assert sample.extras["interaction_score"] == 0.5 and sample.extras["answers"] == 3
+    assert interaction.seen[0] == ("one", {"first": 10}) and not interaction.open, "finalized"
+
+
+def test_the_last_answer_is_judged_where_turns_are_spent() -> None:
+    _, scene = counting(max_assistant_turns=2)
+    row = prompt("one", interaction_kwargs={"name": "countdown", "first": 0})
+    episode, sample = only(play(scene, row))
+    assert list(sample.turn_rewards.values()) == [1.0, 2.0] and episode.stopped == "max_assistant_turns"
+    assert sample.turns[-1].role == "assistant"
+
+
+@pytest.mark.parametrize(
+    ("question", "kwargs", "why"),
+    [
+        ("explode", {"name": "countdown", "first": 0}, "this interaction is broken"),
+        ("nan", {"name": "countdown", "first": 0}, "reward of nan"),
+        ("x", {"name": "countdwon", "first": 0}, "Did you mean 'countdown'"),
+        ("x", {"name": "countdown"}, "first"),
+    ],
+)
+def test_one_failed_episode_is_masked_and_counted_and_the_others_survive(
+    question: str, kwargs: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    interaction, scene = counting()
+    good = [prompt("x", index=i, interaction_kwargs={"name": "countdown", "first": 0}) for i in range(3)]
+    bad = prompt(question, index=9, interaction_kwargs=kwargs)
+    episodes = play(scene, *good, bad)
+    samples = [episode.trajectory() for episode in episodes]
+    assert [sample.finish for sample in samples] == ["stop"] * 3 + ["error"]
+    assert why in str(episodes[-1].error) and not interaction.open
+    assert "1 of 4 episodes failed and are masked. The first, row 9 of test" in caplog.text
+    metrics = episode_metrics(episodes)
+    assert metrics["agent/failed"] == 1 and metrics["agent/stopped/interaction"] == 3
+    assert metrics["timing_s/agent_loop/generate_sequences/max"] >= 0
+
+
+def test_when_all_episodes_fail_the_run_stops() -> None:
+    _, scene = counting()
+    with pytest.raises(ValueError, match=r"All 2 episodes failed.*row 3 of test.*first"):
+        play(scene, *(prompt("x", index=i, interaction_kwargs={"name": "countdown"}) for i in (3, 4)))
+
+
+def test_a_late_interaction_fails_its_episode() -> None:
+    import asyncio
+
+    class Late(Countdown):
+        async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+            await asyncio.sleep(60)
+
+    scene = world(ScriptedEngine(["hello"]), interactions=Interactions({"late": Late({"name": "late"})}), call_timeout=0.05)
+    rows = [prompt("x", interaction_kwargs={"name": "late", "first": 0}), prompt("x", index=1)]
+    late, fine = play(scene, *rows)
+    assert "the interaction late did not answer within 0.05 seconds" in str(late.error) and fine.error is None
+
+
+def test_at_most_so_many_episodes_are_in_flight() -> None:
+    class Counting(ScriptedEngine):
+        now = most = 0
+
+        async def agenerate(self, request: Any, sampling: Any) -> Any:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            try:
+                return await super().agenerate(request, sampling)
+            finally:
+                self.now -= 1
+
+    engine = Counting(["hello"], latency=0.002)
+    episodes = play(world(engine), *(prompt("x", index=i) for i in range(40)), at_once=7)
+    assert len(episodes) == 40 and engine.most == 7
+
+
+def test_a_loop_may_be_a_plain_function_and_score_by_itself() -> None:
+    async def twice(episode: Episode, bonus: float = 0.0) -> None:
+        await episode.answer(max_tokens=3)
+        episode.tell({"role": "user", "content": "more"})
+        await episode.answer()
+        episode.score = 1.0 + bonus
+
+    engine = ScriptedEngine(["abcdef"])
+    loops = Loops("twice", {"twice": (twice, {"bonus": 0.5})})
+    _, sample = only(play(world(engine), prompt(agent=None), loops=loops))
+    assert text(sample.response) == "abc<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nabcdef<|im_end|>"
+    assert sample.mask[:4] == [1, 1, 1, 0], "the turn that was cut is closed by us, and that is not trained"
+    assert sample.score == 1.5
+
+
+def test_sampling_reaches_the_engine() -> None:
+    engine = ScriptedEngine(["x"])
+    play(world(engine, response_length=50), prompt())
+    assert engine.requests[0].max_tokens == 50 and SAMPLING.stop_ids == (STOP,)
