@@ -5,7 +5,7 @@ for a softmax kept for the backward pass. Here rows are taken `chunk` at a time 
 is kept; the backward pass computes the chunk's softmax again. The result is exact, whatever the chunk.
 
 `token_logprobs_from_hidden` goes one step further and computes the logits themselves chunk by chunk from the last hidden
-states, so that they never exist as a whole, neither forward nor backward.
+states, so that they never exist as a whole, neither forward nor backward (unless all of them fit in one chunk).
 
 With z = logits / temperature and p = softmax(z):
 
@@ -17,6 +17,7 @@ A label below zero (such as -100) is no token: its log-prob is 0 and has no grad
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +78,8 @@ def token_logprobs_from_hidden(
 ) -> TokenStatistics:
     """`token_statistics` of the logits `hidden @ weight.T + bias`, which are never held for more than one chunk of rows.
 
-    `hidden` [..., H], `weight` [V, H], `bias` [V], `labels` [...]. The product is taken in the dtype of `hidden`, as the
-    model's own head would; everything after it in float32. Gradients flow to hidden, weight and bias where they want one.
+    `hidden` [..., H], `weight` [V, H], `bias` [V], `labels` [...]. The product is taken of numbers in the dtype of `hidden`, as
+    the model's own head would; everything after it in float32. Gradients flow to hidden, weight and bias where they want one.
     """
     _check(hidden, labels, "hidden", temperature, chunk)
     if weight.dim() != 2 or weight.shape[-1] != hidden.shape[-1]:
@@ -130,8 +131,13 @@ class _FromHidden(torch.autograd.Function):
         want_entropy: bool,
     ) -> Any:
         numbers = _Rows(hidden, want_entropy)
+        logits = None
         for at in _chunks(len(hidden), chunk):
-            numbers.fill(at, _scaled(_head(hidden[at], weight, bias), temperature), labels[at])
+            logits = head_logits(hidden[at], weight, bias)
+            for part, row in _parts(logits, at):
+                numbers.fill(row, _scaled(logits[part], temperature), labels[row])
+        # No more than a chunk in all: kept, so that the backward pass need not compute it again.
+        ctx.logits = logits if len(hidden) <= chunk else None
         ctx.save_for_backward(hidden, weight, bias, labels, numbers.normaliser, numbers.entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
@@ -148,12 +154,15 @@ class _FromHidden(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         for at in _chunks(len(hidden), ctx.chunk):
-            z = _scaled(_head(hidden[at], weight, bias), ctx.temperature)
-            slope = _slope(z, labels[at], normaliser[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
-            slope /= ctx.temperature
-            if grad_bias is not None:
-                grad_bias += slope.sum(0)
-            narrow = slope.to(hidden.dtype)
+            logits = head_logits(hidden[at], weight, bias) if ctx.logits is None else ctx.logits
+            narrow = torch.empty_like(logits, dtype=hidden.dtype)
+            for part, r in _parts(logits, at):
+                z = _scaled(logits[part], ctx.temperature)
+                slope = _slope(z, labels[r], normaliser[r], _at(entropy, r), _at(grad_log_probs, r), _at(grad_entropy, r))
+                slope /= ctx.temperature
+                if grad_bias is not None:
+                    grad_bias += slope.sum(0)
+                narrow[part] = slope
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
             if grad_weight is not None:
@@ -214,8 +223,16 @@ def _slope(
     return slope
 
 
-def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """hidden @ weight.T + bias for rows [n, H], without gradient.
+
+    On a GPU, products of 16-bit numbers are handed out in the float32 they are summed in: bf16 has steps of 1/8 at the usual
+    size of a logit, which alone would move a log-prob by 0.02.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+            logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return logits if bias is None else logits.add_(bias)
         return torch.nn.functional.linear(hidden, weight, bias)
 
 
@@ -240,6 +257,12 @@ def _cached_chunks(logits: Tensor, size: int) -> list[slice]:
     """At most `size` rows; on a CPU also no more than stay in its cache while several operations pass over them."""
     rows = max(CACHED // max(logits.shape[-1], 1), 1) if logits.device.type == "cpu" else size
     return _chunks(len(logits), min(size, rows))
+
+
+def _parts(logits: Tensor, at: slice) -> Iterator[tuple[slice, slice]]:
+    """The rows of one chunk in stretches that stay in the cache: where they stand in it, and where in the whole."""
+    for part in _cached_chunks(logits, len(logits)):
+        yield part, slice(at.start + part.start, at.start + part.stop)
 
 
 def _chunks(rows: int, size: int) -> list[slice]:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.logprobs import sum_pi_squared, token_logprobs_from_hidden, token_statistics
+from strop.algorithms.logprobs import head_logits, sum_pi_squared, token_logprobs_from_hidden, token_statistics
 from strop.models.attention import PACKED, Packing, packing, packing_obstacle, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.types import Batch
@@ -244,8 +244,6 @@ class _LanguageAnswer(Answer):
             self.picked = picked
             return picked[None]
         weight, bias = self.head.weight, getattr(self.head, "bias", None)
-        if len(picked) <= self.chunk:  # no more than a chunk: kept for the backward pass, which then saves a product
-            return self._statistics(F.linear(picked, weight, bias), self.labels)[None]
         log_probs, entropy = token_logprobs_from_hidden(
             picked,
             weight,
@@ -259,7 +257,7 @@ class _LanguageAnswer(Answer):
         if "sum_pi_squared" in self.names:
             with torch.no_grad():
                 parts = [
-                    sum_pi_squared(F.linear(p, weight, bias), temperature=self.temperature) for p in picked.split(self.chunk)
+                    sum_pi_squared(head_logits(p, weight, bias), temperature=self.temperature) for p in picked.split(self.chunk)
                 ]
             squares = torch.cat(parts)
         return self._columns(log_probs, entropy, squares)[None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ def _norm(part: nn.Module) -> Found | None:
     from strop.rollout.native.kernels import rms_norm
 
     def forward(hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, part.weight, eps)
+        return rms_norm(hidden, cast(Tensor, part.weight), eps)
 
     return forward, len(weight), (type(part), len(weight), weight.dtype, eps)
 
@@ -111,7 +111,7 @@ def _gated(part: nn.Module) -> Found | None:
     from strop.rollout.native.kernels import gated_silu
 
     def forward(hidden: Tensor) -> Tensor:
-        return part.down_proj(gated_silu(part.gate_proj(hidden), part.up_proj(hidden)))
+        return parts["down_proj"](gated_silu(parts["gate_proj"](hidden), parts["up_proj"](hidden)))
 
     return forward, size, (type(part), type(parts["act_fn"]), size, next(part.parameters()).dtype)
 
