@@ -39,24 +39,25 @@ ADVANTAGES.declare("reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_
 ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce")
 
 # --- Policy losses -------------------------------------------------------------------------------------------------------
-# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides.
-POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None})
+# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional: where the advantages
+# of a row are 0, its loss and gradient are 0.
+POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None, "proportional": False})
 _losses = "strop.algorithms.policy_losses"
-POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla")
-POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv")
-POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl")
-POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo")
-POLICY_LOSSES.declare("luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum")
-POLICY_LOSSES.declare("geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean")
-POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo")
-POLICY_LOSSES.declare("sapo", f"{_losses}.smooth:sapo", aggregation="seq-mean-token-mean")
-POLICY_LOSSES.declare("vespo", f"{_losses}.smooth:vespo")
+POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True)
+POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv", proportional=True)
+POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl", proportional=True)
+POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo", proportional=True)
+POLICY_LOSSES.declare("luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum", proportional=True)
+POLICY_LOSSES.declare("geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean", proportional=True)
+POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo", proportional=True)
+POLICY_LOSSES.declare("sapo", f"{_losses}.smooth:sapo", aggregation="seq-mean-token-mean", proportional=True)
+POLICY_LOSSES.declare("vespo", f"{_losses}.smooth:vespo", proportional=True)
 POLICY_LOSSES.declare("clip_cov", f"{_losses}.covariance:clip_cov")
 POLICY_LOSSES.declare("kl_cov", f"{_losses}.covariance:kl_cov")
-POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg")
-POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce")
+POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg", proportional=True)
+POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce", proportional=True)
 POLICY_LOSSES.declare("dro", f"{_losses}.reinforce:dro")
-POLICY_LOSSES.declare("bypass_mode", f"{_losses}.bypass:bypass_mode", needs=("rollout_log_probs",))
+POLICY_LOSSES.declare("bypass_mode", f"{_losses}.bypass:bypass_mode", needs=("rollout_log_probs",), proportional=True)
 
 # --- Estimators of the KL divergence to the reference --------------------------------------------------------------------
 # Names with a `+` have the value of the name before it and the gradient of k2.
@@ -134,8 +135,10 @@ TRACKERS.declare("csv", "strop.run.trackers.csv:CsvTracker")
 TRACKERS.declare("tensorboard", "strop.run.trackers.tensorboard:TensorboardTracker")
 
 # --- Rollout engines -----------------------------------------------------------------------------------------------------
-# settings: what the engine takes from the `rollout` section beside the module.
-ENGINES = Registry("rollout engine", facts={"settings": ()})
+# settings: what the engine takes from the `rollout` section beside the module. library: what must be installed, unless
+# rollout.engine_kwargs names another interpreter or a server that has it. own_weights: the engine holds a copy of the weights,
+# so each update must bring them; the others sample from the trainer's own module.
+ENGINES = Registry("rollout engine", facts={"settings": (), "library": None, "own_weights": False})
 _shared = ("max_model_len", "max_num_seqs", "seed")
 ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
 ENGINES.declare(
@@ -145,9 +148,37 @@ ENGINES.declare(
         *_shared,
         "max_num_batched_tokens",
         "enable_chunked_prefill",
+        "enable_prefix_caching",
         "gpu_memory_utilization",
         "cache_bytes",
         "enforce_eager",
+    ),
+)
+_outside = (
+    "dtype",
+    "gpu_memory_utilization",
+    "enable_prefix_caching",
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "free_cache_engine",
+    "bucket_megabytes",
+    "load_format",
+    "engine_kwargs",
+)
+ENGINES.declare(
+    "vllm",
+    "strop.rollout.vllm.engine:VllmEngine",
+    library="vllm",
+    own_weights=True,
+    settings=(
+        *_shared,
+        *_outside,
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "cudagraph_capture_sizes",
+        "scheduling_policy",
     ),
 )
 

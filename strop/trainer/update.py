@@ -52,9 +52,25 @@ class ActorUpdate:
         wanted = {"entropy": actor.entropy_coeff or actor.calculate_entropy, "auxiliary": actor.aux_loss_coef}
         return ["log_probs", *(name for name, on in wanted.items() if on)]
 
-    def loss(self, mini: Batch) -> Loss:
+    def active(self, mini: Batch) -> Batch:
+        """The rows that can move the weights. A group whose samples all scored the same has advantages of 0, and a loss
+        that is proportional to them has no gradient there: such rows count in every denominator, but need no pass."""
+        actor = self.config.actor_rollout_ref.actor
+        others = actor.use_kl_loss or actor.entropy_coeff or actor.aux_loss_coef
+        if others or not actor.skip_zero_advantages or not POLICY_LOSSES.entry(self.loss_mode).facts["proportional"]:
+            return mini
+        assert mini.advantages is not None
+        moving = ((mini.advantages != 0) & (mini.mask > 0)).any(-1)
+        if not bool(moving.any()):  # momentum still has its say, so the step is taken
+            moving = mini.mask.any(-1) & (mini.mask.any(-1).cumsum(0) == 1)
+        return mini.select(moving.nonzero()[:, 0])
+
+    def loss(self, mini: Batch, active: Batch) -> Loss:
+        """The loss of micro-batches of `active`, as parts of that of the whole mini-batch. What is only reported is averaged
+        over the rows that were computed."""
         actor = self.config.actor_rollout_ref.actor
         totals, whole = Totals.of(mini.mask, width=self.width), sum(mini.lengths)
+        shown = totals if active is mini else Totals.of(active.mask, width=self.width)
         mode = POLICY_LOSSES.entry(self.loss_mode).facts["aggregation"] or actor.loss_agg_mode
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -65,19 +81,19 @@ class ActorUpdate:
             found = policy_loss(self.loss_mode, **self._arguments(log_probs, micro))
             total = aggregate(found.per_token, mask, mode, totals)
             reported = {"actor/pg_loss": total.detach()}
-            reported |= {f"actor/{name}": token_mean(values, mask, totals) for name, values in found.metrics.items()}
+            reported |= {f"actor/{name}": token_mean(values, mask, shown) for name, values in found.metrics.items()}
             if actor.use_kl_loss:
                 assert micro.ref_log_probs is not None
                 kl = aggregate(kl_penalty(log_probs, micro.ref_log_probs, estimator=actor.kl_loss_type), mask, mode, totals)
                 total = total + actor.kl_loss_coef * kl
                 reported["actor/kl_loss"] = kl.detach()
             if outputs.entropy is not None:
-                entropy = aggregate(outputs.entropy, mask, mode, totals)
+                entropy = aggregate(outputs.entropy, mask, mode, shown)
                 if actor.entropy_coeff:
                     total = total - actor.entropy_coeff * entropy
                 reported["actor/entropy_loss"] = entropy.detach()
                 if micro.old_log_probs is None:  # nobody asked before the update
-                    reported["actor/entropy"] = token_mean(outputs.entropy, mask, totals)
+                    reported["actor/entropy"] = token_mean(outputs.entropy, mask, shown)
             if actor.aux_loss_coef and outputs.auxiliary is not None:
                 balance = outputs.auxiliary * (sum(micro.lengths) / whole)  # a mean over tokens, weighed by its share of them
                 total = total + actor.aux_loss_coef * balance
@@ -143,7 +159,10 @@ class CriticUpdate:
     def want(self) -> list[str]:
         return ["values"]
 
-    def loss(self, mini: Batch) -> Loss:
+    def active(self, mini: Batch) -> Batch:
+        return mini
+
+    def loss(self, mini: Batch, active: Batch) -> Loss:
         critic = self.config.critic
         totals = Totals.of(mini.mask, width=self.width)
 
@@ -180,7 +199,10 @@ def update(
         if not bool(mini.mask.any()):  # every sample failed or was rejected: nothing to learn
             seen.setdefault(f"{name}/empty_updates", []).append(1.0)
             continue
-        reported = backend.forward_backward(mini, objective.want(), objective.loss(mini), micro)
+        active = objective.active(mini)
+        reported = {**backend.forward_backward(active, objective.want(), objective.loss(mini, active), micro)}
+        if active is not mini:
+            reported[f"{name}/active_rows"] = len(active) / len(mini)
         if beside is not None:
             reported |= beside(backend, micro)
         info = backend.step()

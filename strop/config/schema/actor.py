@@ -90,6 +90,10 @@ class Actor:
     """Weight of the entropy bonus."""
     calculate_entropy: bool = setting(True)
     """Log the entropy of every update even when its weight is 0."""
+    skip_zero_advantages: bool = setting(True)
+    """Compute no pass for sequences whose advantages are all 0 (groups that all failed or all succeeded). They still count in
+    the denominators, so weights and loss stay the same; with sparse rewards the update takes a fraction of the time. Applies
+    where nothing but the policy loss is trained: no KL term, entropy bonus or load balancing."""
     use_kl_loss: bool = setting(False)
     """Add kl_loss_coef * KL(policy, reference) to the loss. Needs a reference model."""
     kl_loss_coef: float = setting(0.001, at_least=0)
