@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,9 @@ class Sampling:
     """1: none."""
 
 
+OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt and how many completions are wanted."""
@@ -42,6 +45,10 @@ class Request:
     """Sample i draws from a stream of (seed, i), whatever else is in the batch. None: the engine's own stream."""
     max_tokens: int | None = None
     """Overrides Sampling.max_tokens."""
+    first: int = 0
+    """Number of the first sample in the streams of `seed`: sample i of a request is also a request of its own with first=i."""
+    on_tokens: OnTokens | None = field(default=None, compare=False)
+    """Told of new tokens as they come, by engines that can: (sample, ids, log-probs)."""
 
 
 @dataclass
@@ -56,6 +63,8 @@ class Completion:
     """Version of the weights that sampled it (the newest, if they changed on the way)."""
     error: str | None = None
     """Why finish is error."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Where weights changed on the way: (version, tokens it sampled), in order. Empty: all of them by `version`."""
 
 
 @dataclass

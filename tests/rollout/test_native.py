@@ -72,7 +72,7 @@ def test_a_full_cache_sends_rows_back_and_loses_nothing() -> None:
     answers = engine.generate(requests, sampling)
     assert engine.stats()["preemptions"] > 0
     assert ids(answers) == ids(NativeEngine(model).generate(requests, sampling))
-    assert engine._runner is not None and engine._runner.cache.bytes <= 260 * PER_TOKEN
+    assert engine._batch is not None and engine._batch.runner.cache.bytes <= 260 * PER_TOKEN
 
 
 def test_a_request_that_never_fits_fails_alone() -> None:
@@ -165,9 +165,9 @@ def test_an_error_in_the_module_reaches_every_coroutine() -> None:
 def test_sleep_frees_the_cache_and_refuses_while_requests_run() -> None:
     engine = NativeEngine(tiny.make())
     engine.generate([Request([1], n=3)], Sampling(max_tokens=4))
-    assert engine._runner is not None and engine._runner.cache.bytes > 0
+    assert engine._batch is not None and engine._batch.runner.cache.bytes > 0
     engine.sleep()
-    assert engine._runner.cache.bytes == 0
+    assert engine._batch.runner.cache.bytes == 0
     engine.submit(Request([1]), Sampling(max_tokens=4))
     with pytest.raises(ValueError, match=r"call abort\(\) first"):
         engine.sleep()
@@ -195,7 +195,7 @@ def test_bfloat16_stays_bfloat16_in_the_cache() -> None:
     model = tiny.make().to(torch.bfloat16)
     engine = NativeEngine(model)
     answer = engine.generate([Request(PROMPTS[1], n=2)], Sampling(temperature=0, max_tokens=6))[0][0]
-    assert engine._runner is not None and engine._runner.cache.dtype == torch.bfloat16
+    assert engine._batch is not None and engine._batch.runner.cache.dtype == torch.bfloat16
     plain = tiny.plain_log_probs(model, PROMPTS[1], answer.ids).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
     assert (torch.tensor(answer.log_probs) - plain).abs().mean() < 5e-2
 
@@ -207,6 +207,6 @@ def test_the_cache_keeps_its_size_when_batches_of_different_shapes_take_turns() 
     sizes = []
     for batch in (wide, deep, wide, deep):
         engine.generate(batch, Sampling())
-        assert engine._runner is not None
-        sizes.append((engine._runner.cache.rows, engine._runner.cache.capacity))
+        assert engine._batch is not None
+        sizes.append((engine._batch.runner.cache.rows, engine._batch.runner.cache.capacity))
     assert sizes[0] == (8, 64) and sizes[1] == sizes[2] == sizes[3] == (8, 128)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.native.scheduler import Sample, Scheduler
+from strop.rollout.native.scheduler import Admission, Sample, Scheduler
+
+
+def seat(scheduler: Scheduler, rows: int = 99) -> list[Admission]:
+    """Seat who fits, in a cache of so many rows."""
+    first = len(scheduler.running)
+    scheduler.seat()
+    return scheduler.share(first, rows)[0]
 
 
 def samples(request: int, count: int, prompt: int = 4, limit: int = 20) -> list[Sample]:
@@ -15,7 +22,7 @@ def samples(request: int, count: int, prompt: int = 4, limit: int = 20) -> list[
 def test_samples_of_a_request_share_one_prefill() -> None:
     scheduler = Scheduler(max_rows=8, budget=10_000)
     scheduler.add([*samples(0, 3, prompt=9), *samples(1, 2, prompt=4)])
-    admissions = scheduler.admit()
+    admissions = seat(scheduler)
     assert [(a.sample.request, a.row, a.leader) for a in admissions] == [
         (1, 0, None),
         (1, 1, 0),
@@ -28,17 +35,17 @@ def test_samples_of_a_request_share_one_prefill() -> None:
 def test_a_late_sibling_copies_the_prompt_of_a_running_row() -> None:
     scheduler = Scheduler(max_rows=2, budget=10_000)
     scheduler.add(samples(0, 3))
-    assert [a.leader for a in scheduler.admit()] == [None, 0]
-    assert scheduler.admit() == []
+    assert [a.leader for a in seat(scheduler)] == [None, 0]
+    assert seat(scheduler) == []
     scheduler.release([1])
-    (late,) = scheduler.admit()
+    (late,) = seat(scheduler)
     assert (late.donor, late.shared, late.leader) == (0, 3, None), "the last token is computed again, for its logits"
 
 
 def test_gaps_are_closed_from_the_end() -> None:
     scheduler = Scheduler(max_rows=9, budget=10_000)
     scheduler.add(s for r in range(6) for s in samples(r, 1))
-    scheduler.admit()
+    seat(scheduler)
     assert scheduler.release([0, 2, 5]) == [(3, 0), (4, 2)]
     assert [s.request for s in scheduler.running] == [3, 1, 4]
 
@@ -46,7 +53,7 @@ def test_gaps_are_closed_from_the_end() -> None:
 def test_admission_stops_where_the_budget_ends() -> None:
     scheduler = Scheduler(max_rows=99, budget=200, block=10)
     scheduler.add(samples(0, 50, prompt=30, limit=100))
-    assert len(scheduler.admit()) == 5  # 5 rows of 30 tokens and 10 of headroom
+    assert len(seat(scheduler)) == 5  # 5 rows of 30 tokens and 10 of headroom
     assert scheduler.shape() == (5, 40)
     assert scheduler.too_long(200) is None
     assert "the cache holds 200" in (scheduler.too_long(201) or "")
@@ -55,7 +62,7 @@ def test_admission_stops_where_the_budget_ends() -> None:
 def test_the_youngest_rows_give_way_and_come_back_first() -> None:
     scheduler = Scheduler(max_rows=99, budget=200, block=10)
     scheduler.add([*samples(0, 5, prompt=30, limit=100), *samples(1, 1, prompt=30, limit=100)])
-    scheduler.admit()
+    seat(scheduler)
     scheduler.lengths[:] = [40] * 5
     evicted = scheduler.make_room()
     assert [row for row, _ in evicted] == [4]
@@ -82,7 +89,7 @@ def test_everybody_finishes_within_the_budget(requests: list[tuple[int, int, int
     for _ in range(10_000):
         if scheduler.idle:
             break
-        scheduler.admit()
+        seat(scheduler)
         if max(scheduler.lengths) >= capacity or len(scheduler.running) * capacity > budget:
             evicted = scheduler.make_room()
             for row, sample in evicted:

@@ -37,6 +37,9 @@ class Graphs:
         self._refused = False
         self._weights: tuple[int, ...] = ()
 
+    def __len__(self) -> int:
+        return len(self._recorded)
+
     def clear(self) -> None:
         """Forget all recordings: they point at tensors that are about to go."""
         self._recorded.clear()

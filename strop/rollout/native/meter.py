@@ -14,7 +14,8 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self.tokens = self.prompt_tokens = self.preemptions = 0
+        self.tokens = self.preemptions = self.retreats = 0
+        self._computed = self._needed = 0
         self._prefill_seconds = self._decode_seconds = 0.0
         self._steps = self._row_steps = 0
         self._fullest = 0.0
@@ -31,6 +32,11 @@ class Meter:
         yield
         self._decode_seconds += _now(device) - start
 
+    def seated(self, computed: int, needed: int) -> None:
+        """Sequences of `needed` tokens in all began, and only so many of these had to be computed."""
+        self._computed += computed
+        self._needed += needed
+
     def decoded(self, steps: int, rows: int, held: int, budget: int) -> None:
         self._steps += steps
         self._row_steps += steps * rows
@@ -41,13 +47,15 @@ class Meter:
         seconds = self._prefill_seconds + self._decode_seconds
         numbers = {
             "tokens": float(self.tokens),
-            "prompt_tokens": float(self.prompt_tokens),
+            "prompt_tokens": float(self._computed),
+            "prefix_reuse": 1 - self._computed / self._needed if self._needed else 0.0,
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds if seconds else 0.0,
             "occupancy": self._row_steps / (self._steps * max_rows) if self._steps else 0.0,
             "cache_use": self._fullest,
             "prefill_share": self._prefill_seconds / seconds if seconds else 0.0,
             "preemptions": float(self.preemptions),
+            "out_of_memory": float(self.retreats),
         }
         self._reset()
         return numbers

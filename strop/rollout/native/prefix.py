@@ -1,8 +1,8 @@
 """Beginnings that are computed already: what running rows hold, and what ended sequences left in rows nobody needs yet.
 
-An agent's next turn starts with all of its last one, episodes of one prompt start alike, and most prompts of a run share a system
-message. A sequence is known here by hashes of its beginning at every 16th token; a newcomer looks up its own, longest first, and
-the keys and values of the part in common are copied instead of computed.
+An agent's next turn starts with all of its last one, episodes of one prompt start alike, and most prompts of a run share a
+system message. A sequence is known here by hashes of its beginning at every 16th token; a newcomer looks up its own, longest
+first, and the keys and values of the part in common are copied instead of computed.
 
 An ended sequence stays in its row as long as the row is free. When a row is needed, the one that was used least recently goes,
 those of plain batches before those of conversations, which are likelier to go on.
@@ -10,24 +10,28 @@ those of plain batches before those of conversations, which are likelier to go o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 BLOCK = 16
 _BASE = np.uint64(0x9E3779B97F4A7C15)
-_powers = np.ones(1, dtype=np.uint64)
+
+
+@cache
+def _powers(size: int) -> np.ndarray:
+    return np.cumprod(np.full(size, _BASE), dtype=np.uint64)
 
 
 def marks(tokens: Sequence[int]) -> list[int]:
     """A hash of the first 16, 32, 48 ... tokens."""
-    global _powers
     size = len(tokens) // BLOCK * BLOCK
-    if size > len(_powers):
-        _powers = np.cumprod(np.full(2 * size, _BASE), dtype=np.uint64)
+    powers = _powers(1 << size.bit_length())[:size]
     values = np.array(tokens[:size], dtype=np.uint64) + np.uint64(1)
-    return np.cumsum(values * _powers[:size], dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    found: list[int] = np.cumsum(values * powers, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    return found
 
 
 @dataclass(eq=False)
@@ -105,9 +109,10 @@ class Prefixes:
 
     def make_way(self, first: int, end: int, rows: int) -> list[tuple[int, int]]:
         """Clear the rows from `first` to `end` of a cache of so many rows; returns moves (from, to), to be done all at once."""
-        while len(self.kept) > rows - end:
-            self.drop(min(self.kept.values(), key=lambda h: (h.lasting, h.used)))
-        free: Iterable[int] = (row for row in range(end, rows) if row not in self.kept)
+        surplus = max(0, len(self.kept) - (rows - end))
+        for holder in sorted(self.kept.values(), key=lambda h: (h.lasting, h.used))[:surplus]:
+            self.drop(holder)
+        free = (row for row in range(end, rows) if row not in self.kept)
         moves = list(zip(sorted(row for row in self.kept if first <= row < end), free))
         for source, target in moves:
             holder = self.kept.pop(source)

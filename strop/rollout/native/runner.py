@@ -55,6 +55,11 @@ class Runner:
                 self._graphs.clear()
             self.rows.resize(self.cache.rows, self.cache.capacity, keep, max(stops, self.rows.stops))
 
+    @property
+    def recorded(self) -> bool:
+        """Whether decode steps were recorded, which point into the cache."""
+        return self._graphs is not None and len(self._graphs) > 0
+
     def free(self) -> None:
         if self._graphs is not None:
             self._graphs.clear()
@@ -62,14 +67,13 @@ class Runner:
         self.rows.resize(0, 0, 0, 1)
 
     def prefill(self, admissions: Sequence[Admission], streams: Sequence[int]) -> int:
-        """Compute what the admitted samples lack and sample the first token of each; returns the tokens computed."""
+        """Compute what the seated samples lack and sample the next token of each; returns the tokens computed.
+
+        What an admission shares with its donor is in its row already.
+        """
         if self._graphs is not None:
             self._graphs.check(self.model)
         self.rows.fill([a.row for a in admissions], [a.sample for a in admissions], streams)
-        late = [a for a in admissions if a.donor is not None]
-        for shared in sorted({a.shared for a in late}):
-            group = [a for a in late if a.shared == shared]
-            self.cache.copy([a.donor for a in group if a.donor is not None], [a.row for a in group], shared)
         followers: dict[int, list[Admission]] = {}
         own = [a for a in admissions if a.leader is None]
         for admission in admissions:

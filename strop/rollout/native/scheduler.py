@@ -9,9 +9,11 @@ compute their tokens again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from strop.rollout.native.prefix import Holder, Prefixes, marks
 
 
 @dataclass(eq=False)
@@ -25,18 +27,34 @@ class Sample:
     limit: int
     """Most tokens, prompt included."""
     settings: Any = None
+    stream: int = 0
+    """Name of its random stream."""
+    listener: Callable[[list[int], list[float]], None] | None = None
+    """Told of new tokens and their log-probs."""
+    lasting: bool = False
+    """It is a turn of a conversation, which may go on."""
     tokens: list[int] = field(default_factory=list)
-    """What it had sampled when it was sent back to the queue."""
+    """What it had sampled when the host last looked."""
     log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Weights that sampled `tokens`: (version, how many), in order."""
+    told: int = 0
+    """Sampled tokens that the listener was told of already."""
+    holder: Holder | None = None
+    """How others find what its row holds; None where another row of the same tokens stands for it."""
 
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
 
 @dataclass(frozen=True)
 class Admission:
-    """A sample that takes a row. What it lacks of its sequence is computed, or copied from another row."""
+    """A seated sample. What it lacks of its sequence is computed, or copied from another row."""
 
     sample: Sample
     row: int
@@ -44,7 +62,7 @@ class Admission:
     """A row whose first `shared` tokens are its own; its keys and values are copied."""
     shared: int = 0
     leader: int | None = None
-    """A row admitted at the same time with the very same tokens; even its logits are shared."""
+    """A row seated at the same time with the very same tokens; even its logits are shared."""
 
 
 class Scheduler:
@@ -55,6 +73,7 @@ class Scheduler:
         self.running: list[Sample] = []
         self.lengths: list[int] = []
         """Tokens of each running row; between two looks at the device, an upper bound."""
+        self.prefixes = Prefixes()
 
     @property
     def idle(self) -> bool:
@@ -69,7 +88,7 @@ class Scheduler:
     def add(self, samples: Iterable[Sample]) -> None:
         self.waiting.extend(samples)
 
-    def admit(self) -> list[Admission]:
+    def seat(self) -> list[Sample]:
         """Samples from the head of the queue into free rows, shortest first so that neighbours have similar lengths."""
         taken: list[Sample] = []
         longest = max(self._needs(), default=0)
@@ -79,34 +98,56 @@ class Scheduler:
                 break
             longest = need
             taken.append(self.waiting.popleft())
-        donors = {sample.request: row for row, sample in enumerate(self.running)}
-        leaders: dict[int, int] = {}
-        admissions = []
-        for sample in sorted(taken, key=lambda s: s.length):
-            admissions.append(self._place(sample, donors, leaders))
-        return admissions
+        taken.sort(key=lambda sample: sample.length)
+        self.running += taken
+        self.lengths += [sample.length for sample in taken]
+        return taken
 
-    def _place(self, sample: Sample, donors: dict[int, int], leaders: dict[int, int]) -> Admission:
-        row = len(self.running)
-        self.running.append(sample)
-        self.lengths.append(sample.length)
-        if sample.request in donors:
+    def share(self, first: int, rows: int) -> tuple[list[Admission], list[tuple[int, int]]]:
+        """Where the rows from `first` on find what is computed already, in a cache of so many rows.
+
+        Also the moves (from, to) of ended sequences that are in their way. Copies from donors and moves are to be done all at
+        once: both name rows as they are now.
+        """
+        siblings = {sample.request: row for row, sample in enumerate(self.running[:first])}
+        leaders: dict[tuple[int, ...], int] = {}
+        admissions, outgrown = [], []
+        for row in range(first, len(self.running)):
+            sample = self.running[row]
+            sequence = tuple(sample.sequence)
+            if sequence in leaders:
+                admissions.append(Admission(sample, row, leader=leaders[sequence]))
+                continue
+            leaders[sequence] = row
+            sample.holder = Holder(row, sequence, marks(sequence), sample.lasting)
+            donor, shared = siblings.get(sample.request), len(sample.prompt)
+            match = self.prefixes.find(sequence, sample.holder.marks)
+            if match is not None and (donor is None or match.shared > shared):
+                donor, shared = match.holder.row, match.shared
+                if shared == len(match.holder.tokens):
+                    outgrown.append(match.holder)
             # The last token is always computed: its logits are needed.
-            return Admission(sample, row, donor=donors[sample.request], shared=min(len(sample.prompt), sample.length - 1))
-        if sample.tokens:
-            return Admission(sample, row)
-        if sample.request in leaders:
-            return Admission(sample, row, leader=leaders[sample.request])
-        leaders[sample.request] = row
-        return Admission(sample, row)
+            shared = 0 if donor is None else min(shared, len(sequence) - 1)
+            admissions.append(Admission(sample, row, donor=donor, shared=shared))
+        for holder in outgrown:
+            if self.prefixes.kept.get(holder.row) is holder:
+                self.prefixes.drop(holder)  # the newcomer holds the same and more
+        for admission in admissions:
+            if admission.sample.holder is not None:
+                self.prefixes.add(admission.sample.holder)
+        return admissions, self.prefixes.make_way(first, len(self.running), rows)
 
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns the cache should have: room to the end for all rows and some more, if that fits the budget."""
+    def shape(self, spare: int = 0) -> tuple[int, int]:
+        """Rows and columns the cache should have: room to the end for all rows and some more, if that fits the budget.
+
+        `spare`: rows to keep ended conversations in, if there is memory for them too.
+        """
         count = len(self.running)
         wanted = self._rounded(max((sample.limit for sample in self.running), default=0))
-        rows = min(self.max_rows, 1 << max(0, count - 1).bit_length())
-        if rows * wanted <= self.budget:
-            return rows, wanted
+        for rows in (count + spare, count):
+            rows = min(self.max_rows, 1 << max(0, rows - 1).bit_length())
+            if rows * wanted <= self.budget:
+                return rows, wanted
         return count, min(wanted, self.budget // max(1, count))
 
     def make_room(self) -> list[tuple[int, Sample]]:
@@ -123,28 +164,51 @@ class Scheduler:
             assert row == len(self.running) - 1
             self.running.pop()
             self.lengths.pop()
+            self._forget(sample)
             self.waiting.appendleft(sample)
 
-    def release(self, rows: Iterable[int]) -> list[tuple[int, int]]:
-        """Take ended rows out; returns the moves (from, to) that close the gaps, to be done all at once."""
-        ended = set(rows)
+    def release(self, rows: Iterable[int], keep: Mapping[int, Sequence[int]] | None = None) -> list[tuple[int, int]]:
+        """Take ended rows out; returns the moves (from, to) that close the gaps, to be done all at once.
+
+        `keep`: rows among them whose tokens, as far as they are computed, may be of use to others.
+        """
+        ended, keep = set(rows), keep or {}
         left = len(self.running) - len(ended)
         movers = [row for row in range(left, len(self.running)) if row not in ended]
         holes = sorted(row for row in ended if row < left)
-        moves = list(zip(movers, holes))
-        for source, target in moves:
-            self.running[target] = self.running[source]
+        home = {row: row for row in ended} | dict(zip(holes, movers))
+        moves = list(zip(movers, holes)) + [(hole, home[hole]) for hole in holes if hole in keep]
+        for row in ended:
+            sample = self.running[row]
+            self._forget(sample)
+            if row in keep:
+                self.prefixes.keep(Holder(home[row], keep[row], marks(keep[row]), sample.lasting))
+        for source, target in zip(movers, holes):
+            sample = self.running[target] = self.running[source]
             self.lengths[target] = self.lengths[source]
+            if sample.holder is not None:
+                sample.holder.row = target
         del self.running[left:], self.lengths[left:]
         return moves
 
-    def clear(self) -> list[Sample]:
-        """Forget everything; returns what was waiting."""
-        waiting = list(self.waiting)
+    def take_waiting(self, wanted: Callable[[Sample], bool]) -> list[Sample]:
+        """Samples out of the queue."""
+        taken = [sample for sample in self.waiting if wanted(sample)]
+        if taken:
+            self.waiting = deque(sample for sample in self.waiting if not wanted(sample))
+        return taken
+
+    def clear(self) -> None:
+        """Forget everything."""
         self.waiting.clear()
         self.running.clear()
         self.lengths.clear()
-        return waiting
+        self.prefixes.clear()
+
+    def _forget(self, sample: Sample) -> None:
+        if sample.holder is not None:
+            self.prefixes.drop(sample.holder)
+            sample.holder = None
 
     def _needs(self) -> Iterable[int]:
         return (self._need(sample, length) for sample, length in zip(self.running, self.lengths))
