@@ -181,6 +181,9 @@ ENGINES.declare(
         "scheduling_policy",
     ),
 )
+ENGINES.declare(
+    "sglang", "strop.rollout.sglang:SglangEngine", library="sglang", own_weights=True, settings=(*_shared, *_outside)
+)
 
 # --- Formats of tool calls ------------------------------------------------------------------------------------------------
 # reads_template: the parser is made from the tokenizer, whose chat template shows the format.

@@ -37,7 +37,7 @@ ONE_HOME = {
     "hydra": {"config/compose.py"},
     "omegaconf": {"config/compose.py"},
     "ray": {"runtime/ray.py"},
-    "vllm": {"rollout/vllm.py"},
+    "vllm": {"rollout/vllm/driver.py", "rollout/vllm/extension.py"},
     "sglang": {"rollout/sglang.py"},
     "peft": {"models/lora.py"},
     "math_verify": {"rewards/rules/math_symbolic.py"},

@@ -5,7 +5,6 @@ An *error* stops a run before it starts; a *warning* says that something probabl
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from strop.catalog import ADVANTAGES, TRACKERS
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import Loaded
+from strop.config.engine import missing_library
 from strop.config.objective import has_critic, has_reference, needs, objective
 from strop.registry import did_you_mean
 
@@ -185,16 +185,18 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
             "actor_rollout_ref.rollout.expert_parallel_size",
             f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = {size}.",
         )
-    if rollout.name in ("vllm", "sglang") and importlib.util.find_spec(rollout.name) is None:
+    missing = missing_library(rollout)
+    if missing is not None:
+        way = (
+            f"Install 'strop[{rollout.name}]', or name the interpreter of an environment that has it in "
+            f"rollout.engine_kwargs.{rollout.name}.python, or set name=native."
+        )
         if rollout.strict:
-            yield error(
-                "actor_rollout_ref.rollout.name",
-                f"{rollout.name} is not installed and rollout.strict=true. Install 'strop[{rollout.name}]', or name=native.",
-            )
+            yield error("actor_rollout_ref.rollout.name", f"{missing} is not installed and rollout.strict=true. {way}")
         else:
             yield warning(
                 "actor_rollout_ref.rollout.name",
-                f"{rollout.name} is not installed; the native engine samples instead (rollout.strict=true would refuse).",
+                f"{missing} is not installed; the native engine samples instead (rollout.strict=true would refuse). {way}",
             )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from strop.backends.base import MicroBatching, Outputs
 from strop.backends.single import SingleBackend
 from strop.config.arithmetic import micro_batch, plan_ppo
 from strop.config.compose import Loaded
+from strop.config.engine import engine_name, holds_weights
 from strop.config.objective import has_critic, has_reference, needs, uses_lora
 from strop.data.chat import Chat, stop_ids
 from strop.data.loader import build_loader
@@ -43,8 +43,6 @@ from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
 from strop.trainer.validate import Validator
 from strop.types import Batch
-
-log = logging.getLogger(__name__)
 
 
 def build_ppo(loaded: Loaded) -> PpoTrainer:
@@ -89,7 +87,7 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
         keeper=keeper,
         kl_controller=controller,
         micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
-        publish=lambda version: engine.update_weights((), version),  # the engine samples from the actor's own module
+        publish=publisher(config.actor_rollout_ref.rollout, engine, roles.actor),
         total_steps=plan.total_steps,
         beside=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
@@ -188,21 +186,41 @@ class WithoutAdapters:
 
 def engine_for(rollout: Any, module: Any) -> Engine:
     """The engine that the `rollout` section describes."""
-    name = rollout.name
-    if name in ("vllm", "sglang"):
-        log.warning("The %s engine is not there yet; the native engine samples instead.", name)
-        name = "native"
     return build_engine(
-        name,
+        engine_name(rollout),
         module,
         max_model_len=longest(rollout),
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        enable_chunked_prefill=rollout.enable_chunked_prefill,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
+        bucket_megabytes=rollout.checkpoint_engine.update_weights_bucket_megabytes,
         seed=rollout.seed or 0,
+        **{name: getattr(rollout, name) for name in ENGINE_SETTINGS},
     )
+
+
+ENGINE_SETTINGS = (
+    "dtype",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "free_cache_engine",
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "scheduling_policy",
+    "load_format",
+    "engine_kwargs",
+)
+"""Keys of the `rollout` section that engines know by the same name; each takes those that concern it."""
+
+
+def publisher(rollout: Any, engine: Engine, actor: Any) -> Callable[[int], None]:
+    """Hands the actor's weights to the engine, as a version; one that samples from the actor's own module has them already."""
+    if holds_weights(rollout):
+        return lambda version: engine.update_weights(actor.export_weights(), version)
+    return lambda version: engine.update_weights((), version)
 
 
 def longest(rollout: Any) -> int:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from strop.catalog import TOOL_PARSERS
+from strop.catalog import ENGINES, TOOL_PARSERS
 from strop.config.schema.fields import inert, link, section, setting
 
-ENGINE_NAMES = ("native", "hf", "vllm", "sglang")
 _ASYNC = "the engine's asynchronous interface is always there"
 
 
@@ -152,7 +151,7 @@ class LayerNameMap:
 class Rollout:
     """Sampling and the engine. Read by rollout/ and trainer/collect.py."""
 
-    name: str = setting("native", choices=ENGINE_NAMES)
+    name: str = setting("native", one_of=ENGINES)
     """Engine. vllm and sglang fall back to native, with a notice, where they are not installed (strict: refuse)."""
     strict: bool = setting(False)
     """Refuse to start instead of falling back to the native engine."""
@@ -227,7 +226,7 @@ class Rollout:
     agent: AgentSettings = section(AgentSettings)
     """Agent loops."""
     engine_kwargs: dict[str, Any] = setting({})
-    """Arguments for the engine itself: {vllm: {...}, sglang: {...}}."""
+    """Arguments for the engine itself: {vllm: {...}, sglang: {...}}; docs/rollout_engines.md lists ours among them."""
     checkpoint_engine: CheckpointEngine = section(CheckpointEngine)
     """Transport of weights."""
     scheduling_policy: str = setting("fcfs")
