@@ -24,11 +24,15 @@ usage: strop VERB [--config-name NAME] [--config-path DIR] [key=value ...]
 
 train
   ppo           PPO, GRPO, RLOO, REINFORCE++, ReMax ...: the same as python -m strop.trainer.main_ppo
+  sft           supervised fine-tuning: strop sft model.path=DIR data.train_files=FILE
+  rm            a reward model from pairs of answers
+  dpo           direct preference optimisation from the same pairs
   quickstart    a tiny model learns arithmetic on this machine, in minutes (--algorithm ppo|rloo|...)
   openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
 use
   generate      answers for a file of prompts: strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
   eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
+  merge         a checkpoint (of Strop or verl) as a Hugging Face folder: strop merge --local_dir .../actor --target_dir OUT
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
@@ -74,6 +78,30 @@ def generate(arguments: list[str]) -> int:
 
 def evaluate(arguments: list[str]) -> int:
     from strop.trainer.main_eval import run
+
+    return run(arguments)
+
+
+def sft(arguments: list[str]) -> int:
+    from strop.trainer.main_sft import run
+
+    return run(arguments)
+
+
+def rm(arguments: list[str]) -> int:
+    from strop.trainer.main_rm import run
+
+    return run(arguments)
+
+
+def dpo(arguments: list[str]) -> int:
+    from strop.trainer.main_dpo import run
+
+    return run(arguments)
+
+
+def merge(arguments: list[str]) -> int:
+    from strop.trainer.main_merge import run
 
     return run(arguments)
 
@@ -157,8 +185,12 @@ def quickstart(arguments: list[str]) -> int:
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "ppo": ppo,
+    "sft": sft,
+    "rm": rm,
+    "dpo": dpo,
     "generate": generate,
     "eval": evaluate,
+    "merge": merge,
     "check": check,
     "config": config,
     "convert": convert,

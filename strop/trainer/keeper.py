@@ -114,6 +114,7 @@ class Keeper:
     def save(self, loop: Loop, record: StepRecord) -> None:
         with record.phase("save_checkpoint"):
             parts: dict[str, Any] = {
+                "config": dict(self.tree),
                 "data": loop.loader.state_dict(),
                 "trainer": {
                     "step": loop.step,
