@@ -83,13 +83,17 @@ for _name in ("constant", "cosine", "linear", "wsd"):
 
 # --- Pairwise and supervised losses --------------------------------------------------------------------------------------
 # needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same of a frozen copy).
-# length_normalised: the log-probs of an answer are averaged over its tokens, not summed.
-PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False})
-PREFERENCE_LOSSES.declare("sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",))
+# length_normalised: the log-probs of an answer are averaged over its tokens, not summed. terms: further settings it knows.
+PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False, "terms": ()})
+PREFERENCE_LOSSES.declare("sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",), terms=("margin",))
 PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.preference:reward_logexp", needs=("scores",))
-PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.preference:dpo", needs=("log_probs", "reference"))
-PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.preference:ipo", needs=("log_probs", "reference"))
-PREFERENCE_LOSSES.declare("simpo", "strop.algorithms.preference:simpo", needs=("log_probs",), length_normalised=True)
+_policy = ("log_probs", "reference")
+_terms = ("label_smoothing", "target_margin", "nll_coef")
+PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.preference:dpo", needs=_policy, terms=_terms)
+PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.preference:ipo", needs=_policy, terms=("nll_coef",))
+PREFERENCE_LOSSES.declare(
+    "simpo", "strop.algorithms.preference:simpo", needs=("log_probs",), length_normalised=True, terms=("target_margin",)
+)
 
 # --- Rule scorers --------------------------------------------------------------------------------------------------------
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in

@@ -169,6 +169,8 @@ def _compose(root: str, overrides: Sequence[str], config: str | None, search: st
         return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
     except yaml.YAMLError as error:
         raise ConfigError(f"The YAML does not parse: {_one_line(error)}") from error
+    except OSError as error:  # how OmegaConf refuses a file that holds a bare number or text
+        raise ConfigError(f"{name} does not hold keys and values: {_one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
     finally:

@@ -130,7 +130,8 @@ def checkpoint(draft: Draft) -> None:
     key = f"{ACTOR}.checkpoint.save_contents" if ppo else "trainer.checkpoint.save_contents"
     states = [] if draft.value("ckpt.disable_ds") else SAVED
     flags = ("ckpt.save_hf", "ckpt.disable_ds")
-    draft.put(key, [*states, "hf_model"], *flags, why="the final model is exported for transformers")
+    if ppo or not states or draft.given(*flags):  # the supervised trainers export anyway
+        draft.put(key, [*states, "hf_model"], *flags, why="the final model is exported for transformers")
 
 
 def logger(draft: Draft) -> None:

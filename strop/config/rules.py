@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strop.catalog import ADVANTAGES, TRACKERS
+from strop.catalog import ADVANTAGES, PREFERENCE_LOSSES, TRACKERS
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import Loaded
 from strop.config.engine import missing_library
@@ -17,6 +17,17 @@ from strop.config.objective import has_critic, has_reference, needs, objective
 from strop.registry import did_you_mean
 
 LATER_TRACKERS = ("wandb", "swanlab", "mlflow", "trackio", "clearml", "vemlp_wandb", "tracking")
+
+ELSEWHERE = (
+    "log_val_generations",
+    "rollout_data_dir",
+    "validation_data_dir",
+    "critic_warmup",
+    "max_actor_ckpt_to_keep",
+    "max_critic_ckpt_to_keep",
+    "async_training.enable",
+)
+"""Keys of the trainer section that only reinforcement learning reads."""
 
 
 @dataclass(frozen=True)
@@ -289,25 +300,9 @@ def run(config: Any, loaded: Loaded) -> Findings:
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     if actor.strategy == "megatron":
         yield error("actor_rollout_ref.actor.strategy", "the Megatron backend is not there yet. Use fsdp (FSDP2), or single.")
-    if trainer.resume_mode == "resume_path":
-        path = trainer.resume_from_path
-        if not path or "global_step_" not in path:
-            yield error(
-                "trainer.resume_from_path", f"trainer.resume_mode=resume_path needs a global_step_N folder, got {path!r}."
-            )
-    elif trainer.resume_from_path and "trainer.resume_mode" not in loaded.set_by_user:
-        yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
+    yield from any_run(trainer, loaded)
     if trainer.save_freq <= 0:
         yield warning("trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end.")
-    for name in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
-        if name in LATER_TRACKERS:
-            yield warning(
-                "trainer.logger", f"{name} is not there yet; metrics go to the others ({', '.join(TRACKERS.names())})."
-            )
-        elif name not in TRACKERS:
-            yield error("trainer.logger", f"unknown tracker {name!r}.{did_you_mean(name, TRACKERS.names())}")
-    if trainer.device == "npu":
-        yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
     for section in ("actor_rollout_ref.actor", "critic"):
         optim = (actor if section != "critic" else config.critic).optim
         yield from betas(f"{section}.optim.betas", optim.betas)
@@ -319,6 +314,27 @@ def run(config: Any, loaded: Loaded) -> Findings:
             yield error(
                 f"{section}.model.use_remove_padding", f"false, but sequence parallelism of {size} needs packed sequences."
             )
+
+
+def any_run(trainer: Any, loaded: Loaded) -> Findings:
+    """What every kind of training has: resuming, trackers, a device."""
+    if trainer.resume_mode == "resume_path":
+        path = trainer.resume_from_path
+        if not path or "global_step_" not in path:
+            yield error(
+                "trainer.resume_from_path", f"trainer.resume_mode=resume_path needs a global_step_N folder, got {path!r}."
+            )
+    elif trainer.resume_from_path and "trainer.resume_mode" not in loaded.set_by_user:
+        yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
+    for name in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
+        if name in LATER_TRACKERS:
+            yield warning(
+                "trainer.logger", f"{name} is not there yet; metrics go to the others ({', '.join(TRACKERS.names())})."
+            )
+        elif name not in TRACKERS:
+            yield error("trainer.logger", f"unknown tracker {name!r}.{did_you_mean(name, TRACKERS.names())}")
+    if trainer.device == "npu":
+        yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
 
 
 def betas(key: str, values: list[float]) -> Findings:
@@ -354,6 +370,36 @@ def supervised(config: Any, loaded: Loaded) -> Findings:
         if isinstance(value, str) and value != "after_each_epoch":
             yield error(f"trainer.{key}", f"expected a number of steps or after_each_epoch, got {value!r}.")
     yield from betas("optim.betas", config.optim.betas)
+    yield from any_run(config.trainer, loaded)
+    for key in ELSEWHERE:
+        if f"trainer.{key}" in loaded.set_by_user:
+            yield warning(f"trainer.{key}", "no effect in supervised training.")
+    if config.trainer.val_only and not config.data.val_files:
+        yield error("data.val_files", "trainer.val_only=true needs files to validate on.")
+
+
+def pairs(config: Any, loaded: Loaded) -> Findings:
+    data, loss = config.data, config.loss
+    sp = config.ulysses_sequence_parallel_size
+    if data.use_dynamic_bsz and data.max_length <= data.max_token_len_per_gpu * sp < 2 * data.max_length:
+        yield error(
+            "data.max_token_len_per_gpu",
+            f"{data.max_token_len_per_gpu} tokens cannot hold the two answers of a pair, each up to data.max_length="
+            f"{data.max_length}. Set it to {2 * data.max_length} or more.",
+        )
+    entry = PREFERENCE_LOSSES.entry("sigmoid" if loss.type == "logsigmoid" else loss.type)
+    wanted = "scores" if loaded.root == "rm_trainer" else "log_probs"
+    if wanted not in entry.facts["needs"]:
+        known = [name for name in PREFERENCE_LOSSES.names() if wanted in PREFERENCE_LOSSES.entry(name).facts["needs"]]
+        yield error("loss.type", f"{loss.type} compares the scores of a reward model. Choose one of {', '.join(known)}.")
+        return
+    for term in ("margin", "label_smoothing", "target_margin", "nll_coef"):
+        if getattr(loss, term, False) and term not in entry.facts["terms"]:
+            yield warning(f"loss.{term}", f"{getattr(loss, term)} has no effect: {loss.type} has no such term.")
+    if getattr(loss, "label_smoothing", 0.0) >= 0.5:
+        yield error("loss.label_smoothing", "0.5: half of all labels wrong is no information. Set it below 0.5.")
+    if wanted == "scores" and config.model.aux_loss_coef:
+        yield error("model.aux_loss_coef", "a reward model has no load-balancing loss. Set it to 0.")
 
 
 def generation(config: Any, loaded: Loaded) -> Findings:
@@ -380,8 +426,8 @@ RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
     "ppo_trainer": PPO,
     "ppo_megatron_trainer": PPO,
     "sft_trainer": (supervised,),
-    "rm_trainer": (supervised,),
-    "dpo_trainer": (supervised,),
+    "rm_trainer": (supervised, pairs),
+    "dpo_trainer": (supervised, pairs),
     "generation": (generation,),
     "evaluation": (evaluation,),
 }

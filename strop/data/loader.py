@@ -150,10 +150,11 @@ class Loader:
         return places
 
     def _slice(self, start: int, epoch: int | None = None) -> list[int]:
-        order = self._epoch_order(self.epoch if epoch is None else epoch)
+        order = self.order(self.epoch if epoch is None else epoch)
         return [int(place) for place in order[start : start + self.batch_size]]
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
+    def order(self, epoch: int) -> Sequence[int]:
+        """The places of an epoch, in the order in which they are drawn without a sampler."""
         if not self.shuffle:
             return range(len(self.dataset))
         if self._order is None or self._order[0] != (self.seed, epoch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,10 +33,19 @@ class Pair:
     chosen: Rendered
     rejected: Rendered
     margin: float = 0.0
+    reference: tuple[float, float] | None = None
+    """Log-probs of the two answers under a reference, where they are known."""
+
+
+class UnusableRow(ValueError):
+    """A row that cannot be learned from."""
 
 
 class SupervisedDataset(Sequence[Any]):
-    """What `SftRows` and `PairRows` share: files, the choice of rows, the limit of tokens."""
+    """What `SftRows` and `PairRows` share: files, the choice of rows, the limit of tokens.
+
+    An item is None where a row cannot be used and data.bad_rows=skip.
+    """
 
     def __init__(self, rows: Rows | Sequence[Any], chat: Chat, config: Any, *, indices: Indices | None = None):
         self.rows = rows
@@ -50,11 +60,21 @@ class SupervisedDataset(Sequence[Any]):
         return len(self.indices)
 
     def __getitem__(self, place: Any) -> Any:
+        try:
+            item, where = self.whole(place)
+            return self.cut(item, where)
+        except UnusableRow as problem:
+            if self.config.bad_rows == "error":
+                raise ValueError(f"{problem} Mend or remove it, or set data.bad_rows=skip to leave such rows out.") from problem
+            logger.warning("%s It is left out.", problem)
+            return None
+
+    def whole(self, place: int) -> tuple[Any, str]:
+        """An item before it is cut to data.max_length, and where it comes from; UnusableRow if nothing can be made of it."""
         index = int(self.indices[place])
         row = self.rows[index]
-        if not isinstance(row, dict):
-            return row
-        return self.render(row, self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}")
+        where = self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}"
+        return (self.render(row, where) if isinstance(row, dict) else row), where
 
     def needed(self) -> dict[str, str]:
         """Columns that must be there, by the setting that names them."""
@@ -68,8 +88,14 @@ class SupervisedDataset(Sequence[Any]):
         content = own() if callable(own) else f"{type(self.rows).__qualname__} of {len(self.rows)}"
         return hashlib.sha256(str(content).encode() + self.indices.tobytes()).hexdigest()[:16]
 
-    def cut(self, rendered: Rendered, where: str) -> Rendered:
+    def cut(self, item: Any, where: str) -> Any:
         """At most data.max_length tokens."""
+        if isinstance(item, Pair):
+            better, worse = (f"{where}, column {key!r}" for key in (self.config.chosen_key, self.config.rejected_key))
+            return dataclasses.replace(item, chosen=self._cut(item.chosen, better), rejected=self._cut(item.rejected, worse))
+        return self._cut(item, where) if isinstance(item, Rendered) else item
+
+    def _cut(self, rendered: Rendered, where: str) -> Rendered:
         limit, mode = self.config.max_length, self.config.truncation
         if len(rendered.ids) <= limit:
             return rendered
@@ -102,21 +128,17 @@ class SftRows(SupervisedDataset):
         config = self.config
         chat, tools, learn_from = self.chat, None, 0
         if config.multiturn.enable:
-            messages: Sequence[Message] = as_messages(row.get(config.multiturn.messages_key), where=where)
+            messages: Sequence[Message] = _messages(row.get(config.multiturn.messages_key), where)
             tools = plain(row.get(config.multiturn.tools_key))
             thinking = row.get(config.multiturn.enable_thinking_key)
             if thinking is not None:
                 chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
         else:
             messages, learn_from = self._prompt_and_response(row, where)
-        if config.pretrain_mode:
+        if config.pretrain_mode:  # whoever speaks first
             ids = chat.ids(messages, generate=False, tools=tools)
-            return self.cut(Rendered(ids, [1] * len(ids)), where)
-        try:
-            rendered = chat.conversation(messages, learn_from=learn_from, tools=tools)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-        return self.cut(rendered, where)
+            return Rendered(ids, [1] * len(ids))
+        return _rendered(chat, messages, learn_from, where, tools=tools)
 
     def _prompt_and_response(self, row: dict[str, Any], where: str) -> tuple[list[Any], int]:
         """The conversation, and where in it the answer begins."""
@@ -124,8 +146,8 @@ class SftRows(SupervisedDataset):
         prompt = dig(row, config.prompt_key, config.prompt_dict_keys, where=where)
         place = f"{where}, column {config.prompt_key!r}"
         if prompt is None:
-            raise ValueError(f"{place} is empty.")
-        messages = as_messages(prompt, where=place, input_template=config.input_template)
+            raise UnusableRow(f"{place} is empty.")
+        messages = _messages(prompt, place, config.input_template)
         if config.response_key is None:
             return messages, len(messages) - 1
         response = dig(row, config.response_key, config.response_dict_keys, where=where)
@@ -142,12 +164,22 @@ class PairRows(SupervisedDataset):
         return columns | ({"data.prompt_key": self.config.prompt_key} if self.config.prompt_key else {})
 
     def render(self, row: dict[str, Any], where: str) -> Pair:
-        margin = row.get(self.config.margin_key)
-        return Pair(
-            chosen=self._side(row, self.config.chosen_key, where),
-            rejected=self._side(row, self.config.rejected_key, where),
-            margin=0.0 if margin is None else float(margin),
-        )
+        better, worse = self.config.chosen_key, self.config.rejected_key
+        chosen, rejected = self._side(row, better, where), self._side(row, worse, where)
+        if chosen.ids == rejected.ids:
+            raise UnusableRow(f"{where}: {better!r} and {worse!r} say the same, so there is nothing to prefer.")
+        return Pair(chosen, rejected, margin=self._margin(row, where))
+
+    def _margin(self, row: dict[str, Any], where: str) -> float:
+        """How much better the chosen answer is; 0 where the row does not say."""
+        said = row.get(self.config.margin_key)
+        try:
+            margin = 0.0 if said is None else float(said)
+        except (TypeError, ValueError):
+            margin = math.nan
+        if not math.isfinite(margin):
+            raise UnusableRow(f"{where}, column {self.config.margin_key!r} is {said!r}, not a number.")
+        return margin
 
     def _side(self, row: dict[str, Any], key: str, where: str) -> Rendered:
         place = f"{where}, column {key!r}"
@@ -155,8 +187,8 @@ class PairRows(SupervisedDataset):
         if self.config.prompt_key:
             prompt = row.get(self.config.prompt_key)
             if prompt is None:
-                raise ValueError(f"{where}, column {self.config.prompt_key!r} is empty.")
-            messages = as_messages(prompt, where=where, input_template=self.config.input_template)
+                raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
+            messages = _messages(prompt, where, self.config.input_template)
             whole, learn_from = [*messages, *_answer(said, place)], len(messages)
         else:
             if isinstance(said, str):
@@ -164,13 +196,9 @@ class PairRows(SupervisedDataset):
                     f"{place} is text, but without data.prompt_key it must hold a whole conversation (a list of messages). "
                     "Set data.prompt_key to the column with the prompt."
                 )
-            whole = as_messages(said, where=place)
+            whole = _messages(said, place)
             learn_from = len(whole) - 1
-        try:
-            rendered = self.chat.conversation(whole, learn_from=learn_from)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        return self.cut(rendered, place)
+        return _rendered(self.chat, whole, learn_from, place)
 
 
 def build_supervised(
@@ -197,8 +225,29 @@ def build_supervised(
     return kind(rows, chat, config, indices=indices)
 
 
+def _messages(value: Any, where: str, input_template: str | None = None) -> list[Any]:
+    try:
+        return as_messages(value, where=where, input_template=input_template)
+    except ValueError as error:
+        raise UnusableRow(str(error)) from error
+
+
+def _rendered(chat: Chat, messages: Sequence[Message], learn_from: int, where: str, **more: Any) -> Rendered:
+    """Ids and mask of a conversation that begins with the user, after an optional system message."""
+    roles = [message["role"] for message in messages]
+    spoken = [role for role in roles if role != "system"]
+    if spoken and spoken[0] != "user":
+        raise UnusableRow(
+            f"{where}: the conversation begins with {spoken[0]!r}, but it must begin with 'user' ({', '.join(roles)})."
+        )
+    try:
+        return chat.conversation(messages, learn_from=learn_from, **more)
+    except ValueError as error:
+        raise UnusableRow(f"{where}: {error}") from error
+
+
 def _answer(value: Any, place: str) -> list[Any]:
     """An answer as messages: text is one assistant turn."""
-    if value is None or value == "":
-        raise ValueError(f"{place} is empty.")
-    return [{"role": "assistant", "content": value}] if isinstance(value, str) else as_messages(value, where=place)
+    if value is None or value == "" or value == []:
+        raise UnusableRow(f"{place} is empty.")
+    return [{"role": "assistant", "content": value}] if isinstance(value, str) else _messages(value, place)

@@ -139,3 +139,30 @@ def reward_statistics(config: PreTrainedConfig) -> RewardStatistics:
 
 def set_reward_statistics(config: PreTrainedConfig, statistics: RewardStatistics) -> None:
     config.mean, config.std = statistics.mean, statistics.std
+
+
+def wrong_head(config: PreTrainedConfig, *, wanted: str) -> str | None:
+    """Why a folder with this config.json cannot be what is `wanted`: "language", "scalar" (a head may be new) or "reward"."""
+    saved_as = (config.architectures or [""])[0]
+    classifier = saved_as.endswith(("SequenceClassification", "TokenClassification"))
+    if wanted == "language" and classifier:
+        return f"it holds a classifier ({saved_as}), but a language model is needed."
+    if wanted != "language" and classifier and config.num_labels != 1:
+        return f"its head ({saved_as}) has {config.num_labels} labels, but a reward is one number: num_labels=1."
+    named = getattr(config, "value_head_prefix", None)
+    if wanted == "reward" and saved_as.endswith(("ForCausalLM", "LMHeadModel")) and not named:
+        return f"it holds a language model ({saved_as}) without a score head. `strop rm` makes a reward model of it."
+    return None
+
+
+def padding_beside_the_end(tokenizer: Any) -> int | None:
+    """A token that pads and never ends an answer; None if the tokenizer has none.
+
+    transformers' classifiers read the score at the last token that is not padding. Where the end-of-text token is the padding
+    too, they would read it one token early.
+    """
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if pad is not None and pad != end:
+        return int(pad)
+    others = [tokenizer.unk_token_id, *sorted(tokenizer.all_special_ids), *sorted(tokenizer.added_tokens_decoder)]
+    return next((int(token) for token in others if token is not None and token != end), None)

@@ -25,10 +25,13 @@ def examine_data(loaded: Loaded, report: Any) -> int | None:
     config = loaded.config
     if loaded.root.startswith("ppo"):
         return _reinforcement(loaded, report)
+    if hasattr(config, "optim"):
+        from strop.trainer.supervised_check import examine_supervised
+
+        return examine_supervised(config, report)
     if loaded.root == "generation":
         return _generation(config, report)
-    path = config.data.train_files if hasattr(config, "optim") else config.data.path
-    rows, findings = count(path, "data.train_files" if hasattr(config, "optim") else "data.path")
+    rows, findings = count(config.data.path, "data.path")
     report.findings += findings
     report.data["rows"] = rows
     return rows

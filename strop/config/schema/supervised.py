@@ -52,6 +52,8 @@ class SupervisedData:
     """Longest row in tokens."""
     truncation: str = setting("error", choices=("error", "left", "right"))
     """What happens to a longer one."""
+    bad_rows: str = setting("error", choices=("error", "skip"))
+    """A row that teaches nothing (an empty answer, two equal ones, a chat without the user first): name it and stop, or skip it."""
     shuffle: bool = True
     """Draw rows in random order."""
     seed: int | None = link("trainer.seed")
@@ -146,7 +148,7 @@ class SupervisedTrainer(Trainer):
     """Validate every so many STEPS, or `after_each_epoch`. The end of a run is always validated."""
     max_ckpt_to_keep: int | None = setting(None, at_least=1)
     """Checkpoints to keep. Null: all."""
-    checkpoint: Checkpoint = section(Checkpoint)
+    checkpoint: Checkpoint = section(Checkpoint, save_contents=["model", "optimizer", "extra", "hf_model"])
     """Contents of checkpoints."""
     profile_interval: list[int] = setting([-1, -1])
     """First and last step to profile."""
@@ -160,7 +162,7 @@ class RmLoss:
     """-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."""
     margin: bool = setting(False)
     """Read the margin column."""
-    fp32: bool = setting(True)
+    fp32: bool = inert(True, "scores are always computed and compared in fp32")
     """Scores in fp32."""
 
 
@@ -169,7 +171,7 @@ class DpoLoss:
     """Loss of direct preference optimisation. Read by algorithms/preference.py."""
 
     type: str = setting("dpo", one_of=PREFERENCE_LOSSES)
-    """dpo or ipo."""
+    """dpo, ipo, or simpo (no reference, averaged log-probs; usual: beta 2, target_margin 1)."""
     beta: float = setting(0.1, above=0)
     """Strength of the pull towards the reference."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
@@ -179,9 +181,11 @@ class DpoLoss:
     reference_free: bool = False
     """Leave the reference out."""
     nll_coef: float = setting(0.0, at_least=0)
-    """Weight of the negative log-likelihood of the better answer."""
+    """Weight of the negative log-likelihood of the better answer, averaged over its tokens."""
+    target_margin: float = setting(0.0, at_least=0)
+    """How much larger than the other the better answer's implicit reward should be (gamma of SimPO; dpo and simpo)."""
     precompute_ref: bool = True
-    """Compute the reference's log-probs once, before training."""
+    """Compute the reference's log-probs once, before training, and keep only one number per answer: no second model in memory."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,19 @@
+"""python -m strop.trainer.main_sft key=value ...: supervised fine-tuning from a configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from strop.errors import answer
+from strop.trainer.logs import configure_logging
+from strop.trainer.supervised_run import run_supervised
+
+
+def run(arguments: Sequence[str]) -> int:
+    return run_supervised("sft_trainer", arguments)
+
+
+if __name__ == "__main__":
+    configure_logging()
+    sys.exit(answer(lambda: run(sys.argv[1:])))

@@ -1,0 +1,20 @@
+"""What main_sft, main_rm and main_dpo do: compose, examine, train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+
+
+def run_supervised(root: str, arguments: Sequence[str]) -> int:
+    asked = parse(arguments)
+    loaded = load(root, asked.overrides, asked.config, asked.search)
+    from strop.trainer.preflight import require
+
+    require(loaded)
+    from strop.trainer.supervised_build import build_supervised_trainer
+
+    build_supervised_trainer(loaded).fit()
+    return 0
