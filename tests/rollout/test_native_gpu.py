@@ -22,7 +22,7 @@ def on_device(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("kind", [kind for kind in tiny.MODELS if kind != "qwen2_moe" and kind != "mixtral"])
+@pytest.mark.parametrize("kind", [kind for kind in tiny.MODELS if kind not in tiny.EXPERTS])
 def test_greedy_is_a_plain_forward(kind: str, eager: bool) -> None:
     engine = NativeEngine(on_device(kind), enforce_eager=eager)
     plain = tiny.make(kind)

@@ -12,18 +12,28 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCABULARY = 96
@@ -52,9 +62,28 @@ MODELS: dict[str, Callable[[], Any]] = {
         Gemma2Config(**_SIZES, head_dim=16, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
     ),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=5, query_pre_attn_scalar=16)),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**_SIZES, partial_rotary_factor=0.5)),
+    "phi3_window": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=5)),
+    "smollm": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
+    "smollm3": lambda: SmolLM3ForCausalLM(SmolLM3Config(**_SIZES, no_rope_layers=[1, 0])),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4)),
     "qwen2_moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_EXPERTS)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**_SIZES, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    ),
+    "gpt_oss_sinks": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **_SIZES,
+            head_dim=16,
+            sliding_window=5,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
+    ),
 }
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_sinks")
+"""Models whose forward pass asks the device which experts are needed."""
 
 
 def make(name: str = "llama") -> Any:

@@ -208,7 +208,7 @@ class NativeEngine:
             assert ticket.request.on_tokens is not None
             try:
                 ticket.request.on_tokens(index, ids, log_probs)
-            except Exception as error:  # noqa: BLE001  (the caller's own code: its failure must not reach the others)
+            except Exception as error:  # noqa: BLE001 - the caller's own code: its failure must not reach the others
                 ticket.fail(error)
                 self.cancel(ticket)
 

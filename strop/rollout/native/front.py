@@ -28,29 +28,26 @@ class Ask:
     gone: bool = False
     """It was cancelled."""
 
-    def on_done(self, ticket: Ticket) -> None:
-        self._from_thread(ticket.error, ticket)
-
-    def refuse(self, error: BaseException) -> None:
-        self._from_thread(error, None)
-
-    def _from_thread(self, error: BaseException | None, ticket: Ticket | None) -> None:
-        def settle() -> None:
-            if self.answer.done():
-                return
-            if error is not None:
-                self.answer.set_exception(error)
-            elif ticket is not None:
-                self.answer.set_result(ticket.result())
-
+    def settle(self, error: BaseException | None = None) -> None:
+        """Wake the coroutine, from any thread."""
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(settle)
+            self.loop.call_soon_threadsafe(self._settle, error)
+
+    def _settle(self, error: BaseException | None) -> None:
+        if self.answer.done():
+            return
+        error = error or (self.ticket.error if self.ticket is not None else None)
+        if error is not None:
+            self.answer.set_exception(error)
+        elif self.ticket is not None:
+            self.answer.set_result(self.ticket.result())
 
 
 class Front:
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
         self._inbox: deque[Ask] = deque()
+        self._outbox: deque[Ask] = deque()
         self._lock = threading.Lock()
         self._driving = False
         self._executor: ThreadPoolExecutor | None = None
@@ -80,38 +77,42 @@ class Front:
     def _drive(self) -> None:
         """Step until nobody waits; those who come meanwhile join at the next step."""
         try:
-            with self._engine.loan():
-                while self._serve():
-                    self._engine.step()
+            while self._driving:
+                with self._engine.loan():
+                    self._work()
+                # The module is given back before the last answers are: who has all of them may use it at once.
+                self._answer()
+                with self._lock:
+                    self._driving = bool(self._inbox)
         except BaseException as error:
             with self._lock:
                 self._driving = False
+            self._answer()
             while self._inbox:
-                self._inbox.popleft().refuse(error)
+                self._inbox.popleft().settle(error)
             raise
 
-    def _serve(self) -> bool:
-        """Let in who stands at the door; whether there is anything to do."""
+    def _work(self) -> None:
         while True:
             while self._inbox:
                 self._let_in(self._inbox.popleft())
-            with self._lock:
-                if self._engine.idle and not self._inbox:
-                    self._driving = False
-                    return False
-                if not self._inbox:
-                    return True
+            if self._engine.idle:
+                return
+            self._answer()
+            self._engine.step()
+
+    def _answer(self) -> None:
+        while self._outbox:
+            self._outbox.popleft().settle()
 
     def _let_in(self, ask: Ask) -> None:
         if ask.gone:
             return
         try:
-            ask.ticket = self._engine.submit(ask.request, ask.sampling, ask.on_done, lasting=True)
-        except Exception as error:  # noqa: BLE001  (belongs to whoever asked)
-            ask.refuse(error)
+            ask.ticket = self._engine.submit(ask.request, ask.sampling, lambda _: self._outbox.append(ask), lasting=True)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever asked
+            ask.settle(error)
             return
-        if ask.ticket.done:
-            ask.on_done(ask.ticket)
         if ask.gone:
             self._engine.cancel(ask.ticket)
 

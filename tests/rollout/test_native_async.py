@@ -1,0 +1,44 @@
+"""Crowds of coroutines at the native engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.native import NativeEngine
+from tests.rollout import tiny
+
+
+def test_thousands_in_flight_keep_the_batch_full() -> None:
+    engine = NativeEngine(tiny.make(), max_num_seqs=64)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    engine.stats()
+
+    async def crowd() -> list[list[Completion]]:
+        asks = (Request([1 + i % 90, i % 7], max_tokens=2 + i % 5) for i in range(2000))
+        return await asyncio.gather(*(engine.agenerate(ask, Sampling()) for ask in asks))
+
+    answers = asyncio.run(crowd())
+    assert [len(group[0].ids) for group in answers] == [2 + i % 5 for i in range(2000)]
+    numbers = engine.stats()
+    assert numbers["tokens"] == 2000 * 4
+    assert numbers["occupancy"] > 0.95
+
+
+def test_conversations_that_answer_at_once_find_their_place_at_the_next_step() -> None:
+    """Every coroutine asks again as soon as it has its answer: at most a step's pause between its turns."""
+    engine = NativeEngine(tiny.make(), max_num_seqs=32)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    engine.stats()
+
+    async def talk(number: int) -> None:
+        for turn in range(4):
+            await engine.agenerate(Request([number, turn], max_tokens=8), Sampling())
+
+    async def crowd() -> None:
+        await asyncio.gather(*(talk(number) for number in range(64)))
+
+    asyncio.run(crowd())
+    numbers = engine.stats()
+    assert numbers["tokens"] == 64 * 4 * 8
+    assert numbers["occupancy"] > 0.8

@@ -1,0 +1,132 @@
+"""The cache never takes what is not there, and whoever has to give way loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native import NativeEngine, memory
+from strop.rollout.native.cache import Cache
+from tests.rollout import tiny
+from tests.rollout.test_native import PER_TOKEN, PROMPTS, ids
+
+REQUESTS = [Request(p, n=2, seed=i, max_tokens=10 + 12 * i) for i, p in enumerate(PROMPTS)]
+
+
+def small_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """A device that runs out of memory, in the middle of growing, when the cache is to hold more than `tokens`."""
+    resize = Cache.resize
+
+    def limited(self: Cache, rows: int, capacity: int, keep: int) -> None:
+        if rows * capacity > tokens:
+            self.keys.pop(0, None)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        resize(self, rows, capacity, keep)
+
+    monkeypatch.setattr(Cache, "resize", limited)
+
+
+@pytest.mark.parametrize("tokens", [150, 400, 700])
+def test_a_cache_that_cannot_grow_grows_less(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    model = tiny.make()
+    expected = NativeEngine(model).generate(REQUESTS, Sampling())
+    small_device(monkeypatch, tokens)
+    engine = NativeEngine(model)
+    assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
+    assert engine.stats()["out_of_memory"] > 0
+    assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
+    assert engine.stats()["out_of_memory"] == 0, "the limit was learnt"
+
+
+@pytest.mark.parametrize("number", [1, 2, 9, 30])
+def test_a_pass_that_runs_out_of_memory_is_done_again(number: int) -> None:
+    model = tiny.make()
+    expected = NativeEngine(model).generate(REQUESTS, Sampling())
+    engine = NativeEngine(model)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    calls = 0
+
+    def hook(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(hook)
+    assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
+    assert engine.stats()["out_of_memory"] == 1
+
+
+def test_what_does_not_fit_the_device_at_all_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_device(monkeypatch, 70)
+    engine = NativeEngine(tiny.make())
+    long, short = engine.generate([Request([1] * 60, max_tokens=60), Request([2], max_tokens=5)], Sampling())
+    assert long[0].finish == "error" and "out of memory on cpu: up to 120 tokens" in (long[0].error or "")
+    assert len(short[0].ids) == 5
+
+
+def test_a_device_without_any_memory_fails_every_request_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_device(monkeypatch, 0)
+    answers = NativeEngine(tiny.make()).generate(REQUESTS, Sampling())
+    assert {c.finish for group in answers for c in group} == {"error"}
+
+
+@pytest.mark.parametrize("budget", [130, 200, 333])
+def test_the_cache_stays_within_its_budget_all_the_time(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    sizes: list[int] = []
+    resize = Cache.resize
+
+    def watched(self: Cache, rows: int, capacity: int, keep: int) -> None:
+        resize(self, rows, capacity, keep)
+        sizes.append(self.bytes)
+
+    model = tiny.make()
+    expected = NativeEngine(model).generate(REQUESTS, Sampling())
+    monkeypatch.setattr(Cache, "resize", watched)
+    engine = NativeEngine(model, cache_bytes=budget * PER_TOKEN)
+    assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
+    assert 0 < max(sizes) <= budget * PER_TOKEN
+
+
+def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.make()
+    weights = sum(w.numel() * w.element_size() for w in model.parameters())
+    device = torch.device("cuda")
+    state = {"free": 80_000_000, "total": 100_000_000}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], state["total"]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5_000_000)
+    assert memory.cache_memory(model, device, 0.5) == 50_000_000 - weights
+    state["free"] = 10_000_000
+    assert memory.cache_memory(model, device, 0.5) == int(12_000_000 * 0.9), "no more than is free"
+    assert memory.cheap_to_keep(5_000_000, device) and not memory.cheap_to_keep(5_000_001, device)
+    assert not memory.cheap_to_keep(1, torch.device("cpu"))
+
+
+def test_a_small_cache_with_recorded_steps_stays_when_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine(tiny.make())
+    engine.generate([Request([1])], Sampling(max_tokens=2))
+    assert engine._batch is not None
+    cache = engine._batch.runner.cache
+    size = cache.bytes
+    monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
+    monkeypatch.setattr("strop.rollout.native.engine.cheap_to_keep", lambda size, device: True)
+    engine.sleep()
+    assert cache.bytes == size > 0
+    monkeypatch.setattr("strop.rollout.native.engine.cheap_to_keep", lambda size, device: False)
+    engine.sleep()
+    assert cache.bytes == 0
+
+
+def test_memory_is_measured_anew_when_the_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: Any = iter([50 * PER_TOKEN, 200 * PER_TOKEN])
+    monkeypatch.setattr("strop.rollout.native.engine.cache_memory", lambda *_: next(sizes))
+    engine = NativeEngine(tiny.make())
+    (answer,) = engine.generate([Request([1] * 40, max_tokens=60)], Sampling())[0]
+    assert "the cache holds 50" in (answer.error or "")
+    engine.sleep()
+    (answer,) = engine.generate([Request([1] * 40, max_tokens=60)], Sampling())[0]
+    assert len(answer.ids) == 60

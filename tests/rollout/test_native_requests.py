@@ -1,0 +1,214 @@
+"""Requests on their way: streamed, taken back, cut into goes, and carried over a change of weights."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.native import NativeEngine
+from strop.rollout.partial import continuation, joined, merged, stretches, unfinished
+from tests.rollout import tiny
+from tests.rollout.test_native import PER_TOKEN, PROMPTS, count_tokens
+
+SAMPLING = Sampling(max_tokens=20, temperature=0.9)
+
+
+def at_pass(model: Any, number: int, action: Any) -> Any:
+    """Do something in the model's forward pass of that number, counted from now."""
+    calls = 0
+
+    def hook(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action()
+
+    return model.register_forward_pre_hook(hook)
+
+
+def disturb(model: Any, seed: int = 5) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=draw) * 0.1)
+
+
+# --- streaming ---------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_streamed_as_they_come_and_add_up_to_the_completion() -> None:
+    told: dict[int, list[tuple[list[int], list[float]]]] = {0: [], 1: []}
+    engine = NativeEngine(tiny.make(), cache_bytes=140 * PER_TOKEN)  # too small for both: one is sent back and goes on later
+
+    def listen(sample: int, ids: Any, log_probs: Any) -> None:
+        told[sample].append((list(ids), list(log_probs)))
+
+    sampling = Sampling(max_tokens=70)
+    answers = engine.generate([Request([5], n=2, seed=1, on_tokens=listen)], sampling)[0]
+    assert engine.stats()["preemptions"] > 0
+    for sample, completion in enumerate(answers):
+        assert [t for ids, _ in told[sample] for t in ids] == completion.ids
+        assert [p for _, each in told[sample] for p in each] == completion.log_probs
+        assert len(told[sample]) == len(completion.ids), "on a CPU, one by one"
+
+
+def test_a_listener_that_fails_takes_only_its_own_request_with_it() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    expected = engine.generate([Request(PROMPTS[0], seed=1)], SAMPLING)
+
+    def listen(sample: int, ids: Any, log_probs: Any) -> None:
+        if sample == 1:
+            raise KeyError("no such window")
+
+    async def crowd() -> list[Any]:
+        asks = [Request(PROMPTS[1], n=2, on_tokens=listen), Request(PROMPTS[0], seed=1)]
+        return await asyncio.gather(*(engine.agenerate(r, SAMPLING) for r in asks), return_exceptions=True)
+
+    failure, fine = asyncio.run(crowd())
+    assert isinstance(failure, KeyError)
+    assert fine[0].ids == expected[0][0].ids
+    with pytest.raises(KeyError, match="no such window"):
+        engine.generate([Request(PROMPTS[1], n=2, on_tokens=listen)], SAMPLING)
+    assert engine.idle
+    engine.sleep()
+
+
+# --- taking back -------------------------------------------------------------------------------------------------------------
+
+
+def test_abort_of_one_request_leaves_the_others_alone() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model, max_num_seqs=4)
+    keep = Request(PROMPTS[0], n=2, seed=1)
+    running, waiting = Request(PROMPTS[1], n=2), Request(PROMPTS[2], n=3)
+    alone = engine.generate([keep], SAMPLING)[0]
+    handle = at_pass(model, 6, lambda: (engine.abort(running), engine.abort(waiting)))
+    found = engine.generate([keep, running, waiting], SAMPLING)
+    handle.remove()
+    assert [c.ids for c in found[0]] == [c.ids for c in alone]
+    assert {c.finish for c in found[1]} == {"abort"} and all(0 < len(c.ids) < 20 for c in found[1])
+    assert [(c.finish, c.ids) for c in found[2]] == [("abort", [])] * 3
+    assert engine.generate([running], SAMPLING)[0][0].finish == "length", "an abort is over when it was answered"
+
+
+def test_a_cancelled_coroutine_frees_its_row() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    seen = count_tokens(model)
+
+    async def give_up() -> None:
+        lost = asyncio.create_task(engine.agenerate(Request([5]), Sampling(max_tokens=120)))
+        stays = asyncio.create_task(engine.agenerate(Request([6]), Sampling(max_tokens=60)))
+        while len(seen) < 5:
+            await asyncio.sleep(0.001)
+        lost.cancel()
+        (done,) = await stays
+        assert len(done.ids) == 60
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+
+    asyncio.run(give_up())
+    assert len(seen) < 80 and engine.idle
+
+
+def test_the_module_is_back_when_the_last_answer_is() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+
+    async def often() -> None:
+        for i in range(20):
+            await engine.agenerate(Request([5, i]), Sampling(max_tokens=2))
+            assert model.config._attn_implementation == "sdpa"
+
+    asyncio.run(often())
+
+
+# --- over a change of weights ------------------------------------------------------------------------------------------------
+
+
+def test_requests_in_flight_go_on_under_new_weights_and_say_which_sampled_what() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    before = tiny.make()
+
+    def update() -> None:
+        disturb(model)
+        engine.update_weights([], version=3)
+
+    # In the middle of a step the engine's lock is held by this very thread: do it between two steps.
+    tickets = [engine.submit(Request(p, n=2, seed=i), SAMPLING) for i, p in enumerate(PROMPTS[:3])]
+    with engine.loan():
+        for _ in range(7):
+            engine.step()
+        update()
+        while not engine.idle:
+            engine.step()
+    for prompt, ticket in zip(PROMPTS, tickets):
+        for completion in ticket.result():
+            assert completion.version == 3 and completion.versions == [(0, 8), (3, 12)]
+            old = tiny.plain_log_probs(before, prompt, completion.ids, 0.9)[:8]
+            new = tiny.plain_log_probs(model, prompt, completion.ids, 0.9)[8:]
+            expected = torch.cat([old, new]).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+            assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4, "the whole context is of the new weights"
+
+
+def slices(engine: NativeEngine, request: Request, longest: int, size: int) -> list[Completion]:
+    """An answer in goes of `size` tokens."""
+    found = engine.generate([Request(request.ids, request.n, request.seed, size)], SAMPLING)[0]
+    while any(unfinished(c, longest) for c in found):
+        open_ones = [i for i, c in enumerate(found) if unfinished(c, longest)]
+        again = [continuation(request, i, found[i], longest, size) for i in open_ones]
+        for i, (more,) in zip(open_ones, engine.generate(again, SAMPLING)):
+            found[i] = joined(found[i], more)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 7, 20])
+def test_an_answer_in_slices_is_the_answer(size: int) -> None:
+    model = tiny.make()
+    request = Request(PROMPTS[1], n=3, seed=11)
+    whole = NativeEngine(model).generate([request], SAMPLING)[0]
+    cut = slices(NativeEngine(model), request, SAMPLING.max_tokens, size)
+    assert [c.ids for c in cut] == [c.ids for c in whole]
+    assert [c.finish for c in cut] == [c.finish for c in whole]
+    for a, b in zip(cut, whole):
+        assert torch.allclose(torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-4)
+
+
+def test_an_aborted_answer_is_taken_up_again_after_an_update() -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    request = Request(PROMPTS[1], n=2, seed=4)
+    handle = at_pass(model, 6, engine.abort)
+    found = engine.generate([request], SAMPLING)[0]
+    handle.remove()
+    assert all(unfinished(c, 20) and c.finish == "abort" for c in found)
+    had = len(found[0].ids)
+    disturb(model)
+    engine.update_weights([], version=1)
+    more = engine.generate([continuation(request, i, c, 20) for i, c in enumerate(found)], SAMPLING)
+    for before, (after,) in zip(found, more):
+        whole = joined(before, after)
+        assert len(whole.ids) == len(whole.log_probs) == 20 and whole.ids[:had] == before.ids
+        assert (whole.finish, whole.version, whole.versions) == ("length", 1, [(0, had), (1, 20 - had)])
+        expected = tiny.plain_log_probs(model, PROMPTS[1], whole.ids, 0.9).gather(1, torch.tensor(whole.ids)[:, None])[had:, 0]
+        assert (torch.tensor(after.log_probs) - expected).abs().max() < 1e-4
+
+
+def test_joining_keeps_the_order_of_versions() -> None:
+    a = Completion([1, 2], [-0.1, -0.2], "abort", 4)
+    b = Completion([3], [-0.3], "abort", 4)
+    c = Completion([5, 6], [-0.5, -0.6], "stop", 6, versions=[(5, 1), (6, 1)])
+    both = joined(a, b)
+    assert both.versions == [] and stretches(both) == [(4, 3)]
+    assert joined(both, c).versions == [(4, 3), (5, 1), (6, 1)]
+    assert merged([(1, 0), (2, 3), (2, 1), (1, 2)]) == [(2, 4), (1, 2)]
+    assert not unfinished(c, 99) and not unfinished(Completion([1], [0.0], "length"), 1)
+    with pytest.raises(ValueError, match="3 of 3 tokens: there is nothing left"):
+        continuation(Request([1]), 0, both, 3)
