@@ -14,6 +14,7 @@ from strop.models.attention import packing_obstacle, padded_attention, set_atten
 from strop.models.heads import load_scalar_model
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, load_adapters
+from strop.models.precision import widen_residual
 from strop.registry import load_module
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,8 @@ def _prepare(model: Any, settings: Model) -> Any:
         if obstacle:
             raise ValueError(f"{type(model).__name__} cannot run packed: {obstacle}. Set model.use_remove_padding=False.")
     without_dropout(model)
+    if settings.fp32_residual:
+        widen_residual(model)
     if settings.use_liger:
         liger = require("liger_kernel.transformers.monkey_patch", extra="liger", why="model.use_liger")
         liger._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)

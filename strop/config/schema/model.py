@@ -91,6 +91,9 @@ class Model:
     """Start from this adapter."""
     value_head_prefix: str = setting("score")
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
+    fp32_residual: bool = setting(True)
+    """Keep the sum that runs through the layers in float32 when computing in 16 bits, where the model allows it (norms without
+    bias, rotary positions). Engine and trainer then agree several times better on log-probs."""
     use_liger: bool = setting(False)
     """Patch the model with Liger kernels (GPU)."""
     use_shm: bool = inert(False, "weights are memory-mapped; a copy in shared memory gains nothing")

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from strop.models.precision import narrows
 from strop.rollout.native.attention import NAME
 
 _ROTARY = "apply_rotary_pos_emb"
@@ -93,8 +94,12 @@ def _norm(part: nn.Module) -> Found | None:
         return None
     from strop.rollout.native.kernels import rms_norm
 
+    narrow = narrows(part)
+
     def forward(hidden: Tensor) -> Tensor:
-        return rms_norm(hidden, cast(Tensor, part.weight), eps)
+        own = cast(Tensor, part.weight)
+        # A part that hands on 16 bits anyway does so at once.
+        return rms_norm(hidden, own, eps, out=own.dtype if narrow else None)
 
     return forward, len(weight), (type(part), len(weight), weight.dtype, eps)
 

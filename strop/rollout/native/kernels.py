@@ -10,8 +10,6 @@ This file needs Triton and is imported only where a GPU is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -302,14 +300,14 @@ def _norm(x, weight, out, size, stride, eps, BLOCK: tl.constexpr):
     tl.store(out + row * size + column, (narrow * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = None) -> Tensor:
     """weight · x / sqrt(mean(x²) + eps) over the last axis, as Llama and its relatives define it."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
-    out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    result = torch.empty(x.shape, dtype=out or torch.promote_types(x.dtype, weight.dtype), device=x.device)
     block = triton.next_power_of_2(size)
-    _norm[(len(flat),)](flat, weight, out, size, flat.stride(0), eps, BLOCK=block, num_warps=min(8, max(1, block // 512)))
-    return out
+    _norm[(len(flat),)](flat, weight, result, size, flat.stride(0), eps, BLOCK=block, num_warps=min(8, max(1, block // 512)))
+    return result
 
 
 @triton.jit
@@ -380,7 +378,3 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     _gate[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=4)
     return out
-
-
-def available(device: Any) -> bool:
-    return torch.device(device).type == "cuda"
