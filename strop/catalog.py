@@ -97,8 +97,9 @@ PREFERENCE_LOSSES.declare(
 
 # --- Rule scorers --------------------------------------------------------------------------------------------------------
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in
-# a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`).
-SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None})
+# a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`);
+# runs_programs: it waits for other processes, so several are called at a time, with `sandbox` set to reward_model.sandbox_fusion.
+SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False})
 _VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"
 SCORERS.declare("gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number")
@@ -117,6 +118,12 @@ SCORERS.declare(
     f"{_RULES}.multiple_choice:compute_score",
     sources=("cais/mmlu*", "TIGER-Lab/MMLU-Pro", "Idavidrein/gpqa*", "mmlu*", "gpqa*"),
     vote=f"{_VOTES}:letter",
+)
+SCORERS.declare(
+    "code",
+    f"{_RULES}.code:compute_score",
+    sources=("codecontests", "apps", "codeforces", "taco"),
+    runs_programs=True,
 )
 SCORERS.declare("format", f"{_RULES}.format:compute_score")
 SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))

@@ -9,9 +9,11 @@ data_sources, solution_strs, ground_truths, extra_infos.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from strop.config.schema.reward import SandboxFusion
 from strop.registry import Entry, did_you_mean, load_attribute
 from strop.rewards.calls import BackgroundLoop
 from strop.rewards.dispatch import TIME_LIMIT, scorer_for
@@ -125,22 +127,32 @@ class Rules:
 
     is_async = False
 
-    def __init__(self, timeout: float = TIME_LIMIT):
-        self.timeout = min(timeout, TIME_LIMIT)
+    def __init__(self, timeout: float = TIME_LIMIT, sandbox: SandboxFusion | None = None):
+        self.timeout, self.sandbox = min(timeout, TIME_LIMIT), sandbox or SandboxFusion()
         self._entries: dict[str, Entry] = {}
 
     def __call__(self, sample: Sample) -> Any:
-        function, values, _ = self.call_for(sample)
-        if self._entries[sample.data_source].facts["slow"]:
-            return shared_pool().call(function, *values, timeout=self.timeout)
-        return function(*values)
+        function, values, named = self.call_for(sample)
+        if self._entry(sample.data_source).facts["slow"]:
+            return shared_pool().call(function, *values, timeout=self.timeout, **named)
+        return function(*values, **named)
 
     def call_for(self, sample: Sample) -> Call:
         """The bare rule: whoever runs it in a process of its own needs no second one for slow rules."""
-        source = sample.data_source
+        entry = self._entry(sample.data_source)
+        named = {"sandbox": self.sandbox} if entry.facts["runs_programs"] else {}
+        return Call(entry.load(), (sample.solution_str, sample.ground_truth), named)
+
+    def at_once(self, samples: Sequence[Sample]) -> int:
+        """How many samples are worth scoring at a time: rules that run programs wait for them, others keep Python busy."""
+        if not any(self._entry(source).facts["runs_programs"] for source in {sample.data_source for sample in samples}):
+            return 1
+        return self.sandbox.max_concurrent if self.sandbox.url else os.cpu_count() or 1
+
+    def _entry(self, source: str) -> Entry:
         if source not in self._entries:  # matching patterns costs more than most rules do
             self._entries[source] = scorer_for(source)
-        return Call(self._entries[source].load(), (sample.solution_str, sample.ground_truth))
+        return self._entries[source]
 
     def close(self) -> None:
         """Nothing is held."""

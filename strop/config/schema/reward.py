@@ -47,14 +47,20 @@ class OverlongBuffer:
 
 @dataclass(eq=False)
 class SandboxFusion:
-    """Remote execution of code answers. Read by rewards/code.py."""
+    """Execution of programs that a model wrote. Read by rewards/rules/code.py."""
 
     url: str | None = None
-    """Address of the sandbox. Null: the local sandbox."""
+    """Address of a SandboxFusion server (.../run_code). Null: the sandbox of this machine."""
     max_concurrent: int = setting(64, at_least=1)
-    """Programs at the same time."""
+    """Programs at the same time on that server. Here as many run as there are cores."""
     memory_limit_mb: int = setting(1024, at_least=1)
     """Memory of each."""
+    timeout: float = setting(10.0, above=0)
+    """Seconds for one test of a program."""
+    total_timeout: float = setting(60.0, above=0)
+    """Seconds for all tests of a program; those that do not get their turn fail."""
+    isolation: str = setting("auto", choices=("auto", "namespaces", "bubblewrap", "user", "limits"))
+    """What must separate programs from this machine. auto: the best that works here, with a warning if the network stays open."""
 
 
 @dataclass(eq=False)

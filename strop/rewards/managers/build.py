@@ -78,7 +78,7 @@ def _manager(entry: Entry, config: RewardModel, custom: CustomRewardFunction, op
             f"reward_model.reward_kwargs has {sorted(options)}, which the manager {entry.name!r} does not take. It takes "
             "max_resp_len and whole_transcript; arguments of your function go to custom_reward_function.reward_kwargs."
         )
-    function: Any = Rules(config.timeout)
+    function: Any = Rules(config.timeout, config.sandbox_fusion)
     if custom.path:
         function = load_function(
             custom.path,

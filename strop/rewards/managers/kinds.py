@@ -38,7 +38,14 @@ class Naive:
         self.timeout = settings.timeout + (LOOP_GRACE if function.is_async else 0.0)
 
     def score(self, samples: Sequence[Sample]) -> list[Any]:
-        return call_each(self.function, samples, workers=self.workers, timeout=self.timeout)
+        workers = max(self.workers, self._at_once(samples))
+        return call_each(self.function, samples, workers=workers, timeout=self.timeout)
+
+    def _at_once(self, samples: Sequence[Sample]) -> int:
+        try:
+            return self.function.at_once(samples) if isinstance(self.function, Rules) else 1
+        except ValueError:  # a data source without a rule: its samples say so one by one
+            return 1
 
 
 class Prime:
