@@ -16,6 +16,7 @@ VERBS = {
     "dpo": "dpo_trainer",
     "generate": "generation",
     "eval": "evaluation",
+    "serve-rm": "reward_server",
 }
 
 HELP = f"""strop {__version__}: reinforcement-learning post-training for language models
@@ -33,6 +34,7 @@ use
   generate      answers for a file of prompts: strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
   eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
   merge         a checkpoint (of Strop or verl) as a Hugging Face folder: strop merge --local_dir .../actor --target_dir OUT
+  serve-rm      a reward model behind HTTP, in OpenRLHF's protocol: strop serve-rm model.path=RM server.port=5000
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
@@ -102,6 +104,12 @@ def dpo(arguments: list[str]) -> int:
 
 def merge(arguments: list[str]) -> int:
     from strop.trainer.main_merge import run
+
+    return run(arguments)
+
+
+def serve_rm(arguments: list[str]) -> int:
+    from strop.trainer.main_serve_rm import run
 
     return run(arguments)
 
@@ -191,6 +199,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "generate": generate,
     "eval": evaluate,
     "merge": merge,
+    "serve-rm": serve_rm,
     "check": check,
     "config": config,
     "convert": convert,

@@ -421,6 +421,11 @@ def evaluation(config: Any, loaded: Loaded) -> Findings:
         yield error("data.path", "not set. Name a parquet file with responses (`strop generate` makes one).")
 
 
+def reward_server(config: Any, loaded: Loaded) -> Findings:
+    if not config.model.path:
+        yield error("model.path", "not set. Name the folder of a reward model (`strop rm` makes one).")
+
+
 PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (inputs, batches, sampling, estimators, inert_values, run)
 RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
     "ppo_trainer": PPO,
@@ -430,4 +435,5 @@ RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
     "dpo_trainer": (supervised, pairs),
     "generation": (generation,),
     "evaluation": (evaluation,),
+    "reward_server": (reward_server,),
 }

@@ -3,7 +3,8 @@
     POST {"query": [prompt and response, special tokens included], "prompts": [...], "labels": [ground truths]}
     -> {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}      the last two are optional
 
-Samples are divided over the servers. A request that fails is sent again, to the next server, until its time is up.
+Samples are divided over the servers. A request that fails is sent again, to the next server, until its time is up; one that a
+server finds too large is sent in halves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from strop.rewards.sample import Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_TEXTS = 128  # in one request: servers limit its size, and batch over requests anyway
 TRIES = 5
 PAUSE = 1.0  # seconds between them
 GRACE = 1.0  # a server that answers byte by byte is cut off this much after the limit
@@ -60,30 +62,41 @@ class RemoteModel:
     def score(self, samples: Sequence[Sample]) -> list[Any]:
         if not samples:
             return []
-        size = -(-len(samples) // self.workers)
+        size = min(MOST_TEXTS, -(-len(samples) // self.workers))
         pieces = [samples[start : start + size] for start in range(0, len(samples), size)]
-        answers = call_each(self._ask, pieces, workers=len(pieces), timeout=self.timeout + GRACE)
+        answers = call_each(self._ask, pieces, workers=self.workers, timeout=self.timeout + GRACE)
         return [
             value
             for piece, answer in zip(pieces, answers, strict=True)
             for value in ([answer] * len(piece) if isinstance(answer, Exception) else answer)
         ]
 
-    def _ask(self, samples: Sequence[Sample]) -> list[Any]:
+    def _ask(self, samples: Sequence[Sample], deadline: float | None = None) -> list[Any]:
         body = json.dumps(self._question(samples), default=str).encode()
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
         for attempt in itertools.count(1):
             with self._lock:
                 url = self.urls[next(self._turn)]
             try:
                 return values_in(self._post(url, body, deadline), len(samples), url)
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+                if isinstance(error, urllib.error.HTTPError) and error.code == 413 and len(samples) > 1:
+                    return self._ask_halves(samples, deadline)
                 if attempt == self.tries or not _may_pass(error) or time.monotonic() + self.pause >= deadline:
                     raise _explained(error, url, attempt) from error
             with self._lock:
                 self.retried += 1
             time.sleep(self.pause)
         raise AssertionError("unreachable")
+
+    def _ask_halves(self, samples: Sequence[Sample], deadline: float) -> list[Any]:
+        answers: list[Any] = []
+        for half in (samples[: len(samples) // 2], samples[len(samples) // 2 :]):
+            try:
+                answers += self._ask(half, deadline)
+            except (OSError, ValueError) as error:  # one text that is too large by itself must not cost the others
+                answers += [error] * len(half)
+        return answers
 
     def _post(self, url: str, body: bytes, deadline: float) -> Any:
         request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")

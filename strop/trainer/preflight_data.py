@@ -13,6 +13,7 @@ from strop.data.probe import probe_template
 from strop.rewards.function import RewardFunction, Rules, load_function
 from strop.rewards.sample import Sample
 from strop.rewards.verdict import verdict_of
+from strop.trainer.preflight_agents import AgentCheck
 from strop.types import Prompt, Trajectory
 
 EVERY_ROW_UP_TO = 50_000
@@ -31,6 +32,9 @@ def examine_data(loaded: Loaded, report: Any) -> int | None:
         return examine_supervised(config, report)
     if loaded.root == "generation":
         return _generation(config, report)
+    if loaded.root == "reward_server":
+        report.findings += find_tokenizer(config.model, key="model.path")[1]
+        return None
     rows, findings = count(config.data.path, "data.path")
     report.findings += findings
     report.data["rows"] = rows
@@ -74,6 +78,7 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
     report.findings += findings
     if tokenizer is not None:
         report.findings += _template(config, tokenizer)
+    agents = AgentCheck(config, tokenizer if report.ok else None)
     renders = tokenizer if report.ok else None  # what is wrong with the template is said once, not again for each file
     rows: int | None = None
     sources: dict[str, Any] = {}
@@ -88,6 +93,7 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
             renders,
             key=f"data.{key}",
             chat_template=config.actor_rollout_ref.model.custom_chat_template,
+            listing=agents.listing,
             sample=EVERY_ROW_UP_TO if fatal else files.SAMPLE,
         )
         report.findings += [Finding(f.level, f"data.{key}", f.message) for f in found.findings]
@@ -95,16 +101,18 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
             f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit" if renders else ""
         )
         sources = found.data_sources | sources
-        report.findings += _agents(config, found.agents, key)
+        agents.rows(key, found.agents, found.rows, [s.example for s in found.data_sources.values() if s.example is not None])
         if key == "train_files":
             rows = found.rows - (found.too_long if config.data.filter_overlong_prompts and found.measured == found.rows else 0)
             if config.data.train_max_samples > 0:
                 rows = min(rows, config.data.train_max_samples)
+    agents.close(report)
+    report.findings += agents.findings
     report.findings += _further_models(config)
     if config.algorithm.pretrain_files:
         report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
-    if report.ok:
+    if report.ok and config.actor_rollout_ref.rollout.multi_turn.reward_weights.score:
         report.findings += _rewards(config, sources)
     return rows
 
@@ -165,23 +173,8 @@ def _template(config: Any, tokenizer: Any) -> list[Finding]:
         template=config.actor_rollout_ref.model.custom_chat_template,
         kwargs=config.data.apply_chat_template_kwargs,
         plain=not config.data.apply_chat_template,
-        multi_turn=config.actor_rollout_ref.rollout.multi_turn.enable,
     )
     return [Finding(f.level, "chat template", f.message) for f in found]
-
-
-def _agents(config: Any, agents: dict[str, int], key: str) -> list[Finding]:
-    if config.actor_rollout_ref.rollout.multi_turn.tool_config_path and not agents:
-        default = config.actor_rollout_ref.rollout.agent.default_agent_loop
-        if default == "single_turn_agent":
-            return [
-                warning(
-                    f"data.{key}",
-                    "tools are configured, but no row names an agent_name, so single_turn_agent answers and no tool is used. "
-                    "Add agent_name=tool_agent to the rows, or set rollout.agent.default_agent_loop=tool_agent.",
-                )
-            ]
-    return []
 
 
 def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
@@ -197,7 +190,7 @@ def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
         except ValueError as problem:
             return [error("custom_reward_function.path", str(problem))]
     else:
-        function = Rules(reward.timeout)
+        function = Rules(reward.timeout, reward.sandbox_fusion)
     findings = []
     for name, source in sources.items():
         if source.example is None:

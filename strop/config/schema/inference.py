@@ -170,3 +170,51 @@ class Evaluation:
     """Ray."""
     plugins: list[str] = setting([])
     """Python files imported by every process before anything else."""
+
+
+@dataclass(eq=False)
+class RewardServerModel(Model):
+    path: str | None = None
+    """A sequence- or token-classification model with one label, or an OpenRLHF-style value head."""
+
+
+@dataclass(eq=False)
+class ServerSettings:
+    """Address, batching and limits. Read by rewards/server.py."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. 0.0.0.0 answers other machines too; there is no authentication."""
+    port: int = setting(5000, at_least=0, at_most=65535)
+    """Port; 0: any free one."""
+    max_batch_size: int = setting(64, at_least=1)
+    """Most texts that are scored together."""
+    max_wait_ms: float = setting(5.0, at_least=0)
+    """Milliseconds the first text of a batch waits for others."""
+    max_queue: int = setting(4096, at_least=1)
+    """Texts that may wait; a request beyond is answered with 503, come back later."""
+    max_body_mb: float = setting(8.0, above=0)
+    """Largest request; a larger one is answered with 413."""
+    max_length: int | None = setting(None, at_least=1)
+    """Longest text in tokens; a longer one loses its end, which the answer says. Null: what the model takes."""
+    timeout: float = setting(300.0, above=0)
+    """Seconds until a request that waits is answered with 503."""
+    normalize: bool = setting(False)
+    """Normalise scores with the mean and deviation saved beside the model."""
+    forward_max_token_len_per_gpu: int = setting(16384, at_least=1)
+    """Tokens per forward."""
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
+    """auto: a GPU where there is one."""
+    dtype: str = setting("bfloat16", choices=("bfloat16", "float32", "float16"))
+    """Precision of the model; a CPU without bf16 computes in fp32."""
+
+
+@dataclass(eq=False)
+class RewardServer:
+    """A reward model behind HTTP."""
+
+    model: RewardServerModel = section(RewardServerModel)
+    """Weights and tokenizer."""
+    server: ServerSettings = section(ServerSettings)
+    """Address, batching and limits."""
+    plugins: list[str] = setting([])
+    """Python files imported before anything else."""

@@ -13,6 +13,7 @@ _HOMES = {
     "dpo_trainer": "supervised:DpoTrainer",
     "generation": "inference:Generation",
     "evaluation": "inference:Evaluation",
+    "reward_server": "inference:RewardServer",
 }
 
 

@@ -1,0 +1,31 @@
+"""python -m strop.trainer.main_serve_rm model.path=RM server.port=5000: a reward model behind HTTP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+from strop.errors import answer
+from strop.registry import load_plugins
+from strop.trainer.logs import configure_logging
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compose, examine, serve until told to stop."""
+    asked = parse(arguments)
+    loaded = load("reward_server", asked.overrides, asked.config, asked.search)
+    from strop.trainer.preflight import require
+
+    require(loaded)
+    load_plugins(loaded.config.plugins)
+    from strop.rewards.server import serve
+
+    serve(loaded.config)
+    return 0
+
+
+if __name__ == "__main__":
+    configure_logging()
+    sys.exit(answer(lambda: run(sys.argv[1:])))
