@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strop.rollout.base import Sampling
 from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, stream, uniforms
+from tests.rollout.test_conformance import allowed
 
 
 def test_uniforms_are_uniform_and_depend_on_stream_and_position() -> None:
@@ -99,3 +103,41 @@ def test_a_penalty_counts_a_token_once() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
     found = penalise(logits, torch.tensor([[0, 0, 1], [2, 2, 2]]), torch.tensor([2.0, 4.0]))
     assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.25]]
+
+
+_WAYS = list(itertools.product([0.6, 1.0, 1.7], [0, 7], [1.0, 0.8], [0.0, 0.08]))
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), _WAYS)
+@pytest.mark.parametrize("size", [60, 700], ids=["one block", "several blocks"])
+def test_every_combination_of_settings_draws_from_its_own_distribution(
+    size: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Chi-square against the definition; the bound is the mean of the statistic and five standard deviations."""
+    rows, rounds = 2000, 4
+    draws = rows * rounds
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2
+    expected = allowed(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)) * draws
+
+    def column(value: float) -> torch.Tensor:
+        return torch.full((rows,), value)
+
+    knobs = Knobs(
+        temperature=column(temperature),
+        top_k=column(top_k).long() if top_k else None,
+        widest=top_k,
+        top_p=column(top_p) if top_p < 1 else None,
+        min_p=column(min_p) if min_p else None,
+    )
+    streams = torch.tensor([stream(i, 0) for i in range(rows)])
+    numbers = torch.cat([uniforms(streams, torch.full((rows,), place)) for place in range(rounds)])
+    drawn = torch.cat([sample(logits.expand(rows, -1), part, knobs).tokens for part in numbers.split(rows)])
+    seen = torch.bincount(drawn, minlength=size).double()
+    assert seen[expected == 0].sum() == 0
+    often = expected >= 5
+    chi = float(((seen - expected) ** 2 / expected)[often].sum())
+    freedom = int(often.sum()) - 1
+    rest = float(expected[~often].sum())
+    if rest >= 5:
+        chi, freedom = chi + float(seen[~often].sum() - rest) ** 2 / rest, freedom + 1
+    assert chi < freedom + 5 * (2 * max(1, freedom)) ** 0.5, (chi, freedom)
