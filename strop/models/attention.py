@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from strop.registry import did_you_mean
@@ -61,33 +60,33 @@ class Packing:
     """[N] where each token of the packed row first stands in `spread`."""
 
 
-def packing(lengths: Sequence[int], device: torch.device | str = "cpu", places: Sequence[Tensor] | None = None) -> Packing:
-    """The layout of sequences of these lengths, one after the other.
+def packing(places: Tensor, device: torch.device | str = "cpu") -> Packing:
+    """The layout of a packed row, from where in it the tokens of each sequence stand: [B, longest], -1 behind the end of each.
 
-    `places` says for each sequence where in the row its tokens stand. Sequences that begin alike may share the tokens of
-    their beginning: each attends to them as its own, and the matrix products see them once.
+    Sequences that begin alike may share the tokens of their beginning: each attends to them as its own, and the matrix products
+    see them once.
     """
+    inside = places >= 0
+    lengths = inside.sum(1).tolist()
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"Every packed sequence needs at least one token; the lengths are {list(lengths)}.")
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    if places is None:
-        places = torch.arange(int(bounds[-1])).split(list(lengths))
-    spread = torch.cat(list(places))
+        raise ValueError(f"Every packed sequence needs at least one token; the lengths are {lengths}.")
+    spread = places[inside]
     shared = int(spread.max()) + 1 < len(spread)
     groups, order = [], []
     for members in _similar(lengths):
-        table = pad_sequence([places[i] for i in members], batch_first=True, padding_value=-1)
-        inside = table >= 0
-        take = torch.where(inside, table, table[:, :1]).flatten()
-        order.append(take[inside.flatten()])
-        whole = bool(inside.all())
+        width = max(lengths[i] for i in members)
+        table = places[members, :width]
+        within = inside[members, :width]
+        take = torch.where(within, table, table[:, :1]).flatten()
+        order.append(table[within])
+        whole = bool(within.all())
         alone = whole and not shared and len(members) == len(lengths) and members == sorted(members)
         groups.append(
             Group(
                 rows=len(members),
-                width=table.shape[1],
+                width=width,
                 take=None if alone else take.to(device),
-                real=None if whole else inside.flatten().nonzero().squeeze(1).to(device),
+                real=None if whole else within.flatten().nonzero().squeeze(1).to(device),
             )
         )
     forth = torch.cat(order)
@@ -96,7 +95,7 @@ def packing(lengths: Sequence[int], device: torch.device | str = "cpu", places: 
     return Packing(
         tuple(groups),
         back,
-        bounds.to(device, torch.int32),
+        torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
         max(lengths),
         spread=spread.to(device) if shared else None,
         first=_first_places(spread).to(device) if shared else None,

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.logprobs import head_logits, sum_pi_squared, token_logprobs_from_hidden, token_statistics
-from strop.models.attention import PACKED, Packing, packing, packing_obstacle, padded_attention, set_attention
+from strop.models.attention import PACKED, packing_obstacle, padded_attention, set_attention
 from strop.models.heads import scalar_head
+from strop.models.layout import NOTHING, Inputs, lay_out, rectangle
 from strop.types import Batch
 
 LANGUAGE = ("log_probs", "entropy", "sum_pi_squared")
@@ -31,62 +30,6 @@ SCALAR = ("values", "scores")
 """Outputs of a value or reward model."""
 _LOGITS = 2**26
 """Logits that exist at a time."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Sequences as a model takes them."""
-
-    ids: Tensor
-    positions: Tensor
-    mask: Tensor | None
-    """None when packed."""
-    packing: Packing | None
-    places: list[Tensor]
-    """Where the tokens of each sequence stand in the flattened ids."""
-
-
-def lay_out(
-    sequences: Sequence[Tensor],
-    *,
-    packed: bool,
-    device: torch.device | str = "cpu",
-    prompt_lengths: Sequence[int] | None = None,
-) -> Inputs:
-    """One row of all tokens with positions that restart, or one row per sequence padded on the right.
-
-    With `prompt_lengths`, a packed row holds equal prompts once: the samples of a prompt differ only after it, and most of the
-    work on short answers is the prompt's.
-    """
-    lengths = [len(sequence) for sequence in sequences]
-    if packed:
-        pieces, positions, places = _share(sequences, prompt_lengths or [0] * len(lengths))
-        layout = packing(lengths, device, places)
-        return Inputs(torch.cat(pieces)[None].to(device), torch.cat(positions)[None].to(device), None, layout, places)
-    ids = pad_sequence(list(sequences), batch_first=True)
-    columns = torch.arange(ids.shape[1]).expand_as(ids)
-    mask = (columns < torch.tensor(lengths)[:, None]).long()
-    places = [torch.arange(length) + row * ids.shape[1] for row, length in enumerate(lengths)]
-    return Inputs(ids.to(device), columns.to(device), mask.to(device), None, places)
-
-
-def _share(sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Pieces of a packed row, their positions, and where each sequence finds its tokens in it; each prompt stands once."""
-    pieces, positions, places = [], [], []
-    known: dict[tuple[int, ...], Tensor] = {}
-    end = 0
-    for sequence, prompt in zip(sequences, prompt_lengths, strict=True):
-        name = tuple(sequence[:prompt].tolist())
-        begin = known.get(name) if prompt else None
-        new = sequence if begin is None else sequence[prompt:]
-        place = torch.arange(end, end + len(new))
-        pieces.append(new)
-        positions.append(torch.arange(len(sequence) - len(new), len(sequence)))
-        places.append(place if begin is None else torch.cat([begin, place]))
-        if begin is None and prompt:
-            known[name] = place[:prompt]
-        end += len(new)
-    return pieces, positions, places
 
 
 def response_outputs(
@@ -112,18 +55,17 @@ def response_outputs(
         raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
     if "scores" in want:
         assert list(want) == ["scores"], want
-        own = batch.prompt_lengths.tolist()
-        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention, prompt_lengths=own)}
+        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention)}
     device = next(model.parameters()).device
-    # The load-balancing loss counts tokens, so there every sequence brings its own prompt.
-    prompts = None if "auxiliary" in want else batch.prompt_lengths.tolist()
-    inputs = lay_out(batch.sequences, packed=packed, device=device, prompt_lengths=prompts)
-    states, targets, cells = (part.to(device) for part in _response_states(batch, inputs.places))
-    more: dict[str, Any] = {"output_router_logits": True} if "auxiliary" in want else {}
+    # The load-balancing loss counts tokens, so there every sequence brings all of its own.
+    counted = "auxiliary" in want
+    table = rectangle(batch.sequences)
+    inputs = lay_out(table if counted else without_last(table), packed=packed, share=not counted, device=device)
+    states, labels, cells = (part.to(device) for part in _response_states(batch, table, inputs.places))
+    more: dict[str, Any] = {"output_router_logits": True} if counted else {}
     if "values" in want:
         answer: Answer = _ScalarAnswer(model, states)
     else:
-        labels = inputs.ids.flatten()[targets]
         answer = _LanguageAnswer(model, states, labels, [name for name in want if name in LANGUAGE], temperature, chunk)
     result, output = _run(model, inputs, answer, attention, more)
     found = {}
@@ -138,37 +80,39 @@ def response_outputs(
     return found
 
 
-def sequence_scores(
-    model: Any,
-    sequences: Sequence[Tensor],
-    *,
-    packed: bool = True,
-    attention: str | None = None,
-    prompt_lengths: Sequence[int] | None = None,
-) -> Tensor:
-    """A reward model's score of each sequence [B], read at its last token; equal prompts are computed once (`lay_out`)."""
+def sequence_scores(model: Any, sequences: Sequence[Tensor], *, packed: bool = True, attention: str | None = None) -> Tensor:
+    """A reward model's score of each sequence [B], read at its last token."""
     device = next(model.parameters()).device
-    inputs = lay_out(sequences, packed=packed, device=device, prompt_lengths=prompt_lengths)
-    last = torch.stack([place[-1] for place in inputs.places])
+    inputs = lay_out(rectangle(sequences), packed=packed, device=device)
+    ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
+    last = inputs.places.gather(1, ends).squeeze(1)
     result, _ = _run(model, inputs, _ScalarAnswer(model, last.to(device)), attention, {})
     return result.squeeze(-1)
 
 
-def _response_states(batch: Batch, places: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat positions of the states before each response token, of the tokens, and the cells of [B, T] they fill."""
-    states, targets, cells = [], [], []
-    width = batch.mask.shape[1]
-    for row, (place, prompt) in enumerate(zip(places, batch.prompt_lengths.tolist(), strict=True)):
-        response = len(place) - prompt
-        if prompt < 1:
-            raise ValueError(
-                f"Row {row} has an empty prompt: its first token has no state before it. Begin it with a BOS token."
-            )
-        assert 0 <= response <= width, (response, width)
-        states.append(place[prompt - 1 : len(place) - 1])
-        targets.append(place[prompt:])
-        cells.append(torch.arange(response) + row * width)
-    return torch.cat(states), torch.cat(targets), torch.cat(cells)
+def without_last(table: Tensor) -> Tensor:
+    """The rows of a table without their last tokens, of which nobody asks what comes next; a row keeps at least one token."""
+    ends = (table != NOTHING).sum(1, keepdim=True) - 1
+    cut = table.scatter(1, ends, NOTHING)
+    cut[:, 0] = table[:, 0]
+    return cut[:, : max(1, table.shape[1] - 1)]
+
+
+def _response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Flat positions of the states before each response token, the tokens, and the cells of [B, T] they fill."""
+    prompts = batch.prompt_lengths.cpu()[:, None]
+    empty = (prompts < 1).flatten().nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"Row {empty[0]} has an empty prompt: its first token has no state before it. Begin it with a BOS token."
+        )
+    lengths = (table != NOTHING).sum(1, keepdim=True)
+    responses, width = lengths - prompts, batch.mask.shape[1]
+    assert int(responses.min()) >= 0 and int(responses.max()) <= width, (responses.flatten().tolist(), width)
+    at = torch.arange(table.shape[1])
+    before = (at >= prompts - 1) & (at < lengths - 1)
+    cells = (torch.arange(width) < responses).flatten().nonzero().flatten()
+    return places[before[:, : places.shape[1]]], table[(at >= prompts) & (at < lengths)], cells
 
 
 def _run(model: Any, inputs: Inputs, answer: Answer, attention: str | None, more: dict[str, Any]) -> tuple[Tensor, Any]:

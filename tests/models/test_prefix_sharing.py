@@ -1,4 +1,4 @@
-"""Samples of one prompt share its tokens in a packed row: less work, the same numbers and gradients."""
+"""Sequences that begin alike share tokens in a packed row: less work, the same numbers and gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from strop.models.forward import lay_out, response_outputs
+from strop.models.forward import response_outputs
+from strop.models.layout import NOTHING, lay_out, rectangle
 from strop.types import Batch
 
 SIZES = {
@@ -60,18 +61,59 @@ def test_shared_prompts_change_neither_values_nor_gradients(model):
         torch.testing.assert_close(gradient, found[False][1][name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_prompt_stands_once_in_the_row():
+def test_no_beginning_stands_twice_in_the_row():
     batch = batch_of_groups()
-    lengths = batch.prompt_lengths.tolist()
-    shared = lay_out(batch.sequences, packed=True, prompt_lengths=lengths)
-    apart = lay_out(batch.sequences, packed=True)
-    assert apart.ids.numel() == sum(batch.lengths)
-    assert shared.ids.numel() == sum(batch.response_lengths.tolist()) + sum(
-        {tuple(s[:p].tolist()): p for s, p in zip(batch.sequences, lengths)}.values()
+    sequences = [*batch.sequences, batch.sequences[0].clone(), batch.sequences[3][:2], batch.sequences[5][:1]]
+    table = rectangle(sequences)
+    shared, apart = lay_out(table, packed=True), lay_out(table, packed=True, share=False)
+    assert apart.ids.numel() == sum(map(len, sequences))
+    assert shared.ids.numel() == len({tuple(s[: i + 1].tolist()) for s in sequences for i in range(len(s))})
+    for layout in (shared, apart, lay_out(table, packed=False)):
+        for sequence, place in zip(sequences, layout.places):
+            assert torch.equal(layout.ids.flatten()[place[: len(sequence)]], sequence)
+            assert layout.positions.flatten()[place[: len(sequence)]].tolist() == list(range(len(sequence)))
+            assert (place[len(sequence) :] == NOTHING).all()
+
+
+def test_tokens_nobody_asks_about_are_left_out():
+    """What follows the last token is not asked, so it need not be read."""
+    seen = []
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    batch = batch_of_groups(prompts=1, samples=3)
+    response_outputs(model, batch, ["log_probs"])  # the first pass also examines the head
+    model.model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+    for packed in (True, False):
+        response_outputs(model, batch, ["log_probs"], packed=packed)
+    cut = [s[:-1].tolist() for s in batch.sequences]
+    assert seen[0].numel() == len({tuple(s[: i + 1]) for s in cut for i in range(len(s))})
+    assert seen[1].shape == (3, max(map(len, cut)))
+
+
+def test_answers_that_begin_alike_share_states_and_add_gradients():
+    """Samples that agree at first, agree wholly, or stop where another goes on: as if each had been computed alone."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    answers = [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 8], [5, 6, 7], [5], [11, 3]]
+    width = max(map(len, answers))
+    batch = Batch(
+        sequences=[torch.tensor([1, 2, 3, *answer]) for answer in answers],
+        prompt_lengths=torch.full((len(answers),), 3),
+        mask=torch.tensor([[1.0] * len(a) + [0.0] * (width - len(a)) for a in answers]),
+        groups=torch.zeros(len(answers), dtype=torch.long),
     )
-    for sequence, place in zip(batch.sequences, shared.places):
-        assert torch.equal(shared.ids.flatten()[place], sequence)
-        assert shared.positions.flatten()[place].tolist() == list(range(len(sequence)))
+    weights = torch.randn(len(answers), width)
+    together = response_outputs(model, batch, ["log_probs", "entropy"])
+    (together["log_probs"] * weights + together["entropy"]).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for row in range(len(answers)):
+        alone = response_outputs(model, batch.select([row]), ["log_probs", "entropy"])
+        own = len(answers[row])
+        for name, table in alone.items():
+            torch.testing.assert_close(together[name][row, :own], table[0], rtol=1e-5, atol=1e-6)
+        (alone["log_probs"] * weights[row, :own] + alone["entropy"]).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
