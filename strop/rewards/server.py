@@ -54,6 +54,8 @@ class Judge:
     std: float = 1.0
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:  # clients with several servers ask all of them, some about nothing
+            return []
         return [list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def score(self, sequences: list[list[int]]) -> list[float]:
@@ -104,7 +106,8 @@ def build_app(judge: Judge, settings: ServerSettings) -> Any:
             truncated += sum(cut)
             rewards = [_number(value) for value in await asyncio.wait_for(batcher.ask(sequences), settings.timeout)]
         except Refused as refusal:
-            return responses.JSONResponse({"error": str(refusal)}, refusal.status)
+            hang_up = {"Connection": "close"} if refusal.status == 413 else None  # the rest of a body is not waited for
+            return responses.JSONResponse({"error": str(refusal)}, refusal.status, hang_up)
         except QueueFull as full:
             return responses.JSONResponse({"error": f"{full}; come back later."}, 503, {"Retry-After": SECONDS_UNTIL_RETRY})
         except TimeoutError:
