@@ -40,6 +40,7 @@ ONE_HOME = {
     "vllm": {"rollout/vllm/driver.py", "rollout/vllm/extension.py"},
     "sglang": {"rollout/sglang.py"},
     "peft": {"models/lora.py"},
+    "mcp": {"agents/mcp.py"},
     "math_verify": {"rewards/rules/math_symbolic.py"},
     "wandb": {"run/trackers/wandb.py"},
     "mlflow": {"run/trackers/mlflow.py"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -92,7 +93,7 @@ def test_schema_agrees_with_transformers():
     ours = schema_of(search).as_openai()["function"]
     assert ours["parameters"]["required"] == theirs["parameters"]["required"]
     for name, form in theirs["parameters"]["properties"].items():
-        assert {k: v for k, v in ours["parameters"]["properties"][name].items()} == form
+        assert dict(ours["parameters"]["properties"][name].items()) == form
 
 
 @pytest.mark.parametrize(
@@ -245,10 +246,8 @@ async def block_the_loop() -> str:
 async def ignore_cancelling() -> str:
     """Will not be cancelled."""
     for _ in range(20):
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
-        except asyncio.CancelledError:
-            pass
     return ""
 
 
@@ -623,7 +622,7 @@ def test_a_file_that_needs_verl_says_what_to_do(folder):
 
 
 def test_a_missing_yaml_and_no_yaml(tmp_path):
-    settings: Any = dict(timeout=1.0, max_response_length=10, truncate_side="left", max_parallel=1)
+    settings: Any = {"timeout": 1.0, "max_response_length": 10, "truncate_side": "left", "max_parallel": 1}
     with pytest.raises(ValueError, match=r"tool_config_path=.*gone.yaml does not exist"):
         Toolbox.from_config(str(tmp_path / "gone.yaml"), **settings)
     assert Toolbox.from_config(None, **settings).schemas == []
@@ -639,5 +638,5 @@ def test_a_tool_that_deletes_its_own_file_goes_on_working(folder):
 def test_select():
     box = box_of(add, shout)
     assert list(box.select(["shout"]).tools) == ["shout"]
-    with pytest.raises(ValueError, match="There is no tool 'shot'. Did you mean 'shout'"):
+    with pytest.raises(ValueError, match=r"There is no tool 'shot'. Did you mean 'shout'"):
         box.select(["shot"])

@@ -1,0 +1,167 @@
+"""Real MCP servers on this machine, by standard input and by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.agents.calls import ToolCall
+from strop.agents.toolbox import Toolbox
+
+pytest.importorskip("mcp")
+SERVER = Path(__file__).parent / "mcp_server.py"
+
+
+def box_of(folder: Path, entry: str, timeout: float = 20.0, **settings: Any) -> Toolbox:
+    file = folder / "tools.yaml"
+    file.write_text(f"tools:\n{entry}")
+    return Toolbox.from_config(str(file), timeout=timeout, max_response_length=500, truncate_side="middle", max_parallel=8)
+
+
+def told(box: Toolbox, *calls: ToolCall) -> tuple[list[Any], Any]:
+    async def episode() -> tuple[list[Any], Any]:
+        session = await box.open()
+        results = await session.run(calls)
+        await session.close()
+        return results, session.counts
+
+    return asyncio.run(episode())
+
+
+STDIO = f"  - mcp: {{command: {sys.executable}, args: [{SERVER}], env: {{MCP_SECRET: '${{MY_TOKEN}}'}}}}\n"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toolbox]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MY_TOKEN", "opensesame")
+    patch.setenv("STROP_TEST_SECRET", "hunter2")
+    box = box_of(tmp_path_factory.mktemp("stdio"), STDIO, timeout=30.0)
+    yield box
+    box.close()
+    patch.undo()
+
+
+def test_tools_of_a_server_have_their_schemas(stdio):
+    schemas = {schema["function"]["name"]: schema["function"] for schema in stdio.schemas}
+    assert set(schemas) == {"add", "wait", "fail", "picture", "leave", "secret"}
+    assert schemas["add"]["description"] == "Add two numbers."
+    assert schemas["add"]["parameters"]["properties"]["a"]["type"] == "integer"
+    assert schemas["add"]["parameters"]["required"] == ["a"]
+
+
+def test_calls_and_their_failures(stdio):
+    calls = [
+        ToolCall("add", {"a": 2, "b": 40}),
+        ToolCall("add", {"a": "x"}),
+        ToolCall("fail", {"word": "fly"}),
+        ToolCall("picture"),
+    ]
+    [added, wrong, failed, picture], counts = told(stdio, *calls)
+    assert added.text == "42" and not added.failed
+    assert wrong.failed and "must be an integer" in wrong.text
+    assert failed.failed and "cannot fly" in failed.text
+    assert picture.failed and "it returned image" in picture.text
+    assert counts["tool_failures/wrong_arguments"] == counts["tool_failures/by_tool"] == counts["tool_failures/not_text"] == 1
+
+
+def test_a_server_sees_only_the_environment_it_is_given(stdio):
+    [result], _ = told(stdio, ToolCall("secret"))
+    assert result.text == "opensesame"
+
+
+def test_calls_wait_together(stdio):
+    start = time.perf_counter()
+    results, _ = told(stdio, *[ToolCall("wait", {"seconds": 0.5})] * 6)
+    assert [r.text for r in results] == ["waited"] * 6
+    assert time.perf_counter() - start < 2
+
+
+def test_a_server_that_dies_is_started_again(stdio):
+    [gone], counts = told(stdio, ToolCall("leave"))
+    assert gone.failed and counts["tool_failures"] == 1
+    [again], _ = told(stdio, ToolCall("add", {"a": 1}))
+    assert again.text == "2"
+
+
+def test_over_http(url, tmp_path):
+    box = box_of(tmp_path, f"  - mcp: {{url: '{url}'}}\n    tools: [add, wait]\n", timeout=10.0)
+    assert list(box.tools) == ["add", "wait"]
+    results, _ = told(box, ToolCall("add", {"a": 1}), ToolCall("add", {"a": 5, "b": 5}))
+    assert [r.text for r in results] == ["2", "10"]
+    results, _ = told(box, ToolCall("add", {"a": 7}))  # another event loop of the caller
+    assert results[0].text == "8"
+    box.close()
+
+
+def test_a_call_that_takes_too_long(url, tmp_path):
+    box = box_of(tmp_path, f"  - mcp: {{url: '{url}', headers: {{X-Test: yes}}}}\n    tools: [add, wait]\n", timeout=5.0)
+    box.limits = type(box.limits)(timeout=0.5, max_response_length=500, truncate_side="left", max_parallel=8)
+    [late], counts = told(box, ToolCall("wait", {"seconds": 30}))
+    assert late.failed and counts["tool_failures/timed_out"] == 1
+    [fine], _ = told(box, ToolCall("add", {"a": 1}))
+    assert fine.text == "2"
+    box.close()
+
+
+def test_verls_form(url, tmp_path):
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"mine": {"url": url, "auth_token": "x"}}}))
+    box = box_of(
+        tmp_path,
+        "  - class_name: verl.tools.mcp_base_tool.MCPBaseTool\n    config: {type: mcp, rate_limit: 10}\n"
+        "    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [add]}\n",
+    )
+    assert list(box.tools) == ["add"]
+    assert told(box, ToolCall("add", {"a": 1}))[0][0].text == "2"
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("  - mcp: {command: no-such-program}\n", r"no-such-program could not be reached"),
+        ("  - mcp: {url: 'http://127.0.0.1:9/mcp'}\n", r"MCP server http://127.0.0.1:9/mcp could not be reached"),
+        ("  - mcp: {args: [x]}\n", "needs either `url` or `command`"),
+        ("  - mcp: {comand: x}\n", "unknown key 'comand'. Did you mean 'command'"),
+        ("  - mcp: {mcp_servers_config_path: gone.json}\n", "gone.json must be a JSON file"),
+    ],
+)
+def test_servers_that_cannot_be_reached_are_refused_at_once(tmp_path, entry, why):
+    with pytest.raises(ValueError, match=why):
+        box_of(tmp_path, entry, timeout=10.0)
+
+
+def test_an_unknown_tool_of_a_server(url, tmp_path):
+    with pytest.raises(ValueError, match=r"no MCP server has a tool 'ad'. Did you mean 'add'"):
+        box_of(tmp_path, f"  - mcp: {{url: '{url}'}}\n    tools: [ad]\n")
+
+
+def test_two_servers_with_a_tool_of_one_name(url, tmp_path):
+    entry = f"  - mcp: {{url: '{url}'}}\n    tools: [add]\n"
+    with pytest.raises(ValueError, match="Two tools are called 'add'"):
+        box_of(tmp_path, entry + entry)

@@ -1,0 +1,75 @@
+"""The code tool: what the model is told, and that programs stay in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.agents.calls import ToolCall
+from strop.agents.python_tool import PythonTool
+from strop.agents.session import CallLimits
+from strop.agents.toolbox import Toolbox
+
+LIMITS = CallLimits(timeout=30.0, max_response_length=2000, truncate_side="middle", max_parallel=16)
+
+
+def told(*programs: str, **config):
+    box = Toolbox([PythonTool(config)], LIMITS)
+
+    async def episode():
+        session = await box.open()
+        results = await session.run([ToolCall("python", {"code": program}) for program in programs])
+        await session.close()
+        return results
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("print(2 ** 10)", "1024"),
+        ("x = 1", "The program ran and printed nothing."),
+        ("print('a'); raise ValueError('b')", "ValueError: b"),
+        ("import sys; sys.exit(3)", "The program ended with exit code 3."),
+        ("while True: pass", "The program was stopped after 1 seconds."),
+        ("print('x' * 10**7)", "stopped because it printed too much"),
+        ("x = bytearray(10**10)", "MemoryError"),
+    ],
+)
+def test_what_the_model_is_told(program, text):
+    [result] = told(program, timeout=1)
+    assert text in result.text and not result.failed
+    assert result.metrics["program_failed"] == float(program not in ("print(2 ** 10)", "x = 1"))
+
+
+def test_programs_run_side_by_side_and_share_nothing():
+    start = time.perf_counter()
+    results = told("open('a', 'w')\nimport time; time.sleep(0.5)\nprint(1)", "import os; print(os.listdir('.'))")
+    assert [r.text for r in results] == ["1", "[]"]
+    assert time.perf_counter() - start < 5
+
+
+def test_from_a_yaml_under_another_name(tmp_path: Path):
+    file = tmp_path / "tools.yaml"
+    file.write_text(
+        "tools:\n  - class_name: strop.agents.python_tool.PythonTool\n    config: {timeout: 5}\n"
+        "    tool_schema: {type: function, function: {name: interpreter, parameters: {properties: {program: {type: string}}, required: [program]}}}\n"
+    )
+    box = Toolbox.from_config(str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1)
+
+    async def episode():
+        session = await box.open()
+        return await session.run([ToolCall("interpreter", {"program": "print(1)"})])
+
+    assert asyncio.run(episode())[0].text == "1"
+
+
+def test_bad_settings_are_refused(tmp_path: Path):
+    file = tmp_path / "tools.yaml"
+    file.write_text("tools:\n  - class_name: strop.agents.python_tool.PythonTool\n    config: {timeuot: 5}\n")
+    with pytest.raises(ValueError, match=r"unknown setting 'timeuot'. Did you mean 'timeout'"):
+        Toolbox.from_config(str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1)
