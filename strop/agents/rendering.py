@@ -17,9 +17,9 @@ from strop.data.chat import Chat, Message
 RESULT = "RESULTxOFxTHExTOOL"
 TRIAL: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "What is 2 plus 3?"},
-    {"role": "assistant", "content": "I look it up."},
+    {"role": "assistant", "content": "<think>\nI look it up.\n</think>\n\nOne moment."},
     {"role": "tool", "content": RESULT, "name": "calculator", "tool_call_id": "call_0"},
-    {"role": "assistant", "content": "It is 5."},
+    {"role": "assistant", "content": "<think>\nThat was easy.\n</think>\n\nIt is 5."},
     {"role": "user", "content": "And one more?"},
     {"role": "assistant", "content": "That makes 6."},
     {"role": "user", "content": "Good."},
@@ -58,8 +58,8 @@ class Rendering:
         same = next((i for i, (a, b) in enumerate(zip(grown, whole)) if a != b), min(len(grown), len(whole)))
         notices.append(
             "The chat template writes a whole conversation differently from its turns one by one "
-            f"({whole[same : same + 40]!r} where the turns gave {grown[same : same + 40]!r}). Turns stay as they were sampled, and "
-            "new messages are rendered without the history before them."
+            f"({whole[same : same + 40]!r} where the turns gave {grown[same : same + 40]!r}). Turns stay as they were sampled, "
+            "and new messages are rendered without the history before them."
         )
         return cls(chat, False, role, tuple(notices))
 

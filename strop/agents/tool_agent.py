@@ -1,4 +1,4 @@
-"""tool_agent: answer, run the tools that were called, tell their results, and again; where no tool does, a simulated user speaks.
+"""tool_agent: answer, run the tools that were called, tell their results, and again. A simulated user replies to other answers.
 
 It ends when an answer calls no tool and nobody replies, when the interaction says so, when the budget of tokens or turns is
 spent, or where `tool_error_policy` says that a failed call is the end.

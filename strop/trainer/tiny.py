@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,21 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assista
 Pair = tuple[str, str]
 
 
-def tiny_tokenizer() -> Any:
+def tiny_tokenizer(words: Sequence[str] = (), template: str = TEMPLATE) -> Any:
+    """One token per character of CHARACTERS, and one for each of `words`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", "<unk>", *CHARACTERS]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    known = dict.fromkeys(["<pad>", "<eos>", "<unk>", *words, *CHARACTERS])
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, words), "."])), "isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    made.chat_template = TEMPLATE
+    made.chat_template = template
     return made
 
 
-def tiny_model(tokenizer: Any, *, hidden: int = 192, layers: int = 2, seed: int = 0) -> Any:
+def tiny_model(tokenizer: Any, *, hidden: int = 192, layers: int = 2, seed: int = 0, longest: int = 64) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -50,7 +52,7 @@ def tiny_model(tokenizer: Any, *, hidden: int = 192, layers: int = 2, seed: int 
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=longest,
         initializer_range=0.06,  # the usual 0.02 is for wide models; a narrow one starts too quietly and learns late
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -73,13 +75,20 @@ def warm_start(
     lr: float = 2e-3,
 ) -> float:
     """Teach the model by example until it is right about `until` of the time; returns how often it is."""
-    backend = SingleBackend(model, optim=Optim(lr=lr, betas=[0.9, 0.98], weight_decay=0.0, lr_warmup_steps=20))
     right = 0.0
-    for step, batch in enumerate(_batches(train, tokenizer, rows, seed)):
+    for step in teach(model, tokenizer, train, seed=seed, rows=rows, lr=lr):
         if step % 10 == 0:
             right = accuracy(model, tokenizer, held_out, temperature=1.0)
             if right >= until or step >= most:
-                return right
+                break
+    return right
+
+
+def teach(model: Any, tokenizer: Any, pairs: list[Pair], *, seed: int = 0, rows: int = 64, lr: float = 2e-3) -> Iterator[int]:
+    """Teach answers by example, an update each time the next number of updates so far is asked for."""
+    backend = SingleBackend(model, optim=Optim(lr=lr, betas=[0.9, 0.98], weight_decay=0.0, lr_warmup_steps=20))
+    for step, batch in enumerate(_batches(pairs, tokenizer, rows, seed)):
+        yield step
         totals = Totals.of(batch.mask)
 
         def loss(outputs: Outputs, micro: Batch, totals: Totals = totals) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -89,7 +98,6 @@ def warm_start(
         backend.forward_backward(batch, ["log_probs"], loss, MicroBatching(rows=rows))
         backend.step()
         backend.advance_schedule()
-    return right
 
 
 def accuracy(model: Any, tokenizer: Any, pairs: list[Pair], *, temperature: float = 0.0, seed: int = 0) -> float:

@@ -24,7 +24,6 @@ from strop.types import Prompt
 from tests.data.tokens import CHATML, character_tokenizer
 
 
-
 def tokenizer_of(template: str = CHATML) -> Any:
     made = character_tokenizer(template=template)
     made.backend_tokenizer.decoder = decoders.Fuse()

@@ -10,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from strop.config.compose import load
+from strop.data.make import write
 from strop.trainer.preflight import examine, main, require
 from tests.config.test_seeds import COMMAND
 
@@ -109,8 +110,32 @@ def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
 
 
 def test_tools_that_no_row_asks_for_are_pointed_out(overrides, tmp_path):
-    report = examined(overrides, f"actor_rollout_ref.rollout.multi_turn.tool_config_path={tmp_path}/tools.yaml")
-    assert any("agent_name" in finding.message for finding in report.findings)
+    key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    assert "does not exist" in examined(overrides, f"{key}={tmp_path}/tools.yaml").errors[0].message
+    (tmp_path / "add.py").write_text('def add(a: int, b: int) -> int:\n    """Add."""\n    return a + b\n')
+    (tmp_path / "tools.yaml").write_text("tools: [{function: add.py:add}]\n")
+    report = examined(overrides, f"{key}={tmp_path}/tools.yaml")
+    assert report.ok and any("agent_name=tool_agent" in finding.message for finding in report.findings)
+    asked = examined(overrides, f"{key}={tmp_path}/tools.yaml", "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent")
+    assert asked.ok and not any("agent_name=tool_agent" in finding.message for finding in asked.findings)
+    assert asked.data["reward"] == "1 x score + 1 x turns + 1 x tools"
+
+
+def test_agents_that_do_not_exist_are_refused(overrides, tmp_path):
+    unknown = examined(overrides, "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agnet")
+    assert "Did you mean 'tool_agent'" in unknown.errors[0].message
+    (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: nowhere.to.be.found}\n")
+    listed = examined(overrides, f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path}/loops.yaml")
+    assert "loop 1: The module 'nowhere.to.be' cannot be imported" in listed.errors[0].message
+    (tmp_path / "interactions.yaml").write_text("interaction: [{class_name: strop.agents.interaction.Interactions}]\n")
+    key = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+    assert "generate_response" in examined(overrides, f"{key}={tmp_path}/interactions.yaml").errors[0].message
+    rows = [
+        {"prompt": "1+1=", "data_source": "arithmetic", "agent_name": "my_agent", "reward_model": {"ground_truth": "2"}}
+    ] * 8
+    write(rows, tmp_path / "rows.parquet")
+    named = examined(overrides, f"data.train_files={tmp_path}/rows.parquet")
+    assert "Unknown agent loop 'my_agent'" in named.errors[0].message
 
 
 def test_a_run_refuses_to_start(overrides):
