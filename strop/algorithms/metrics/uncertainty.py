@@ -52,5 +52,8 @@ def sign_test(gained: int, lost: int) -> float:
     (1.0, 1.0, 0.0215)
     """
     flips, most = gained + lost, max(gained, lost)
-    tail = sum(math.comb(flips, count) for count in range(most, flips + 1))
+    ways, tail = math.comb(flips, most), 0
+    for count in range(most, flips + 1):
+        tail += ways
+        ways = ways * (flips - count) // (count + 1)
     return min(1.0, 2 * tail / 2**flips)
