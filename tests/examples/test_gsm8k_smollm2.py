@@ -64,7 +64,7 @@ def write_data(folder: Path, train: int, test: int) -> None:
 
 def test_the_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path / "model", monkeypatch)
-    write_data(tmp_path, 64, 8)
+    write_data(tmp_path, 128, 8)
     places = [
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/test.parquet",
