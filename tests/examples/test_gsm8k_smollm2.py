@@ -74,7 +74,7 @@ def test_the_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: pyt
     report = examine(load("ppo_trainer", places, str(EXAMPLE / "grpo.yaml")))
     assert report.ok, report.errors
     plan: Any = report.plan
-    assert (plan.prompts_per_step, plan.sequences_per_step, plan.updates_per_step, plan.on_policy) == (64, 512, 1, True)
+    assert (plan.prompts_per_step, plan.sequences_per_step, plan.updates_per_step, plan.on_policy) == (128, 2048, 1, True)
     assert [role.name for role in report.roles if role.exists] == ["actor"]
 
 
