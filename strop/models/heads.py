@@ -8,8 +8,10 @@ AutoModelForSequenceClassification again (as token classification when the head 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,16 +143,17 @@ def set_reward_statistics(config: PreTrainedConfig, statistics: RewardStatistics
     config.mean, config.std = statistics.mean, statistics.std
 
 
-def wrong_head(config: PreTrainedConfig, *, wanted: str) -> str | None:
-    """Why a folder with this config.json cannot be what is `wanted`: "language", "scalar" (a head may be new) or "reward"."""
-    saved_as = (config.architectures or [""])[0]
+def wrong_head(folder: Path, *, wanted: str) -> str | None:
+    """Why this folder cannot be what is `wanted`, judged by its config.json: "language", "scalar" (a head may be new), "reward"."""
+    said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    saved_as = (said.get("architectures") or [""])[0]
     classifier = saved_as.endswith(("SequenceClassification", "TokenClassification"))
+    labels = len(said.get("id2label") or "01")  # transformers writes down any number but two
     if wanted == "language" and classifier:
         return f"it holds a classifier ({saved_as}), but a language model is needed."
-    if wanted != "language" and classifier and config.num_labels != 1:
-        return f"its head ({saved_as}) has {config.num_labels} labels, but a reward is one number: num_labels=1."
-    named = getattr(config, "value_head_prefix", None)
-    if wanted == "reward" and saved_as.endswith(("ForCausalLM", "LMHeadModel")) and not named:
+    if wanted != "language" and classifier and labels != 1:
+        return f"its head ({saved_as}) has {labels} labels, but a reward is one number: num_labels=1."
+    if wanted == "reward" and saved_as.endswith(("ForCausalLM", "LMHeadModel")) and "value_head_prefix" not in said:
         return f"it holds a language model ({saved_as}) without a score head. `strop rm` makes a reward model of it."
     return None
 

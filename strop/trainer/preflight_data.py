@@ -11,6 +11,7 @@ from strop.config.rules import Finding, error, warning
 from strop.data import report as files
 from strop.data.probe import probe_template
 from strop.rewards.function import RewardFunction, Rules, load_function
+from strop.rewards.judge import check_judge
 from strop.rewards.sample import Sample
 from strop.rewards.verdict import verdict_of
 from strop.trainer.preflight_agents import AgentCheck
@@ -119,20 +120,35 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
 
 def _further_models(config: Any) -> list[Finding]:
     """The folders of critic and reward model; a hub name is taken on trust."""
-    from strop.models.load import resolve
-
-    reward, findings = config.reward_model, []
+    reward = config.reward_model
+    findings: list[Finding] = []
     paths = {
         "critic.model.path": config.critic.model.path if has_critic(config) else None,
-        "reward_model.model.path": reward.model.path if reward.enable and not reward.remote_url else None,
+        "reward_model.model.path": reward.model.path if _loads_reward_model(reward) else None,
     }
     for key, path in paths.items():
         try:
-            if path is not None and path != config.actor_rollout_ref.model.path:
-                resolve(path)
+            if path is not None and (path != config.actor_rollout_ref.model.path or key.startswith("reward_model")):
+                findings += head_findings(key, path, "reward" if key.startswith("reward_model") else "scalar")
         except ValueError as problem:
             findings.append(error(key, str(problem).removeprefix(f"model.path={path!r} ")))
     return findings
+
+
+def _loads_reward_model(reward: Any) -> bool:
+    return (reward.enable and not reward.remote_url) or (reward.judge.enable and not reward.judge.url)
+
+
+def head_findings(key: str, path: str | None, wanted: str) -> list[Finding]:
+    """Whether the config.json of a folder says that it holds another kind of model (`wrong_head`)."""
+    from strop.models.heads import wrong_head
+    from strop.models.load import resolve
+
+    source = resolve(path)
+    if source.gguf_file is not None or not Path(source.name).is_dir():
+        return []
+    problem = wrong_head(Path(source.name), wanted=wanted)
+    return [] if problem is None else [error(key, f"{path}: {problem}")]
 
 
 def _texts(paths: Any, tokenizer: Any) -> list[Finding]:
@@ -180,7 +196,12 @@ def _template(config: Any, tokenizer: Any) -> list[Finding]:
 def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
     """One call per data source, with its first row."""
     custom, reward = config.custom_reward_function, config.reward_model
-    if not custom.path and (reward.enable or reward.remote_url):
+    if reward.judge.enable:
+        try:
+            check_judge(reward.judge, timeout=reward.timeout)
+        except ValueError as problem:
+            return [error("reward_model.judge", str(problem))]
+    if not custom.path and (reward.enable or reward.remote_url or reward.judge.enable):
         return []
     function: RewardFunction | Rules
     if custom.path:

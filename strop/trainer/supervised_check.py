@@ -11,7 +11,7 @@ from strop.config.rules import Finding, error, warning
 from strop.config.schema.supervised import DpoTrainer, RmTrainer, SftTrainer
 from strop.data.probe import probe_template
 from strop.data.supervised import Pair, SupervisedDataset, UnusableRow, build_supervised
-from strop.trainer.preflight_data import EVERY_ROW_UP_TO, count, find_tokenizer
+from strop.trainer.preflight_data import EVERY_ROW_UP_TO, count, find_tokenizer, head_findings
 
 NAMED = 3
 """Unusable rows that are quoted; the others are counted."""
@@ -51,20 +51,14 @@ def examine_supervised(config: Any, report: Any) -> int | None:
 
 def model_findings(config: Any) -> list[Finding]:
     """Folders whose config.json says that they hold something else; a hub name is taken on trust."""
-    from strop.models.heads import wrong_head
-    from strop.models.load import load_config, resolve
-
     wanted = "scalar" if isinstance(config, RmTrainer) else "language"
     paths = {"model.path": config.model.path}
     if isinstance(config, DpoTrainer) and config.ref.path != config.model.path:
         paths["ref.path"] = config.ref.path
-    findings = []
+    findings: list[Finding] = []
     for key, path in paths.items():
         try:
-            source = resolve(path)
-            local = source.gguf_file is None and source.name.startswith(("/", ".", "~"))
-            problem = wrong_head(load_config(source), wanted=wanted) if local else None
-            findings += [] if problem is None else [error(key, f"{path}: {problem}")]
+            findings += head_findings(key, path, wanted)
         except ValueError as refused:
             findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
     return findings
