@@ -86,6 +86,16 @@ def test_new_weights_make_all_of_it_worthless(told: bool) -> None:
     assert second.ids == tiny.plain_greedy(model, PROMPT, 6) != first.ids
 
 
+def test_a_phase_sees_nothing_of_the_one_before() -> None:
+    model = tiny.make()
+    engine, sampling = warm(model), Sampling(max_tokens=4)
+    engine.generate([Request(PROMPT, seed=1)], sampling)
+    engine.wake()
+    seen = count_tokens(model)
+    engine.generate([Request(PROMPT, seed=1)], sampling)
+    assert seen[0] == len(PROMPT)
+
+
 def test_a_row_that_was_not_a_number_is_not_reused() -> None:
     model = tiny.make()
     engine = warm(model)

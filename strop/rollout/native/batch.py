@@ -68,6 +68,10 @@ class Batch:
         self._send_back(0)
         self.scheduler.prefixes.clear()
 
+    def forget(self) -> None:
+        """Keep nothing of what ended."""
+        self.scheduler.prefixes.leave()
+
     def free(self) -> None:
         self.scheduler.prefixes.clear()
         self.runner.free()

@@ -108,7 +108,14 @@ class NativeEngine:
                 self._batch.free()
 
     def wake(self) -> None:
-        """Nothing to do: the cache is taken when the next request needs it."""
+        """Forget what earlier requests left in the cache; it is taken when the next request needs it.
+
+        Copied keys and values are those of another pass, and may differ in the last bits from computed ones. So that a run
+        resumed after a kill has the numbers of one never killed, a phase must not see what the one before it left behind.
+        """
+        with self._lock:
+            if self._batch is not None:
+                self._batch.forget()
 
     def abort(self, request: Request | None = None) -> None:
         """End everything that was asked for until now, or this one request."""

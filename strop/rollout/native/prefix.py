@@ -93,6 +93,11 @@ class Prefixes:
         if self.kept.get(holder.row) is holder:
             del self.kept[holder.row]
 
+    def leave(self) -> None:
+        """Forget all that ended; what runs may still be copied from."""
+        for holder in list(self.kept.values()):
+            self.drop(holder)
+
     def clear(self) -> None:
         """Nothing in the cache is of use any more."""
         self._at.clear()
