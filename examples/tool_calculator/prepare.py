@@ -22,7 +22,16 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<answer>{% endif %}"
 )
 OPEN, CLOSE = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
-WORDS = ("<answer>", "<tool>", "<tool_call>", "</tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}')
+WORDS = (
+    "<answer>",
+    "<tool>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "',
+    "calculator",
+    '", "arguments": {"expression": "',
+    '"}}',
+)
 
 
 def examples(questions: list[tuple[str, str]], share: float, seed: int) -> list[Pair]:
@@ -39,7 +48,9 @@ def examples(questions: list[tuple[str, str]], share: float, seed: int) -> list[
     return pairs
 
 
-def prepare(out: Path, *, size: int = 6000, test_size: int = 200, updates: int = 300, share: float = 0.25, seed: int = 1) -> None:
+def prepare(
+    out: Path, *, size: int = 6000, test_size: int = 200, updates: int = 300, share: float = 0.25, seed: int = 1
+) -> None:
     made = arithmetic(size, test_size, digits=2, operators="*", seed=seed)
     for split, rows in made.items():
         write([{**row, "agent_name": "tool_agent"} for row in rows], out / "data" / f"{split}.parquet")

@@ -9,7 +9,7 @@ import pytest
 from strop.agents.rendering import Rendering
 from strop.agents.toolbox import Toolbox
 from strop.data.chat import Chat
-from tests.agents.stage import STOP, TOKENIZER, ScriptedEngine, play, prompt, text, toolbox, tokenizer_of, world
+from tests.agents.stage import STOP, TOKENIZER, ScriptedEngine, play, prompt, text, tokenizer_of, toolbox, world
 from tests.data.tokens import CHATML
 
 # Numbers its turns, as the family of ChatGLM does: what follows an answer depends on how many came before.
