@@ -54,13 +54,15 @@ def roles(config: Any) -> list[Role]:
     reward = config.reward_model
     if reward.enable:
         reward_why = f"reward_model.enable, from {reward.remote_url or reward.model.path}"
+    elif reward.judge.enable:
+        reward_why = f"reward_model.judge, from {reward.judge.url or reward.model.path}"
     else:
         reward_why = "scores come from " + (config.custom_reward_function.path or "the scorer of each data_source")
     found = [
         Role("actor", True, f"trained from {config.actor_rollout_ref.model.path}"),
         Role("critic", has_critic(config), critic_why),
         Role("reference", has_reference(config), reference_why),
-        Role("reward model", reward.enable, reward_why),
+        Role("reward model", reward.enable or reward.judge.enable, reward_why),
     ]
     if "greedy_baseline" in needs(config):
         found.append(Role("greedy baseline", True, f"{estimator} compares with one greedy rollout per prompt"))

@@ -74,6 +74,13 @@ def inputs(config: Any, loaded: Loaded) -> Findings:
         yield error(
             "reward_model.model.path", "reward_model.enable=true needs reward_model.model.path or reward_model.remote_url."
         )
+    judge = reward.judge
+    if judge.enable and (reward.enable or reward.remote_url):
+        yield error("reward_model.judge.enable", "scores come from a judge or from a reward model, not both. Switch one off.")
+    if judge.enable and not (judge.url or reward.model.path):
+        yield error(
+            "reward_model.judge.url", "reward_model.judge.enable=true needs reward_model.judge.url or reward_model.model.path."
+        )
     for section in ("data.custom_cls",):
         own = config.data.custom_cls
         if (own.path is None) != (own.name is None):

@@ -9,25 +9,20 @@ server finds too large is sent in halves.
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strop.rewards.calls import call_each
+from strop.rewards.post import PAUSE, TRIES, TooLarge, post_json
 from strop.rewards.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_TEXTS = 128  # in one request: servers limit its size, and batch over requests anyway
-TRIES = 5
-PAUSE = 1.0  # seconds between them
 GRACE = 1.0  # a server that answers byte by byte is cut off this much after the limit
 
 
@@ -72,22 +67,22 @@ class RemoteModel:
         ]
 
     def _ask(self, samples: Sequence[Sample], deadline: float | None = None) -> list[Any]:
-        body = json.dumps(self._question(samples), default=str).encode()
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        for attempt in itertools.count(1):
-            with self._lock:
-                url = self.urls[next(self._turn)]
-            try:
-                return values_in(self._post(url, body, deadline), len(samples), url)
-            except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                if isinstance(error, urllib.error.HTTPError) and error.code == 413 and len(samples) > 1:
-                    return self._ask_halves(samples, deadline)
-                if attempt == self.tries or not _may_pass(error) or time.monotonic() + self.pause >= deadline:
-                    raise _explained(error, url, attempt) from error
-            with self._lock:
-                self.retried += 1
-            time.sleep(self.pause)
-        raise AssertionError("unreachable")
+        try:
+            reply, url = post_json(
+                self._next_url,
+                self._question(samples),
+                what="reward server",
+                timeout=deadline - time.monotonic(),
+                tries=self.tries,
+                pause=self.pause,
+                on_retry=self._count_retry,
+            )
+        except TooLarge:
+            if len(samples) == 1:
+                raise
+            return self._ask_halves(samples, deadline)
+        return values_in(reply, len(samples), url)
 
     def _ask_halves(self, samples: Sequence[Sample], deadline: float) -> list[Any]:
         answers: list[Any] = []
@@ -98,10 +93,13 @@ class RemoteModel:
                 answers += [error] * len(half)
         return answers
 
-    def _post(self, url: str, body: bytes, deadline: float) -> Any:
-        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
-        with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
-            return json.loads(reply.read())
+    def _next_url(self) -> str:
+        with self._lock:
+            return self.urls[next(self._turn)]
+
+    def _count_retry(self) -> None:
+        with self._lock:
+            self.retried += 1
 
     def _question(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
         prompts = [sample.trajectory.prompt.ids for sample in samples]
@@ -135,19 +133,3 @@ def values_in(reply: Any, count: int, url: str) -> list[Any]:
 
 def _column(value: Any, count: int) -> list[Any]:
     return value if isinstance(value, list) else [value] * count
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: not when the server understood it and refused."""
-    if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code in (408, 425, 429)
-    return True
-
-
-def _explained(error: Exception, url: str, attempts: int) -> Exception:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    tries = f"{attempts} {'try' if attempts == 1 else 'tries'}"
-    said = f"The reward server {url} gave no usable answer after {tries}: {type(error).__name__}: {error}"
-    if isinstance(error, urllib.error.HTTPError):
-        said += f". It said: {error.read(200).decode(errors='replace')}"
-    return TimeoutError(said) if isinstance(reason, TimeoutError) else ConnectionError(said)

@@ -38,6 +38,7 @@ from strop.rollout.build import build_engine
 from strop.run.retention import keep_from_trainer
 from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
+from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
 from strop.trainer.keeper import Keeper
 from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
@@ -254,15 +255,18 @@ def collector_for(
         bounds = None if groups.range is None else (groups.range[0], groups.range[1])
         group_filter = GroupFilter(groups.metric or "score", bounds, groups.max_num_gen_batches)
     reward = config.reward_model
-    judge = None
+    model = judge = None
+    if reward.judge.enable and not reward.judge.url:
+        judge = judge_here(reward, device, prompt_length=2 * longest(rollout) + TEMPLATE_TOKENS)
     if reward.enable and not reward.remote_url:
-        judge = load_model(reward, device=device, dtype=compute_dtype(reward.model.fsdp_config.dtype, device))
+        model = load_model(reward, device=device, dtype=compute_dtype(reward.model.fsdp_config.dtype, device))
     scorer = build_scorer(
         reward,
         config.custom_reward_function,
         config.reward_manager,
         tokenizer,
-        judge,
+        model,
+        judge=judge,
         max_response_length=rollout.response_length,
     )
     return Collector(

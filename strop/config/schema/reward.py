@@ -64,6 +64,35 @@ class SandboxFusion:
 
 
 @dataclass(eq=False)
+class Judge:
+    """A language model that reads answers and gives marks. Read by rewards/judge.py."""
+
+    enable: bool = setting(False)
+    """Score with a judge: the model behind url, or reward_model.model.path in an engine of this run."""
+    url: str | None = None
+    """OpenAI-compatible address, such as http://localhost:8000/v1. Null: reward_model.model.path is loaded here."""
+    model: str | None = None
+    """Name of the model there. Null: the first that the server lists."""
+    api_key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the key, where the server wants one."""
+    template: str | None = None
+    """What the judge is asked: a file, or a text, with {question}, {answer}, {ground_truth}. Null: a template of ours."""
+    score_pattern: str = r"(?i)score:?\**\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the mark. Its last match in what the judge says counts; without one the sample is
+    masked."""
+    score_range: list[float] = setting([0.0, 10.0])
+    """Lowest and highest mark, which become 0 and 1."""
+    temperature: float = setting(0.0, at_least=0)
+    """0 is greedy."""
+    max_tokens: int = setting(1024, at_least=1)
+    """Longest reply of the judge."""
+    max_concurrent: int = setting(32, at_least=1)
+    """Requests at the same time. reward_model.timeout limits each, tries included."""
+    cache_path: str | None = None
+    """File that keeps what the judge said, for later runs. Null: kept in memory."""
+
+
+@dataclass(eq=False)
 class RewardModel:
     """A model in the reward loop, and how all scores are collected. Read by rewards/."""
 
@@ -123,8 +152,10 @@ class RewardModel:
     """rate_limited: tokens assumed per request."""
     profiler: Profiler = section(Profiler)
     """Profiling of this role."""
+    judge: Judge = section(Judge)
+    """A judge model."""
     rollout: dict[str, Any] = setting({})
-    """Engine settings of a generative reward model."""
+    """Engine of a judge that runs here: {name: native, prompt_length: 4096, max_num_seqs: 64 ...}."""
     megatron: Megatron = section(Megatron)
     """Settings of the Megatron backend."""
     use_reward_loop: bool = inert(True, _LOOP)

@@ -10,6 +10,7 @@ from strop.config.schema.fields import is_link
 from strop.config.schema.reward import CustomRewardFunction, RewardManager, RewardModel
 from strop.registry import Entry, load_attribute
 from strop.rewards.function import Rules, load_function
+from strop.rewards.judge import ChatServer, Completer, Judge
 from strop.rewards.model import TokenScorer, model_scores
 from strop.rewards.remote import RemoteModel
 from strop.rewards.scorer import Manager, Scorer
@@ -28,14 +29,15 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     reward_model: TokenScorer | None = None,
     *,
+    judge: Completer | None = None,
     max_response_length: int | None = None,
 ) -> Scorer:
     """The scorer that the sections `reward_model`, `custom_reward_function` and `reward_manager` describe.
 
-    Scores come from the user's function, else from a reward server (`remote_url`), else from a reward model (`enable`), else
-    from the rule of each row's data source. With a function and a model or server, the function reads the model's score in
-    extra_info["rm_score"]. `reward_model` is the model where it is loaded already. `max_response_length` is where the
-    overlong penalty ends, unless reward_kwargs.max_resp_len says so.
+    Scores come from the user's function, else from a reward server (`remote_url`), a reward model (`enable`) or a judge
+    (`judge.enable`), else from the rule of each row's data source. With a function and one of the others, the function reads
+    their score in extra_info["rm_score"]. `reward_model` is the model where it is loaded already, `judge` a judge that speaks
+    in this process. `max_response_length` is where the overlong penalty ends, unless reward_kwargs.max_resp_len says so.
     """
     options = dict(config.reward_kwargs)
     longest = options.pop("max_resp_len", None) or max_response_length
@@ -48,6 +50,8 @@ def build_scorer(
             logger.warning("reward_model.normalize has no effect: scores of a reward server are taken as they are.")
     elif config.enable:
         model = model_scores(config, tokenizer, reward_model)
+    elif config.judge.enable:
+        model = Judge(judge or ChatServer(config.judge, timeout=config.timeout), config.judge)
     entry = _manager_entry(config, reward_manager)
     manager: Manager | None = None
     if custom.path or model is None:

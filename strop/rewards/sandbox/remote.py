@@ -7,20 +7,16 @@ POST {"code", "stdin", "language": "python", "run_timeout", "memory_limit_MB", .
 from __future__ import annotations
 
 import functools
-import http.client
 import json
 import secrets
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from strop.rewards.post import post_json
 from strop.rewards.sandbox.limits import Limits, Outcome, SandboxError
 
-TRIES = 3
-PAUSE = 1.0  # seconds between them
 GRACE = 10.0  # seconds for the way to the server and back
 
 
@@ -84,17 +80,7 @@ def outcome_of(reply: Any, mark: str) -> Outcome:
 
 
 def _ask(url: str, request: Mapping[str, Any], seconds: float) -> Any:
-    body = json.dumps(request).encode()
-    for attempt in range(1, TRIES + 1):
-        try:
-            message = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
-            with urllib.request.urlopen(message, timeout=seconds) as reply:
-                return json.loads(reply.read())
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            final = isinstance(error, urllib.error.HTTPError) and error.code < 500 and error.code not in (408, 425, 429)
-            if attempt == TRIES or final:
-                raise SandboxError(
-                    f"The sandbox server {url} gave no usable answer: {type(error).__name__}: {error}"
-                ) from error
-            time.sleep(PAUSE)
-    raise AssertionError("unreachable")
+    try:
+        return post_json(lambda: url, request, what="sandbox server", timeout=seconds)[0]
+    except OSError as error:
+        raise SandboxError(str(error)) from error
