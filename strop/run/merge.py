@@ -6,7 +6,7 @@ classifiers where the head has a bias).
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from strop.models.build import build_tokenizer, dtype_of
-from strop.models.heads import HEAD, load_scalar_model, scalar_class
+from strop.models.heads import HEAD, load_scalar_model, padding_beside_the_end, scalar_class
 from strop.models.load import load_config, load_language_model, resolve
 from strop.models.lora import add_adapters, load_adapters, merged_weights
 from strop.run.merge_sources import Saved, read
-
-log = logging.getLogger(__name__)
 
 SHARD_SIZE = "5GB"
 
@@ -68,7 +66,7 @@ def final_weights(saved: Saved) -> dict[str, Tensor]:
         weights = dict(saved.tensors)
     else:
         weights = {name: weight.detach() for name, weight in merged_weights(_adapted(saved))}
-    config = load_config(resolve(saved.settings.path), override=saved.settings.override_config)
+    config = _config(saved)
     weights = {name.replace("v_head.summary.", f"{HEAD}."): weight for name, weight in weights.items()}
     tied = weights.get("lm_head.weight")
     if tied is not None and config.tie_word_embeddings:
@@ -106,7 +104,7 @@ def _adapted(saved: Saved) -> Any:
 def _base(saved: Saved) -> Any:
     """The model below the adapters, in fp32."""
     source = resolve(saved.settings.path)
-    config = load_config(source, override=saved.settings.override_config)
+    config = _config(saved)
     if not saved.is_scalar:
         return load_language_model(source, config, trust_remote_code=saved.settings.trust_remote_code)
     return load_scalar_model(
@@ -118,10 +116,20 @@ def _skeleton(saved: Saved) -> Any:
     """The same model with no weights yet: the checkpoint has them all."""
     from transformers import AutoModelForCausalLM
 
-    config = load_config(resolve(saved.settings.path), override=saved.settings.override_config)
+    config = _config(saved)
     if saved.is_scalar:
         return scalar_class(config, bias=_has_bias(saved.tensors))(config)
     return AutoModelForCausalLM.from_config(config, trust_remote_code=saved.settings.trust_remote_code)
+
+
+def _config(saved: Saved) -> Any:
+    settings = saved.settings
+    return load_config(
+        resolve(settings.path),
+        override=settings.override_config,
+        config_path=settings.hf_config_path,
+        trust_remote_code=settings.trust_remote_code,
+    )
 
 
 def _has_bias(tensors: Mapping[str, Tensor]) -> bool:
@@ -141,7 +149,7 @@ def _write_folder(saved: Saved, folder: Path, dtype: str | None) -> None:
     from transformers import GenerationConfig
 
     source = resolve(saved.settings.path)
-    config = load_config(source, override=saved.settings.override_config, trust_remote_code=saved.settings.trust_remote_code)
+    config = _config(saved)
     weights = final_weights(saved)
     kind = dtype_of(dtype) if dtype else getattr(config, "dtype", None) or torch.bfloat16
     weights = {name: weight.to(kind) if weight.is_floating_point() else weight for name, weight in weights.items()}
@@ -149,26 +157,26 @@ def _write_folder(saved: Saved, folder: Path, dtype: str | None) -> None:
         config.num_labels, config.token_classification_bias = 1, _has_bias(weights)
         config.architectures = [scalar_class(config, bias=_has_bias(weights)).__name__]
         config.value_head_prefix = HEAD
+        config.get_text_config().pad_token_id = padding_beside_the_end(build_tokenizer(saved.settings))
     config.dtype = kind
     config.save_pretrained(folder)
     save_torch_state_dict({name: weight.contiguous() for name, weight in weights.items()}, folder, max_shard_size=SHARD_SIZE)
-    try:
-        GenerationConfig.from_pretrained(source.name).save_pretrained(folder)
-    except OSError:
-        log.info("%s has no generation_config.json; none is written.", source.name)
-    _check(folder, saved.is_scalar)
+    if not saved.is_scalar:
+        with contextlib.suppress(OSError):  # not every model has one
+            GenerationConfig.from_pretrained(source.name).save_pretrained(folder)
+    _check(folder, saved.is_scalar, saved.settings.trust_remote_code)
 
 
-def _check(folder: Path, scalar: bool) -> None:
+def _check(folder: Path, scalar: bool, trust_remote_code: bool) -> None:
     """Load what was written: a folder that transformers takes for something else is of no use to anybody."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    config = load_config(resolve(str(folder)))
+    config = load_config(resolve(str(folder)), trust_remote_code=trust_remote_code)
     token = scalar and bool(getattr(config, "token_classification_bias", False))
     kind: Any = AutoModelForCausalLM
     if scalar:
         kind = AutoModelForTokenClassification if token else AutoModelForSequenceClassification
-    _, report = kind.from_pretrained(folder, output_loading_info=True, dtype="auto")
+    _, report = kind.from_pretrained(folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code)
     missing, strange = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or strange:
         raise ValueError(

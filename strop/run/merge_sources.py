@@ -92,9 +92,10 @@ def _settings(checkpoint: Path, role: str, config: Any, base: str | None) -> Mod
     section: Any = config
     for name in SECTIONS.get(role, ("model",)):
         section = section.get(name) if isinstance(section, Mapping) else None
+    exported = checkpoint / role / "huggingface"
+    has_config = (exported / "config.json").is_file()
     if not isinstance(section, Mapping):
-        exported = checkpoint / role / "huggingface"
-        if base is None and not exported.is_dir():
+        if base is None and not has_config:
             raise ValueError(
                 f"{checkpoint} does not say which model {role!r} began as. Name its folder with --base (a Hugging Face folder "
                 "with config.json and tokenizer)."
@@ -102,8 +103,11 @@ def _settings(checkpoint: Path, role: str, config: Any, base: str | None) -> Mod
         section = {"path": str(exported)}
     known = {field.name for field in dataclasses.fields(Model)}
     plain = {name: value for name, value in section.items() if name in known}
-    path = plain.get("path") or plain.get("partial_pretrain")
-    settings: Model = build(Model, {**plain, "path": base or path, **({"tokenizer_path": None} if base else {})})
+    settings: Model = build(Model, {**plain, "path": base or plain.get("path")})
+    if base:
+        settings = dataclasses.replace(settings, tokenizer_path=None, hf_config_path=None)
+    elif has_config:  # what training added to the config, such as the statistics of a reward model's scores
+        settings = dataclasses.replace(settings, hf_config_path=str(exported))
     return settings
 
 

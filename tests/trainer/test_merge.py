@@ -28,6 +28,8 @@ from strop.run.merge_verl import read_shards
 from strop.trainer.main_merge import run as merge
 from strop.trainer.tiny import tiny_tokenizer
 from tests.trainer.runs import run, weights
+from tests.trainer.supervised_runs import make_task, settings, train
+from tests.trainer.supervised_runs import weights as supervised_weights
 
 CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
@@ -175,6 +177,31 @@ def test_what_cannot_be_merged_is_said(trained, adapted, tmp_path, task):
 def _folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+@pytest.mark.parametrize("lora", [[], ["model.lora_rank=4"]], ids=["whole", "lora"])
+def test_a_reward_model_keeps_its_statistics(tmp_path, lora):
+    task = make_task(tmp_path)
+    train("rm", settings(task, tmp_path / "run", "rm"), "optim.lr=1e-2", *lora)
+    role = tmp_path / "run" / "global_step_8" / "model"
+    merge(["--local_dir", str(role), "--target_dir", f"{tmp_path}/out"])
+    assert same(tmp_path / "out", role / "huggingface")
+    made, exported = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", role / "huggingface"))
+    assert made == {**exported, "value_head_prefix": "score"} and made["std"] > 0 and made["mean"] != 0
+    assert merge(["--local_dir", str(role.parent), "--target_dir", f"{tmp_path}/again"]) == 0, "the only model needs no name"
+    kept = ["--local_dir", str(role), "--target_dir", f"{tmp_path}/kept", "--lora", "keep"]
+    with pytest.raises(ValueError, match="must be merged" if lora else "has no adapters"):
+        merge(kept)
+
+
+def test_a_fine_tuned_model_without_its_export(tmp_path):
+    task = make_task(tmp_path)
+    train("sft", settings(task, tmp_path / "run", "sft"), "trainer.checkpoint.save_contents=[model]")
+    role = tmp_path / "run" / "global_step_8" / "model"
+    assert not (role / "huggingface").exists()
+    merge(["--local_dir", str(role), "--target_dir", f"{tmp_path}/out"])
+    own, made = supervised_weights(tmp_path / "run", 8), load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(own[name], made[name]) for name in made) and set(own) - set(made) <= {"lm_head.weight"}
 
 
 # --- verl -----------------------------------------------------------------------------------------------------------------
