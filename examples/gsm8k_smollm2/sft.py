@@ -1,92 +1,29 @@
 """A short warm-up on worked solutions: `python sft.py --model PATH --out FOLDER`.
 
 At temperature 1 the plain model almost never writes `#### 42`, so a strict reward would have nothing to say. A pass or two over
-the training split's solutions teaches the form. Loss falls on the solution alone; the result is a Hugging Face folder.
+the training split's solutions teaches the form. This is `strop sft` with sft.yaml, and after it the accuracy of every epoch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from evaluate import accuracy
-from torch import Tensor
 
-from strop.algorithms.aggregation import Totals
-from strop.algorithms.sft import sft_loss
-from strop.backends.base import Loss, MicroBatching, Outputs
-from strop.backends.single import SingleBackend
-from strop.config.schema.model import Model, Optim
-from strop.data.chat import Chat
+from strop.config.compose import load
+from strop.config.schema.model import Model
 from strop.data.files import open_rows
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
 from strop.trainer.build import device_of
-from strop.types import Batch
+from strop.trainer.preflight import require
+from strop.trainer.supervised_build import build_supervised_trainer
 
-Example = tuple[list[int], int]
-"""Ids up to the end of the solution, and how many of them are the prompt."""
-
-
-def examples(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Example]:
-    chat = Chat(tokenizer)
-    made = []
-    for row in rows:
-        answer = {"role": "assistant", "content": row["extra_info"]["answer"]}
-        rendered = chat.conversation([*row["prompt"], answer], learn_from=len(row["prompt"]))
-        end = len(rendered.mask) - rendered.mask[::-1].index(1)  # the template's newline behind the turn teaches nothing
-        made.append((rendered.ids[:end], rendered.mask.index(1)))
-    return made
-
-
-def batch_of(chosen: Sequence[Example]) -> Batch:
-    mask = torch.zeros(len(chosen), max(len(ids) - prompt for ids, prompt in chosen))
-    for row, (ids, prompt) in enumerate(chosen):
-        mask[row, : len(ids) - prompt] = 1.0
-    return Batch(
-        sequences=[torch.tensor(ids) for ids, _ in chosen],
-        prompt_lengths=torch.tensor([prompt for _, prompt in chosen]),
-        mask=mask,
-        groups=torch.arange(len(chosen)),
-    )
-
-
-def batches(made: Sequence[Example], rows: int, generator: torch.Generator) -> Iterator[Batch]:
-    """One epoch in random order; what does not fill a batch is left for the next epoch's order."""
-    order = torch.randperm(len(made), generator=generator).tolist()
-    for start in range(0, len(made) - rows + 1, rows):
-        yield batch_of([made[i] for i in order[start : start + rows]])
-
-
-def cross_entropy(batch: Batch) -> Loss:
-    totals = Totals.of(batch.mask)
-
-    def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        assert outputs.log_probs is not None
-        value = sft_loss(outputs.log_probs, micro.mask, totals)
-        return value, {"loss": value.detach()}
-
-    return loss
-
-
-def save(backend: SingleBackend, tokenizer: Any, folder: Path) -> None:
-    module: Any = backend.module
-    module.save_pretrained(folder, state_dict=dict(backend.export_weights()))
-    tokenizer.save_pretrained(folder)
-
-
-def one_epoch(backend: SingleBackend, made: Sequence[Example], rows: int, generator: torch.Generator) -> list[float]:
-    losses = []
-    for batch in batches(made, rows, generator):
-        reported = backend.forward_backward(batch, ["log_probs"], cross_entropy(batch), MicroBatching(max_tokens=32768))
-        backend.step()
-        backend.advance_schedule()
-        losses.append(reported["loss"])
-    return losses
+CONFIG = Path(__file__).parent / "sft.yaml"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -105,35 +42,50 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def train(asked: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
+    """The metrics of every step."""
+    overrides = [
+        f"model.path={asked.model}",
+        f"data.train_files={asked.data}",
+        f"data.train_batch_size={asked.rows}",
+        f"data.train_max_samples={asked.max_rows}",
+        f"optim.lr={asked.lr}",
+        f"trainer.total_epochs={asked.epochs}",
+        f"trainer.seed={asked.seed}",
+        f"trainer.device={asked.device}",
+        f"trainer.default_local_dir={run}",
+    ]
+    loaded = load("sft_trainer", overrides, str(CONFIG))
+    require(loaded)
+    build_supervised_trainer(loaded).fit()
+    return [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tested(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    settings, device = Model(path=str(folder)), device_of(asked.device)
+    model = build_policy(settings).to(device, compute_dtype("bfloat16", device))
+    rows = list(open_rows(asked.test))[: asked.max_rows if asked.max_rows > 0 else None]
+    return accuracy(model, build_tokenizer(settings), rows, max_tokens=asked.max_tokens)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     asked = parse(arguments)
-    device, most = device_of(asked.device), asked.max_rows if asked.max_rows > 0 else None
-    settings = Model(path=asked.model, enable_gradient_checkpointing=False)
-    tokenizer = build_tokenizer(settings)
-    made = examples(list(open_rows(asked.data))[:most], tokenizer)
-    test = list(open_rows(asked.test))[:most] if asked.test else []
-    updates = asked.epochs * (len(made) // asked.rows)
-    if updates < 1:
-        raise ValueError(f"--rows {asked.rows} is more than the {len(made)} rows of {asked.data}. Lower it.")
-    backend = SingleBackend(
-        build_policy(settings),
-        optim=Optim(lr=asked.lr, lr_warmup_steps_ratio=0.05, lr_scheduler_type="cosine", total_training_steps=updates),
-        device=device,
-        compute=compute_dtype("bfloat16", device),
-    )
     out = Path(asked.out)
-    out.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(asked.seed)
+    run = out / "run"
+    steps = train(asked, run)
+    updates = len(steps) // asked.epochs
     with (out / "metrics.jsonl").open("w") as log:
         for epoch in range(1, asked.epochs + 1):
-            begun = time.perf_counter()
-            losses = one_epoch(backend, made, asked.rows, generator)
-            spent, mean = time.perf_counter() - begun, sum(losses) / len(losses)
-            found = accuracy(backend.module, tokenizer, test, max_tokens=asked.max_tokens) if test else {}
-            values = {"epoch": epoch, "updates": len(losses), "loss": mean, "seconds": spent, "test": found}
+            folder = run / f"global_step_{epoch * updates}" / "model" / "huggingface"
+            mine = steps[(epoch - 1) * updates : epoch * updates]
+            mean, spent = (sum(step[name] for step in mine) for name in ("train/loss", "timing_s/step"))
+            found = tested(folder, asked) if asked.test else {}
+            values = {"epoch": epoch, "updates": updates, "loss": mean / updates, "seconds": spent, "test": found}
             print(json.dumps(values), file=log, flush=True)
-            print(f"epoch {epoch}: loss {mean:.3f}, {spent:.0f} s, strict accuracy {found.get('strict', float('nan')):.2%}")
-    save(backend, tokenizer, out)
+            print(
+                f"epoch {epoch}: loss {mean / updates:.3f}, {spent:.0f} s, strict accuracy {found.get('strict', float('nan')):.2%}"
+            )
+    shutil.copytree(folder, out, dirs_exist_ok=True)
     print(f"saved to {out}")
 
 

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals
 from strop.algorithms.sft import ptx_loss
 from strop.backends.base import Backend, MicroBatching, Outputs
-from strop.data.chat import Chat
+from strop.data.chat import Chat, Rendered
 from strop.data.files import Rows, open_rows
 from strop.data.loader import Loader
 from strop.data.schema import as_messages
+from strop.trainer.supervised_batches import conversations
 from strop.types import Batch
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Pretraining:
         texts = [ids for ids in self.loader.draw() if len(ids) > 1]  # the first token of a text is predicted by nothing
         if not texts:
             return {}
-        batch = text_batch(texts)
+        batch = conversations([Rendered(ids, [1] * len(ids)) for ids in texts])
         totals = Totals.of(batch.mask)
 
         def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -78,20 +78,6 @@ class Pretraining:
 
         with as_written(backend):
             return backend.forward_backward(batch, ["log_probs"], loss, micro)
-
-
-def text_batch(texts: Sequence[list[int]]) -> Batch:
-    """Every token but the first is a response token."""
-    width = max(len(ids) for ids in texts) - 1
-    mask = torch.zeros(len(texts), width)
-    for row, ids in enumerate(texts):
-        mask[row, : len(ids) - 1] = 1.0
-    return Batch(
-        sequences=[torch.tensor(ids, dtype=torch.long) for ids in texts],
-        prompt_lengths=torch.ones(len(texts), dtype=torch.long),
-        mask=mask,
-        groups=torch.arange(len(texts)),
-    )
 
 
 @contextmanager
