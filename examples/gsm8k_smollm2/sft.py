@@ -82,9 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = tested(folder, asked) if asked.test else {}
             values = {"epoch": epoch, "updates": updates, "loss": mean / updates, "seconds": spent, "test": found}
             print(json.dumps(values), file=log, flush=True)
-            print(
-                f"epoch {epoch}: loss {mean / updates:.3f}, {spent:.0f} s, strict accuracy {found.get('strict', float('nan')):.2%}"
-            )
+            right = found.get("strict", float("nan"))
+            print(f"epoch {epoch}: loss {values['loss']:.3f}, {spent:.0f} s, strict accuracy {right:.2%}")
     shutil.copytree(folder, out, dirs_exist_ok=True)
     print(f"saved to {out}")
 
