@@ -157,20 +157,20 @@ class Batch:
     def response_lengths(self) -> Tensor:
         import torch
 
-        return torch.tensor([len(s) for s in self.sequences]) - self.prompt_lengths.cpu()
+        return torch.tensor(self.lengths) - self.prompt_lengths.cpu()
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sequence, prompt included."""
-        return [len(sequence) for sequence in self.sequences]
+        return [sequence.shape[0] for sequence in self.sequences]
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
         """The rows at `indices`, in that order; columns that then hold only padding are cut away."""
         import torch
 
         index = torch.as_tensor(indices, dtype=torch.long)
-        picked = [int(i) for i in index]
-        width = max((len(self.sequences[i]) - int(self.prompt_lengths[i]) for i in picked), default=0)
+        picked = index.tolist()
+        width = int(self.response_lengths[index.cpu()].max()) if picked else 0
         changed: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -219,29 +219,29 @@ def pad_columns(values: Tensor, width: int) -> Tensor:
     return pad(values, (0, width - values.shape[1])) if values.shape[1] < width else values
 
 
+def rows_of(lists: Sequence[Sequence[float]], width: int) -> Tensor:
+    """Lists of numbers as [B, width] float32, with zeros behind the end of each."""
+    import torch
+
+    return torch.tensor([[*values, *[0.0] * (width - len(values))] for values in lists], dtype=torch.float32).view(-1, width)
+
+
 def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     """Trajectories as tensors. The score stands on the last response token; failed ones (no score) are masked out whole."""
     import torch
 
     width = max((len(t.response) for t in trajectories), default=0)
-
-    def padded(lists: list[list[float]], dtype: Any) -> Tensor:
-        table = torch.zeros(len(lists), width, dtype=dtype)
-        for i, values in enumerate(lists):
-            table[i, : len(values)] = torch.tensor(values, dtype=dtype)
-        return table
-
-    scores = torch.zeros(len(trajectories), width)
-    for i, t in enumerate(trajectories):
-        if t.score is not None and t.response:
-            scores[i, len(t.response) - 1] += t.score
+    scores = [[0.0] * len(t.response) for t in trajectories]
+    for row, t in zip(scores, trajectories):
+        if t.score is not None and row:
+            row[-1] += t.score
         for position, reward in t.turn_rewards.items():
-            scores[i, position] += reward
+            row[position] += reward
     failed = torch.tensor([t.score is None for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
     # A failed sample is nobody's peer: alone in a group, its missing score moves no baseline.
     groups[failed] = -1 - torch.arange(int(failed.sum()))
-    mask = padded([t.mask for t in trajectories], torch.float32)  # type: ignore[misc]
+    mask = rows_of([t.mask for t in trajectories], width)
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
     return Batch(
@@ -250,7 +250,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         prompt_lengths=torch.tensor([len(t.prompt.ids) for t in trajectories]),
         mask=mask,
         groups=groups,
-        rollout_log_probs=padded([t.log_probs for t in trajectories], torch.float32),
-        scores=scores,
+        rollout_log_probs=rows_of([t.log_probs for t in trajectories], width),
+        scores=rows_of(scores, width),
         row_ids=torch.arange(len(trajectories)),
     )

@@ -44,8 +44,8 @@ class ActorUpdate:
     config: Any
     width: int
     """Length that seq-mean-token-sum-norm divides by."""
-    captured: dict[int, Tensor] = field(default_factory=dict)
-    """row id -> log-probs of the update itself, kept when nobody computed the old ones beforehand."""
+    captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Row ids and log-probs of the update itself, kept when nobody computed the old ones beforehand."""
 
     def want(self) -> list[str]:
         actor = self.config.actor_rollout_ref.actor
@@ -133,20 +133,21 @@ class ActorUpdate:
 
     def drift(self, batch: Batch) -> dict[str, float]:
         """On-policy nobody knows the trainer's own log-probs before the update: how far the engine's were is known now."""
-        assert batch.row_ids is not None
-        places = [place for place, row in enumerate(batch.row_ids.tolist()) if row in self.captured]
-        if not places:
+        if not self.captured:
             return {}
-        width = max(len(self.captured[int(batch.row_ids[place])]) for place in places)
-        width = max(width, batch.mask.shape[1])
-        tables = [pad_columns(self.captured[int(batch.row_ids[place])][None], width) for place in places]
-        kept = batch.select(places)
-        return drift(kept, torch.cat(tables)[:, : kept.mask.shape[1]])
+        assert batch.row_ids is not None
+        width = batch.mask.shape[1]
+        rows = torch.cat([ids for ids, _ in self.captured]).cpu()
+        tables = torch.cat([pad_columns(table, width)[:, :width] for _, table in self.captured]).cpu()
+        place = torch.full((int(max(rows.max(), batch.row_ids.max())) + 1,), -1)
+        place[rows] = torch.arange(len(rows))
+        found = place[batch.row_ids.cpu()]
+        kept = batch.select((found >= 0).nonzero().flatten())
+        return drift(kept, tables[found[found >= 0], : kept.mask.shape[1]])
 
     def _capture(self, micro: Batch, log_probs: Tensor) -> None:
         assert micro.row_ids is not None
-        for row, values in zip(micro.row_ids.tolist(), log_probs.detach().float().cpu()):
-            self.captured[row] = values
+        self.captured.append((micro.row_ids, log_probs.detach().float()))
 
 
 @dataclass
