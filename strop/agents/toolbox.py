@@ -29,6 +29,8 @@ from strop.rewards.calls import BackgroundLoop
 logger = logging.getLogger(__name__)
 KINDS = ("class_name", "function", "mcp")
 KEYS = (*KINDS, "config", "tool_schema", "tools")
+OURS = {"verl.tools.gsm8k_tool.Gsm8kTool": "strop.agents.gsm8k_tool.Gsm8kTool"}
+"""Tools that verl ships and we have too, for files that name verl's."""
 
 
 class Toolbox:
@@ -145,12 +147,13 @@ def _tools_of(
         return [tool for server in servers for tool in server.tools], servers
     schema = ToolSchema.from_openai(entry["tool_schema"], where) if entry.get("tool_schema") else None
     if entry.get("function"):
-        return [tool_from_function(_named(entry["function"], folder, where), schema)], []
-    return [_tool_of_class(_named(entry["class_name"], folder, where), dict(config), entry, schema, where)], []
+        return [tool_from_function(load_target(entry["function"], folder, where), schema)], []
+    return [_tool_of_class(load_target(entry["class_name"], folder, where), dict(config), entry, schema, where)], []
 
 
-def _named(target: str, folder: Path, where: str) -> Any:
+def load_target(target: str, folder: Path, where: str) -> Any:
     """What `module.Name`, `module:Name` or `path/to/file.py:Name` stands for."""
+    target = OURS.get(target, target)
     module, colon, name = str(target).rpartition(":")
     if not colon:
         module, _, name = str(target).rpartition(".")

@@ -587,6 +587,25 @@ def test_base_tool_can_take_the_place_of_verls(folder):
     assert (result.text, result.reward) == ("grade!", 1.0)
 
 
+def test_verls_gsm8k_tool_by_its_name(folder):
+    box = from_yaml(folder, "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n    config: {type: native}\n")
+
+    async def episode() -> Any:
+        session = await box.open({"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}})
+        results = []
+        for answer in ("70", "72", "72"):
+            results += await session.run([ToolCall("calc_gsm8k_reward", {"answer": answer})])
+        rewards = await session.rewards()
+        await session.close()
+        return results, rewards
+
+    results, rewards = asyncio.run(episode())
+    assert [(r.text, r.reward) for r in results] == [("70 is wrong.", -0.05), ("72 is right.", 0.0), ("72 is right.", -0.05)]
+    assert rewards == {"calc_gsm8k_reward": 1.0}
+    [failed], _ = run(box, ToolCall("calc_gsm8k_reward", {"answer": "72"}))
+    assert failed.failed and "no tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth" in failed.text
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
