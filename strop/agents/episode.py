@@ -112,7 +112,7 @@ class Episode:
         self.prompt = replace(self.prompt, ids=ids, messages=self.messages)
 
     async def answer(self, *, until: str | None = None, max_tokens: int | None = None) -> Said:
-        """Let the policy speak. An answer that comes to the text `until` ends before the token that completes it."""
+        """Let the policy speak. An answer that comes to the text `until` is cut before it."""
         if self._finish != "stop" or self.room < 1:
             raise EpisodeError(f"no room for another answer: {len(self._ids)} tokens are spent; ask may_go_on() first.")
         room = self.room if max_tokens is None else min(self.room, max_tokens)
@@ -192,18 +192,15 @@ class Episode:
         self._turns.append(Turn(role, start, len(self._ids)))
 
     def _before(self, ids: list[int], until: str) -> int:
-        """How many ids stand before the one that completes `until`; all where it does not occur."""
-
-        def says(count: int) -> bool:
-            return until in self.world.chat.tokenizer.decode(ids[:count], skip_special_tokens=False)
-
-        if not says(len(ids)):
-            return len(ids)
+        """How many ids stand before `until` begins; all where it does not occur, or nothing stands before it."""
+        decode = self.world.chat.tokenizer.decode
+        place = decode(ids, skip_special_tokens=False).find(until)
         low, high = 0, len(ids)
-        while high - low > 1:
+        while place >= 0 and high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if says(middle) else (middle, high)
-        return low
+            fits = len(decode(ids[:middle], skip_special_tokens=False)) <= place
+            low, high = (middle, high) if fits else (low, middle)
+        return low or len(ids)
 
 
 def check_exact(trajectory: Trajectory) -> None:

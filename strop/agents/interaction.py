@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.registry import did_you_mean, load_attribute
+from strop.agents.toolbox import load_target
+from strop.registry import did_you_mean
 
 Reply = tuple[bool, str, float, dict[str, Any]]
 """Whether the conversation ends here, what the user says, the reward of the latest answer, and numbers to report."""
@@ -58,7 +59,7 @@ class Interactions:
         made: dict[str, Any] = {}
         for number, entry in enumerate(_entries(path), 1):
             where = f"{path}, interaction {number}"
-            name, interaction = _made(entry, where)
+            name, interaction = _made(entry, Path(path).parent, where)
             if name in made:
                 raise ValueError(f"{where}: the name {name!r} is taken by an earlier one. Give each its own `name`.")
             made[name] = interaction
@@ -101,17 +102,6 @@ def read_yaml(path: str, key: str) -> Any:
         raise ValueError(f"{key}={path} is not YAML: {error}") from error
 
 
-def load_target(target: str, where: str) -> Any:
-    """`package.module.Name`, or `path/to/file.py:Name`."""
-    path, separator, name = target.rpartition(":") if ".py:" in target else target.rpartition(".")
-    if not separator or not path:
-        raise ValueError(f"{where}: {target!r} is neither `package.module.Name` nor `path/to/file.py:Name`.")
-    try:
-        return load_attribute(path, name)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
 def _entries(path: str) -> Sequence[Any]:
     key = "rollout.multi_turn.interaction_config_path"
     content = read_yaml(path, key)
@@ -121,10 +111,10 @@ def _entries(path: str) -> Sequence[Any]:
     return entries
 
 
-def _made(entry: Any, where: str) -> tuple[str, Any]:
+def _made(entry: Any, folder: Path, where: str) -> tuple[str, Any]:
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ValueError(f"{where} is {entry!r}; it needs class_name: package.module.Class or path/to/file.py:Class.")
-    kind = load_target(entry["class_name"], where)
+    kind = load_target(entry["class_name"], folder, where)
     name = str(entry.get("name") or kind.__name__.removesuffix("Interaction").lower())
     if not inspect.iscoroutinefunction(getattr(kind, "generate_response", None)):
         raise ValueError(f"{where}: {entry['class_name']} needs a method `async def generate_response(instance_id, messages)`.")

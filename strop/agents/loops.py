@@ -4,8 +4,8 @@ A loop is a class with `async def run(self, episode)`, or just such a function. 
 registered by a plugin (`@AGENT_LOOPS.register("mine")`), or listed in the YAML of rollout.agent.agent_loop_config_path:
 
     - name: math_expression
-      _target_: examples/math_expression/math_expression.py:MathExpression      # or package.module.MathExpression
-      largest: 9                                                                # further keys are its arguments
+      _target_: math_expression.py:MathExpression     # beside the YAML or the working directory; or package.module.Name
+      step_reward: 0.1                                # further keys are its arguments
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from strop.agents.episode import Episode
-from strop.agents.interaction import load_target, read_yaml
+from strop.agents.interaction import read_yaml
+from strop.agents.toolbox import load_target
 from strop.catalog import AGENT_LOOPS
 from strop.registry import did_you_mean
 
@@ -65,7 +67,7 @@ class Loops:
             name = str(entry["name"])
             if name in listed or name in AGENT_LOOPS:
                 raise ValueError(f"{where}: the name {name!r} is taken already. Choose another.")
-            listed[name] = (load_target(str(entry["_target_"]), where), arguments)
+            listed[name] = (load_target(str(entry["_target_"]), Path(str(path)).parent, where), arguments)
         return cls(default, listed)
 
     def names(self) -> list[str]:

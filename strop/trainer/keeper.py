@@ -17,7 +17,7 @@ from strop.run import random_state
 from strop.run.checkpoint import Checkpoints, Export
 from strop.run.contents import role_parts, role_state, selector
 from strop.run.due import save_is_due
-from strop.run.dumps import dump, rollout_rows
+from strop.run.dumps import dump, rollout_rows, write_transcripts
 from strop.run.resume import Resumed, resume
 from strop.run.retention import Keep
 from strop.run.tracking import Run, Trackers, start
@@ -164,6 +164,7 @@ class Keeper:
         self.validation = {name: value for name, value in record.metrics.items() if name.startswith("val-")}
         if trainer.validation_data_dir:
             dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
+            write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
         if trainer.log_val_generations and self.trackers is not None:
             import random
 
@@ -188,3 +189,4 @@ class Keeper:
         if folder:
             with record.phase("dump_rollout_generations"):
                 dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
+                write_transcripts(folder, step, trajectories, decode=self.decode)

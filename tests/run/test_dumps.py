@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from strop.run.dumps import dump, rollout_rows
-from strop.types import Prompt, Trajectory
+from strop.run.dumps import dump, rollout_rows, write_transcripts
+from strop.types import Prompt, Trajectory, Turn
 
 
 def trajectory(score: float | None, /, **extras: Any) -> Trajectory:
@@ -48,3 +48,23 @@ def test_a_second_attempt_replaces_the_file_and_a_failed_one_does_not(tmp_path: 
     with pytest.raises(OSError, match="disk"):
         dump(tmp_path, 1, failing())
     assert [path.name for path in tmp_path.iterdir()] == ["1.jsonl"] and "new" in (tmp_path / "1.jsonl").read_text()
+
+
+def test_conversations_have_their_turns_and_can_be_read(tmp_path: Path) -> None:
+    spoken = trajectory(1.0, stopped="interaction")
+    spoken.turns = [Turn("assistant", 0, 1), Turn("tool", 1, 2), Turn("assistant", 2, 3)]
+    spoken.turn_rewards = {0: -0.25, 2: 0.5}
+    first, second = rollout_rows([spoken, trajectory(1.0)], step=1, decode=decode)
+    assert first["score"] == 1.25 and second["score"] == 1.0, "everything that was earned"
+    assert first["output"] == "efg" and second["messages"] is None
+    assert first["messages"] == [
+        {"role": "assistant", "content": "e", "tokens": 1, "reward": -0.25},
+        {"role": "tool", "content": "f", "tokens": 1},
+        {"role": "assistant", "content": "g", "tokens": 1, "reward": 0.5},
+    ]
+    path = write_transcripts(tmp_path, 1, [spoken, trajectory(1.0)], decode=decode)
+    assert path is not None and path.read_text() == (
+        "===== row 7 of arithmetic: reward 1.25, interaction\n[prompt]\nab\n[assistant] (-0.25)\ne\n[tool]\nf\n"
+        "[assistant] (+0.5)\ng\n\n"
+    )
+    assert write_transcripts(tmp_path, 2, [trajectory(1.0)], decode=decode) is None

@@ -1,0 +1,187 @@
+"""Loops by name, from the catalog, a YAML or a plugin; react_agent; interactions from a YAML; gsm8k."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.agents.calls import Malformed, ToolCall
+from strop.agents.interaction import Interactions
+from strop.agents.loops import Loops
+from strop.agents.react_agent import action_of
+from strop.catalog import AGENT_LOOPS
+from tests.agents.stage import ScriptedEngine, play, prompt, text, toolbox, world
+
+ROOT = Path(__file__).parents[2]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def upper(word: str) -> str:
+    """Write in capitals."""
+    return word.upper()
+
+
+def test_built_in_loops_are_in_the_catalog() -> None:
+    loops = Loops()
+    assert {"single_turn_agent", "tool_agent", "react_agent"} <= set(loops.names()) and set(AGENT_LOOPS.names()) <= set(
+        loops.names()
+    )
+    assert loops.batched(None) and loops.batched("single_turn_agent") and not loops.batched("tool_agent")
+    assert loops.lists_tools("tool_agent") and not loops.lists_tools("react_agent")
+    assert Loops("tool_agent").lists_tools(None)
+
+
+def test_loops_of_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    loops = Loops.from_config("single_turn_agent", "examples/math_expression/loops.yaml")
+    engine = ScriptedEngine(["5*3", "5+9", "15"])
+    [episode] = play(world(engine), prompt("(2+3)*(4-1)=", agent="math_expression"), loops=loops)
+    sample = episode.trajectory()
+    assert sample.score == 1.0 and list(sample.turn_rewards.values()) == [0.1] and sample.extras["steps"] == 1
+    assert [m["content"] for m in episode.messages] == ["(2+3)*(4-1)=", "5*3", "=", "5+9", "-", "15"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("name: x", "must hold a list"),
+        ("- {name: x}", "needs `name` and `_target_`"),
+        ("- {name: tool_agent, _target_: json.loads}", "'tool_agent' is taken already"),
+        ("- {name: x, _target_: nothing}", "must be module.Name"),
+        ("- {name: x, _target_: json.laods}", "Did you mean 'loads'"),
+        ("- {name: x, _target_: json.JSONDecoder, surprise: 1}", "cannot be made with {'surprise': 1}"),
+        ("- {name: x, _target_: json.JSONDecoder}", "async def run"),
+        ("- [", "is not YAML"),
+    ],
+)
+def test_a_wrong_list_of_loops_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "loops.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"(?s).*") as caught:
+        Loops.from_config("x", str(file)).get("x")
+    assert message in str(caught.value)
+
+
+def test_unknown_loops_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"Unknown agent loop 'toolagent'\. Did you mean 'tool_agent'"):
+        Loops().get("toolagent")
+    with pytest.raises(ValueError, match="there is no such file"):
+        Loops.from_config("x", "/nowhere.yaml")
+
+
+# --- react_agent ---------------------------------------------------------------------------------------------------------
+
+
+def test_react_explains_acts_observes_and_answers() -> None:
+    engine = ScriptedEngine(
+        [
+            'Thought: add.\nAction: add\nAction Input: {"a": 2, "b": 2}\nObservation: 5\nFinal Answer: 5',
+            "Thought: done.\nFinal Answer: 4",
+        ]
+    )
+    scene = world(engine, tools=toolbox(add), response_length=600)
+    [episode] = play(scene, prompt("2+2?", agent="react_agent"))
+    sample = episode.trajectory()
+    said = text(sample.response)
+    assert "Observation: 4" in said and "Observation: 5" not in said, "what the model made up is cut away"
+    assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant"]
+    first = sample.turns[0]
+    assert sample.response[first.start : first.end] == engine.completions[0].ids[: first.end], "a prefix of what was sampled"
+    assert text(sample.response[: first.end]).endswith('"b": 2}\n')
+    assert "- add: Add two numbers." in text(sample.prompt.ids) and text(sample.prompt.ids).count("2+2?") == 1
+    assert list(engine.requests[0].ids) == sample.prompt.ids
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ('Action: add\nAction Input: {"a": 1, "b": 2}', ToolCall("add", {"a": 1, "b": 2})),
+        ("Thought: x\n  Action:  upper \nAction Input: hello", ToolCall("upper", {"word": "hello"})),
+        ('Action: upper\nAction Input: "hello"\nand so on', ToolCall("upper", {"word": "hello"})),
+        ('Action: add\nAction Input: {"a": {"b": [1]}} tail', ToolCall("add", {"a": {"b": [1]}})),
+        ("Final Answer: 3\nAction: add", None),
+        ("I think it is 3", None),
+        ("", None),
+    ],
+)
+def test_actions_are_read(said: str, expected: ToolCall | None) -> None:
+    assert action_of(said, toolbox(add, upper).schemas) == expected
+
+
+@pytest.mark.parametrize("said", ["Action: add", "Action: add\nAction Input: [1, 2]", "Action: nobody\nAction Input: x"])
+def test_actions_that_cannot_be_read_are_malformed(said: str) -> None:
+    assert isinstance(action_of(said, toolbox(add, upper).schemas), Malformed)
+
+
+def test_react_fits_its_explanation_or_fails_the_episode() -> None:
+    engine = ScriptedEngine(["Final Answer: 4"])
+    scene = world(engine, tools=toolbox(add), prompt_length=100)
+    short, long = play(scene, prompt(index=1, agent="single_turn_agent"), prompt(agent="react_agent"))
+    assert short.error is None and "over data.max_prompt_length=100" in str(long.error)
+
+
+# --- interactions ---------------------------------------------------------------------------------------------------------
+
+GSM8K = """
+interaction:
+  - class_name: strop.agents.gsm8k_interaction.Gsm8kInteraction
+  - name: easy
+    class_name: strop.agents.gsm8k_interaction.Gsm8kInteraction
+    config: {method: flexible, wrong: No.}
+"""
+
+
+def test_several_interactions_of_a_yaml(tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(GSM8K)
+    known = Interactions.from_config(str(tmp_path / "i.yaml"))
+    assert list(known.by_name) == ["gsm8k", "easy"] and known.by_name["easy"].config["name"] == "easy"
+    engine = ScriptedEngine(lambda said, _: "#### 72" if "mistake" in said else "it is 72")
+    scene = world(engine, interactions=known)
+    rows = [prompt("?", index=i, interaction_kwargs={"name": n, "ground_truth": "72"}) for i, n in enumerate(known.by_name)]
+    strict, easy = (episode.trajectory() for episode in play(scene, *rows))
+    assert list(strict.turn_rewards.values()) == [0.0, 1.0] and list(easy.turn_rewards.values()) == [1.0]
+    assert strict.extras == {"interaction_score": 1.0, "stopped": "interaction"}
+    assert not known.by_name["gsm8k"]._truths, "finalized"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tools: []", "must hold `interaction:`"),
+        ("interaction: [{name: x}]", "needs class_name"),
+        ("interaction: [{class_name: strop.agents.gsm8k_interaction.Gsm8kInteractoin}]", "Did you mean 'Gsm8kInteraction'"),
+        (GSM8K.replace("name: easy", "name: gsm8k"), "'gsm8k' is taken"),
+    ],
+)
+def test_wrong_interactions_are_refused(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "i.yaml").write_text(content)
+    with pytest.raises(ValueError, match=r"(?s).*") as caught:
+        Interactions.from_config(str(tmp_path / "i.yaml"))
+    assert message in str(caught.value)
+
+
+def test_rows_choose_their_interaction() -> None:
+    one, two = object(), object()
+    assert Interactions({"a": one}).choose(None) is None and Interactions({"a": one}).choose({"x": 1}) is one
+    both = Interactions({"alpha": one, "beta": two})
+    assert both.choose({"name": "beta"}) is two
+    for kwargs in ({"name": "alhpa"}, {"x": 1}):
+        with pytest.raises(ValueError, match="none of the configured interactions"):
+            both.choose(kwargs)
+    with pytest.raises(ValueError, match="interaction_config_path"):
+        Interactions().choose({"name": "alpha"})
+
+
+def test_gsm8k_wants_a_ground_truth() -> None:
+    from strop.agents.gsm8k_interaction import Gsm8kInteraction
+
+    made: Any = Gsm8kInteraction({})
+    with pytest.raises(ValueError, match="ground_truth"):
+        asyncio.run(made.start_interaction("x"))
