@@ -71,6 +71,21 @@ def test_episodes_of_one_prompt_share_it_though_each_asks_for_itself() -> None:
         same(group[0], alone.generate([Request(PROMPT, seed=i)], Sampling(max_tokens=6))[0][0])
 
 
+def test_prompts_seated_together_compute_their_common_beginning_once() -> None:
+    model = tiny.make()
+    engine = warm(model)
+    system = PROMPT + PROMPT[5:35]
+    asked = [Request([*system, 80 + i, *([3] * i)], n=2, seed=i) for i in range(5)]
+    seen = count_tokens(model)
+    answers = engine.generate(asked, Sampling(max_tokens=6))
+    assert seen[0] == len(system) + 1, "the shortest goes first"
+    assert seen[1] == 4 + 1 + 2 + 3 + 4
+    alone = NativeEngine(model, enable_prefix_caching=False)
+    for request, group in zip(asked, answers):
+        for a, b in zip(group, alone.generate([request], Sampling(max_tokens=6))[0]):
+            same(a, b)
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["update_weights", "trained without a word"])
 def test_new_weights_make_all_of_it_worthless(told: bool) -> None:
     model = tiny.make()

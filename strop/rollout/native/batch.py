@@ -7,7 +7,6 @@ rows, hand out those that ended and close the gaps they leave.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from strop.rollout.base import Completion
 from strop.rollout.native.meter import Meter
 from strop.rollout.native.rows import ERROR, RUNNING, finish_name
 from strop.rollout.native.runner import Runner
-from strop.rollout.native.scheduler import Sample, Scheduler
+from strop.rollout.native.scheduler import Admission, Sample, Scheduler
 from strop.rollout.partial import merged
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN or infinity)"
@@ -92,17 +91,25 @@ class Batch:
             return
         self._fit()
         admissions, moves = scheduler.share(first, runner.cache.rows)
-        copies = moves + [(a.donor, a.row) for a in admissions if a.donor is not None and a.donor != a.row]
-        held = [len(holder.tokens) for holder in scheduler.prefixes.kept.values()] if moves else []
-        runner.cache.copy(*_sides(copies), max([a.shared for a in admissions] + held))
-        runner.rows.move(moves, len(scheduler.running))
+        held = [len(holder.tokens) for holder in scheduler.prefixes.kept.values()] if moves else [0]
+        early, late = [a for a in admissions if not a.later], [a for a in admissions if a.later]
         with self._meter.prefill(runner.device):
-            computed = runner.prefill(admissions, [sample.stream for sample in seated])
+            self._copy(early, moves, max(held))
+            runner.rows.move(moves, len(scheduler.running))
+            computed = runner.prefill(early, [a.sample.stream for a in early])
+            if late:
+                self._copy(late, [], 0)
+                computed += runner.prefill(late, [a.sample.stream for a in late])
         self._meter.seated(computed, sum(sample.length for sample in seated))
         self._filled = len(scheduler.running)
         for admission in admissions:
             scheduler.lengths[admission.row] += 1
         self._hand_out()
+
+    def _copy(self, admissions: Sequence[Admission], moves: Sequence[tuple[int, int]], longest: int) -> None:
+        """What admissions share with their donors, together with these moves of up to `longest` tokens."""
+        copies = [*moves, *((a.donor, a.row) for a in admissions if a.donor is not None and a.donor != a.row)]
+        self.runner.cache.copy(*_sides(copies), max([longest, *(a.shared for a in admissions)]))
 
     def _fit(self) -> None:
         """The cache large enough for the running rows, and for ended conversations where there is memory."""
@@ -237,5 +244,5 @@ def _tell(sample: Sample) -> None:
         sample.listener(sample.tokens[new], sample.log_probs[new])
 
 
-def _sides(moves: Sequence[tuple[Any, int]]) -> tuple[list[int], list[int]]:
+def _sides(moves: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [a for a, _ in moves], [b for _, b in moves]

@@ -59,6 +59,8 @@ class Prefixes:
         self._at: dict[int, Holder] = {}
         self.kept: dict[int, Holder] = {}
         """Ended sequences by their row."""
+        self.outgrown: list[Holder] = []
+        """To go at the next `make_way`."""
         self._clock = 0
 
     def find(self, tokens: Sequence[int], own: Sequence[int]) -> Match | None:
@@ -102,6 +104,7 @@ class Prefixes:
         """Nothing in the cache is of use any more."""
         self._at.clear()
         self.kept.clear()
+        self.outgrown.clear()
 
     def within(self, rows: int, capacity: int) -> None:
         """Forget what stands outside a cache of this size."""
@@ -114,6 +117,10 @@ class Prefixes:
 
     def make_way(self, first: int, end: int, rows: int) -> list[tuple[int, int]]:
         """Clear the rows from `first` to `end` of a cache of so many rows; returns moves (from, to), to be done all at once."""
+        for holder in self.outgrown:
+            if self.kept.get(holder.row) is holder:
+                self.drop(holder)
+        self.outgrown.clear()
         surplus = max(0, len(self.kept) - (rows - end))
         for holder in sorted(self.kept.values(), key=lambda h: (h.lasting, h.used))[:surplus]:
             self.drop(holder)

@@ -15,6 +15,9 @@ from typing import Any
 
 from strop.rollout.native.prefix import Holder, Prefixes, marks
 
+_WORTH_WAITING = 64
+"""Tokens in common with a row seated at the same time that are worth a forward pass of their own before the others."""
+
 
 @dataclass(eq=False)
 class Sample:
@@ -61,6 +64,8 @@ class Admission:
     donor: int | None = None
     """A row whose first `shared` tokens are its own; its keys and values are copied."""
     shared: int = 0
+    later: bool = False
+    """The donor, or the leader's, is seated at the same time: it is computed first."""
     leader: int | None = None
     """A row seated at the same time with the very same tokens; even its logits are shared."""
 
@@ -106,36 +111,43 @@ class Scheduler:
     def share(self, first: int, rows: int) -> tuple[list[Admission], list[tuple[int, int]]]:
         """Where the rows from `first` on find what is computed already, in a cache of so many rows.
 
-        Also the moves (from, to) of ended sequences that are in their way. Copies from donors and moves are to be done all at
-        once: both name rows as they are now.
+        Also the moves (from, to) of ended sequences that are in their way. Moves, and copies from donors that are not `later`,
+        are to be done all at once: both name rows as they are now.
         """
         siblings = {sample.request: row for row, sample in enumerate(self.running[:first])}
-        leaders: dict[tuple[int, ...], int] = {}
-        admissions, outgrown = [], []
+        leaders: dict[tuple[int, ...], Admission] = {}
+        fresh = Prefixes()
+        admissions = []
         for row in range(first, len(self.running)):
             sample = self.running[row]
             sequence = tuple(sample.sequence)
             if sequence in leaders:
-                admissions.append(Admission(sample, row, leader=leaders[sequence]))
+                leader = leaders[sequence]
+                admissions.append(Admission(sample, row, later=leader.later, leader=leader.row))
                 continue
-            leaders[sequence] = row
             sample.holder = Holder(row, sequence, marks(sequence), sample.lasting)
-            donor, shared = siblings.get(sample.request), len(sample.prompt)
-            match = self.prefixes.find(sequence, sample.holder.marks)
-            if match is not None and (donor is None or match.shared > shared):
-                donor, shared = match.holder.row, match.shared
-                if shared == len(match.holder.tokens):
-                    outgrown.append(match.holder)
-            # The last token is always computed: its logits are needed.
-            shared = 0 if donor is None else min(shared, len(sequence) - 1)
-            admissions.append(Admission(sample, row, donor=donor, shared=shared))
-        for holder in outgrown:
-            if self.prefixes.kept.get(holder.row) is holder:
-                self.prefixes.drop(holder)  # the newcomer holds the same and more
+            leaders[sequence] = self._donor(sample, sample.holder, siblings.get(sample.request), fresh)
+            admissions.append(leaders[sequence])
+            if not leaders[sequence].later:
+                fresh.add(sample.holder)
         for admission in admissions:
             if admission.sample.holder is not None:
                 self.prefixes.add(admission.sample.holder)
         return admissions, self.prefixes.make_way(first, len(self.running), rows)
+
+    def _donor(self, sample: Sample, own: Holder, sibling: int | None, fresh: Prefixes) -> Admission:
+        """The row that has most of a sequence: a running sample of the same request, any other, or one in `fresh`."""
+        donor, shared, later = sibling, len(sample.prompt) if sibling is not None else 0, False
+        match = self.prefixes.find(own.tokens, own.marks)
+        if match is not None and match.shared > shared:
+            donor, shared = match.holder.row, match.shared
+            if shared == len(match.holder.tokens):
+                self.prefixes.outgrown.append(match.holder)  # the newcomer holds the same and more
+        beside = fresh.find(own.tokens, own.marks)
+        if beside is not None and beside.shared >= shared + _WORTH_WAITING:
+            donor, shared, later = beside.holder.row, beside.shared, True
+        # The last token is always computed: its logits are needed.
+        return Admission(sample, own.row, donor, min(shared, len(own.tokens) - 1), later)
 
     def shape(self, spare: int = 0) -> tuple[int, int]:
         """Rows and columns the cache should have: room to the end for all rows and some more, if that fits the budget.
