@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Toolbox:
         self.limits, self.loop, self.servers = limits, loop or BackgroundLoop("strop-tools"), list(servers)
         self._warned: set[str] = set()
         self._borrowed = False
+        if self.servers:  # processes of ours must not outlive a run that forgets to close its toolbox
+            weakref.finalize(self, _shut, self.servers, self.loop)
         for tool in tools:
             name = tool.schema.name
             if name in self.tools:
@@ -103,7 +106,7 @@ class Toolbox:
         """End connections to servers, and the loop of the tools. A selection of another toolbox leaves that to it."""
         if not self._borrowed:
             _shut(self.servers, self.loop)
-            self.servers = []
+            self.servers.clear()
 
 
 def read_entries(path: str) -> list[dict[str, Any]]:
