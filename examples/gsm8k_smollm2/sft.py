@@ -56,8 +56,7 @@ def train(asked: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
         f"trainer.default_local_dir={run}",
     ]
     loaded = load("sft_trainer", overrides, str(CONFIG))
-    require(loaded)
-    build_supervised_trainer(loaded).fit()
+    build_supervised_trainer(loaded, require(loaded).datasets).fit()
     return [json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strop.config.schema.supervised import PairData, SftData, SupervisedData
 from strop.data.chat import Chat, Message, Rendered
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+KEPT_TOKENS = 50_000_000
+"""Tokens of rendered rows that stay in memory: 250 MB. Rendering a row again costs more than many models need to learn it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class SupervisedDataset(Sequence[Any]):
         self.chat = chat
         self.config = config
         self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        self._kept = _Kept()
         for file in rows.files if isinstance(rows, Rows) else ():
             for setting, name in self.needed().items():
                 require_column(file.columns, name, setting=setting, where=file.address)
@@ -72,9 +77,12 @@ class SupervisedDataset(Sequence[Any]):
     def whole(self, place: int) -> tuple[Any, str]:
         """An item before it is cut to data.max_length, and where it comes from; UnusableRow if nothing can be made of it."""
         index = int(self.indices[place])
-        row = self.rows[index]
         where = self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}"
-        return (self.render(row, where) if isinstance(row, dict) else row), where
+        item = self._kept.get(index)
+        if item is None:
+            row = self.rows[index]
+            item = self._kept.put(index, self.render(row, where)) if isinstance(row, dict) else row
+        return item, where
 
     def needed(self) -> dict[str, str]:
         """Columns that must be there, by the setting that names them."""
@@ -111,6 +119,36 @@ class SupervisedDataset(Sequence[Any]):
                 *(where, mode, limit, len(rendered.ids)),
             )
         return kept
+
+
+class _Kept:
+    """Rows that were rendered once, five bytes a token, as long as they fit into KEPT_TOKENS."""
+
+    def __init__(self) -> None:
+        self.items: dict[int, tuple[float, list[NDArray[Any]]]] = {}
+        self.tokens = 0
+
+    def put(self, index: int, item: Any) -> Any:
+        """Remember an item; returns it."""
+        sides, margin = ((item.chosen, item.rejected), item.margin) if isinstance(item, Pair) else ((item,), 0.0)
+        size = sum(len(side.ids) for side in sides)
+        if self.tokens + size <= KEPT_TOKENS:
+            self.tokens += size
+            arrays = [array for side in sides for array in (np.array(side.ids, np.int32), np.array(side.mask, np.uint8))]
+            self.items[index] = margin, arrays
+        return item
+
+    def get(self, index: int) -> Any:
+        if index not in self.items:
+            return None
+        margin, arrays = self.items[index]
+        lists = [array.tolist() for array in arrays]
+        if len(lists) == 2:
+            return Rendered(*lists)
+        return Pair(Rendered(*lists[:2]), Rendered(*lists[2:]), margin)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Kept, ()  # a copy in another process begins with nothing
 
 
 class SftRows(SupervisedDataset):

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Report:
     objective: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    datasets: dict[str, Any] = field(default_factory=dict)
+    """Data sets that were read on the way, by split, so that nothing is read twice."""
 
     @property
     def errors(self) -> list[Finding]:
@@ -46,8 +48,9 @@ class Report:
         return not self.errors
 
     def to_json(self) -> str:
-        plan = None if self.plan is None else asdict(self.plan)
-        return json.dumps({**asdict(self), "plan": plan, "ok": self.ok}, indent=2, default=str)
+        told = asdict(replace(self, datasets={}))
+        del told["datasets"]
+        return json.dumps({**told, "ok": self.ok}, indent=2, default=str)
 
 
 def examine(loaded: Loaded) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,14 @@ ROLE = "model"
 """Name of the one trained model in checkpoints."""
 
 
-def build_supervised_trainer(loaded: Loaded) -> SupervisedTrainer:
-    """Every part of a supervised run, ready for `fit`."""
+def build_supervised_trainer(loaded: Loaded, datasets: Mapping[str, Any] | None = None) -> SupervisedTrainer:
+    """Every part of a supervised run, ready for `fit`; `datasets` are those that were read already, by split."""
     config = loaded.config
     load_plugins(config.plugins)
     torch.manual_seed(config.trainer.seed)
     device, tokenizer, task = device_of(config.trainer.device), tokenizer_of(config), task_of(config)
-    rows = build_supervised(config.data, tokenizer, split="train")
+    known = datasets or {}
+    rows = known.get("train") or build_supervised(config.data, tokenizer, split="train")
     plan = plan_supervised(config, rows=len(rows))
     if plan.devices > 1:
         raise ValueError(
@@ -62,7 +63,7 @@ def build_supervised_trainer(loaded: Loaded) -> SupervisedTrainer:
     assert plan.total_steps is not None and plan.steps_per_epoch is not None
     model = backend_of(config, device, plan.total_steps)
     micro = micro_batching(config, plan, task)
-    val_rows = build_supervised(config.data, tokenizer, split="val") if config.data.val_files else None
+    val_rows = known.get("val") or (build_supervised(config.data, tokenizer, split="val") if config.data.val_files else None)
     reference = reference_of(config, model, device)
     if reference is not None and config.loss.precompute_ref:
         rows, val_rows = _remembered(config, rows, val_rows, plan, reference, micro)

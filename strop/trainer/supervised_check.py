@@ -86,6 +86,7 @@ def _rows(config: Any, tokenizer: Any, split: Any, report: Any) -> int | None:
         report.findings.append(error(key, str(problem)))
         return None
     report.findings += judge(survey, config.data, key)
+    report.datasets[split] = dataset
     tokens = sum(survey.lengths)
     share = f", {survey.taught / tokens:.0%} taught" if tokens else ""
     longest = max(survey.lengths, default=0)

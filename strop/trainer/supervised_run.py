@@ -13,8 +13,8 @@ def run_supervised(root: str, arguments: Sequence[str]) -> int:
     loaded = load(root, asked.overrides, asked.config, asked.search)
     from strop.trainer.preflight import require
 
-    require(loaded)
+    report = require(loaded)
     from strop.trainer.supervised_build import build_supervised_trainer
 
-    build_supervised_trainer(loaded).fit()
+    build_supervised_trainer(loaded, report.datasets).fit()
     return 0
