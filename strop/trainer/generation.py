@@ -1,7 +1,7 @@
 """`strop generate`: n answers to every row of a file, in a file of the same rows with a column `responses`.
 
-A row's answers depend on the row, the settings and the seed alone, so a job that was killed and goes on ends with what it would
-have ended with.
+Every row has a random stream of its own, and no batch sees what the one before it left in the engine's cache, so a job that was
+killed and goes on ends with what it would have ended with.
 """
 
 from __future__ import annotations
@@ -10,42 +10,22 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.config.schema.inference import Generation
-from strop.data.chat import Chat
-from strop.data.files import Row, fetch, open_rows
-from strop.data.make import published
-from strop.data.prompts import PromptDataset, truncate
-from strop.data.schema import Keys, require_column
+from strop.data.files import fetch
 from strop.run.parts import Parts, refuse_other_job
+from strop.trainer.generation_devices import answer_on_devices
+from strop.trainer.generation_input import Questions, open_questions
+from strop.trainer.generation_model import Count, Value
 from strop.trainer.progress import Progress
 
 log = logging.getLogger(__name__)
 
 METADATA = b"strop.generation"
 RESPONSES = "responses"
-Value = list[str] | dict[str, str]
-"""The answers to a row, or {"error": why there are none}."""
-
-
-@dataclass
-class Count:
-    """What a batch of rows gave."""
-
-    rows: int = 0
-    responses: int = 0
-    tokens: int = 0
-    cut_prompts: int = 0
-    """Prompts over rollout.prompt_length, of which the end was kept."""
-    cut_responses: int = 0
-    """Responses that reached rollout.response_length."""
-
-    def __add__(self, other: Count) -> Count:
-        return Count(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
@@ -73,27 +53,6 @@ class Summary:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The rows to answer."""
-
-    rows: Sequence[Row]
-    fingerprint: str
-    table: Callable[[], Any]
-
-
-def open_questions(config: Generation) -> Questions:
-    """The input, with its columns made sure of."""
-    data = config.data
-    files = open_rows(data.path, key="data.path")
-    if data.benchmark:
-        made = published(data.benchmark, files)
-        return Questions(made, files.fingerprint(), lambda: _table_of(made))
-    for file in files.files:
-        require_column(file.columns, data.prompt_key, setting="data.prompt_key", where=file.address)
-    return Questions(files, files.fingerprint(), files.table)
-
-
 def generate(config: Generation) -> Summary:
     """Answer every row that is not answered yet and write the output."""
     questions = open_questions(config)
@@ -111,8 +70,6 @@ def generate(config: Generation) -> Summary:
     todo = [row for row in range(len(questions.rows)) if row not in done]
     start, fresh = time.perf_counter(), Count()
     if todo:
-        from strop.trainer.generation_devices import answer_on_devices
-
         counts = answer_on_devices(config, questions, todo, parts)
         next(counts)  # the models are loaded
         start = time.perf_counter()
@@ -130,79 +87,21 @@ def generate(config: Generation) -> Summary:
     return Summary(output, len(questions.rows), fresh, failed, seconds)
 
 
-class Answerer:
-    """A model that answers rows."""
-
-    def __init__(self, config: Generation, questions: Questions, device: Any):
-        from strop.models.build import build_policy, compute_dtype
-        from strop.trainer.build import engine_for, longest, sampling_for, tokenizer_of
-
-        rollout = config.rollout
-        self.config = config
-        self.tokenizer = tokenizer_of(config.model)
-        chat = Chat(
-            self.tokenizer,
-            kwargs=dict(config.data.apply_chat_template_kwargs),
-            plain=not config.data.apply_chat_template,
-        )
-        key = "prompt" if config.data.benchmark else config.data.prompt_key
-        self.prompts = PromptDataset(questions.rows, chat, keys=Keys(prompt=key), max_prompt_length=1 << 40)
-        name = ("bfloat16" if device.type == "cuda" else "float32") if rollout.dtype == "auto" else rollout.dtype
-        dtype = compute_dtype(name, device)
-        model = build_policy(config.model, dtype=dtype).requires_grad_(False).eval().to(device)
-        self.engine = engine_for(rollout, model)
-        self.sampling = sampling_for(rollout, self.tokenizer, model)
-        self.longest = longest(rollout)
-
-    def answer(self, rows: Sequence[int]) -> tuple[dict[int, Value], Count]:
-        from strop.rollout.base import Request
-        from strop.trainer.seeds import stream_seed
-
-        count = Count(rows=len(rows))
-        values: dict[int, Value] = {}
-        requests: dict[int, Request] = {}
-        limit, n = self.config.rollout.prompt_length, self.config.data.n_samples
-        for row in rows:
-            try:
-                ids = self.prompts[row].ids
-            except ValueError as error:
-                values[row] = {"error": str(error)}
-                continue
-            count.cut_prompts += len(ids) > limit
-            ids = truncate(ids, limit, "left")
-            room = min(self.sampling.max_tokens, self.longest - len(ids))
-            requests[row] = Request(ids, n, seed=stream_seed(self.config.rollout.seed or 0, row), max_tokens=room)
-        for row, completions in zip(requests, self.engine.generate(list(requests.values()), self.sampling), strict=True):
-            broken = next((c.error for c in completions if c.finish == "error"), None)
-            if broken is not None:
-                values[row] = {"error": str(broken)}
-                continue
-            values[row] = self._texts([c.ids for c in completions])
-            count.responses += len(completions)
-            count.tokens += sum(len(c.ids) for c in completions)
-            count.cut_responses += sum(c.finish == "length" for c in completions)
-        return values, count
-
-    def _texts(self, ids: list[list[int]]) -> list[str]:
-        end = str(self.tokenizer.eos_token or "")  # some tokenizers do not mark it as special
-        return [text.removesuffix(end) for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)]
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-def answer_rows(answerer: Answerer, todo: Sequence[int], parts: Parts, batch_size: int) -> Iterator[Count]:
-    """Answer batch by batch; each is safe before the next begins."""
-    for start in range(0, len(todo), batch_size):
-        values, count = answerer.answer(todo[start : start + batch_size])
-        parts.add(values)
-        yield count
-
-
 def _job(config: Generation, questions: Questions) -> dict[str, Any]:
     """What answers depend on, by the key that says it."""
     rollout, data = config.rollout, config.data
-    sampled = ("temperature", "top_k", "top_p", "min_p", "do_sample", "ignore_eos", "repetition_penalty", "seed", "dtype")
+    sampled = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "do_sample",
+        "ignore_eos",
+        "repetition_penalty",
+        "seed",
+        "dtype",
+        "stop",
+    )
     return {
         "the content of data.path": questions.fingerprint,
         "model.path": config.model.path,
@@ -248,12 +147,6 @@ def _complete(parts: Parts, job: dict[str, Any]) -> bool:
     refuse_other_job(f"{parts.output} exists and is of another job", json.loads(made_by), job)
     log.info("%s is complete already.", parts.output)
     return True
-
-
-def _table_of(rows: Sequence[Row]) -> Any:
-    import pyarrow
-
-    return pyarrow.Table.from_pylist(list(rows))
 
 
 def _write(path: Path, table: Any, answers: dict[int, Value], job: dict[str, Any]) -> None:

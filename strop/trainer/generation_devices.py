@@ -13,7 +13,8 @@ from strop.config.schema.inference import Generation
 from strop.registry import load_plugins
 from strop.run.parts import Parts
 from strop.trainer.build import device_of
-from strop.trainer.generation import Answerer, Count, Questions, answer_rows, open_questions
+from strop.trainer.generation_input import Questions, open_questions
+from strop.trainer.generation_model import Answerer, Count, answer_rows
 from strop.trainer.logs import configure_logging
 
 SECONDS_BETWEEN_LOOKS = 1.0

@@ -52,7 +52,7 @@ def count(paths: Any, key: str) -> tuple[int | None, list[Finding]]:
 
 
 def _generation(config: Any, report: Any) -> int | None:
-    from strop.trainer.generation import open_questions
+    from strop.trainer.generation_input import open_questions
 
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
     report.findings += findings

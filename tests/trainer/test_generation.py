@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.config.compose import load
-from strop.trainer import generation
+from strop.trainer import generation, generation_model
 from strop.trainer.generation import generate
 from strop.trainer.main_generation import run
 
@@ -82,7 +82,7 @@ def test_two_processes_say_the_same(asked, tmp_path):
 
 def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
     answered(asked, f"data.output_path={tmp_path}/whole.parquet")
-    original, calls = generation.Answerer.answer, []
+    original, calls = generation_model.Answerer.answer, []
 
     def interrupted(self, rows):
         if len(calls) == 3:
@@ -90,12 +90,14 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
         calls.append(list(rows))
         return original(self, rows)
 
-    monkeypatch.setattr(generation.Answerer, "answer", interrupted)
+    monkeypatch.setattr(generation_model.Answerer, "answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answered(asked)
     assert not (tmp_path / "out.parquet").exists() and (tmp_path / "out.parquet.parts").is_dir()
     calls.clear()
-    monkeypatch.setattr(generation.Answerer, "answer", lambda self, rows: calls.append(list(rows)) or original(self, rows))
+    monkeypatch.setattr(
+        generation_model.Answerer, "answer", lambda self, rows: calls.append(list(rows)) or original(self, rows)
+    )
     summary = answered(asked, "data.batch_size=20")
     assert [row for rows in calls for row in rows] == list(range(30, 64)), "no row twice, whatever the batch size"
     assert summary.fresh.rows == 34
@@ -194,6 +196,16 @@ def test_a_benchmark_as_it_is_published(asked, tmp_path):
     [row] = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert {name: row[name] for name in raw} == raw
     assert row["data_source"] == "aime_2024" and row["reward_model"]["ground_truth"] == "2" and len(row["responses"]) == 3
+    with pytest.raises(ValueError, match=r"columns are those of aime as it is published: set data.benchmark=aime"):
+        answered(asked, f"data.path={tmp_path}/aime.jsonl")
+
+
+def test_stop_strings_cut_what_comes_after(asked, tmp_path):
+    answered(asked)
+    answered(asked, f"data.output_path={tmp_path}/cut.parquet", "rollout.stop=['5','=']")
+    pairs = zip(responses(tmp_path / "out.parquet"), responses(tmp_path / "cut.parquet"))
+    expected = [[text.partition("5")[0].partition("=")[0] for text in whole] for whole, _ in pairs]
+    assert responses(tmp_path / "cut.parquet") == expected and expected != responses(tmp_path / "out.parquet")
 
 
 def test_mixed_columns_are_refused_before_the_first_answer(asked, tmp_path):
