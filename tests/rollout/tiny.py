@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -53,15 +54,18 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4}
 
+_HEAD: dict[str, Any] = {"head_dim": 16}
+_WIDE = 32  # the narrowest head that every kernel of vLLM takes
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=16)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, **_HEAD)),
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=5)),
     "gemma2_softcap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**_SIZES, head_dim=16, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
+        Gemma2Config(**_SIZES, **_HEAD, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, head_dim=16, sliding_window=5, query_pre_attn_scalar=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, **_HEAD, sliding_window=5, query_pre_attn_scalar=16)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**_SIZES, partial_rotary_factor=0.5)),
     "phi3_window": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=5)),
     "smollm": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
@@ -69,12 +73,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4)),
     "qwen2_moe": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**_SIZES, **_EXPERTS)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**_SIZES, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+        Qwen3MoeConfig(**_SIZES, **_HEAD, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
     ),
     "gpt_oss_sinks": lambda: GptOssForCausalLM(
         GptOssConfig(
             **_SIZES,
-            head_dim=16,
+            **_HEAD,
             sliding_window=5,
             num_local_experts=4,
             num_experts_per_tok=2,
@@ -86,19 +90,22 @@ EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_sinks")
 """Models whose forward pass asks the device which experts are needed."""
 
 
-def make(name: str = "llama") -> Any:
+def make(name: str = "llama", wide: bool = False) -> Any:
     torch.manual_seed(0)
-    model = MODELS[name]()
+    with patch.dict(_SIZES, {"hidden_size": 4 * _WIDE} if wide else {}), patch.dict(_HEAD, {"head_dim": _WIDE} if wide else {}):
+        model = MODELS[name]()
     if name == "gemma2_softcap":
         model.set_attn_implementation("eager")  # transformers' sdpa leaves the cap out
     model.eval()
     return model
 
 
-def with_lora() -> Any:
+def with_lora(wide: bool = False) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(make("qwen2"), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model = get_peft_model(
+        make("qwen2", wide), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -107,14 +114,16 @@ def with_lora() -> Any:
     return model
 
 
-def fixed(logits: Tensor) -> Any:
-    """A model whose logits are the same everywhere."""
-    model = make()
-    head = nn.Linear(model.config.hidden_size, len(logits))
+def fixed(logits: Tensor, wide: bool = False) -> Any:
+    """A model whose logits are the same everywhere: all embeddings are ones, no layer adds to them, the head reads one of them."""
+    model = make(wide=wide)
     with torch.no_grad():
-        head.weight.zero_()
-        head.bias.copy_(logits)
-    model.lm_head = head
+        model.model.embed_tokens.weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, 0] = logits
     return model
 
 

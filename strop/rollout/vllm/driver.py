@@ -105,10 +105,11 @@ class Driver:
         return answer
 
     def call(self, what: str, *arguments: Any) -> Future[Any]:
-        """load(contents, version) | abort() | sleep() | wake()."""
+        """load(contents, version) | stamp(version) | abort() | sleep() | wake()."""
         answer: Future[Any] = Future()
         kinds: dict[str, Callable[..., None]] = {
             "load": self._load,
+            "stamp": self._stamp,
             "abort": self._abort,
             "sleep": self._sleep,
             "wake": self._wake,
@@ -233,12 +234,15 @@ class Driver:
         self._engine.collective_rpc("strop_load", args=(contents,))
         if version is None:
             return
-        have = self._so_far() if self._flying else {}
-        for name, sample in self._flying.items():
-            sample.spans.append((self.version, len(have.get(name, ([],))[0]) - sum(count for _, count in sample.spans)))
         reset = self._engine.reset_prefix_cache
         # Running requests go on with the new weights, over a cache computed with the new weights.
         reset(reset_running_requests=True) if "reset_running_requests" in inspect.signature(reset).parameters else reset()
+        self._stamp(version)
+
+    def _stamp(self, version: int) -> None:
+        have = self._so_far() if self._flying else {}
+        for name, sample in self._flying.items():
+            sample.spans.append((self.version, len(have.get(name, ([],))[0]) - sum(count for _, count in sample.spans)))
         self.version = version
 
     def _sleep(self) -> None:

@@ -1,19 +1,24 @@
-"""The vllm engine: vLLM in this process where it can be imported, or in a process of another environment."""
+"""The vllm engine: vLLM in this process where it can be imported, in a process of another environment, or as a server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import logging
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
-from strop.models.build import compute_dtype
 from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.buckets import Buckets
 from strop.rollout.outside import Answer, OutsideEngine
-from strop.rollout.source import source_of
+from strop.rollout.source import precision, source_of
 from strop.rollout.vllm.driver import Driver
 from strop.rollout.vllm.remote import Remote
+from strop.rollout.vllm.server import Server
+
+log = logging.getLogger(__name__)
 
 
 class Host(Protocol):
@@ -44,18 +49,20 @@ class VllmEngine(OutsideEngine):
     ) -> None:
         """`model`: a module, whose weights are taken over, or the folder of a model.
 
-        `engine_kwargs` are arguments of vLLM's own, and ours: `python` (the interpreter of another environment that has vLLM)
-        and `seeded` (honour the seeds of requests). `settings` have the same name there as here.
+        `engine_kwargs` are arguments of vLLM's own, and ours: `python` (the interpreter of another environment that has vLLM),
+        `url` (a server, which has its own settings) and `seeded` (honour the seeds of requests). `settings` have the same name
+        there as here.
         """
         own = dict(engine_kwargs or {})
-        python, seeded = own.pop("python", None), bool(own.pop("seeded", False))
+        python, url, seeded = own.pop("python", None), own.pop("url", None), bool(own.pop("seeded", False))
         source = source_of(model, max_model_len)
-        super().__init__(source, bucket_megabytes)
+        super().__init__(source)
+        self._buckets = Buckets(bucket_megabytes)
         arguments = {
             "model": source.folder,
             "skip_tokenizer_init": True,
             "load_format": load_format if source.shapes is None else "dummy",
-            "dtype": _precision(dtype, model),
+            "dtype": precision(dtype, model),
             "max_model_len": source.longest,
             "tensor_parallel_size": tensor_model_parallel_size,
             "data_parallel_size": data_parallel_size,
@@ -66,17 +73,30 @@ class VllmEngine(OutsideEngine):
         }
         self._host: Host
         try:
-            self._host = Driver(arguments, seeded) if python is None else Remote(python, arguments, seeded)
+            if url is not None:
+                self._host = Server(url, seeded)
+                self.longest = min(self.longest, self._host.longest)
+            else:
+                self._host = Driver(arguments, seeded) if python is None else Remote(python, arguments, seeded)
             self._take_first_weights(model)
         except BaseException:
             self.close()
             raise
 
     def _ask(self, request: Request, sampling: Sampling) -> Answer:
+        filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.repetition_penalty != 1
+        if filters and self._host.log_probs == "filtered":
+            _warn_about_filters()
         return self._host.ask(request, sampling)
 
-    def _load(self, contents: str, version: int | None) -> None:
-        self._host.call("load", contents, version).result()
+    def _push(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """A bucket at a time; the last one says of which version they all are."""
+        self._buckets.send(
+            weights, lambda contents, last: self._host.call("load", contents, version if last else None).result()
+        )
+
+    def _stamp(self, version: int) -> None:
+        self._host.call("stamp", version).result()
 
     def abort(self) -> None:
         self._host.call("abort").result()
@@ -90,12 +110,13 @@ class VllmEngine(OutsideEngine):
     def close(self) -> None:
         if hasattr(self, "_host"):
             self._host.close()
+        self._buckets.close()
         super().close()
 
 
-def _precision(asked: str, model: Any) -> str:
-    """`auto` is that of the module's weights."""
-    if not isinstance(model, torch.nn.Module):
-        return asked
-    weight = next(model.parameters())
-    return str(weight.dtype if asked == "auto" else compute_dtype(asked, weight.device)).removeprefix("torch.")
+@functools.cache
+def _warn_about_filters() -> None:
+    log.warning(
+        "This vLLM reports log-probs after top-k, top-p, min-p and penalties: they differ from the trainer's, which knows no "
+        "filters. Sample without them, or set VLLM_USE_V2_MODEL_RUNNER=0."
+    )

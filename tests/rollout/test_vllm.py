@@ -1,0 +1,110 @@
+"""vLLM beyond the common rules: what it does when it dies, is refused, or gets weights on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.rollout.base import Request, Sampling
+from strop.rollout.build import build_engine
+from strop.rollout.outside import EngineDied
+from strop.rollout.source import weights_of
+from strop.rollout.vllm.engine import VllmEngine
+from tests.rollout import engines, tiny
+
+pytestmark = pytest.mark.vllm
+PROMPT = [5, 9, 2]
+GREEDY = Sampling(temperature=0, max_tokens=6)
+
+
+def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_with_its_last_words() -> None:
+    model = engines.model("vllm")
+    engine = engines.build("vllm", model)
+    assert isinstance(engine, VllmEngine)
+    pid = engine._host.pid
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(EngineDied, match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command"):
+        engine.generate([Request(PROMPT, n=200) for _ in range(50)], Sampling(max_tokens=120))
+    with pytest.raises(EngineDied, match=f"id {pid}"):
+        engine.generate([Request(PROMPT)], GREEDY)
+    assert time.monotonic() - started < 60
+    engines.forget(model)
+
+
+def test_weights_in_small_buckets_arrive_whole_and_on_the_way() -> None:
+    """Requests that are running go on with the new weights, and say which tokens came from which."""
+    model = engines.model("vllm")
+    engine = engines.build("vllm", model)
+    assert isinstance(engine, VllmEngine)
+    engine._buckets._size = 1 << 12  # most weights are larger, so each gets a bucket of its own
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        long = Sampling(temperature=0, max_tokens=100)
+        running = pool.submit(engine.generate, [Request(PROMPT), Request([7, 8])], long)
+        time.sleep(0.05)
+        engine.update_weights(weights_of(model), 7)
+        answers = [group[0] for group in running.result()]
+    for completion in answers:
+        assert completion.version == 7 and len(completion.ids) == 100
+        (before, count), (after, rest) = completion.versions
+        assert (before, after, count + rest) == (0, 7, 100)
+    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
+
+
+def test_an_update_that_lacks_weights_is_refused() -> None:
+    model = engines.model("vllm")
+    engine = engines.build("vllm", model)
+    before = engine.generate([Request(PROMPT)], GREEDY)[0][0].ids
+    some = list(weights_of(model))[:-2]
+    with pytest.raises(ValueError, match=r"all weights of its model or none: 2 of \d+ are missing \(lm_head.weight"):
+        engine.update_weights(some, 3)
+    assert engine.version == 0
+    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == before
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest_name() -> None:
+    own = {"python": engines.vllm_python(), "enforce_eagr": True}
+    with pytest.raises(ValueError, match=r"no argument 'enforce_eagr'. Did you mean 'enforce_eager'"):
+        build_engine("vllm", engines.model("vllm"), engine_kwargs={"vllm": own})
+
+
+def test_an_interpreter_without_vllm_says_what_to_install() -> None:
+    with pytest.raises(ValueError, match=r"needs the package 'vllm'.*pip install 'strop\[vllm\]'"):
+        build_engine("vllm", tiny.make(), engine_kwargs={"vllm": {"python": sys.executable}})
+
+
+@pytest.mark.slow
+def test_the_processes_of_vllm_may_be_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM_ENABLE_V1_MULTIPROCESSING=1: the engine's core in a further process."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    model = engines.model("vllm")
+    own = {"python": engines.vllm_python()}
+    engine = build_engine("vllm", model, enforce_eager=True, max_num_seqs=8, engine_kwargs={"vllm": own})
+    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    engine.update_weights(weights_of(model), 1)
+    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
+    engine.close()
+
+
+def test_a_folder_is_read_by_vllm_itself(tmp_path: Path) -> None:
+    model = tiny.make("smollm", wide=True)
+    model.save_pretrained(tmp_path)
+    own = {"python": engines.vllm_python()}
+    engine = build_engine("vllm", tmp_path, enforce_eager=True, max_num_seqs=8, dtype="float32", engine_kwargs={"vllm": own})
+    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
+    engine.close()
+    assert (tmp_path / "config.json").exists()
