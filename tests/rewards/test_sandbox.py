@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from strop.rewards.sandbox import launch
 from strop.rewards.sandbox.isolation import LEVELS, Isolation, isolation, why_not
 from strop.rewards.sandbox.launch import run_program, run_tests
 from strop.rewards.sandbox.limits import Limits, Outcome, SandboxError
 
+MARK = f"strop_test_{os.getpid()}"  # in the command line of our sandboxes: other test processes have sandboxes too
 HERE = [level for level in LEVELS if not why_not(level)]
 WALLED = [level for level in HERE if Isolation(level).hides_files]
 SHORT = Limits(seconds=3.0, total_seconds=20.0, memory_mb=256, disk_mb=8, processes=8, output_bytes=100_000)
@@ -46,13 +48,14 @@ def left_behind() -> list[str]:
                 parent = (folder / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if "strop.rewards.sandbox.inside" in words or (parent[0] == "Z" and parent[1] == str(os.getpid())):
+            if MARK in words or (parent[0] == "Z" and parent[1] == str(os.getpid())):
                 found.append(folder.name)
     return found
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind():
+def nothing_is_left_behind(monkeypatch):
+    monkeypatch.setattr(launch, "_COMMAND", [launch._COMMAND[0], "-X", MARK, *launch._COMMAND[1:]])
     yield
     deadline = time.monotonic() + 2
     while left_behind() and time.monotonic() < deadline:
@@ -351,8 +354,6 @@ def test_the_level_is_stated():
 
 
 def test_a_broken_sandbox_is_an_error_not_a_result(monkeypatch):
-    from strop.rewards.sandbox import launch
-
     monkeypatch.setattr(launch, "_COMMAND", ["/bin/false"])
     with pytest.raises(SandboxError, match="no report"):
         run_program("print(1)", level=HERE[0])
