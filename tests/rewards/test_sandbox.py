@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -218,12 +219,13 @@ def test_a_full_disk_is_empty_for_the_next_test(walled):
     assert all("No space left" in o.stdout and int(o.stdout.split()[-1]) <= 8 for o in outcomes)
 
 
-def test_files_do_not_outlive_a_test(level):
+def test_files_do_not_outlive_a_test(level, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcomes = run_tests(
         "import os; print(os.path.exists('a')); open('a', 'w').close()", [{"stdin": ""}] * 2, SHORT, level=level
     )
     assert [o.stdout for o in outcomes] == ["False\n", "False\n"]
-    assert not list(Path("/tmp").glob("strop-sandbox-*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_open_files_and_file_size_are_limited(level):
