@@ -29,6 +29,8 @@ class Batch:
     def __init__(self, runner: Runner, *, max_rows: int, keep: bool, give: Give, meter: Meter) -> None:
         """`keep`: ended sequences stay in free rows for others that start like them."""
         self.runner, self.version = runner, 0
+        self.after_step: Callable[[int], None] = lambda rows: None
+        """Told how many rows each decode step had."""
         self.scheduler = Scheduler(max_rows=max_rows, budget=0)
         self._keep, self._give, self._meter = keep, give, meter
         self._filled = 0
@@ -148,6 +150,7 @@ class Batch:
         steps = max(1, min(_STEPS_BETWEEN_LOOKS.get(runner.device.type, 1), left, runner.cache.capacity - max(lengths)))
         with self._meter.decode(runner.device):
             runner.decode(scheduler.running, lengths, steps)
+        self.after_step(count)
         for row in range(count):
             lengths[row] += steps
         self._meter.decoded(steps, count, sum(lengths), scheduler.budget)

@@ -101,6 +101,7 @@ class NativeEngine:
         with self._lock:
             if not self.idle:
                 raise ValueError("sleep() while requests are running: wait for them, or call abort() first.")
+            self.loan.packed.drop()
             if self._batch is None:
                 return
             runner = self._batch.runner
@@ -114,6 +115,7 @@ class NativeEngine:
         resumed after a kill has the numbers of one never killed, a phase must not see what the one before it left behind.
         """
         with self._lock:
+            self.loan.packed.drop()
             if self._batch is not None:
                 self._batch.forget()
 
@@ -198,6 +200,7 @@ class NativeEngine:
             with self.loan(), torch.no_grad():
                 runner = Runner(self.model, **self._limits)
             self._batch = Batch(runner, max_rows=self._max_rows, keep=self._keep, give=self._give, meter=self._meter)
+            self._batch.after_step = self.loan.packed.stepped
             self._batch.version = self.version
         batch = self._batch
         if batch.idle and batch.runner.cache.rows == 0:
@@ -207,6 +210,7 @@ class NativeEngine:
         return batch
 
     def _weights_changed(self) -> None:
+        self.loan.packed.drop()
         if self._batch is not None:
             self._batch.start_over()
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from strop.rollout.native.dress import Changes, on_loan
+from strop.rollout.native.packed import Packed
 
 
 class Loan:
@@ -16,6 +17,7 @@ class Loan:
         self._model, self._lock, self._on_change = model, lock, on_change
         self._borrowers, self._stack = 0, ExitStack()
         self._changes: Changes | None = None
+        self.packed = Packed(model)
         self._seen: tuple[tuple[int, int], ...] = ()
 
     @contextmanager
@@ -31,6 +33,7 @@ class Loan:
                 self._borrowers -= 1
                 if self._borrowers == 0:
                     self._seen = _fingerprint(self._model)
+                    self.packed.take_off()
                     self._stack.close()
 
     def _take(self) -> None:
@@ -39,6 +42,7 @@ class Loan:
         self._stack.enter_context(on_loan(self._model, self._changes))
         if self._seen and self._seen != _fingerprint(self._model):
             self._on_change()
+        self.packed.put_on()
 
 
 def _fingerprint(model: Any) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,75 @@
+"""Packed layers: other speed, same numbers, and nobody outside a rollout sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native import NativeEngine, packed
+from tests.rollout import tiny
+from tests.rollout.test_native import PROMPTS
+
+GREEDY = Sampling(temperature=0, max_tokens=24)
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Layers of tiny models are packed too; the list shows which."""
+    found: list[nn.Module] = []
+    pack = packed._packed
+
+    def watched(layer: Any) -> Any:
+        found.append(layer)
+        return pack(layer)
+
+    monkeypatch.setattr(packed, "_packed", watched)
+    monkeypatch.setattr(packed, "_SMALLEST", 1)
+    monkeypatch.setattr(packed, "_faster", lambda dtype: dtype == torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "lora", "qwen3_moe"])
+def test_the_numbers_are_those_of_plain_layers(made: list[nn.Module], kind: str) -> None:
+    model = tiny.with_lora() if kind == "lora" else tiny.make(kind)
+    answers = NativeEngine(model).generate([Request(p, n=2) for p in PROMPTS], GREEDY)
+    assert len(made) >= 2 * 4
+    for prompt, group in zip(PROMPTS, answers):
+        expected = tiny.plain_greedy(model, prompt, 24)
+        assert [c.ids for c in group] == [expected] * 2
+        plain = tiny.plain_log_probs(model, prompt, expected).gather(1, torch.tensor(expected)[:, None])[:, 0]
+        assert (torch.tensor(group[0].log_probs) - plain).abs().max() < 1e-4
+
+
+def test_short_rollouts_are_not_worth_it(made: list[nn.Module]) -> None:
+    NativeEngine(tiny.make()).generate([Request(p) for p in PROMPTS], Sampling(max_tokens=packed._STEPS))
+    assert not made
+
+
+def test_weights_that_change_are_packed_anew_and_training_sees_plain_layers(made: list[nn.Module]) -> None:
+    model = tiny.make()
+    engine = NativeEngine(model)
+    for told in (True, False, True):
+        answer = engine.generate([Request(PROMPTS[1], n=2)], GREEDY)[0][0]
+        assert answer.ids == tiny.plain_greedy(model, PROMPTS[1], 24)
+        assert not any("forward" in layer.__dict__ for layer in model.modules())
+        model(input_ids=torch.tensor([PROMPTS[1]]), labels=torch.tensor([PROMPTS[1]])).loss.backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(torch.randn_like(weight) * 0.2)
+        if told:
+            engine.update_weights([], version=1)
+    assert len(made) == 3 * len(set(made))
+
+
+def test_the_copies_go_when_the_engine_sleeps(made: list[nn.Module]) -> None:
+    engine = NativeEngine(tiny.make())
+    engine.generate([Request(PROMPTS[1], n=2)], GREEDY)
+    assert engine.loan.packed._forwards
+    engine.sleep()
+    assert not engine.loan.packed._forwards
