@@ -22,7 +22,7 @@ class JsonClient:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"rollout.engine_kwargs.{name}.url={url!r} is not an http:// or https:// address.")
         self._name, self._url, self._story = name, url.rstrip("/"), story
-        self._http = require("httpx", extra="sglang", why=f"The {name} server")
+        self._http = require("httpx", extra=name, why=f"The {name} server")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"strop-{name}-http", daemon=True)
         self._thread.start()

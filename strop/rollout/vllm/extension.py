@@ -14,6 +14,7 @@ from torch import Tensor
 from strop.rollout.buckets import read_bucket
 
 _PREPARED = "_strop_log_probs"
+_GREEDY = 1e-5
 
 
 class Extension:
@@ -28,26 +29,9 @@ class Extension:
         be had.
         """
         sampler: Any = self.model_runner.sampler
-        if hasattr(sampler, _PREPARED):  # a server outlives its clients
-            return str(getattr(sampler, _PREPARED))
-        if not hasattr(sampler, "compute_logprobs"):
-            sampler.logprobs_mode = "processed_logprobs"
-            setattr(sampler, _PREPARED, "filtered")
-            return "filtered"
-        plain, forward = sampler.compute_logprobs, sampler.forward
-        divisor: list[Tensor | None] = [None]
-
-        def at_temperature(logits: Tensor) -> Tensor:
-            return plain(logits if divisor[0] is None else logits.float() / divisor[0])
-
-        def remembering(logits: Tensor, sampling_metadata: Any, *rest: Any, **more: Any) -> Any:
-            temperature = sampling_metadata.temperature
-            divisor[0] = None if temperature is None else torch.where(temperature < 1e-5, 1.0, temperature)[:, None]
-            return forward(logits, sampling_metadata, *rest, **more)
-
-        sampler.compute_logprobs, sampler.forward = at_temperature, remembering
-        setattr(sampler, _PREPARED, "exact")
-        return "exact"
+        if not hasattr(sampler, _PREPARED):  # a server outlives its clients
+            setattr(sampler, _PREPARED, _at_temperature(sampler))
+        return str(getattr(sampler, _PREPARED))
 
     def strop_load(self, contents: str) -> int:
         """Take over a bucket of weights (see buckets.py). Layers are converted to vLLM's own layout as they complete."""
@@ -65,6 +49,40 @@ class Extension:
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
                 _refresh_tied_heads(model)
         return len(weights)
+
+
+def _at_temperature(sampler: Any) -> str:
+    """vLLM has two samplers: one is told the temperatures with the logits, the other keeps them by row of its state."""
+    if hasattr(sampler, "compute_logprobs"):
+        plain, forward = sampler.compute_logprobs, sampler.forward
+        divisor: list[Tensor | None] = [None]
+
+        def scaled(logits: Tensor) -> Tensor:
+            return plain(logits if divisor[0] is None else logits.float() / divisor[0])
+
+        def remembering(logits: Tensor, sampling_metadata: Any, *rest: Any, **more: Any) -> Any:
+            temperature = sampling_metadata.temperature
+            divisor[0] = None if temperature is None else _divisor(temperature)
+            return forward(logits, sampling_metadata, *rest, **more)
+
+        sampler.compute_logprobs, sampler.forward = scaled, remembering
+        return "exact"
+    sampler.logprobs_mode = "processed_logprobs"
+    if not hasattr(sampler, "sampling_states"):
+        return "filtered"
+    draw = sampler.sample
+
+    def unfiltered(logits: Tensor, rows: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        sampled, _ = draw(logits, rows, *rest, **more)
+        return sampled, logits.float() / _divisor(sampler.sampling_states.temperature.gpu[rows])
+
+    sampler.sample = unfiltered
+    return "exact"
+
+
+def _divisor(temperature: Tensor) -> Tensor:
+    """Greedy rows are reported at temperature 1."""
+    return torch.where(temperature < _GREEDY, 1.0, temperature)[:, None]
 
 
 def _refresh_tied_heads(model: Any) -> None:

@@ -1,0 +1,166 @@
+"""Parts of the vllm engine that need no vLLM: messages, buckets of weights, samplers, answers of a server."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.buckets import Buckets, read_bucket
+from strop.rollout.process import HostProcess
+from strop.rollout.source import source_of, weights_of
+from strop.rollout.vllm.extension import Extension
+from strop.rollout.vllm.server import read_choices
+from strop.rollout.vllm.wire import Wire, pack_completions, pack_request, unpack_completions, unpack_request
+from tests.rollout import tiny
+
+
+def test_requests_and_completions_survive_the_wire() -> None:
+    ours, theirs = socket.socketpair()
+    a, b = Wire(ours), Wire(theirs)
+    request = Request([5, 9, 60000], n=3, seed=1 << 61, max_tokens=7, first=2)
+    sampling = Sampling(temperature=0.5, stop_ids=(1, 2), min_p=0.1)
+    a.send(*pack_request(request, sampling))
+    found = b.receive()
+    assert found is not None and unpack_request(*found) == (request, sampling)
+    completions = [
+        Completion([3, 4], [-0.5, -1.25], "stop", 4, None, [(3, 1), (4, 1)]),
+        Completion([], [], "error", 4, "why not"),
+        Completion([70000] * 3, [float("-inf"), 0.0, -3.0], "length", 4),
+    ]
+    b.send(*pack_completions(completions))
+    found = a.receive()
+    assert found is not None and unpack_completions(*found) == completions
+    b.close()
+    assert a.receive() is None
+
+
+def test_a_long_message_arrives_whole_and_messages_of_threads_do_not_mix() -> None:
+    ours, theirs = socket.socketpair()
+    a, b = Wire(ours), Wire(theirs)
+    threads = [threading.Thread(target=a.send, args=({"id": i}, bytes([i]) * 3_000_000)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        found = b.receive()
+        assert found is not None and found[1] == bytes([found[0]["id"]]) * 3_000_000
+
+
+@pytest.mark.parametrize("megabytes", [1, 64])
+def test_weights_of_all_kinds_survive_buckets(megabytes: int) -> None:
+    weights: dict[str, Tensor] = {
+        "half": torch.randn(300, 700).to(torch.bfloat16),
+        "odd": torch.randn(3),
+        "scalar": torch.tensor(2.5),
+        "large": torch.randn(1000, 600),  # more than a bucket of one megabyte
+        "flipped": torch.randn(40, 50).T,
+        "bytes": torch.arange(7, dtype=torch.uint8),
+    }
+    buckets, found, flags = Buckets(megabytes), {}, []
+
+    def deliver(contents: str, last: bool) -> None:
+        entries, first, ends = read_bucket(contents)
+        assert ends == last
+        flags.append(first)
+        found.update({name: weight.clone() for name, weight in entries})
+
+    for _ in range(2):
+        flags.clear()
+        buckets.send(weights.items(), deliver)
+        assert flags == [True] + [False] * (len(flags) - 1) and (len(flags) > 1) == (megabytes == 1)
+    path = buckets._path
+    assert path is not None and path.exists()
+    buckets.close()
+    assert not path.exists()
+    assert all(torch.equal(found[name], weight) and found[name].dtype == weight.dtype for name, weight in weights.items())
+
+
+class _FirstSampler(nn.Module):
+    """Shaped like the sampler that is told temperatures with the logits."""
+
+    def forward(self, logits: Tensor, sampling_metadata: Any) -> Tensor:
+        raw = self.compute_logprobs(logits)
+        logits.div_(3.0)  # as top-k and the rest would change them
+        return raw
+
+    @staticmethod
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+
+class _SecondSampler:
+    """Shaped like the sampler that keeps temperatures by row."""
+
+    logprobs_mode = "raw_logprobs"
+
+    def __init__(self, temperature: Tensor) -> None:
+        self.sampling_states = SimpleNamespace(temperature=SimpleNamespace(gpu=temperature))
+
+    def sample(self, logits: Tensor, rows: Tensor, return_logprobs: bool = False) -> tuple[Tensor, Tensor]:
+        return logits.argmax(-1), torch.full_like(logits, -9.0)
+
+    def __call__(self, logits: Tensor, rows: Tensor) -> Tensor:
+        _, processed = self.sample(logits, rows, return_logprobs=True)
+        return (processed if self.logprobs_mode == "processed_logprobs" else logits).log_softmax(-1)
+
+
+def test_both_samplers_report_log_probs_at_the_temperature_of_each_row() -> None:
+    logits, temperature = torch.randn(3, 11), torch.tensor([0.5, 0.0, 2.0])
+    expected = torch.log_softmax(logits / torch.tensor([0.5, 1.0, 2.0])[:, None], -1)
+    extension = Extension()
+    extension.model_runner = SimpleNamespace(sampler=_FirstSampler())
+    assert [extension.strop_prepare(), extension.strop_prepare()] == ["exact", "exact"]
+    first = extension.model_runner.sampler(logits.clone(), SimpleNamespace(temperature=temperature))
+    assert torch.allclose(first, expected)
+    greedy = extension.model_runner.sampler(logits.clone(), SimpleNamespace(temperature=None))
+    assert torch.allclose(greedy, torch.log_softmax(logits, -1))
+    rows = torch.tensor([2, 0, 1])
+    extension.model_runner = SimpleNamespace(sampler=_SecondSampler(torch.tensor([0.0, 2.0, 0.5])))
+    assert extension.strop_prepare() == "exact"
+    assert torch.allclose(extension.model_runner.sampler(logits.clone(), rows), expected)
+    extension.model_runner = SimpleNamespace(sampler=SimpleNamespace())
+    assert extension.strop_prepare() == "filtered"
+
+
+def test_answers_of_a_server_are_read_in_order() -> None:
+    def choice(index: int, finish: str) -> dict[str, Any]:
+        return {"index": index, "token_ids": [index], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": finish}
+
+    reply = {"choices": [choice(1, "stop"), choice(0, "length"), choice(2, "content_filter")]}
+    found = read_choices(reply, 6)
+    assert [(c.ids, c.finish, c.version) for c in found] == [([0], "length", 6), ([1], "stop", 6), ([2], "error", 6)]
+    assert found[2].error == "vLLM ended it: content_filter"
+
+
+def test_the_experts_of_a_layer_travel_one_by_one() -> None:
+    """transformers keeps them in one tensor; files, and so other engines, have a weight per expert."""
+    model = tiny.make("mixtral")
+    source = source_of(model, None)
+    names = dict(source.as_checkpoint(source.check(dict(weights_of(model)))))
+    experts = [name for name in names if ".experts." in name and name.startswith("model.layers.0.")]
+    assert len(experts) == 4 * 3
+    source.close()
+
+
+def test_adapters_travel_merged_and_under_the_names_of_the_model() -> None:
+    adapted = tiny.with_lora()
+    source = source_of(adapted, None)
+    given = source.check(dict(weights_of(adapted)))
+    plain = dict(tiny.make("qwen2").named_parameters())
+    assert given.keys() == plain.keys()
+    changed = [name for name in plain if not torch.equal(given[name], plain[name])]
+    assert changed and all("proj" in name for name in changed)
+    source.close()
+
+
+def test_a_process_that_ends_tells_how() -> None:
+    process = HostProcess("vllm", ["sh", "-c", "echo so long; kill -KILL $$"])
+    assert "The vllm process (id" in process.story() and "(SIGKILL). It said last:\nso long" in process.story()
+    assert not process.alive
+    process.close()
