@@ -133,9 +133,9 @@ class Episode:
         if finish != "stop" and not (finish == "length" and self.room > 0):
             self._finish = self.stopped = finish
         said = ids[:-1] if ids[-1] in self.sampling.stop_ids else ids
-        decode = self.world.chat.tokenizer.decode
-        self.messages.append({"role": "assistant", "content": decode(said, skip_special_tokens=True)})
-        return Said(str(decode(said, skip_special_tokens=False)), finish)
+        text, content = self.world.texts(said)
+        self.messages.append({"role": "assistant", "content": content})
+        return Said(text, finish)
 
     def tell(self, *messages: Mapping[str, Any]) -> bool:
         """Append what tools or a user said and open the next answer; False, and nothing appended, when it does not fit."""

@@ -44,6 +44,17 @@ class World:
     seed: Callable[..., int]
     """One seed from several numbers."""
 
+    def texts(self, ids: list[int]) -> tuple[str, str]:
+        """What ids say, with special tokens and without."""
+        text = str(self.chat.tokenizer.decode(ids, skip_special_tokens=False))
+        if self._special.isdisjoint(ids):
+            return text, text
+        return text, str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.chat.tokenizer.all_special_ids)
+
     @functools.cached_property
     def rendering(self) -> Rendering:
         """Proven when the first message is appended: runs without one need no template for it."""

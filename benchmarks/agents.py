@@ -1,0 +1,139 @@
+"""Many episodes at once over one engine, with tools that take their time: does the wall clock follow the longest episode?
+
+    python benchmarks/agents.py --episodes 1000
+
+Each episode answers, calls a tool that sleeps 0.2 to 2 s, reads the result, and so on, three times. Alone, an episode takes at
+least the sum of its naps; all together they should take little more than the longest of them. One JSON line per system: a
+stand-in engine that answers after 20 ms, and the native engine with a tiny model, whose sampling is real work; each with tools
+that are coroutines and tools that block a thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import sys
+import time
+from typing import Any
+
+from strop.agents.calls import ToolCall
+from strop.agents.episode import Episode
+from strop.agents.interaction import Interactions
+from strop.agents.loops import Loops
+from strop.agents.runner import EpisodeRunner, Start
+from strop.agents.session import CallLimits
+from strop.agents.tool_agent import session_of, tell_results
+from strop.agents.toolbox import Toolbox
+from strop.agents.tools import tool_from_function
+from strop.agents.world import Limits, World
+from strop.data.chat import Chat
+from strop.rollout.base import Completion, Request, Sampling
+from strop.trainer.seeds import stream_seed
+from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.types import Prompt
+
+CALLS, ANSWER = 3, 4
+SHORTEST, LONGEST = 0.2, 2.0
+
+
+async def nap(seconds: float) -> str:
+    """Sleep."""
+    await asyncio.sleep(seconds)
+    return "1"
+
+
+def blocking_nap(seconds: float) -> str:
+    """Sleep, and hold a thread meanwhile."""
+    time.sleep(seconds)
+    return "1"
+
+
+class StandIn:
+    """Answers after 20 ms, any number at once."""
+
+    version = 0
+
+    async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
+        await asyncio.sleep(0.02)
+        return [Completion([5] * ANSWER, [-1.0] * ANSWER, "length")]
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def naps_of(index: int) -> list[float]:
+    chance = random.Random(index)
+    return [chance.uniform(SHORTEST, LONGEST) for _ in range(CALLS)]
+
+
+async def napping(episode: Episode) -> None:
+    """What the model says does not matter here; the tool is called all the same."""
+    [name] = episode.world.toolbox.tools
+    async with session_of(episode) as session:
+        assert session is not None
+        for seconds in naps_of(episode.prompt.index):
+            await episode.answer(max_tokens=ANSWER)
+            await tell_results(episode, session, [ToolCall(name, {"seconds": seconds})])
+        await episode.answer(max_tokens=ANSWER)
+
+
+def measured(system: str, tool: Any, episodes: int, at_once: int) -> dict[str, Any]:
+    tokenizer = tiny_tokenizer()
+    engine: Any = StandIn()
+    if system == "native":
+        from strop.rollout.build import build_engine
+
+        engine = build_engine("native", tiny_model(tokenizer, hidden=64, longest=256), max_model_len=256)
+    toolbox = Toolbox([tool_from_function(tool)], CallLimits(30.0, 64, "middle", 1))
+    limits = Limits(prompt_length=16, response_length=200, longest=256)
+    world = World(engine, Chat(tokenizer), limits, toolbox, None, Interactions(), stream_seed)
+    runner = EpisodeRunner(world, Loops("nap", {"nap": (napping, {})}), max_concurrency=at_once)
+    sampling = Sampling(max_tokens=200, ignore_eos=True)
+    prompts = [Prompt(i, tokenizer.encode("1+1="), [{"role": "user", "content": "1+1="}], "nap") for i in range(episodes)]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun = time.perf_counter()
+    ended = runner.run([Start(prompt, sampling, (0, prompt.index)) for prompt in prompts])
+    wall = time.perf_counter() - begun
+    stats = engine.stats()
+    runner.close()
+    engine.close()
+    assert not any(episode.error for episode in ended)
+    naps = [sum(naps_of(i)) for i in range(episodes)]
+    busy = {"engine_busy": round(stats["seconds"] / wall, 3), "engine_seconds": round(stats["seconds"], 2)} if stats else {}
+    return {
+        "system": f"{system}, {'threads' if tool is blocking_nap else 'coroutines'}",
+        "episodes": episodes,
+        "in_flight": min(at_once, episodes),
+        "wall_s": round(wall, 2),
+        "longest_episode_alone_s": round(max(naps), 2),
+        "wall_over_longest": round(wall / max(naps), 3),
+        "one_after_the_other_s": round(sum(naps)),
+        "memory_mb": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024),
+        **busy,
+        **{f"rollout/{name}": round(stats[name], 3) for name in ("occupancy", "tokens_per_second") if name in stats},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--at-once", type=int, default=1024, help="rollout.agent.max_concurrency")
+    parser.add_argument("--out", help="also write the lines to this file")
+    asked = parser.parse_args()
+    lines = []
+    for system in ("stand-in", "native"):
+        for tool in (nap, blocking_nap):
+            lines.append(json.dumps(measured(system, tool, asked.episodes, asked.at_once)))
+            sys.stdout.write(lines[-1] + "\n")
+    if asked.out:
+        with open(asked.out, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
