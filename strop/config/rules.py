@@ -203,19 +203,24 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
             "actor_rollout_ref.rollout.expert_parallel_size",
             f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = {size}.",
         )
+    yield from engine("actor_rollout_ref.rollout", rollout)
+
+
+def engine(section: str, rollout: Any) -> Findings:
     missing = missing_library(rollout)
-    if missing is not None:
-        way = (
-            f"Install 'strop[{rollout.name}]', or name the interpreter of an environment that has it in "
-            f"rollout.engine_kwargs.{rollout.name}.python, or set name=native."
+    if missing is None:
+        return
+    way = (
+        f"Install 'strop[{rollout.name}]', or name the interpreter of an environment that has it in "
+        f"{section}.engine_kwargs.{rollout.name}.python, or set name=native."
+    )
+    if rollout.strict:
+        yield error(f"{section}.name", f"{missing} is not installed and {section}.strict=true. {way}")
+    else:
+        yield warning(
+            f"{section}.name",
+            f"{missing} is not installed; the native engine samples instead ({section}.strict=true would refuse). {way}",
         )
-        if rollout.strict:
-            yield error("actor_rollout_ref.rollout.name", f"{missing} is not installed and rollout.strict=true. {way}")
-        else:
-            yield warning(
-                "actor_rollout_ref.rollout.name",
-                f"{missing} is not installed; the native engine samples instead (rollout.strict=true would refuse). {way}",
-            )
 
 
 def estimators(config: Any, loaded: Loaded) -> Findings:
@@ -421,6 +426,7 @@ def generation(config: Any, loaded: Loaded) -> Findings:
         yield error(
             "data.n_samples", f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1."
         )
+    yield from engine("rollout", config.rollout)
 
 
 def evaluation(config: Any, loaded: Loaded) -> Findings:
