@@ -194,7 +194,7 @@ class Episode:
     def _before(self, ids: list[int], until: str) -> int:
         """How many ids stand before `until` begins; all where it does not occur, or nothing stands before it."""
         decode = self.world.chat.tokenizer.decode
-        place = decode(ids, skip_special_tokens=False).find(until)
+        place = str(decode(ids, skip_special_tokens=False)).find(until)
         low, high = 0, len(ids)
         while place >= 0 and high - low > 1:
             middle = (low + high) // 2

@@ -36,10 +36,10 @@ class EpisodeRunner:
         self.world, self.loops, self.max_concurrency = world, loops, max_concurrency
         self._loop = BackgroundLoop("strop-agents")  # one for the whole run: connections of tools live in it
 
-    def run(self, starts: Sequence[Start]) -> list[Episode]:
+    def run(self, starts: Sequence[Start], *, all_may_fail: bool = False) -> list[Episode]:
         """All episodes, ended, in the order of `starts`."""
         episodes: list[Episode] = self._loop.run(self._all(starts))
-        _complain(episodes)
+        _complain(episodes, all_may_fail)
         return episodes
 
     def close(self) -> None:
@@ -62,15 +62,15 @@ class EpisodeRunner:
             return episode
 
 
-def _complain(episodes: Sequence[Episode]) -> None:
+def _complain(episodes: Sequence[Episode], all_may_fail: bool) -> None:
     """One line for the first failure of the step; an error when nothing but failures came."""
     failed = [episode for episode in episodes if episode.error is not None]
     if not failed:
         return
     first, error = failed[0], failed[0].error
     what = f"row {first.prompt.index} of {first.prompt.data_source}: {type(error).__name__}: {error}"
-    if len(failed) == len(episodes):
+    if len(failed) == len(episodes) and not all_may_fail:
         raise ValueError(
             f"All {len(episodes)} episodes failed, so the agent loop itself must be broken. The first, {what}"
         ) from error
-    log.warning("%d of %d episodes failed and are masked. The first, %s", len(failed), len(episodes), what)
+    log.warning("%d of %d episodes failed; their samples are masked. The first, %s", len(failed), len(episodes), what)

@@ -213,7 +213,7 @@ def test_one_failed_episode_is_masked_and_counted_and_the_others_survive(
     samples = [episode.trajectory() for episode in episodes]
     assert [sample.finish for sample in samples] == ["stop"] * 3 + ["error"]
     assert why in str(episodes[-1].error) and not interaction.open
-    assert "1 of 4 episodes failed and are masked. The first, row 9 of test" in caplog.text
+    assert "1 of 4 episodes failed; their samples are masked. The first, row 9 of test" in caplog.text
     metrics = episode_metrics(episodes)
     assert metrics["agent/failed"] == 1 and metrics["agent/stopped/interaction"] == 3
     assert metrics["timing_s/agent_loop/generate_sequences/max"] >= 0

@@ -198,6 +198,34 @@ def test_a_cast_is_only_read_when_somebody_asks() -> None:
         cast.listing()
 
 
+def test_generation_uses_the_same_loops(games: Path, tmp_path: Path) -> None:
+    from strop.data.files import open_rows
+    from strop.data.make import write
+    from strop.trainer.generation import generate
+
+    rows = [dict(row) for row in open_rows(f"{games}/data/test.parquet")][:4]
+    rows[2]["agent_name"] = "single_turn_agent"
+    rows[3]["extra_info"] = {"index": 3, "interaction_kwargs": {"name": "guessing", "secret": 99}}
+    write(rows, tmp_path / "in.parquet")
+    asked = [
+        f"data.path={tmp_path}/in.parquet",
+        f"data.output_path={tmp_path}/out.parquet",
+        "data.n_samples=3",
+        f"model.path={games}/model",
+        "rollout.prompt_length=8",
+        "rollout.response_length=12",
+        f"rollout.multi_turn.interaction_config_path={games}/interactions.yaml",
+        "rollout.multi_turn.max_assistant_turns=2",
+    ]
+    summary = generate(load("generation", asked).config)
+    assert "secret=99" in summary.failed[3] and set(summary.failed) == {3}
+    made = [row["responses"] for row in open_rows(f"{tmp_path}/out.parquet")]
+    assert [len(answers) for answers in made[:3]] == [3, 3, 3] and made[3] is None
+    turns = [answer.split("\n") for answers in made[:2] for answer in answers]
+    assert all(len(said) <= 2 for said in turns) and any(len(said) == 2 for said in turns), "what the policy said, turn by turn"
+    assert not any("\n" in answer for answer in made[2])
+
+
 @pytest.mark.slow
 def test_a_tiny_model_learns_to_use_a_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
