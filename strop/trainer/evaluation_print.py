@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +14,7 @@ from strop.trainer.evaluation import Judged, SourceResult
 from strop.trainer.evaluation_compare import Comparison, Flip
 
 SHOWN_FLIPS = 5
-SHOWN_CHARACTERS = 100
+SHOWN_CHARACTERS = 80
 
 
 def show_results(results: Mapping[str, SourceResult], *, confidence: float, console: Console | None = None) -> None:
@@ -44,35 +44,37 @@ def show_results(results: Mapping[str, SourceResult], *, confidence: float, cons
             console.print(f"{source}: {result.unanswered} prompts have no response and are in no mean.", markup=False)
 
 
-def show_comparison(found: Mapping[str, Comparison], names: tuple[str, str], console: Console | None = None) -> None:
+def show_comparison(found: Mapping[str, Comparison], *, confidence: float, console: Console | None = None) -> None:
     console = console or Console()
-    table = Table(title=f"{names[0]} -> {names[1]}")
+    table = Table()
     table.add_column("data source", overflow="fold")
-    for title in ("prompts", "measure", "before", "after", "difference", "gained", "lost", "p"):
+    for title in ("measure", "", "mean", f"{confidence:.0%} interval", "prompts"):
         table.add_column(title, justify="right")
     for source, comparison in found.items():
-        table.add_row(
-            source,
-            str(comparison.prompts),
-            comparison.measure,
-            shown(comparison.before),
-            shown(comparison.after),
-            shown(comparison.difference, sign=True),
-            str(len(comparison.gained)),
-            str(len(comparison.lost)),
-            f"{comparison.p_value:.3f}",
-        )
+        facts = (source, comparison.measure)
+        for title in ("before", "after", "difference"):
+            mean, interval = shown(getattr(comparison, title), sign=title == "difference").partition(" [")[::2]
+            table.add_row(*facts, title, mean, interval.rstrip("]"), str(comparison.prompts))
+            facts = ("", "")
+        table.add_section()
     console.print(table)
     for source, comparison in found.items():
-        for title, flips in (("gained", comparison.gained), ("lost", comparison.lost)):
-            for flip in flips[:SHOWN_FLIPS]:
-                said = f"{source} {title}: row {flip.prompt.row} {flip.before:.2f} -> {flip.after:.2f}  {prompt_text(flip)}"
-                console.print(said, markup=False, highlight=False)
-            if len(flips) > SHOWN_FLIPS:
-                console.print(f"{source} {title}: and {len(flips) - SHOWN_FLIPS} more", markup=False, highlight=False)
-        left_out = comparison.only_before + comparison.only_after
-        if left_out:
-            console.print(f"{source}: {left_out} prompts are in one file only and left out.", markup=False, highlight=False)
+        for line in _flipped(source, comparison):
+            console.print(line, markup=False, highlight=False)
+
+
+def _flipped(source: str, comparison: Comparison) -> Iterator[str]:
+    gained, lost = len(comparison.gained), len(comparison.lost)
+    chance = "below 0.001" if comparison.p_value < 0.001 else f"{comparison.p_value:.3f}"
+    yield f"{source}: {gained} prompts gained, {lost} lost; the chance of that, were both equally good, is {chance}."
+    for title, flips in (("gained", comparison.gained), ("lost", comparison.lost)):
+        for flip in flips[:SHOWN_FLIPS]:
+            yield f"  {title}: row {flip.prompt.row}, {flip.before:.2f} -> {flip.after:.2f}  {prompt_text(flip)}"
+        if len(flips) > SHOWN_FLIPS:
+            yield f"  {title}: and {len(flips) - SHOWN_FLIPS} more"
+    left_out = comparison.only_before + comparison.only_after
+    if left_out:
+        yield f"  {left_out} prompts are in one file only and left out."
 
 
 def prompt_text(flip: Flip) -> str:

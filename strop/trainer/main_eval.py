@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from strop.config.commandline import parse
@@ -60,7 +59,7 @@ def _compare(config: Any, pair: tuple[str, str]) -> int:
 
     before, after = (evaluate(config, path) for path in pair)
     found = compare(before, after, config.evaluation)
-    show_comparison(found, (Path(pair[0]).name, Path(pair[1]).name))
+    show_comparison(found, confidence=config.evaluation.confidence)
     content = {"before": pair[0], "after": pair[1], "sources": comparison_as_json(found)}
     _write(config.data.output_path or _beside(pair[1], "compare"), content)
     return 0

@@ -147,7 +147,8 @@ def test_what_flipped(tmp_path, capsys):
     a, b = write(tmp_path / "a.parquet", first), write(tmp_path / "b.parquet", [*second[::-1], row("new", "1", ["#### 1"])])
     assert run(["--compare", a, b]) == 0
     said = capsys.readouterr().out
-    assert "openai/gsm8k gained: row 3 0.00 -> 1.00  question 4" in said and "lost: row 4 1.00 -> 0.00  question 3" in said
+    assert "  gained: row 3, 0.00 -> 1.00  question 4" in said and "  lost: row 4, 1.00 -> 0.00  question 3" in said
+    assert "openai/gsm8k: 3 prompts gained, 1 lost; the chance of that" in said and "1 prompts are in one file only" in said
     content = json.loads((tmp_path / "b.compare.json").read_text())["sources"]["openai/gsm8k"]
     assert {flip["prompt"][0]["content"] for flip in content["gained"]} == {"question 4", "question 5", "question 6"}
     assert [flip["prompt"][0]["content"] for flip in content["lost"]] == ["question 3"]
