@@ -39,7 +39,7 @@ prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
-  data          write ready-made data sets: strop data gsm8k|math|hh_rlhf|arithmetic --out DIR [--from FILES]
+  data          write ready-made data sets: strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
 
 Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tracebacks.
 """
