@@ -38,7 +38,7 @@ def _decode(
     keys_row, keys_head, values_row, values_head,
     heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -90,7 +90,8 @@ def _decode(
         fade = tl.exp(top - higher)
         v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=seen[:, None] & in_value[None, :], other=0.0)
         total = total * fade + tl.sum(p, 1)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        # Weights keep more bits than the cache has: what is read bounds the time, and training rounds its own weights anyway.
+        mixed = mixed * fade[:, None] + tl.dot(p, v.to(tl.float32), input_precision=WEIGHTS)
         top = higher
     lane = (row * heads + head) * group + i
     if SPLITS == 1:
@@ -156,7 +157,7 @@ def decode_attention(
         heads, group, key_size, value_size,
         GROUP=max(16, triton.next_power_of_2(group)), KEY=triton.next_power_of_2(key_size), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        num_warps=4, num_stages=3,
+        WEIGHTS="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
@@ -358,6 +359,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
         Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k_heads),
         HALF=triton.next_power_of_2(size // 2), num_warps=4,
+        enable_fp_fusion=False,  # a fused multiply-add would skip a rounding that the training pass makes
     )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)
 

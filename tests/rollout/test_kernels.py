@@ -1,0 +1,121 @@
+"""The Triton kernels against what plain torch computes, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from strop.rollout.native import attention, rows
+from strop.rollout.native.attention import Decode, Flavour
+from strop.rollout.native.cache import Cache
+from strop.rollout.native.rows import Rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "heads, key_heads, key_size, value_size, capacity, flavour",
+    [
+        (14, 2, 64, 64, 600, {}),
+        (28, 4, 128, 128, 600, {"scale": 0.05}),
+        (4, 4, 24, 16, 600, {"window": 9}),
+        (8, 4, 256, 256, 600, {"softcap": 5.0}),
+        (6, 3, 32, 32, 600, {"window": 20, "sinks": True}),
+        (9, 3, 64, 64, 4096, {}),  # few long rows: read in parts
+    ],
+)
+def test_decode_attention(monkeypatch, dtype, tolerance, heads, key_heads, key_size, value_size, capacity, flavour):
+    from strop.rollout.native.kernels import decode_attention
+
+    torch.manual_seed(0)
+    flavour = {**flavour, "sinks": torch.randn(heads, device=DEVICE)} if "sinks" in flavour else flavour
+    positions = torch.tensor([0, 3, 64, 333, capacity - 20], device=DEVICE)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+    query, key, value = (
+        randn(5, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+    )
+    plain, fast = (Cache({0: (key_heads, key_size, value_size)}, dtype=dtype, device=DEVICE) for _ in range(2))
+    for cache in (plain, fast):
+        cache.resize(7, capacity, 0)
+    for a, b in zip(plain.whole(0), fast.whole(0)):
+        a.normal_()
+        b.copy_(a)
+    monkeypatch.setattr(attention, "kernels", lambda device: None)
+    every = torch.arange(5, device=DEVICE)
+    expected = Decode(plain, every, positions, [(0, 5, int(positions.max()) + 1)]).attend(
+        0, query, key, value, Flavour(**flavour)
+    )
+    found = decode_attention(query, key, value, *fast.whole(0), positions, **flavour)
+    assert (found - expected).abs().max() < tolerance
+    assert all(torch.equal(a, b) for a, b in zip(plain.whole(0), fast.whole(0)))
+
+
+def seated() -> Rows:
+    """Rows in every state, with every temperature, close to their limits."""
+    found, index = Rows(DEVICE), torch.arange(64, device=DEVICE)
+    found.resize(64, 20, 0, 3)
+    found.fields["length"][:] = index % 15 + 1
+    found.fields["limit"][:] = 12 + index % 8
+    found.fields["state"][:] = (index % 7 == 3).long()
+    found.fields["stream"][:] = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    found.fields["temperature"][:] = 0.5 + index % 5 * 0.3
+    found.fields["greedy"][:] = index % 4 == 0
+    found.fields["stops"][:, 0], found.fields["stops"][:, 1] = 5, index
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
+@pytest.mark.parametrize(
+    "used",
+    [
+        {"temperature": False, "greedy": False, "all_greedy": False},
+        {"temperature": True, "greedy": True, "all_greedy": False},
+        {"temperature": False, "greedy": True, "all_greedy": True},
+    ],
+    ids=["plain", "mixed", "greedy"],
+)
+def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
+    from strop.rollout.native.kernels import draw
+
+    torch.manual_seed(0)
+    logits = torch.randn(40, vocabulary, device=DEVICE) * 3
+    logits[3], logits[5, 1], logits[11, 3] = torch.nan, torch.inf, torch.nan
+    logits[7, : vocabulary // 2], logits[9, 1:] = -torch.inf, -torch.inf
+    which = torch.randperm(64)[:40].to(DEVICE)
+    plain, fast = seated(), seated()
+    monkeypatch.setattr(rows, "kernels", lambda device: None)
+    plain.advance(which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20)
+    draw(logits, which, fast.fields, **used)
+    for name, expected in plain.fields.items():
+        if name != "log_probs":
+            assert torch.equal(fast.fields[name], expected), name
+    usable = plain.fields["log_probs"].isfinite() & fast.fields["log_probs"].isfinite()
+    assert (plain.fields["log_probs"] - fast.fields["log_probs"])[usable].abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.0)], ids=["float32", "bfloat16"])
+def test_pieces_of_a_decoder_round_where_plain_torch_rounds(dtype, tolerance):
+    from strop.rollout.native.kernels import gated_silu, rms_norm, rotary
+
+    torch.manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+    norm = LlamaRMSNorm(896).to(DEVICE, dtype)
+    norm.weight.data.normal_()
+    x = randn(3, 7, 896)
+    # A sum in another order may round the other way, rarely.
+    assert ((norm(x) - rms_norm(x, norm.weight, norm.variance_epsilon)).abs() > tolerance).float().mean() < 1e-3
+    q, k, cos, sin = randn(3, 5, 6, 64).transpose(1, 2), randn(3, 5, 2, 64).transpose(1, 2), randn(3, 5, 64), randn(3, 5, 64)
+    for expected, found in zip(apply_rotary_pos_emb(q, k, cos, sin), rotary(q, k, cos, sin), strict=True):
+        assert (expected - found).abs().max() <= tolerance
+    gate, up = randn(3, 5, 77), randn(3, 5, 77)
+    assert (F.silu(gate) * up - gated_silu(gate, up)).abs().max() <= tolerance
