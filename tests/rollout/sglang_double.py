@@ -52,8 +52,7 @@ class Double:
         self._session = False
         self._going = threading.Event()
         self._going.set()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), functools.partial(_Handler, self))
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -158,6 +157,11 @@ class Double:
     def continue_generation(self, body: dict[str, Any]) -> tuple[int, Any]:
         self._going.set()
         return 200, recorded("/continue_generation")[0]["response"]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 2048  # like the real one
 
 
 class _Handler(BaseHTTPRequestHandler):
