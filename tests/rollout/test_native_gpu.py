@@ -61,3 +61,32 @@ def test_weights_that_changed_or_moved_are_seen_by_graphs() -> None:
                     its.copy_(mine)
                 else:
                     its.data = mine.data.cuda()
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_what_ended_is_reused_though_recorded_steps_run_over_more_rows_than_are_needed(eager: bool) -> None:
+    model = on_device("llama")
+    engine, plain = (
+        NativeEngine(model, enforce_eager=eager),
+        NativeEngine(model, enforce_eager=True, enable_prefix_caching=False),
+    )
+    talks = [[5 + i, *range(1, 30 + i)] for i in range(5)]
+    sampling = Sampling(max_tokens=7)
+    engine.generate([Request(talk, n=2) for talk in talks], sampling)  # rows of all sizes are left behind
+    for turn in range(3):
+        answers = engine.generate([Request(talk, seed=turn) for talk in talks[: 5 - turn]], sampling)
+        expected = plain.generate([Request(talk, seed=turn) for talk in talks[: 5 - turn]], sampling)
+        assert [c.ids for (c,) in answers] == [c.ids for (c,) in expected]
+        for talk, (answer,) in zip(talks, answers):
+            talk += [*answer.ids, 3, 4]
+    assert engine.stats()["prefix_reuse"] > 0.6
+
+
+def test_recorded_steps_survive_a_sleep_when_the_cache_is_small() -> None:
+    engine = NativeEngine(on_device("llama"))
+    first = engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))
+    assert engine._batch is not None and engine._batch.runner.recorded
+    engine.sleep()
+    engine.wake()
+    assert engine._batch.runner.recorded
+    assert engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))[0][0].ids == first[0][0].ids

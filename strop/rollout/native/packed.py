@@ -20,7 +20,7 @@ _STEPS = 8
 """Decode steps after which packing pays."""
 _FEW = 256
 """With more rows the plain product is as fast."""
-_SMALLEST = 1 << 18
+_SMALLEST = 1 << 16
 """Weights of the smallest layer that is worth it."""
 _HOST_SHARE = 8
 """The copies may take this part of the host's memory."""
