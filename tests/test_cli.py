@@ -23,7 +23,7 @@ def strop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_help_lists_the_verbs():
     done = strop("--help")
     assert done.returncode == 0
-    for verb in ("ppo", "check", "config", "convert", "quickstart", "data"):
+    for verb in ("ppo", "generate", "eval", "merge", "serve-rm", "check", "config", "convert", "quickstart", "data"):
         assert f"\n  {verb} " in done.stdout
 
 

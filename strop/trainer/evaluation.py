@@ -86,14 +86,22 @@ def evaluate(config: Evaluation, path: str | Sequence[str] | None = None) -> lis
     return judged
 
 
-def read_answers(config: Evaluation, path: str | Sequence[str] | None = None) -> list[Judged]:
+def open_answers(config: Evaluation, path: str | Sequence[str] | None = None) -> Rows:
+    """The files of answers, with their columns made sure of."""
     data = config.data
     files = open_rows(path or data.path, key="data.path")
-    rows: Sequence[Row] = published(data.benchmark, files) if data.benchmark else files
+    needed = {"data.response_key": data.response_key}
+    if not data.benchmark:
+        needed["data.data_source_key"] = data.data_source_key
     for file in files.files:
-        require_column(file.columns, data.response_key, setting="data.response_key", where=file.address)
-        if not data.benchmark:
-            require_column(file.columns, data.data_source_key, setting="data.data_source_key", where=file.address)
+        for setting, column in needed.items():
+            require_column(file.columns, column, setting=setting, where=file.address)
+    return files
+
+
+def read_answers(config: Evaluation, path: str | Sequence[str] | None = None) -> list[Judged]:
+    files = open_answers(config, path)
+    rows: Sequence[Row] = published(config.data.benchmark, files) if config.data.benchmark else files
     return [_read(row, index, config, files) for index, row in enumerate(rows)]
 
 

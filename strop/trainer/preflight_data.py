@@ -31,15 +31,9 @@ def examine_data(loaded: Loaded, report: Any) -> int | None:
         from strop.trainer.supervised_check import examine_supervised
 
         return examine_supervised(config, report)
-    if loaded.root == "generation":
-        return _generation(config, report)
-    if loaded.root == "reward_server":
-        report.findings += find_tokenizer(config.model, key="model.path")[1]
-        return None
-    rows, findings = count(config.data.path, "data.path")
-    report.findings += findings
-    report.data["rows"] = rows
-    return rows
+    from strop.trainer.preflight_inference import examine_inference
+
+    return examine_inference(loaded, report)
 
 
 def count(paths: Any, key: str) -> tuple[int | None, list[Finding]]:
@@ -49,28 +43,6 @@ def count(paths: Any, key: str) -> tuple[int | None, list[Finding]]:
         return count_rows(paths), []
     except (ValueError, OSError) as problem:
         return None, [error(key, str(problem))]
-
-
-def _generation(config: Any, report: Any) -> int | None:
-    from strop.trainer.generation_input import open_questions
-
-    tokenizer, findings = find_tokenizer(config.model, key="model.path")
-    report.findings += findings
-    if tokenizer is not None:
-        found = probe_template(
-            tokenizer,
-            template=config.model.custom_chat_template,
-            kwargs=config.data.apply_chat_template_kwargs,
-            plain=not config.data.apply_chat_template,
-        )
-        report.findings += [Finding(f.level, "chat template", f.message) for f in found]
-    try:
-        rows = len(open_questions(config).rows)
-    except (ValueError, OSError) as problem:
-        report.findings.append(error("data.path", str(problem)))
-        return None
-    report.data["rows"] = rows
-    return rows
 
 
 def _reinforcement(loaded: Loaded, report: Any) -> int | None:

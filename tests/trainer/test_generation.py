@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.config.compose import load
+from strop.models.heads import new_scalar_model
 from strop.trainer import generation, generation_model
 from strop.trainer.generation import generate
 from strop.trainer.main_generation import run
@@ -242,3 +243,11 @@ def test_columns_of_any_type_come_through(asked, tmp_path):
     pq.write_table(table, tmp_path / "in.parquet")
     answered(asked, f"data.path={tmp_path}/in.parquet")
     assert pq.read_table(tmp_path / "out.parquet").drop_columns(["responses"]).equals(table)
+
+
+def test_a_reward_model_cannot_talk(asked, task, tmp_path):
+    config = AutoModelForCausalLM.from_pretrained(task / "model").config
+    new_scalar_model(config).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(tmp_path / "judge")
+    with pytest.raises(ValueError, match=r"it holds a classifier .* but a language model is needed"):
+        run([*asked, f"model.path={tmp_path}/judge"])

@@ -133,7 +133,7 @@ def test_the_command_says_what_is_wrong(task, capsys):
     assert main(["serve-rm"]) == 1
     assert "strop: error: model.path: not set" in capsys.readouterr().err
     assert main(["serve-rm", f"model.path={task}/model", "server.dtype=float32"]) == 1
-    assert "holds no head called 'score'" in capsys.readouterr().err
+    assert "it holds a language model (LlamaForCausalLM) without a score head" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(served):
