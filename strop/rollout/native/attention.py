@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.cache import Cache
+from strop.rollout.native.twins import Twins
 
 NAME = "strop_rollout"
 
@@ -190,6 +191,24 @@ class Decode:
             keys = torch.arange(used, device=self.positions.device)
             self._masks[span, window] = visible(self.positions[first:end, None], keys, window)[:, None, None]
         return self._masks[span, window]
+
+
+class TwinDecode:
+    """One token for each of the first rows, computed once for rows that hold the very same tokens; each keeps its own cache."""
+
+    def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, used: int, twins: Twins) -> None:
+        self.cache, self.rows, self.positions, self.used, self.twins = cache, rows, positions, used, twins
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
+        first, which = self.twins.first, self.twins.which
+        self.cache.write(layer, self.rows, self.positions, key[which, :, 0], value[which, :, 0])
+        keys, values = self.cache.read(layer, first, self.used)
+        folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
+        if flavour.window not in self._masks:
+            columns = torch.arange(self.used, device=self.positions.device)
+            self._masks[flavour.window] = visible(self.positions[first, None], columns, flavour.window)[:, None, None]
+        return scored(folded, keys, values, flavour, mask=self._masks[flavour.window], folded=True)
 
 
 def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:

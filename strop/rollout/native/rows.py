@@ -15,6 +15,7 @@ from strop.rollout.base import Sampling
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, uniforms
 from strop.rollout.native.scheduler import Sample
+from strop.rollout.native.twins import Families, Twins
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 _NAMES = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -31,6 +32,7 @@ class Rows:
         self.device = device
         self.rows = self.capacity = 0
         self.fields: dict[str, Tensor] = {}
+        self._families = Families()
         self.resize(0, 0, 0, 1)
 
     def resize(self, rows: int, capacity: int, keep: int, stops: int) -> None:
@@ -44,6 +46,7 @@ class Rows:
             "limit": ((rows,), whole, 1),
             "state": ((rows,), whole, LENGTH),
             "stream": ((rows,), whole, 0),
+            "family": ((rows,), whole, 0),
             "top_k": ((rows,), whole, ALL),
             "greedy": ((rows,), torch.bool, 0),
             "temperature": ((rows,), real, 1),
@@ -73,6 +76,7 @@ class Rows:
             "limit": [s.limit for s in samples],
             "state": [RUNNING for _ in samples],
             "stream": list(streams),
+            "family": self._families.of_samples(samples),
             "top_k": [s.top_k if s.top_k > 0 else ALL for s in settings],
             "greedy": [s.temperature == 0 for s in settings],
             "temperature": [s.temperature or 1.0 for s in settings],
@@ -160,6 +164,15 @@ class Rows:
         f["state"][rows] = torch.where(alive, after, state)
         f["length"][rows] = torch.where(alive & draw.valid, length + 1, length)
 
+    def part(self, rows: Tensor) -> None:
+        """Rows that held the same tokens are a family no longer if they sampled different ones."""
+        newest, _ = self.inputs(rows)
+        self.fields["family"][rows] = self._families.parted(self.fields["family"][rows], newest)
+
+    def twins(self, count: int) -> Twins | None:
+        """Which of the first rows hold the very same tokens, where that saves enough."""
+        return self._families.twins(self.fields["family"][:count])
+
     def look(self, count: int) -> tuple[list[int], list[int]]:
         """State and length of the first rows, on the host."""
         both = torch.stack([self.fields["state"][:count], self.fields["length"][:count]]).tolist()
@@ -170,5 +183,5 @@ class Rows:
         if not places:
             return []
         rows, width = torch.tensor([row for row, _, _ in places], device=self.device), max(end for _, _, end in places)
-        tokens, log_probs = (self.fields[name][rows, :width].cpu() for name in ("tokens", "log_probs"))
-        return [(tokens[i, a:b].tolist(), log_probs[i, a:b].tolist()) for i, (_, a, b) in enumerate(places)]
+        tokens, log_probs = (self.fields[name][rows, :width].tolist() for name in ("tokens", "log_probs"))
+        return [(tokens[i][a:b], log_probs[i][a:b]) for i, (_, a, b) in enumerate(places)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.rollout.native.attention import Decode, Piece, Prefill, Shapes, Step
+from strop.rollout.native.attention import Decode, Piece, Prefill, Shapes, Step, TwinDecode
 from strop.rollout.native.cache import Cache
 from strop.rollout.native.graphs import Graphs
 from strop.rollout.native.rows import Rows
@@ -28,6 +28,8 @@ class Runner:
         core = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._selects = "logits_to_keep" in inspect.signature(core.forward).parameters
         self._graphs = Graphs() if graphs and self.device.type == "cuda" else None
+        # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was sampled.
+        self._pairs = self.device.type == "cpu"
 
     def _measure(self) -> Cache:
         """An empty cache, after one pass of one token that shows which layers attend."""
@@ -107,7 +109,7 @@ class Runner:
         self.cache.copy([a for a, _ in copies], [b for _, b in copies], longest)
         rows = torch.tensor([a.row for a in seated], device=self.device)
         samples = [a.sample for a in seated]
-        self.rows.advance(rows, logits[source], self.rows.knobs(samples), longest)
+        self._advance(rows, logits[source], self.rows.knobs(samples), longest)
 
     def _batches(self, pieces: list[Piece]) -> list[list[Piece]]:
         """Pieces in batches of at most `batch_tokens`; long ones are split, or alone where that is not allowed."""
@@ -148,6 +150,17 @@ class Runner:
         """One token for the first `count` rows: reads and writes tensors of fixed place only, so it can be recorded."""
         rows = torch.arange(count, device=self.device)
         ids, positions = self.rows.inputs(rows)
-        step = Decode(self.cache, rows, positions, spans)
-        logits = self._forward(ids[:, None], positions[:, None], step)[:, -1]
-        self.rows.advance(rows, logits, used, max(length for *_, length in spans))
+        longest = max(length for *_, length in spans)
+        twins = self.rows.twins(count) if self._pairs and len(spans) == 1 else None
+        if twins is None:
+            step: Step = Decode(self.cache, rows, positions, spans)
+            logits = self._forward(ids[:, None], positions[:, None], step)[:, -1]
+        else:
+            step = TwinDecode(self.cache, rows, positions, longest, twins)
+            logits = self._forward(ids[twins.first, None], positions[twins.first, None], step)[:, -1][twins.which]
+        self._advance(rows, logits, used, longest)
+
+    def _advance(self, rows: Tensor, logits: Tensor, used: dict[str, bool | int], longest: int) -> None:
+        self.rows.advance(rows, logits, used, longest)
+        if self._pairs:
+            self.rows.part(rows)
