@@ -202,7 +202,7 @@ def update(
             continue
         active = objective.active(mini)
         reported = {**backend.forward_backward(active, objective.want(), objective.loss(mini, active), micro)}
-        if active is not mini:
+        if isinstance(objective, ActorUpdate):
             reported[f"{name}/active_rows"] = len(active) / len(mini)
         if beside is not None:
             reported |= beside(backend, micro)
