@@ -1,24 +1,31 @@
 """Generation with log-probs: tokens per second of each engine on the same prompts.
 
     python benchmarks/rollout.py --prompts 16 --samples 4 --tokens 128 --repeats 3
-    python benchmarks/rollout.py --model path/to/SmolLM2-135M-Instruct --engines hf,native,vllm --dtype bfloat16
+    python benchmarks/rollout.py --engines hf,native,vllm,vllm-mp,vllm-eager,strop-vllm --vllm-python .venv-vllm/bin/python
+    python benchmarks/rollout.py --model FOLDER --engines native,vllm,vllm-mp --dtype bfloat16 --prompts 256 --tokens 256
 
-Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p. Engines take turns so that a
-noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then the ratios
-of the native engine to the others. Without `--model`, a random model of the SmolLM2-135M shape, so vllm needs `--model`.
+Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p, and the log-probs of its
+tokens. Engines take turns so that a noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum
+over the repeats), then the ratios of the native engine to the others.
+
+`vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process; `vllm-mp` has the
+engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's rollout.name=vllm. With `-eager` at
+the end they do without compilation and CUDA graphs. Without `--model`, a random model of the shape that `--shape` names.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,47 +76,95 @@ def prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
     return [[draw.randrange(vocabulary) for _ in range(draw.randint(*options.lengths))] for _ in range(options.prompts)]
 
 
-def ours(name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> Callable[[], int]:
-    engine = build_engine(name, model, max_num_seqs=options.max_num_seqs, max_model_len=options.lengths[1] + options.tokens)
-    sampling = Sampling(max_tokens=options.tokens, ignore_eos=True)
+class Ours:
+    """An engine of Strop's, in this process or behind it."""
 
-    def run() -> int:
-        answers = engine.generate([Request(ids, n=options.samples) for ids in asked], sampling)
-        return sum(len(completion.ids) for group in answers for completion in group)
+    def __init__(self, name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> None:
+        self._engine = build_engine(
+            name.removeprefix("strop-").removesuffix("-eager"),
+            model,
+            enforce_eager=name.endswith("-eager"),
+            max_num_seqs=options.max_num_seqs,
+            max_model_len=options.lengths[1] + options.tokens,
+            gpu_memory_utilization=options.vllm_memory if name.startswith("strop-vllm") else None,
+            engine_kwargs={"vllm": {"python": options.vllm_python}} if options.vllm_python != sys.executable else None,
+        )
+        self.facts: dict[str, Any] = {}
+        self._requests = [Request(ids, n=options.samples) for ids in asked]
+        self._sampling = Sampling(max_tokens=options.tokens, ignore_eos=True)
+        self._cuda, self._turn = options.device == "cuda", 0
 
-    return run
+    def __call__(self) -> tuple[int, float]:
+        self._turn += 1
+        self._engine.update_weights((), self._turn)  # each round computes its prompts, as after a weight update
+        start = time.perf_counter()
+        answers = self._engine.generate(self._requests, self._sampling)
+        if self._cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return sum(len(completion.ids) for group in answers for completion in group), seconds
+
+    def close(self) -> None:
+        self._engine.close()
 
 
-def vllm(asked: list[list[int]], options: argparse.Namespace) -> Callable[[], int]:
-    library = importlib.import_module("vllm")
-    engine = library.LLM(
-        options.model,
-        dtype=options.dtype,
-        max_model_len=options.lengths[1] + options.tokens,
-        max_num_seqs=options.max_num_seqs or 1024,
-        gpu_memory_utilization=0.5,
-    )
-    settings = library.SamplingParams(
-        n=options.samples, temperature=1.0, max_tokens=options.tokens, ignore_eos=True, logprobs=0, detokenize=False
-    )
+class Vllm:
+    """vLLM in a process of its own; a call makes all completions and returns how many tokens in how many seconds."""
 
-    def run() -> int:
-        answers = engine.generate([{"prompt_token_ids": ids} for ids in asked], settings, use_tqdm=False)
-        return sum(len(output.token_ids) for answer in answers for output in answer.outputs)
+    def __init__(self, name: str, folder: str, asked: list[list[int]], options: argparse.Namespace) -> None:
+        script = str(Path(__file__).with_name("rollout_vllm.py"))
+        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if "-mp" in name else "0"}
+        defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        self._process = subprocess.Popen(
+            [options.vllm_python, script],
+            env={**defaults, **os.environ, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        work = {
+            "model": folder,
+            "prompts": asked,
+            "samples": options.samples,
+            "tokens": options.tokens,
+            "dtype": options.dtype,
+            "max_model_len": options.lengths[1] + options.tokens,
+            "max_num_seqs": options.max_num_seqs or 1024,
+            "eager": name.endswith("-eager"),
+            "memory": options.vllm_memory,
+        }
+        self.facts = self._ask(json.dumps(work))
 
-    return run
+    def __call__(self) -> tuple[int, float]:
+        found = self._ask("go")
+        return found["tokens"], found["seconds"]
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"vLLM ended with exit code {self._process.wait()}; what it said is above.")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
-def measure(systems: dict[str, Callable[[], int]], repeats: int, device: str) -> dict[str, list[float]]:
+System = Ours | Vllm
+
+
+def measure(systems: dict[str, System], repeats: int) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(repeats + 1):
         for name, run in systems.items():
-            start = time.perf_counter()
-            tokens = run()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            tokens, seconds = run()
             if turn > 0:  # the first round warms up
-                rates[name].append(tokens / (time.perf_counter() - start))
+                rates[name].append(tokens / seconds)
     return rates
 
 
@@ -127,30 +182,39 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
     parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM")
+    parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
+
+
+def systems_of(model: Any, folder: str, asked: list[list[int]], options: argparse.Namespace) -> dict[str, System]:
+    made: dict[str, System] = {}
+    for name in options.engines.split(","):
+        made[name] = Vllm(name, folder, asked, options) if name.startswith("vllm") else Ours(name, model, asked, options)
+    return made
 
 
 def main() -> None:
     asked_for = options()
     model = load(asked_for)
     asked = prompts(asked_for, model.config.vocab_size)
-    names = asked_for.engines.split(",")
-    systems = {name: ours(name, model, asked, asked_for) for name in names if name != "vllm"}
-    if "vllm" in names:
-        systems["vllm"] = vllm(asked, asked_for)
-    work = f"{asked_for.prompts}x{asked_for.samples}x{asked_for.tokens}"
-    rates = measure(systems, asked_for.repeats, asked_for.device)
+    with tempfile.TemporaryDirectory() as folder:
+        if asked_for.model is None and "vllm" in asked_for.engines:
+            model.save_pretrained(folder)
+        systems = systems_of(model, asked_for.model or folder, asked, asked_for)
+        rates = measure(systems, asked_for.repeats)
     for name, found in rates.items():
         line = {
             "engine": name,
-            "work": work,
+            "work": f"{asked_for.prompts}x{asked_for.samples}x{asked_for.tokens}",
             "model": asked_for.model or f"random {asked_for.shape}",
             "dtype": asked_for.dtype,
             "device": torch.cuda.get_device_name() if asked_for.device == "cuda" else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
+            **{f"vllm_{key}": value for key, value in systems[name].facts.items()},
             "tokens_per_second": round(statistics.median(found), 1),
             "min": round(min(found), 1),
             "max": round(max(found), 1),
@@ -159,6 +223,8 @@ def main() -> None:
     if "native" in rates:
         own = statistics.median(rates["native"])
         print(json.dumps({f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"}))
+    for system in systems.values():
+        system.close()
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ requests fail alone, answers come in order, coroutines and batches share the eng
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from typing import Any
 
@@ -73,12 +74,11 @@ class OutsideEngine:
             error = done.exception()
             completions = [] if error else [_numbers_only(completion) for completion in done.result()]
             self._flights.end(sum(len(completion.ids) for completion in completions))
-            if answer.cancelled():
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(completions)
+            with contextlib.suppress(InvalidStateError):  # whoever asked may have gone
+                if error is not None:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(completions)
 
         asked.add_done_callback(settle)
         return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.rollout import engines, tiny
 
 pytestmark = pytest.mark.vllm
 PROMPT = [5, 9, 2]
+ROOT = Path(__file__).parents[2]
 GREEDY = Sampling(temperature=0, max_tokens=6)
 
 
@@ -84,20 +86,18 @@ def test_an_interpreter_without_vllm_says_what_to_install() -> None:
         build_engine("vllm", tiny.make(), engine_kwargs={"vllm": {"python": sys.executable}})
 
 
-@pytest.mark.slow
-def test_the_processes_of_vllm_may_be_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM_ENABLE_V1_MULTIPROCESSING=1: the engine's core in a further process."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    model = engines.model("vllm")
-    own = {"python": engines.vllm_python()}
-    engine = build_engine("vllm", model, enforce_eager=True, max_num_seqs=8, engine_kwargs={"vllm": own})
-    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight) * 0.3)
-    engine.update_weights(weights_of(model), 1)
-    assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
-    engine.close()
+@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_where_vllm_can_be_imported_it_runs_in_the_process_of_the_trainer(processes: str) -> None:
+    """With VLLM_ENABLE_V1_MULTIPROCESSING=1 the core of the engine has a further process of its own."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": processes,
+        "TOKENIZERS_PARALLELISM": "0",
+    }
+    script = Path(__file__).with_name("vllm_in_process.py")
+    done = subprocess.run([engines.vllm_python(), str(script)], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stdout.strip().endswith("as it should be"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_a_folder_is_read_by_vllm_itself(tmp_path: Path) -> None:

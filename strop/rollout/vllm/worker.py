@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,6 +23,7 @@ from strop.rollout.vllm.wire import Wire, pack_completions, unpack_request
 def main(fd: int) -> None:
     # An engine in a process of its own needs no further process, unless the user says so.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     wire = Wire(socket.socket(fileno=fd))
     first = wire.receive()
     if first is None:
@@ -34,6 +37,13 @@ def main(fd: int) -> None:
     while (message := wire.receive()) is not None:
         _serve(driver, wire, *message)
     driver.close()
+
+
+def _end_with(parent: int) -> None:
+    """A trainer that is killed while the engine starts, which can take minutes, must not leave it behind."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _serve(driver: Driver, wire: Wire, header: dict[str, Any], numbers: bytes) -> None:
