@@ -74,6 +74,10 @@ class EngineStats:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
+class EngineDied(ChildProcessError):
+    """What samples has ended, or cannot be reached any more; nothing more can be asked of it."""
+
+
 class Engine(Protocol):
     """An engine lives as long as the run. `generate` returns completions per request, in the order of the requests."""
 

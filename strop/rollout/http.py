@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from strop.extras import require
-from strop.rollout.outside import EngineDied
+from strop.rollout.base import EngineDied
 
 
 class Refused(ValueError):

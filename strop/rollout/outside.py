@@ -24,10 +24,6 @@ from strop.rollout.source import Source, weights_of
 Answer = Future[list[Completion]]
 
 
-class EngineDied(ChildProcessError):
-    """The process of an engine ended, or cannot be reached any more."""
-
-
 class OutsideEngine:
     def __init__(self, source: Source) -> None:
         self.version = 0

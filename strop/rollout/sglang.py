@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 from torch import multiprocessing as torch_sharing
 
-from strop.rollout.base import Completion, Request, Sampling, failed
+from strop.rollout.base import Completion, EngineDied, Request, Sampling, failed
 from strop.rollout.http import JsonClient, Refused
-from strop.rollout.outside import Answer, EngineDied, OutsideEngine
+from strop.rollout.outside import Answer, OutsideEngine
 from strop.rollout.process import HostProcess
 from strop.rollout.source import precision, source_of
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.rollout.base import Request, Sampling
-from strop.rollout.outside import EngineDied
+from strop.rollout.base import EngineDied, Request, Sampling
 from strop.rollout.sglang import SglangEngine, command_line, read_completion
 from strop.rollout.source import weights_of
 from tests.rollout import tiny

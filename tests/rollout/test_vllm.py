@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.rollout.base import Request, Sampling
+from strop.rollout.base import EngineDied, Request, Sampling
 from strop.rollout.build import build_engine
-from strop.rollout.outside import EngineDied
 from strop.rollout.source import weights_of
 from strop.rollout.vllm.engine import VllmEngine
 from tests.rollout import engines, tiny

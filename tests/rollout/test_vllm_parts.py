@@ -15,6 +15,7 @@ from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.buckets import Buckets, read_bucket
 from strop.rollout.process import HostProcess
 from strop.rollout.source import source_of, weights_of
+from strop.rollout.vllm.driver import Driver
 from strop.rollout.vllm.extension import Extension
 from strop.rollout.vllm.server import read_choices
 from strop.rollout.vllm.wire import Wire, pack_completions, pack_request, unpack_completions, unpack_request
@@ -126,6 +127,42 @@ def test_both_samplers_report_log_probs_at_the_temperature_of_each_row() -> None
     assert torch.allclose(extension.model_runner.sampler(logits.clone(), rows), expected)
     extension.model_runner = SimpleNamespace(sampler=SimpleNamespace())
     assert extension.strop_prepare() == "filtered"
+
+
+class _Sleeper:
+    """Writes down what is asked of vLLM's engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, parts: list[str]) -> None:
+        self.calls.append(("wake", parts))
+
+    def collective_rpc(self, method: str, args: tuple[str, ...]) -> None:
+        self.calls.append(args[0])
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        self.calls.append("reset")
+
+
+def test_new_weights_wake_only_the_weights_and_only_once() -> None:
+    driver = object.__new__(Driver)
+    driver._engine = engine = _Sleeper()
+    driver._can_sleep, driver._asleep, driver._flying, driver.version = True, set(), {}, 0
+    driver._sleep()
+    driver._sleep()
+    driver._load("one", None)
+    driver._load("two", 3)
+    assert engine.calls == ["reset", ("sleep", 1), ("wake", ["weights"]), "one", "two", "reset"] and driver.version == 3
+    driver._wake()
+    driver._wake()
+    assert engine.calls[6:] == [("wake", ["kv_cache"])]
+    driver._sleep()
+    driver._wake()
+    assert engine.calls[-1] == ("wake", ["kv_cache", "weights"])
 
 
 def test_answers_of_a_server_are_read_in_order() -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.rollout.base import Request, Sampling
+from strop.rollout.base import EngineDied, Request, Sampling
 from strop.rollout.http import JsonClient
-from strop.rollout.outside import EngineDied
 from strop.rollout.process import HostProcess
 from strop.rollout.sglang import _free_port
 from strop.rollout.vllm.engine import VllmEngine

@@ -8,25 +8,23 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 from typing import Any
 
 from strop.extras import require
 from strop.registry import did_you_mean
-from strop.rollout.base import Completion, Request, Sampling, failed
+from strop.rollout.base import Completion, EngineDied, Request, Sampling, failed
 
 EXTENSION = "strop.rollout.vllm.extension.Extension"
+SLEEPERS = frozenset({"weights", "kv_cache"})
+"""Parts of the memory that vLLM gives back while it sleeps."""
 _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores while the engine waits
 }
 """Environment of vLLM, where the user did not set it."""
-
-
-class EngineFailed(RuntimeError):
-    """vLLM itself gave up; nothing more can be asked of it."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +70,7 @@ class Driver:
         self.version = 0
         self._numbers = itertools.count()
         self._flying: dict[str, _Sample] = {}
-        self._asleep = False
+        self._asleep: set[str] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._closing = False
@@ -137,7 +135,7 @@ class Driver:
             if self._failure is None:
                 work()
             else:
-                answer.set_exception(EngineFailed(str(self._failure)))
+                answer.set_exception(_died(self._failure))
 
         self._inbox.put(unless_failed)
 
@@ -165,7 +163,7 @@ class Driver:
         orders = {id(sample.order): sample.order for sample in self._flying.values()}
         self._flying = {}
         for order in orders.values():
-            order.answer.set_exception(EngineFailed(f"{type(error).__name__}: {error}"))
+            order.answer.set_exception(_died(error))
 
     def _add(self, request: Request, sampling: Sampling, answer: Future[list[Completion]]) -> None:
         order, number = _Order(request, answer), next(self._numbers)
@@ -229,8 +227,7 @@ class Driver:
             del self._flying[name]
 
     def _load(self, contents: str, version: int | None) -> None:
-        if self._asleep:
-            self._engine.wake_up(["weights"])
+        self._rouse({"weights"})
         self._engine.collective_rpc("strop_load", args=(contents,))
         if version is None:
             return
@@ -249,13 +246,19 @@ class Driver:
         if self._flying:
             raise ValueError("sleep() while requests are running: wait for them, or call abort() first.")
         if self._can_sleep and not self._asleep:
+            self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
-            self._asleep = True
+            self._asleep = set(SLEEPERS)
 
     def _wake(self) -> None:
-        if self._asleep:
-            self._engine.wake_up()
-            self._asleep = False
+        self._rouse(SLEEPERS)
+
+    def _rouse(self, parts: Set[str]) -> None:
+        """Take memory back; new weights may come before the cache is needed."""
+        needed = self._asleep & parts
+        if needed:
+            self._engine.wake_up(sorted(needed))
+            self._asleep -= needed
 
 
 def _sampled(ids: Any, steps: Any) -> list[float]:
@@ -263,6 +266,10 @@ def _sampled(ids: Any, steps: Any) -> list[float]:
     if hasattr(steps, "start_indices"):
         return [steps.logprobs[start] for start in steps.start_indices]
     return [step[token].logprob for token, step in zip(ids, steps)]
+
+
+def _died(error: BaseException | None) -> EngineDied:
+    return EngineDied(f"vLLM failed with {type(error).__name__}: {error}")
 
 
 def _spare_memory() -> int:

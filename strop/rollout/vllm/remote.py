@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.outside import EngineDied
+from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.process import HostProcess
 from strop.rollout.vllm.wire import Wire, pack_request, unpack_completions
 

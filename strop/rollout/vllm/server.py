@@ -7,11 +7,17 @@ memory, over the development interface (VLLM_SERVER_DEV_MODE=1).
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Set
 from concurrent.futures import Future
 from typing import Any
 
 from strop.rollout.base import Completion, Request, Sampling, failed
 from strop.rollout.http import JsonClient, Refused
+from strop.rollout.vllm.driver import SLEEPERS
+
+
+log = logging.getLogger(__name__)
 
 
 class Server:
@@ -21,7 +27,7 @@ class Server:
         self._client = JsonClient("vllm", url)
         self._seeded = seeded
         self._version = 0
-        self._asleep = False
+        self._can_sleep, self._asleep = True, set[str]()
         try:
             card = self._client.ask("GET", "/v1/models")["data"][0]
             self._model: str = card["id"]
@@ -79,8 +85,7 @@ class Server:
         return answer
 
     def _load(self, contents: str, version: int | None) -> None:
-        if self._asleep:
-            self._client.ask("POST", "/wake_up?tags=weights")
+        self._rouse({"weights"})
         self._rpc("strop_load", contents)
         if version is not None:
             self._client.ask("POST", "/reset_prefix_cache?reset_running_requests=true")
@@ -97,13 +102,24 @@ class Server:
             self._client.ask("POST", "/resume")
 
     def _sleep(self) -> None:
-        self._client.ask("POST", "/sleep?level=1")
-        self._asleep = True
+        if not self._can_sleep:
+            return
+        try:
+            self._client.ask("POST", "/sleep?level=1")
+        except Refused as error:
+            self._can_sleep = False
+            log.warning("The vllm server keeps its memory between rollouts (start it with --enable-sleep-mode): %s", error)
+        else:
+            self._asleep = set(SLEEPERS)
 
     def _wake(self) -> None:
-        if self._asleep:
-            self._client.ask("POST", "/wake_up")
-            self._asleep = False
+        self._rouse(SLEEPERS)
+
+    def _rouse(self, parts: Set[str]) -> None:
+        needed = self._asleep & parts
+        if needed:
+            self._client.ask("POST", "/wake_up?" + "&".join(f"tags={part}" for part in sorted(needed)))
+            self._asleep -= needed
 
     def _rpc(self, method: str, *texts: str) -> list[Any]:
         found = self._client.ask("POST", "/collective_rpc", {"method": method, "args": list(texts)})
