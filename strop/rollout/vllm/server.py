@@ -16,7 +16,6 @@ from strop.rollout.base import Completion, Request, Sampling, failed
 from strop.rollout.http import JsonClient, Refused
 from strop.rollout.vllm.driver import SLEEPERS
 
-
 log = logging.getLogger(__name__)
 
 
