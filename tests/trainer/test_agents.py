@@ -226,24 +226,41 @@ def test_generation_uses_the_same_loops(games: Path, tmp_path: Path) -> None:
     assert not any("\n" in answer for answer in made[2])
 
 
-@pytest.mark.slow
-def test_a_tiny_model_learns_to_use_a_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    script("examples/tool_calculator/prepare.py").prepare(tmp_path)
+def calculated(folder: Path, *more: str) -> dict[int, dict[str, float]]:
     loaded = load(
         "ppo_trainer",
         [
-            f"data.train_files={tmp_path}/data/train.parquet",
-            f"data.val_files={tmp_path}/data/test.parquet",
-            f"actor_rollout_ref.model.path={tmp_path}/model",
-            f"trainer.default_local_dir={tmp_path}/run",
-            f"trainer.rollout_data_dir={tmp_path}/samples",
+            f"data.train_files={folder}/data/train.parquet",
+            f"data.val_files={folder}/data/test.parquet",
+            f"actor_rollout_ref.model.path={folder}/model",
+            f"trainer.default_local_dir={folder}/run",
+            f"trainer.rollout_data_dir={folder}/samples",
             "trainer.logger=file",
+            *more,
         ],
         str(ROOT / "examples/tool_calculator/grpo.yaml"),
     )
     build_ppo(loaded).fit()
-    steps = metrics(tmp_path / "run")
+    return metrics(folder / "run")
+
+
+def test_a_tiny_model_learns_to_call_a_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example at small size: fewer lessons, a handful of steps."""
+    monkeypatch.chdir(ROOT)
+    script("examples/tool_calculator/prepare.py").prepare(tmp_path, updates=220)
+    steps = calculated(tmp_path, "trainer.total_training_steps=5", "trainer.test_freq=-1", "trainer.val_before_train=false")
+    first, last = steps[1], steps[5]
+    assert first["critic/score/mean"] < 0.3 and last["critic/score/mean"] > first["critic/score/mean"] + 0.15
+    assert last["reward/called/mean"] > first["reward/called/mean"] + 0.2
+    assert first["training/rollout_logprobs_diff_max"] < 1e-3, "token-exact over turns"
+    assert "[tool]" in (tmp_path / "samples" / "5.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_tiny_model_learns_to_use_a_calculator_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    script("examples/tool_calculator/prepare.py").prepare(tmp_path)
+    steps = calculated(tmp_path)
     name = "val-core/arithmetic/acc/mean@1"
     assert steps[0][name] < 0.3 and steps[20][name] > 0.85
     assert steps[20]["val-aux/arithmetic/called/mean@1"] > 0.9
