@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,7 @@ def summary(system: str, turns: list[dict[str, Any]], work: Work, clock: str, wa
 
 
 def compare(name: str, asked: argparse.Namespace) -> dict[str, Any]:
-    work = WORKS[name]
+    work = replace(WORKS[name], rows=asked.rows or WORKS[name].rows)
     folder = Path(asked.out) / work.model
     prepare(folder, work, asked.gsm8k)
     steps = asked.steps + max(asked.warm_up, 1)
@@ -215,6 +215,7 @@ def compare(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     unit = "tokens_per_second" if work.verb == "sft" else "pairs_per_second"
     last = {
         "work": name,
+        "rows": work.rows,
         "clock": asked.clock,
         "threads": asked.threads,
         f"strop/trl {unit}": round(lines[0][unit] / lines[1][unit], 2),
@@ -231,6 +232,7 @@ def main() -> None:
     parser.add_argument("work", choices=[*sorted(WORKS), "mfu"])
     parser.add_argument("--peer", help="the Python interpreter that has TRL")
     parser.add_argument("--micro", type=int, default=0, help="the peer's rows per forward; 0: try several")
+    parser.add_argument("--rows", type=int, default=0, help="rows or pairs per update; 0: as the work says")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of a turn")
     parser.add_argument("--warm-up", type=int, default=3)
@@ -253,7 +255,8 @@ def main() -> None:
     if asked.save:
         file = Path(asked.save)
         known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**known, asked.work: found}, indent=1) + "\n")
+        entry = f"{asked.work} micro {asked.micro}" if asked.micro else asked.work
+        file.write_text(json.dumps({**known, entry: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

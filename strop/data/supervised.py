@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAID = 5
+"""Rows that are named while training."""
 KEPT_TOKENS = 50_000_000
 """Tokens of rendered rows that stay in memory: 250 MB. Rendering a row again costs more than many models need to learn it."""
 
@@ -56,7 +58,7 @@ class SupervisedDataset(Sequence[Any]):
         self.chat = chat
         self.config = config
         self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
-        self._kept = _Kept()
+        self._kept, self._said = _Kept(), 0
         for file in rows.files if isinstance(rows, Rows) else ():
             for setting, name in self.needed().items():
                 require_column(file.columns, name, setting=setting, where=file.address)
@@ -71,7 +73,7 @@ class SupervisedDataset(Sequence[Any]):
         except UnusableRow as problem:
             if self.config.bad_rows == "error":
                 raise ValueError(f"{problem} Mend or remove it, or set data.bad_rows=skip to leave such rows out.") from problem
-            logger.warning("%s It is left out.", problem)
+            self._say("%s It is left out.", problem)
             return None
 
     def whole(self, place: int) -> tuple[Any, str]:
@@ -103,6 +105,14 @@ class SupervisedDataset(Sequence[Any]):
             return dataclasses.replace(item, chosen=self._cut(item.chosen, better), rejected=self._cut(item.rejected, worse))
         return self._cut(item, where) if isinstance(item, Rendered) else item
 
+    def _say(self, message: str, *arguments: Any) -> None:
+        """A warning about a row, for the first few: the loop counts them all."""
+        self._said += 1
+        if self._said <= SAID:
+            logger.warning(message, *arguments)
+        elif self._said == SAID + 1:
+            logger.warning("More rows like these are counted in train/skipped_rows and not named.")
+
     def _cut(self, rendered: Rendered, where: str) -> Rendered:
         limit, mode = self.config.max_length, self.config.truncation
         if len(rendered.ids) <= limit:
@@ -114,7 +124,7 @@ class SupervisedDataset(Sequence[Any]):
             )
         kept = Rendered(truncate(rendered.ids, limit, mode), truncate(rendered.mask, limit, mode))
         if not any(kept.mask):
-            logger.warning(
+            self._say(
                 "%s teaches nothing: data.truncation=%s at data.max_length=%d of its %d tokens leaves only the prompt.",
                 *(where, mode, limit, len(rendered.ids)),
             )

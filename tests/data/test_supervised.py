@@ -99,6 +99,28 @@ def test_pairs(tmp_path: Path) -> None:
     assert (taught(pair.chosen), taught(pair.rejected)) == ("b<|im_end|>", "c<|im_end|>"), "the shared turns are prompt"
 
 
+def test_a_row_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"q": "a", "chosen": f"b{i}", "rejected": "c", "margin": i} for i in range(3)]
+    calls = []
+    plain = Chat.conversation
+    monkeypatch.setattr(Chat, "conversation", lambda self, *a, **k: calls.append(1) or plain(self, *a, **k))
+    pairs = build_supervised(PairData(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q"), TOKENIZER)
+    first = list(pairs)
+    assert list(pairs) == first and len(calls) == 6 and sorted(pair.margin for pair in first) == [0.0, 1.0, 2.0]
+    pairs.config.max_length, pairs.config.truncation = 4, "left"  # what is kept is not yet cut
+    assert all(len(pair.chosen.ids) == 4 for pair in pairs) and len(calls) == 6
+    monkeypatch.setattr("strop.data.supervised.KEPT_TOKENS", 0)
+    fresh = build_supervised(PairData(train_files=str(tmp_path / "a.jsonl"), prompt_key="q"), TOKENIZER)
+    assert list(fresh) == list(fresh) == first and len(calls) == 18
+
+
+def test_bad_rows_are_named_a_few_times_when_they_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "a", "response": ""}] * 9 + [{"prompt": "a", "response": "b"}]
+    found = list(build_supervised(SftData(train_files=lines(tmp_path / "a.jsonl", rows), bad_rows="skip"), TOKENIZER))
+    assert [item is None for item in found].count(True) == 9
+    assert caplog.text.count("is left out") == 5 and caplog.text.count("not named") == 1
+
+
 def test_bad_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no column 'response', which data\.response_key=response asks for"):
         sft(tmp_path, {"prompt": "a", "respons": "b"})
