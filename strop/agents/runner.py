@@ -19,6 +19,8 @@ from strop.rollout.base import Sampling
 from strop.types import Prompt
 
 log = logging.getLogger(__name__)
+FAREWELL_SECONDS = 10.0
+"""For episodes that are interrupted to let go of their tools."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,16 @@ class Start:
 class EpisodeRunner:
     def __init__(self, world: World, loops: Loops, *, max_concurrency: int) -> None:
         self.world, self.loops, self.max_concurrency = world, loops, max_concurrency
+        self._running: list[asyncio.Future[Episode]] = []
         self._loop = BackgroundLoop("strop-agents")  # one for the whole run: connections of tools live in it
 
     def run(self, starts: Sequence[Start], *, all_may_fail: bool = False) -> list[Episode]:
         """All episodes, ended, in the order of `starts`."""
-        episodes: list[Episode] = self._loop.run(self._all(starts))
+        try:
+            episodes: list[Episode] = self._loop.start(self._all(starts)).result()
+        except KeyboardInterrupt:
+            self._loop.run(self._give_up(), timeout=FAREWELL_SECONDS)
+            raise
         _complain(episodes, all_may_fail)
         return episodes
 
@@ -49,7 +56,14 @@ class EpisodeRunner:
 
     async def _all(self, starts: Sequence[Start]) -> list[Episode]:
         room = asyncio.Semaphore(self.max_concurrency)
-        return list(await asyncio.gather(*(self._one(start, room) for start in starts)))
+        self._running = [asyncio.ensure_future(self._one(start, room)) for start in starts]
+        return list(await asyncio.gather(*self._running))
+
+    async def _give_up(self) -> None:
+        """Cancel what is running, and wait until tools and interactions were let go of."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _one(self, start: Start, room: asyncio.Semaphore) -> Episode:
         loop = self.loops.get(start.prompt.agent_name)

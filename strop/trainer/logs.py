@@ -24,7 +24,7 @@ class OneLine(logging.Formatter):
         room = record.name.partition(".")[0]
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         text = f"{room}: {level}{record.getMessage()}"
-        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
+        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
 
 
 def configure_logging() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from strop.agents.episode import Episode
 from strop.agents.interaction import BaseInteraction, Interactions
 from strop.agents.loops import Loops
 from strop.agents.report import episode_metrics
+from strop.agents.runner import EpisodeRunner, Start
 from strop.agents.tools import ToolResult
+from strop.rewards.calls import BackgroundLoop
 from strop.types import Trajectory
 from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, play, prompt, text, toolbox, world
 
@@ -236,6 +239,27 @@ def test_a_late_interaction_fails_its_episode() -> None:
     rows = [prompt("x", interaction_kwargs={"name": "late", "first": 0}), prompt("x", index=1)]
     late, fine = play(scene, *rows)
     assert "the interaction late did not answer within 0.05 seconds" in str(late.error) and fine.error is None
+
+
+def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    interaction, scene = counting()
+    scene.engine.latency = 30.0  # type: ignore[attr-defined]
+    runner = EpisodeRunner(scene, Loops(), max_concurrency=4)
+
+    class Interrupted:
+        def result(self) -> None:
+            while not interaction.open:
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+
+    start = BackgroundLoop.start
+    monkeypatch.setattr(BackgroundLoop, "start", lambda self, work: (start(self, work), Interrupted())[1])
+    row = prompt("x", interaction_kwargs={"name": "countdown", "first": 0})
+    begun = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([Start(row, SAMPLING, (i,)) for i in range(8)])
+    assert not interaction.open and time.perf_counter() - begun < 5, "finalized, and nobody was waited for"
+    runner.close()
 
 
 def test_at_most_so_many_episodes_are_in_flight() -> None:
