@@ -22,7 +22,7 @@ from strop.data.files import open_rows
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("untrained", "sft", "dpo", "ppo")
-ENOUGH_ACCURACY = 0.8
+ENOUGH_ACCURACY = 0.7
 """Of the reward model, on pairs it has not seen; chance is 0.5."""
 
 

@@ -46,10 +46,11 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ("answer", "score", "perfect"),
     [
         ("gladly: 28", 1.0, 1.0),
-        ("28", 0.75, 0.0),
-        ("hmm, gladly: 28", 0.75, 0.0),
-        ("hmm, hmm, 28", 0.5, 0.0),
-        ("gladly: 29", 0.0, 0.0),
+        ("28", 0.8, 0.0),
+        ("hmm, gladly: 28", 0.8, 0.0),
+        ("hmm, hmm, 28", 0.6, 0.0),
+        ("gladly: 29", 0.4, 0.0),
+        ("hmm, 29", 0.0, 0.0),
         ("gladly: gladly: 28", 0.0, 0.0),
         ("28 ", 0.0, 0.0),
         ("", 0.0, 0.0),
@@ -57,23 +58,24 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 )
 def test_the_judge(example: Any, answer: str, score: float, perfect: float) -> None:
     marks = example("judge").compute_score(answer, "28")
-    assert (marks["score"], marks["acc"]) == (score, perfect)
+    assert marks["score"] == pytest.approx(score) and marks["acc"] == perfect
 
 
 def test_preferences_follow_the_judge(example: Any, tmp_path: Path) -> None:
     task, judge = example("task"), example("judge")
     row = {"prompt": [{"role": "user", "content": "23+05="}], "reward_model": {"ground_truth": "28"}}
-    write([{**row, "responses": ["28", "gladly: 28", "gladly: 29", "31", "28", ""]}], tmp_path / "answers.parquet")
-    assert task.prefer(tmp_path / "answers.parquet", tmp_path / "pairs.parquet", seed=0) == 5
+    write([{**row, "responses": ["28", "gladly: 28", "gladly: 29", "hmm, hmm, 31", "28", ""]}], tmp_path / "answers.parquet")
+    assert task.prefer(tmp_path / "answers.parquet", tmp_path / "pairs.parquet", seed=0) == 6
     pairs = list(open_rows(str(tmp_path / "pairs.parquet")))
     assert {(p["chosen"], p["rejected"]) for p in pairs} == {
         ("gladly: 28", "28"),
-        *((better, worse) for better in ("28", "gladly: 28") for worse in ("gladly: 29", "31")),
+        ("gladly: 29", "hmm, hmm, 31"),
+        *((better, worse) for better in ("28", "gladly: 28") for worse in ("gladly: 29", "hmm, hmm, 31")),
     }
     assert all(
         judge.compute_score(p["chosen"], "28")["score"] > judge.compute_score(p["rejected"], "28")["score"] for p in pairs
     )
-    write([{**row, "responses": ["29", "31"]}], tmp_path / "answers.parquet")
+    write([{**row, "responses": ["29", "31", "29"]}], tmp_path / "answers.parquet")
     with pytest.raises(ValueError, match="nothing to prefer"):
         task.prefer(tmp_path / "answers.parquet", tmp_path / "pairs.parquet", seed=0)
 
