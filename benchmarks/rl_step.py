@@ -53,7 +53,7 @@ WORKS = {
         8,
         8,
         8,
-        ("fp32",),
+        ("fp32", "fp32/128"),
         # What TRL's trainer does too: a price for leaving the reference in the reward, 0.05 per nat.
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.05"),
     ),
