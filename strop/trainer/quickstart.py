@@ -34,6 +34,8 @@ ALGORITHMS: dict[str, list[str]] = {
     "remax": ["algorithm.adv_estimator=remax"],
 }
 WARM_START = 0.33
+TRAINED, HELD_OUT = 2350, 150
+"""Problems to learn and to be examined on, where there are as many."""
 NEXT = """
 What to try next:
   strop quickstart --algorithm ppo          the same with a critic (also rloo, reinforce_plus_plus, remax)
@@ -80,11 +82,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return asked
 
 
-def prepare(out: Path, *, largest: int, seed: int, say: Any, size: int = 2350, test_size: int = 150) -> None:
+def prepare(out: Path, *, largest: int, seed: int, say: Any) -> None:
     """Data, and a model that is right about a third of the time: enough to be rewarded now and then."""
     from strop.data.make import arithmetic, write
     from strop.trainer.tiny import pairs_of, tiny_model, tiny_tokenizer, warm_start
 
+    problems = (largest + 1) ** 2
+    test_size = min(HELD_OUT, problems // 5)
+    size = min(TRAINED, problems - test_size)
     for split, rows in arithmetic(size, test_size, largest=largest, padded=True, seed=seed).items():
         write(rows, out / "data" / f"{split}.parquet")
     tokenizer = tiny_tokenizer()
