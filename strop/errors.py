@@ -15,6 +15,8 @@ def answer(program: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("STROP_DEBUG") == "1":
             traceback.print_exc()
+        if getattr(error, "told_by_another", False):
+            return 1
         for line in str(error).splitlines() or [type(error).__name__]:
             sys.stderr.write(f"strop: error: {line}\n")
         return 1

@@ -12,7 +12,7 @@ FLOORS = [
     {"registry", "extras", "errors", "__init__"},
     {"catalog"},
     {"config"},
-    {"types"},
+    {"types", "ranks"},
     {"algorithms", "data", "models", "rewards"},
     {"rollout", "agents", "backends", "run"},
     {"runtime"},

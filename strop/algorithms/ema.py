@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,18 @@ class EMA:
     count) are copied, not averaged.
     """
 
-    def __init__(self, named: Named, *, decay: float = 0.992, device: torch.device | str | None = None):
+    def __init__(
+        self,
+        named: Named,
+        *,
+        decay: float = 0.992,
+        device: torch.device | str | None = None,
+        fill: Callable[[Tensor, Any], Any] = Tensor.copy_,
+    ):
+        """`fill(average, saved)` overwrites an average with a saved one, where averages are not plain tensors."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"The EMA decay must lie between 0 and 1, it is {decay}.")
-        self.decay = decay
+        self.decay, self._fill = decay, fill
         self.updates = 0
         self.average = {name: _keep(value, device) for name, value in _items(named)}
 
@@ -52,7 +60,7 @@ class EMA:
         self._check(state["average"])
         self.decay, self.updates = float(state["decay"]), int(state["updates"])
         for name, value in state["average"].items():
-            self.average[name].copy_(value)
+            self._fill(self.average[name], value)
 
     def _check(self, values: Mapping[str, Tensor]) -> None:
         missing, strange = sorted(self.average.keys() - values.keys()), sorted(values.keys() - self.average.keys())

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from strop.ranks import Ranks
 from strop.types import Batch
 
 
@@ -55,6 +56,8 @@ class Backend(Protocol):
     module: nn.Module
     temperature: float
     """Log-probs are those of the logits divided by it."""
+    ranks: Ranks
+    """Who shares the work. All of them call every method alike, with the same batch, and are given the same answer."""
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values, scores), no gradient, on the CPU in fp32."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from strop.backends.base import MicroBatching
-from strop.data.balance import Partition, micro_batches
+from strop.data.balance import Partition, balanced_partitions, micro_batches, workload
 from strop.types import LISTS, Batch
 
 
@@ -32,6 +33,17 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
         order = sorted(range(len(blocks)), key=lambda block: -weights[block])
         parts = [order[at : at + micro.rows // size] for at in range(0, len(order), micro.rows // size)]
     return [[row for block in sorted(part, key=lambda b: -weights[b]) for row in blocks[block]] for part in parts]
+
+
+def deal(lengths: Sequence[int], parts: int, *, together: int = 1) -> Partition:
+    """Rows for each of `parts` ranks, of nearly equal work; `together` consecutive rows are never parted. With fewer rows than
+    ranks some get none."""
+    if not lengths or len(lengths) % together:
+        raise ValueError(f"{len(lengths)} rows cannot be kept together by {together}.")
+    costs = workload(lengths).reshape(-1, together).sum(1).tolist()
+    dealt = balanced_partitions(costs, min(parts, len(costs)))
+    rows = [[row for block in part for row in range(block * together, (block + 1) * together)] for part in dealt]
+    return rows + [[] for _ in range(parts - len(rows))]
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

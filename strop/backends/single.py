@@ -26,6 +26,8 @@ from strop.config.schema.model import Optim
 from strop.models.forward import response_outputs
 from strop.models.heads import HEAD
 from strop.models.lora import adapters_off, has_adapters, merged_weights
+from strop.models.sequence_parallel import Slicing
+from strop.ranks import Ranks
 from strop.types import Batch, pad_columns
 
 
@@ -35,6 +37,9 @@ class SingleBackend:
     Without `optim` the model is frozen and only answers. Give the module in its best precision: masters are made of it before
     it is rounded.
     """
+
+    ranks = Ranks()
+    slicing: Slicing | None = None
 
     def __init__(
         self,
@@ -50,8 +55,7 @@ class SingleBackend:
         attention: str | None = None,
         offload_activations: bool = False,
     ):
-        if optim is not None and torch.float16 in (compute, master):
-            raise ValueError("fp16 gradients underflow without loss scaling; train in bf16 or fp32 (fsdp_config.dtype).")
+        self._refuse_half(optim, compute, master)
         self.module = module
         self.device = torch.device(device)
         self.compute = compute
@@ -64,6 +68,11 @@ class SingleBackend:
         self.weights = MasterWeights(module, compute=compute, master=master, keep=keep)
         self.optimizer = None if optim is None else make_optimizer(self.weights.masters, optim)
         self.schedule = None if optim is None or self.optimizer is None else make_schedule(self.optimizer, optim)
+
+    @staticmethod
+    def _refuse_half(optim: Optim | None, compute: torch.dtype, master: torch.dtype) -> None:
+        if optim is not None and torch.float16 in (compute, master):
+            raise ValueError("fp16 gradients underflow without loss scaling; train in bf16 or fp32 (fsdp_config.dtype).")
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self.module.eval()
@@ -95,7 +104,7 @@ class SingleBackend:
         if not found.isfinite().all():
             self.weights.clear_gradients()
             self._explain(batch, want, parts, found)
-        return _summed(reports)
+        return summed(reports)
 
     def step(self) -> StepInfo:
         assert self.optimizer is not None, "a frozen model takes no steps"
@@ -146,6 +155,18 @@ class SingleBackend:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`model` must name exactly the weights of this one; `optimizer` and `schedule` may be left out."""
         own, given = self.state_dict()["model"], state["model"]
+        self._refuse_other(own, given)
+        with torch.no_grad():
+            for name in own.keys() - self.weights.masters.keys():
+                own[name].copy_(given[name])
+        self.weights.load(given)
+        if self.optimizer is not None and "optimizer" in state:
+            load_optimizer_state(self.optimizer, self.weights.masters, state["optimizer"])
+        if self.schedule is not None and "schedule" in state:
+            set_schedule(self.schedule, state["schedule"]["step"])
+
+    @staticmethod
+    def _refuse_other(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         if own.keys() != given.keys():
             missing, strange = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
             raise ValueError(
@@ -156,14 +177,6 @@ class SingleBackend:
         if wrong:
             name = wrong[0]
             raise ValueError(f"{name} was saved with shape {tuple(given[name].shape)} and is {tuple(own[name].shape)} here.")
-        with torch.no_grad():
-            for name in own.keys() - self.weights.masters.keys():
-                own[name].copy_(given[name])
-        self.weights.load(given)
-        if self.optimizer is not None and "optimizer" in state:
-            load_optimizer_state(self.optimizer, self.weights.masters, state["optimizer"])
-        if self.schedule is not None and "schedule" in state:
-            _set_schedule(self.schedule, state["schedule"]["step"])
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Park the model, the optimizer (masters included), or both in host memory."""
@@ -182,7 +195,13 @@ class SingleBackend:
 
     def _ask(self, piece: Batch, want: Sequence[str]) -> dict[str, Tensor]:
         return response_outputs(
-            self.module, piece, want, temperature=self.temperature, packed=self.packed, attention=self.attention
+            self.module,
+            piece,
+            want,
+            temperature=self.temperature,
+            packed=self.packed,
+            attention=self.attention,
+            slicing=self.slicing,
         )
 
     def _activations(self) -> AbstractContextManager[Any]:
@@ -214,15 +233,16 @@ class SingleBackend:
         raise NonFiniteLoss(sorted(ids[row] for row in rows), sorted(causes), float(losses.sum()))
 
 
-def _summed(reports: list[dict[str, Tensor]]) -> dict[str, float]:
-    names = list(reports[0])
+def summed(reports: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Reports of micro-batches added up by name."""
+    names = list(reports[0]) if reports else []
     if not names:
         return {}
     rows = torch.stack([torch.stack([report[name].float() for name in names]) for report in reports])
     return dict(zip(names, rows.double().sum(0).tolist(), strict=True))
 
 
-def _set_schedule(schedule: Any, step: int) -> None:
+def set_schedule(schedule: Any, step: int) -> None:
     schedule.last_epoch = step
     schedule._step_count = step + 1
     for group, factor, base in zip(schedule.optimizer.param_groups, schedule.lr_lambdas, schedule.base_lrs, strict=True):

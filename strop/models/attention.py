@@ -11,6 +11,7 @@ model's forward. Another function (the rollout engine's) can be set on the same 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from strop.models.sequence_parallel import Slicing
 from strop.registry import did_you_mean
 
 PACKED = "strop_packed"
@@ -56,6 +58,8 @@ class Packing:
     longest: int
     spread: Tensor | None = None
     """Positions in the packed row of all tokens of all sequences in turn, where some share a beginning; otherwise None."""
+    slicing: Slicing | None = None
+    """Set where several ranks share the row, and each has a slice of it."""
     first: Tensor | None = None
     """[N] where each token of the packed row first stands in `spread`."""
 
@@ -139,6 +143,14 @@ def packed_attention(
     A token sees itself and, with a sliding window W, the W - 1 tokens before it. A soft cap c bounds the scores: c tanh(s / c).
     """
     assert attention_mask is None and query.shape[0] == 1, "a packed row stands alone and needs no mask"
+    if packing.slicing is not None:
+        alone: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
+        row = dataclasses.replace(packing, slicing=None)
+
+        def whole_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return packed_attention(module, q, k, v, None, packing=row, **alone, **others)[0]
+
+        return packing.slicing.attend(whole_row, query, key, value), None
     if others.get("s_aux") is not None:
         raise ValueError(
             f"{type(module).__name__} uses attention sinks, which packed attention does not know; set use_remove_padding=False."

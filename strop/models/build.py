@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from strop.config.schema.model import Model
 from strop.extras import require
 from strop.models.attention import packing_obstacle, padded_attention, set_attention
-from strop.models.heads import load_scalar_model
+from strop.models.heads import hollow_scalar_model, load_scalar_model
+from strop.models.hollow import hollow
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, load_adapters
 from strop.models.precision import widen_residual
@@ -45,19 +48,22 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else wanted
 
 
-def build_policy(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so."""
-    return _finish(_language_model(settings, dtype), settings)
+def build_policy(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+    """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so.
+
+    Without `weights`, here and below, its parameters have shapes only (see models/hollow.py).
+    """
+    return _finish(_language_model(settings, dtype, weights), settings, weights)
 
 
-def build_reference(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:
+def build_reference(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
     """The same model without adapters, frozen."""
-    return _language_model(settings, dtype).requires_grad_(False).eval()
+    return _language_model(settings, dtype, weights).requires_grad_(False).eval()
 
 
-def build_critic(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:
+def build_critic(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
     """A value model; a path without a scalar head (a language model) gets a new one."""
-    return _finish(_scalar_model(settings, dtype, new_head=True), settings)
+    return _finish(_scalar_model(settings, dtype, new_head=True, weights=weights), settings, weights)
 
 
 def build_reward_model(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -81,16 +87,31 @@ def attention_of(settings: Model) -> str | None:
     return None if chosen is None else str(chosen)
 
 
-def _language_model(settings: Model, dtype: torch.dtype) -> Any:
+def stored_dtype(settings: Model) -> torch.dtype:
+    """The precision of the weights on the disk, as far as config.json says; fp32 where it does not."""
+    found = getattr(_config(settings), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _language_model(settings: Model, dtype: torch.dtype, weights: bool = True) -> Any:
     _import_libraries(settings)
     source = resolve(settings.path)
+    if not weights:
+        with hollow():
+            model = AutoModelForCausalLM.from_config(
+                _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code
+            )
+        return _prepare(model, settings)
     model = load_language_model(source, _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code)
     return _prepare(model, settings)
 
 
-def _scalar_model(settings: Model, dtype: torch.dtype, *, new_head: bool) -> Any:
+def _scalar_model(settings: Model, dtype: torch.dtype, *, new_head: bool, weights: bool = True) -> Any:
     _import_libraries(settings)
     source = resolve(settings.path)
+    if not weights:
+        with hollow():
+            return _prepare(hollow_scalar_model(_config(settings)).to(dtype), settings)
     model = load_scalar_model(
         source.name,
         _config(settings),
@@ -132,11 +153,19 @@ def _prepare(model: Any, settings: Model) -> Any:
     return model
 
 
-def _finish(model: Any, settings: Model) -> Any:
+def _finish(model: Any, settings: Model, weights: bool = True) -> Any:
+    with contextlib.nullcontext() if weights else hollow():
+        model = _adapted(model, settings)
+    if settings.enable_gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _adapted(model: Any, settings: Model) -> Any:
     if settings.lora_adapter_path:
-        model = load_adapters(model, settings.lora_adapter_path)
-    elif settings.lora_rank > 0:
-        model = add_adapters(
+        return load_adapters(model, settings.lora_adapter_path)
+    if settings.lora_rank > 0:
+        return add_adapters(
             model,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,
@@ -144,8 +173,6 @@ def _finish(model: Any, settings: Model) -> Any:
             target_modules=settings.target_modules,
             exclude_modules=settings.exclude_modules,
         )
-    if settings.enable_gradient_checkpointing:
-        checkpoint_activations(model)
     return model
 
 

@@ -22,6 +22,7 @@ from strop.algorithms.logprobs import head_logits, sum_pi_squared, token_logprob
 from strop.models.attention import PACKED, packing_obstacle, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.layout import NOTHING, Inputs, lay_out, rectangle
+from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
 
 LANGUAGE = ("log_probs", "entropy", "sum_pi_squared")
@@ -41,6 +42,7 @@ def response_outputs(
     packed: bool = True,
     attention: str | None = None,
     chunk: int | None = None,
+    slicing: Slicing | None = None,
 ) -> dict[str, Tensor]:
     """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients where the model has them.
 
@@ -48,26 +50,31 @@ def response_outputs(
     log_probs, entropy, sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; scores of a
     reward model, [B] and alone; auxiliary, the scalar load-balancing loss of a mixture of experts. `attention` names the
     function of the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of logits
-    exist at a time (None: 256 MiB of them).
+    exist at a time (None: 256 MiB of them). With `slicing` the ranks of a group share the row, and each is given all answers.
     """
     strange = sorted(set(want) - {*LANGUAGE, *SCALAR, "auxiliary"})
     if strange or not set(want) - {"auxiliary"}:
         raise ValueError(f"A model cannot answer {strange or list(want)}; it can answer {[*LANGUAGE, *SCALAR, 'auxiliary']}.")
     if "scores" in want:
         assert list(want) == ["scores"], want
-        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention)}
+        return {"scores": sequence_scores(model, batch.sequences, packed=packed, attention=attention, slicing=slicing)}
     device = next(model.parameters()).device
     # The load-balancing loss counts tokens, so there every sequence brings all of its own.
     counted = "auxiliary" in want
     table = rectangle(batch.sequences)
     inputs = lay_out(table if counted else without_last(table), packed=packed, share=not counted, device=device)
     states, labels, cells = (part.to(device) for part in _response_states(batch, table, inputs.places))
+    if slicing is not None and counted:
+        raise ValueError("The load-balancing loss counts whole rows; set aux_loss_coef=0 or ulysses_sequence_parallel_size=1.")
+    mine = _Part(states, labels, inputs, slicing)
+    inputs, states, labels = mine.inputs, mine.states, mine.labels
     more: dict[str, Any] = {"output_router_logits": True} if counted else {}
     if "values" in want:
         answer: Answer = _ScalarAnswer(model, states)
     else:
         answer = _LanguageAnswer(model, states, labels, [name for name in want if name in LANGUAGE], temperature, chunk)
     result, output = _run(model, inputs, answer, attention, more)
+    result = mine.joined(result)
     found = {}
     for name, column in zip(answer.names, result.unbind(-1), strict=True):
         table = torch.zeros(batch.mask.numel(), dtype=torch.float32, device=device)
@@ -80,14 +87,40 @@ def response_outputs(
     return found
 
 
-def sequence_scores(model: Any, sequences: Sequence[Tensor], *, packed: bool = True, attention: str | None = None) -> Tensor:
+def sequence_scores(
+    model: Any,
+    sequences: Sequence[Tensor],
+    *,
+    packed: bool = True,
+    attention: str | None = None,
+    slicing: Slicing | None = None,
+) -> Tensor:
     """A reward model's score of each sequence [B], read at its last token."""
     device = next(model.parameters()).device
     inputs = lay_out(rectangle(sequences), packed=packed, device=device)
     ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
-    last = inputs.places.gather(1, ends).squeeze(1)
-    result, _ = _run(model, inputs, _ScalarAnswer(model, last.to(device)), attention, {})
-    return result.squeeze(-1)
+    last = inputs.places.gather(1, ends).squeeze(1).to(device)
+    mine = _Part(last, last, inputs, slicing)
+    result, _ = _run(model, mine.inputs, _ScalarAnswer(model, mine.states), attention, {})
+    return mine.joined(result).squeeze(-1)
+
+
+class _Part:
+    """What of a question this rank answers: all of it, or what lies in its slice of the row."""
+
+    def __init__(self, states: Tensor, labels: Tensor, inputs: Inputs, slicing: Slicing | None):
+        self.states, self.labels, self.inputs, self.slicing = states, labels, inputs, slicing
+        if slicing is None:
+            return
+        self.count = len(states)
+        self.chosen, self.states = slicing.own(states, inputs.ids.shape[1])
+        self.labels = labels[self.chosen]
+        if not len(self.chosen):  # one answer that nobody reads: see Slicing.joined
+            self.states, self.labels = states.new_zeros(1), labels.new_zeros(1)
+        self.inputs = slicing.cut(inputs)
+
+    def joined(self, result: Tensor) -> Tensor:
+        return result if self.slicing is None else self.slicing.joined(result, self.chosen, self.count)
 
 
 def without_last(table: Tensor) -> Tensor:
@@ -167,7 +200,7 @@ class _ScalarAnswer(Answer):
         # A value is regressed on; eight bits of mantissa would be its noise floor.
         picked = hidden.flatten(0, 1)[self.states].float()
         bias = None if self.head.bias is None else self.head.bias.float()
-        return F.linear(picked, self.head.weight.float(), bias)[None]
+        return _output(F.linear(picked, self.head.weight.float(), bias))
 
 
 class _LanguageAnswer(Answer):
@@ -204,7 +237,7 @@ class _LanguageAnswer(Answer):
                     sum_pi_squared(head_logits(p, weight, bias), temperature=self.temperature) for p in picked.split(self.chunk)
                 ]
             squares = torch.cat(parts)
-        return self._columns(log_probs, entropy, squares)[None]
+        return _output(self._columns(log_probs, entropy, squares))
 
     def _from_own_logits(self) -> Tensor:
         """For heads that cap, scale or otherwise change logits: the model's own logits, computed again in the backward pass."""
@@ -225,6 +258,11 @@ class _LanguageAnswer(Answer):
     def _columns(self, log_probs: Tensor, entropy: Tensor | None, squares: Tensor | None) -> Tensor:
         found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
         return torch.stack([cast(Tensor, found[name]) for name in self.names], dim=-1)
+
+
+def _output(answers: Tensor) -> Tensor:
+    """[n, answers] as the output of a head. Not a view: sharded modules hang their backward hooks on what a module returns."""
+    return answers[None].clone()
 
 
 class _DecoderOutput:

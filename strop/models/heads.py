@@ -44,6 +44,15 @@ def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int 
     return model
 
 
+def hollow_scalar_model(config: PreTrainedConfig) -> Any:
+    """The module that `load_scalar_model` fills, before it has weights."""
+    bias = (config.architectures or [""])[0].endswith("TokenClassification")
+    _one_label(config, bias)
+    model = scalar_class(config, bias=bias)(config)
+    config.value_head_prefix = HEAD
+    return model
+
+
 def _one_label(config: PreTrainedConfig, bias: bool) -> None:
     config.num_labels = 1
     config.token_classification_bias = bias

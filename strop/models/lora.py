@@ -91,10 +91,15 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights by their Hugging Face name, adapters added in; the model is left as it is."""
+def merged_weights(model: Any, *, start: str = "", without: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+    """All weights by their Hugging Face name, adapters added in; the model is left as it is.
+
+    Only those whose names in the model begin with `start`, and with none of `without`.
+    """
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
+        if not name.startswith(start) or name.startswith(without):
+            continue
         if re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name):
             continue
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")

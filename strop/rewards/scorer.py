@@ -47,6 +47,12 @@ class ScoreReport:
     metrics: dict[str, float]
 
 
+class BrokenScorer(ValueError):
+    """Not a single sample could be scored. With many ranks that may be so on one of them only: `report` counts the failures."""
+
+    report: ScoreReport
+
+
 class Scorer:
     def __init__(
         self,
@@ -73,7 +79,11 @@ class Scorer:
         fresh = [t for t in trajectories if t.score is None]
         samples = read_samples(fresh, self.tokenizer, whole_transcript=self.whole_transcript)
         results, retried = self._evaluate(samples)
-        self._complain(samples, results)
+        try:
+            self._complain(samples, results)
+        except BrokenScorer as problem:
+            problem.report = _report(results, retried, time.perf_counter() - start)
+            raise
         self._fill(samples, results)
         return _report(results, retried, time.perf_counter() - start)
 
@@ -129,7 +139,7 @@ class Scorer:
         sample, error = failed[0]
         where = f"row {sample.index} of {sample.data_source}"
         if len(failed) == len(samples):
-            raise ValueError(
+            raise BrokenScorer(
                 f"Scoring failed for all {len(samples)} samples, so the scorer itself must be broken. The first, {where}: "
                 f"{_described(error)}"
             ) from error

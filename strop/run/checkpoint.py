@@ -26,11 +26,15 @@ from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from strop.ranks import Ranks
 from strop.run import layout, remote
 from strop.run.durable import Fingerprint, flush_file, flush_tree, write_file
+from strop.run.handover import leave_note, notes
 from strop.run.manifest import DamagedCheckpoint, Manifest, read_manifest, verify, write_manifest
 from strop.run.retention import Keep, prune
+from strop.run.shards import Piece, open_tensors, piece_of, shard_file, write_pieces
 from strop.run.tensor_file import read_tensors, write_tensors
 from strop.run.tree import Tree, host_copies, join, split
 
@@ -63,7 +67,10 @@ class Draft:
     """JSON values by part."""
     tensors: dict[str, Mapping[str, Tensor]]
     """Tensors by path of their file."""
+    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    """What this rank has of tensors that are divided, by path of their file."""
     metrics: dict[str, float] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def save(
@@ -81,16 +88,25 @@ def save(
     return commit(draft(Path(directory), step, parts, exports=exports, metrics=metrics, copy=False))
 
 
-def load(path: str | Path, *, only: Callable[[str], bool] = lambda part: True) -> dict[str, Tree]:
-    """The parts of a checkpoint, on the CPU; `only` chooses them by name. A damaged file is named in the error."""
+def load(
+    path: str | Path,
+    *,
+    only: Callable[[str], bool] = lambda part: True,
+    later: Callable[[str], bool] = lambda part: False,
+    check: bool = True,
+) -> dict[str, Tree]:
+    """The parts of a checkpoint, on the CPU; `only` chooses them by name. A damaged file is named in the error.
+
+    In the parts that `later` names, a SavedTensor stands for each tensor and is read when somebody asks. Without `check` nobody
+    looks whether contents are still what was written: another rank does.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise ValueError(f"There is no checkpoint {folder}: the folder does not exist.")
     manifest = read_manifest(folder)
     names = [name for name in manifest.parts if only(name)]
-    wanted = {f"{name}{ending}" for name in names for ending in (".json", ".safetensors")}
-    verify(folder, manifest.files, contents=lambda file: file in wanted)
-    return {name: _read_part(folder, name, manifest.files) for name in names}
+    verify(folder, manifest.files, contents=lambda file: check and any(_belongs(file, name) for name in names))
+    return {name: _read_part(folder, name, manifest.files, later(name)) for name in names}
 
 
 def draft(
@@ -101,35 +117,65 @@ def draft(
     exports: Mapping[str, Export] | None = None,
     metrics: Mapping[str, float] | None = None,
     copy: bool,
+    ranks: Ranks | None = None,
 ) -> Draft:
-    """Everything a save needs of the running process. With `copy`, training may go on before `commit`."""
+    """Everything a save needs of the running process. With `copy`, training may go on before `commit`.
+
+    Rank 0 writes what is whole; of tensors that are divided every rank writes its pieces.
+    """
+    ranks = ranks or Ranks()
     exports = exports or {}
     _check_names([*parts, *exports])
     texts: dict[str, Any] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
+    pieces: dict[str, dict[str, Piece]] = {}
     for name, tree in parts.items():
         texts[name], found = split(tree, name=name)
-        if found:
-            tensors[f"{name}.safetensors"] = found
+        divided = {key: piece_of(tensor) for key, tensor in found.items() if isinstance(tensor, DTensor)}
+        mine = {key: piece for key, piece in divided.items() if piece is not None}
+        if mine:
+            pieces[shard_file(name, ranks.rank)] = mine
+        if found.keys() - divided.keys():
+            tensors[f"{name}.safetensors"] = {key: tensor for key, tensor in found.items() if key not in divided}
     for name, export in exports.items():
         _, tensors[f"{name}/model.safetensors"] = split(dict(export.weights), name=name)
+    tensors = tensors if ranks.lead else {}
     if copy:
         tensors = {path: host_copies(group) for path, group in tensors.items()}
+        pieces = {path: _copied(group) for path, group in pieces.items()}
+    staged = ranks.together(lambda: _stage(directory, step, exports) if ranks.lead else None, "starting a checkpoint")
+    folder = ranks.from_lead(staged)
+    assert folder is not None
+    return Draft(folder, step, texts, tensors, pieces, dict(metrics or {}), ranks)
+
+
+def _copied(pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+    copies = host_copies({name: piece.tensor for name, piece in pieces.items()})
+    return {name: Piece(copies[name], piece.start) for name, piece in pieces.items()}
+
+
+def _stage(directory: Path, step: int, exports: Mapping[str, Export]) -> Path:
     with _border(directory, step):
         staged = layout.stage(directory, step)
         with _removed_on_failure(staged):
             for name, export in exports.items():
                 (staged / name).mkdir(parents=True)
                 export.write_files(staged / name)
-    return Draft(staged, step, texts, tensors, dict(metrics or {}))
+    return staged
 
 
 def commit(plan: Draft) -> Path:
-    """Write what was drafted, bring it to the disk, give it its name, then point the tracker file at it."""
+    """Write what was drafted, bring it to the disk, give it its name, then point the tracker file at it.
+
+    Ranks other than 0 leave a note that says what they wrote; rank 0 waits for all notes before the checkpoint gets its name.
+    """
     directory = plan.folder.parent
     with _border(directory, plan.step):
+        if not plan.ranks.lead:
+            leave_note(plan.folder, plan.ranks.rank, lambda: _write_pieces(plan))
+            return layout.folder_of(directory, plan.step)
         with _removed_on_failure(plan.folder):
-            files = _write_parts(plan)
+            files = {**_write_parts(plan), **_write_pieces(plan), **notes(plan.folder, plan.ranks.world)}
             for path in plan.folder.rglob("*"):
                 name = path.relative_to(plan.folder).as_posix()
                 if path.is_file() and name not in files:
@@ -156,12 +202,14 @@ class Checkpoints:
         background: bool = True,
         keep: Keep | None = None,
         copy_to: str | None = None,
+        ranks: Ranks | None = None,
     ):
         """`copy_to` is any fsspec address. A copy that fails is tried again with the next save; `close` raises if it is still
         missing then."""
         self.directory = Path(directory)
         self.background = background
         self.keep = keep or Keep()
+        self.ranks = ranks or Ranks()
         self.copy_to = copy_to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -175,8 +223,8 @@ class Checkpoints:
         exports: Mapping[str, Export] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        self.wait()
-        plan = draft(self.directory, step, parts, exports=exports, metrics=metrics, copy=self.background)
+        self.ranks.together(self.wait, "writing a checkpoint")
+        plan = draft(self.directory, step, parts, exports=exports, metrics=metrics, copy=self.background, ranks=self.ranks)
         if not self.background:
             self._finish(plan)
             return
@@ -218,6 +266,8 @@ class Checkpoints:
 
     def _finish(self, plan: Draft) -> None:
         path = commit(plan)
+        if not self.ranks.lead:
+            return
         if self.copy_to is not None:
             self._copy_away(path)
         prune(self.directory, self.keep)
@@ -247,11 +297,27 @@ def _write_parts(plan: Draft) -> dict[str, Fingerprint]:
     return files
 
 
-def _read_part(folder: Path, name: str, files: Mapping[str, Fingerprint]) -> Tree:
+def _write_pieces(plan: Draft) -> dict[str, Fingerprint]:
+    return {name: write_pieces(plan.folder / name, pieces) for name, pieces in plan.pieces.items()}
+
+
+def _belongs(file: str, part: str) -> bool:
+    return file in (f"{part}.json", f"{part}.safetensors") or _is_shard(file, part)
+
+
+def _is_shard(file: str, part: str) -> bool:
+    return file.startswith(f"{part}/shard-") and file.endswith(".safetensors")
+
+
+def _read_part(folder: Path, name: str, files: Mapping[str, Fingerprint], later: bool) -> Tree:
     path = folder / f"{name}.safetensors"
+    shards = [folder / file for file in files if _is_shard(file, name)]
     try:
         plain = json.loads((folder / f"{name}.json").read_text())
+        if later:
+            return join(plain, open_tensors([*([path] if f"{name}.safetensors" in files else []), *shards]))
         tensors = read_tensors(path) if f"{name}.safetensors" in files else {}
+        tensors |= {key: saved.read() for key, saved in open_tensors(shards).items()}
         return join(plain, tensors)
     except (SafetensorError, ValueError, KeyError) as error:
         raise DamagedCheckpoint(f"The part {name!r} of {folder} cannot be read: {error!r}") from error

@@ -37,8 +37,9 @@ DTYPES: dict[torch.dtype, str] = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Fingerprint:
-    return write_file(path, _pieces(tensors))
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> Fingerprint:
+    """`facts` go into the header beside the tensors."""
+    return write_file(path, _pieces(tensors, facts or {}))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -46,10 +47,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _pieces(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     # Wide types first keeps every tensor aligned to its own width, which readers that map the file rely on.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    yield _header({name: tensors[name] for name in names})
+    yield _header({name: tensors[name] for name in names}, facts)
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         raw = flat.view(torch.uint8).numpy().data
@@ -57,9 +58,9 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             yield raw[start : start + CHUNK]
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
     # transformers refuses a file that does not say which framework wrote it.
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **facts}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from strop.run.tensor_file import DTYPES
 
@@ -32,8 +33,8 @@ def split(tree: Tree, *, name: str = "the tree") -> tuple[Any, dict[str, Tensor]
     return splitter.encode(tree, ()), splitter.tensors
 
 
-def join(plain: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """The tree that `split` took apart."""
+def join(plain: Any, tensors: Mapping[str, Any]) -> Tree:
+    """The tree that `split` took apart; `tensors` may be stand-ins for tensors."""
     if isinstance(plain, list):
         return [join(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -93,22 +94,22 @@ class _Splitter:
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> str:
         self._refuse_unusual(tensor, path)
-        if tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            if place in self._places:
-                return self._places[place]
+        address = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data_ptr()  # 0 where nothing is stored here
+        place = (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if address and place in self._places:
+            return self._places[place]
         base = name = ".".join(path) or "tensor"
         copies = 1
         while name in self.tensors:
             copies += 1
             name = f"{base}#{copies}"
         self.tensors[name] = tensor
-        if tensor.numel():
+        if address:
             self._places[place] = name
         return name
 
     def _refuse_unusual(self, tensor: Tensor, path: tuple[str, ...]) -> None:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        if type(tensor) not in (Tensor, torch.nn.Parameter, DTensor) or tensor.layout != torch.strided or tensor.is_meta:
             what = f"{type(tensor).__qualname__} (layout {tensor.layout}, device {tensor.device})"
             raise ValueError(f"{self._where(path)} is a {what}. A checkpoint holds whole, dense tensors: gather it first.")
         if tensor.dtype not in DTYPES:

@@ -12,7 +12,8 @@ import torch
 from strop.agents.build import Cast
 from strop.algorithms.ema import EMA
 from strop.algorithms.kl import kl_controller
-from strop.backends.base import MicroBatching, Outputs
+from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.sharded import fill
 from strop.backends.single import SingleBackend
 from strop.config.arithmetic import micro_batch, plan_ppo
 from strop.config.compose import Loaded
@@ -21,21 +22,16 @@ from strop.config.objective import has_critic, has_reference, needs, uses_lora
 from strop.data.chat import Chat, stop_ids
 from strop.data.loader import build_loader
 from strop.data.prompts import build_prompts, chat_of
-from strop.models.build import (
-    attention_of,
-    build_critic,
-    build_policy,
-    build_reference,
-    build_tokenizer,
-    compute_dtype,
-    dtype_of,
-)
+from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer, compute_dtype
+from strop.models.hollow import give_memory
+from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.managers.build import build_scorer
 from strop.rewards.model import load_model
 from strop.rollout.base import Engine, Sampling
 from strop.rollout.build import build_engine
 from strop.run.retention import keep_from_trainer
+from strop.trainer.backends import BackendMaker
 from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
 from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
@@ -46,14 +42,9 @@ from strop.trainer.validate import Validator
 from strop.types import Batch
 
 
-def build_ppo(loaded: Loaded) -> PpoTrainer:
-    """Every part of a reinforcement-learning run, ready for `fit`."""
-    config = loaded.config
-    if config.trainer.nnodes * config.trainer.n_gpus_per_node > 1:
-        raise ValueError(
-            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: training on "
-            "several devices is not there yet. Set both to 1."
-        )
+def build_ppo(loaded: Loaded, ranks: Ranks | None = None) -> PpoTrainer:
+    """Every part of a reinforcement-learning run, ready for `fit`; each of `ranks` builds its own."""
+    config, ranks = loaded.config, ranks or Ranks()
     load_plugins(config.plugins)
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
@@ -62,14 +53,15 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
     prompts = build_prompts(config.data, tokenizer, split="train", listing=cast.listing())
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
-    roles = build_roles(config, device, plan.total_steps)
-    engine = engine_for(config.actor_rollout_ref.rollout, roles.actor.module)
+    roles, rollout = build_roles(config, device, plan.total_steps, ranks), config.actor_rollout_ref.rollout
+    sampled = sampled_module(config, roles.actor, device)
+    engine = engine_for(rollout, sampled)
     loader = build_loader(config.data, prompts)
-    collector = collector_for(config, engine, tokenizer, roles.actor.module, device, cast)
+    collector = dataclasses.replace(collector_for(config, engine, tokenizer, sampled, device, cast), ranks=ranks)
     pretraining = build_pretraining(
         config, tokenizer, config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     )
-    average = EMA(masters_of(roles.actor), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
+    average = average_of(roles.actor, config.trainer)
     controller = kl_controller(
         config.algorithm.kl_ctrl.type,
         coef=config.algorithm.kl_ctrl.kl_coef,
@@ -88,7 +80,7 @@ def build_ppo(loaded: Loaded) -> PpoTrainer:
         keeper=keeper,
         kl_controller=controller,
         micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
-        publish=publisher(config.actor_rollout_ref.rollout, engine, roles.actor),
+        publish=publisher(engine, roles.actor, copies=sampled is not roles.actor.module or holds_weights(rollout)),
         total_steps=plan.total_steps,
         beside=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
@@ -117,7 +109,13 @@ def keeper_for(
         save_freq=trainer.save_freq,
         stateful={name: thing for name, thing in stateful.items() if thing is not None},
         exports=lambda: exports(config, roles, tokenizer, average),
+        ranks=roles.actor.ranks,
     )
+
+
+def average_of(backend: Backend, trainer: Any) -> EMA | None:
+    """The average over time of what is trained, where the configuration asks for one."""
+    return EMA(masters_of(backend), decay=trainer.ema_beta, fill=fill) if trainer.enable_ema else None
 
 
 def tokenizer_of(model: Any) -> Any:
@@ -136,41 +134,23 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def build_roles(config: Any, device: torch.device, total_steps: int) -> Roles:
+def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Ranks | None = None) -> Roles:
     """Actor, critic and reference, as the configuration needs them."""
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    temperature = config.actor_rollout_ref.rollout.temperature or 1.0
-
-    def backend(module: Any, section: Any, fsdp: Any, settings: Any, optim: Any | None, clip: float | None) -> SingleBackend:
-        if optim is not None and optim.total_training_steps < 1:
-            optim = dataclasses.replace(optim, total_training_steps=total_steps)
-        return SingleBackend(
-            module,
-            optim=optim,
-            device=device,
-            compute=compute_dtype(fsdp.dtype, device),
-            master=dtype_of(fsdp.model_dtype) if optim is not None else compute_dtype(fsdp.dtype, device),
-            grad_clip=clip,
-            temperature=temperature,
-            packed=settings.use_remove_padding,
-            attention=attention_of(settings),
-            offload_activations=settings.enable_activation_offload,
-        )
-
-    policy = backend(build_policy(model), actor, actor.fsdp_config, model, actor.optim, actor.grad_clip)
+    model, actor, critic = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.critic
+    make = BackendMaker(device, total_steps, ranks or Ranks(), config.actor_rollout_ref.rollout.temperature or 1.0)
+    sizes = [section.ulysses_sequence_parallel_size for section in (actor, critic, config.actor_rollout_ref.ref)]
+    policy = make(build_policy, model, actor.fsdp_config, actor.strategy, actor.optim, actor.grad_clip, sizes[0])
     roles = Roles(policy)
     if has_critic(config):
-        critic = config.critic
-        roles.critic = backend(
-            build_critic(critic.model), critic, critic.model.fsdp_config, critic.model, critic.optim, critic.grad_clip
-        )
+        own = critic.model
+        roles.critic = make(build_critic, own, own.fsdp_config, critic.strategy, critic.optim, critic.grad_clip, sizes[1])
     if has_reference(config):
         if uses_lora(config):
             roles.reference = WithoutAdapters(policy)  # type: ignore[assignment]
         else:
-            other = dataclasses.replace(model, **config.actor_rollout_ref.ref.model)
-            fsdp = config.actor_rollout_ref.ref.fsdp_config
-            roles.reference = backend(build_reference(other), config.actor_rollout_ref.ref, fsdp, other, None, None)
+            ref = config.actor_rollout_ref.ref
+            other = dataclasses.replace(model, **ref.model)
+            roles.reference = make(build_reference, other, ref.fsdp_config, ref.strategy, sequence_parallel=sizes[2])
     return roles
 
 
@@ -183,6 +163,17 @@ class WithoutAdapters:
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         with self.actor.reference():
             return self.actor.forward(batch, want, micro)
+
+
+def sampled_module(config: Any, actor: Backend, device: torch.device) -> Any:
+    """What the engine samples from: the actor's own module, or where that is divided over ranks a whole one in the precision
+    of computing. `publish` brings its weights."""
+    if actor.ranks.world == 1:
+        return actor.module
+    dtype = compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
+    module = build_reference(config.actor_rollout_ref.model, dtype=dtype, weights=False)
+    give_memory(module, device)
+    return module
 
 
 def engine_for(rollout: Any, module: Any) -> Engine:
@@ -217,9 +208,9 @@ ENGINE_SETTINGS = (
 """Keys of the `rollout` section that engines know by the same name; each takes those that concern it."""
 
 
-def publisher(rollout: Any, engine: Engine, actor: Any) -> Callable[[int], None]:
+def publisher(engine: Engine, actor: Any, *, copies: bool) -> Callable[[int], None]:
     """Hands the actor's weights to the engine, as a version; one that samples from the actor's own module has them already."""
-    if holds_weights(rollout):
+    if copies:
         return lambda version: engine.update_weights(actor.export_weights(), version)
     return lambda version: engine.update_weights((), version)
 

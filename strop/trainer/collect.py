@@ -20,9 +20,11 @@ from strop.agents.report import episode_metrics
 from strop.agents.runner import EpisodeRunner, Start
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import RewardWeights
+from strop.ranks import Ranks
 from strop.rollout.base import Completion, Engine, Request, Sampling
 from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
+from strop.trainer.shares import deal_prompts, merged_metrics, score_in_shares, told_to_all
 from strop.types import Prompt, Trajectory
 
 Draw = Callable[[], list[Prompt]]
@@ -90,6 +92,8 @@ class Collector:
     """Agent loops, tools and interactions; None: every row is one answer."""
     weights: RewardWeights = field(default_factory=RewardWeights)
     """How the rewards of a conversation add up."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Each samples and scores its share of the prompts, and is told what the others found."""
 
     _reports: list[Any] = field(default_factory=list)
     """Of the draws of this step."""
@@ -163,14 +167,7 @@ class Collector:
     def _scored(self, report: Any) -> dict[str, float]:
         """How scoring went over all draws of the step: counts add up, means weigh by samples."""
         self._reports.append(report)
-        metrics: dict[str, float] = {}
-        for name in dict.fromkeys(name for each in self._reports for name in each.metrics):
-            found = [(each.metrics[name], each.samples - each.failed) for each in self._reports if name in each.metrics]
-            if name.endswith("/mean"):
-                metrics[name] = sum(value * weight for value, weight in found) / max(1, sum(weight for _, weight in found))
-            else:
-                metrics[name] = sum(value for value, _ in found)
-        return metrics
+        return merged_metrics(self._reports, sum)
 
     def score(self, trajectories: Sequence[Trajectory]) -> Any:
         """Fill in scores, and weigh in what tools and turns earned. An episode that failed stays without a score."""
@@ -178,8 +175,11 @@ class Collector:
         if not self.weights.score:
             for t in alive:
                 t.score = 0.0
-        report = self.scorer.score(alive)
-        for t in alive:
+        return score_in_shares(alive, self._score_here, self.ranks)
+
+    def _score_here(self, trajectories: Sequence[Trajectory]) -> Any:
+        report = self.scorer.score(trajectories)
+        for t in trajectories:
             weigh(t, self.weights)
         return report
 
@@ -194,6 +194,11 @@ class Collector:
         Rows whose agent gives a single answer go to the engine in one batch; each sample of the others is an episode.
         """
         numbered = [(first + i, prompt) for i, prompt in enumerate(prompts)]
+        mine = [numbered[place] for place in deal_prompts(prompts, self.ranks)]
+        made = self.ranks.together(lambda: self._generate_here(mine, sampling, n, step), "sampling")
+        return told_to_all(made, dict(numbered), self.ranks)
+
+    def _generate_here(self, numbered: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
         if self.cast is None:
             return self._in_one_batch(numbered, sampling, n, step)
         alone = {group for group, prompt in numbered if not self.cast.loops.batched(prompt.agent_name)}

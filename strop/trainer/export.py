@@ -27,7 +27,7 @@ def exports(config: Any, roles: Roles, tokenizer: Any, average: EMA | None) -> d
         wanted["actor/huggingface"] = folder_of(roles.actor, tokenizer)
         if average is not None:
             with averaged(roles.actor, average):
-                copies = {name: weight.clone() for name, weight in roles.actor.export_weights()}
+                copies = {name: weight.clone() for name, weight in exported(roles.actor).items()}
             wanted["actor/huggingface_ema"] = Export(copies, folder_of(roles.actor, tokenizer).write_files)
     if roles.critic is not None and "hf_model" in config.critic.checkpoint.save_contents:
         wanted["critic/huggingface"] = folder_of(roles.critic, tokenizer)
@@ -48,7 +48,13 @@ def folder_of(backend: Backend, tokenizer: Any) -> Export:
             module.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return Export(dict(backend.export_weights()), write)
+    return Export(exported(backend), write)
+
+
+def exported(backend: Backend) -> dict[str, torch.Tensor]:
+    """All weights, on the rank that writes them; the others take part in gathering them."""
+    weights = backend.export_weights()
+    return dict(weights) if backend.ranks.lead else {name: weight for name, weight in weights if False}
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from strop.backends.nonfinite import NonFiniteLoss
 from strop.catalog import TRACKERS
 from strop.config.schema.model import Checkpoint
 from strop.data.loader import Loader
+from strop.ranks import Ranks, SharedFailure
 from strop.run import random_state
-from strop.run.checkpoint import Checkpoints, Export
+from strop.run.checkpoint import Checkpoints, Export, load
 from strop.run.contents import role_parts, role_state, selector
 from strop.run.due import save_is_due
 from strop.run.dumps import dump, rollout_rows, write_transcripts
-from strop.run.resume import Resumed, resume
+from strop.run.resume import Resumed, delete, resume
 from strop.run.retention import Keep
 from strop.run.tracking import Run, Trackers, start
 from strop.trainer.evidence import batch_rows, write_evidence
@@ -58,13 +59,17 @@ class Keeper:
     """Folders that other libraries load, written when save_contents asks for hf_model."""
     validation: dict[str, float] = field(default_factory=dict)
     """Results of the latest validation; the best checkpoint is known by them."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """All of them save their parts of the models; rank 0 alone writes everything else."""
     longest_step: float = 0.0
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
         self.directory = Path(trainer.default_local_dir).expanduser()
         background = next(iter(self.contents.values())).async_save
-        self.checkpoints = Checkpoints(self.directory, background=background, keep=self.keep, copy_to=trainer.default_hdfs_dir)
+        self.checkpoints = Checkpoints(
+            self.directory, background=background, keep=self.keep, copy_to=trainer.default_hdfs_dir, ranks=self.ranks
+        )
         self.trackers: Trackers | None = None
 
     def __enter__(self) -> Keeper:
@@ -84,20 +89,19 @@ class Keeper:
     def resume(self, loop: Loop) -> int:
         """Put everything back where a checkpoint left it and start the trackers; returns the step to go on from."""
         settings = self.config.trainer
-        found = resume(
-            self.directory,
-            mode=settings.resume_mode,
-            path=settings.resume_from_path,
-            copied_to=settings.default_hdfs_dir,
-            only=selector({role: self._load_contents(role) for role in self.contents}),
-            delete_after_load=settings.del_local_ckpt_after_load,
-        )
+        found = self._found()
         if found is not None:
             self._restore(loop, found)
+            self.ranks.gather(None)  # all have read it
+            if settings.del_local_ckpt_after_load and self.ranks.lead:
+                delete(found.path)
             log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
             if found.step >= self.total_steps and not settings.val_only:
                 log.info("All steps are done: raise trainer.total_training_steps or total_epochs to train further.")
         wanted = [settings.logger] if isinstance(settings.logger, str) else settings.logger
+        if not self.ranks.lead:
+            self.trackers = Trackers({})
+            return found.step if found else 0
         self.trackers = start(
             [name for name in wanted if name in TRACKERS],  # the preflight has said which are left out
             Run(
@@ -110,6 +114,24 @@ class Keeper:
             ),
         )
         return found.step if found else 0
+
+    def _found(self) -> Resumed | None:
+        """The checkpoint to go on from. Rank 0 chooses and examines it; with many ranks, models are read piece by piece."""
+        settings = self.config.trainer
+        only = selector({role: self._load_contents(role) for role in self.contents})
+
+        def later(part: str) -> bool:
+            return self.ranks.world > 1 and part.partition("/")[0] in self.models
+
+        def choose() -> Resumed | None:
+            mode, path, copies = settings.resume_mode, settings.resume_from_path, settings.default_hdfs_dir
+            return resume(self.directory, mode=mode, path=path, copied_to=copies, only=only, later=later)
+
+        mine = self.ranks.together(lambda: choose() if self.ranks.lead else None, "choosing a checkpoint")
+        chosen = self.ranks.from_lead(None if mine is None else (mine.path, mine.step))
+        if self.ranks.lead or chosen is None:
+            return mine
+        return Resumed(*chosen, load(chosen[0], only=only, later=later, check=False))
 
     def save(self, loop: Loop, record: StepRecord) -> None:
         with record.phase("save_checkpoint"):
@@ -145,13 +167,14 @@ class Keeper:
 
     def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
         self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
-        return save_is_due(
+        due = save_is_due(
             step,
             save_freq=self.save_freq,
             last=last,
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )
+        return self.ranks.from_lead(due)  # clocks differ
 
     def log(self, record: StepRecord, step: int) -> None:
         assert self.trackers is not None
@@ -162,6 +185,8 @@ class Keeper:
         """Dump validation samples, show some of them to the trackers, and remember the numbers."""
         trainer = self.config.trainer
         self.validation = {name: value for name, value in record.metrics.items() if name.startswith("val-")}
+        if not self.ranks.lead:
+            return
         if trainer.validation_data_dir:
             dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
             write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
@@ -178,15 +203,18 @@ class Keeper:
     ) -> ValueError:
         """Write the batch of a loss that is not finite; the error to raise instead says where it is."""
         folder = self.directory / f"nonfinite_step_{step}"
+        failure = SharedFailure if self.ranks.world > 1 else ValueError
+        if not self.ranks.lead:
+            return failure(f"Step {step}: {problem} The whole batch is in {folder}.")
         texts = rollout_rows(trajectories, step=step, decode=self.decode) if trajectories else batch_rows(batch, self.decode)
         write_evidence(folder, problem, batch, texts, step=step)
-        return ValueError(
+        return failure(
             f"Step {step}: {problem} The whole batch is in {folder}: rows.json to read, batch.safetensors to compute with."
         )
 
     def dump_rollouts(self, trajectories: list[Trajectory], step: int, record: StepRecord) -> None:
         folder = self.config.trainer.rollout_data_dir
-        if folder:
+        if folder and self.ranks.lead:
             with record.phase("dump_rollout_generations"):
                 dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
                 write_transcripts(folder, step, trajectories, decode=self.decode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from strop.config.commandline import parse
 from strop.config.compose import load
@@ -16,13 +17,15 @@ def run(arguments: Sequence[str]) -> int:
     asked = parse(arguments)
     root = "ppo_megatron_trainer" if (asked.config or "").startswith("ppo_megatron_trainer") else "ppo_trainer"
     loaded = load(root, asked.overrides, asked.config, asked.search)
-    from strop.trainer.preflight import require
+    from strop.trainer.start import start
 
-    require(loaded)
+    return start(loaded, "strop.trainer.main_ppo", arguments, _train)
+
+
+def _train(loaded: Any, ranks: Any, report: Any) -> None:
     from strop.trainer.build import build_ppo
 
-    build_ppo(loaded).fit()
-    return 0
+    build_ppo(loaded, ranks).fit()
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class PpoTrainer:
         record.add(
             update(self.roles.actor, batch, objective, actor, rows, micro, self.step, "actor", self.beside, self.after_update)
         )
-        record.add(objective.drift(batch))
+        record.add(objective.drift(batch, self.roles.actor.ranks))
         if actor.use_kl_loss:
             record.add({"actor/kl_coef": actor.kl_loss_coef})
 

@@ -20,22 +20,16 @@ from strop.data.chat import Chat
 from strop.data.custom import order_seed
 from strop.data.loader import Loader
 from strop.data.supervised import build_supervised
-from strop.models.build import (
-    attention_of,
-    build_critic,
-    build_policy,
-    build_reference,
-    build_tokenizer,
-    compute_dtype,
-    dtype_of,
-)
+from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer
 from strop.models.heads import padding_beside_the_end, set_reward_statistics
 from strop.models.lora import has_adapters
+from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.run.checkpoint import Export
 from strop.run.retention import Keep
-from strop.trainer.build import WithoutAdapters, device_of
-from strop.trainer.export import averaged, folder_of, masters_of
+from strop.trainer.backends import BackendMaker
+from strop.trainer.build import WithoutAdapters, average_of, device_of
+from strop.trainer.export import averaged, exported, folder_of, masters_of
 from strop.trainer.keeper import Keeper
 from strop.trainer.supervised import SupervisedTrainer
 from strop.trainer.supervised_progress import Progress, ScoreMoments
@@ -46,29 +40,27 @@ ROLE = "model"
 """Name of the one trained model in checkpoints."""
 
 
-def build_supervised_trainer(loaded: Loaded, datasets: Mapping[str, Any] | None = None) -> SupervisedTrainer:
+def build_supervised_trainer(
+    loaded: Loaded, datasets: Mapping[str, Any] | None = None, ranks: Ranks | None = None
+) -> SupervisedTrainer:
     """Every part of a supervised run, ready for `fit`; `datasets` are those that were read already, by split."""
-    config = loaded.config
+    config, ranks = loaded.config, ranks or Ranks()
     load_plugins(config.plugins)
     torch.manual_seed(config.trainer.seed)
     device, tokenizer, task = device_of(config.trainer.device), tokenizer_of(config), task_of(config)
     known = datasets or {}
     rows = known.get("train") or build_supervised(config.data, tokenizer, split="train")
     plan = plan_supervised(config, rows=len(rows))
-    if plan.devices > 1:
-        raise ValueError(
-            f"trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: training on "
-            "several devices is not there yet. Set both to 1."
-        )
     assert plan.total_steps is not None and plan.steps_per_epoch is not None
-    model = backend_of(config, device, plan.total_steps)
+    make = BackendMaker(device, plan.total_steps, ranks)
+    model = backend_of(config, make)
     micro = micro_batching(config, plan, task)
     val_rows = known.get("val") or (build_supervised(config.data, tokenizer, split="val") if config.data.val_files else None)
-    reference = reference_of(config, model, device)
+    reference = reference_of(config, model, make)
     if reference is not None and config.loss.precompute_ref:
-        rows, val_rows = _remembered(config, rows, val_rows, plan, reference, micro)
+        rows, val_rows = _remembered(config, rows, val_rows, plan, reference, micro, ranks.lead)
         reference = None
-    average = EMA(masters_of(model), decay=config.trainer.ema_beta) if config.trainer.enable_ema else None
+    average = average_of(model, config.trainer)
     progress, scores = Progress(), ScoreMoments() if isinstance(config, RmTrainer) else None
     stateful = {"progress": progress, "scores": scores, "ema": average}
     return SupervisedTrainer(
@@ -89,6 +81,7 @@ def build_supervised_trainer(loaded: Loaded, datasets: Mapping[str, Any] | None 
             save_freq=period(config.trainer.save_freq, plan),
             stateful={name: thing for name, thing in stateful.items() if thing is not None},
             exports=lambda: exports(config, model, tokenizer, average, scores),
+            ranks=ranks,
         ),
         micro=micro,
         total_steps=plan.total_steps,
@@ -117,26 +110,15 @@ def tokenizer_of(config: Any) -> Any:
     return tokenizer
 
 
-def backend_of(config: Any, device: torch.device, total_steps: int) -> SingleBackend:
+def backend_of(config: Any, make: BackendMaker) -> SingleBackend:
     """The model in training: a language model, or one with a scalar head for rewards."""
-    settings, optim = config.model, config.optim
-    if optim.total_training_steps < 1:
-        optim = dataclasses.replace(optim, total_training_steps=total_steps)
-    make: Callable[..., Any] = build_critic if isinstance(config, RmTrainer) else build_policy
-    return SingleBackend(
-        make(dataclasses.replace(settings, use_remove_padding=config.use_remove_padding)),
-        optim=optim,
-        device=device,
-        compute=compute_dtype(settings.fsdp_config.dtype, device),
-        master=dtype_of(settings.fsdp_config.model_dtype),
-        grad_clip=optim.clip_grad,
-        packed=config.use_remove_padding,
-        attention=attention_of(settings),
-        offload_activations=settings.enable_activation_offload,
-    )
+    build: Callable[..., Any] = build_critic if isinstance(config, RmTrainer) else build_policy
+    settings = dataclasses.replace(config.model, use_remove_padding=config.use_remove_padding)
+    optim, size = config.optim, config.ulysses_sequence_parallel_size
+    return make(build, settings, settings.fsdp_config, settings.strategy, optim, optim.clip_grad, size)
 
 
-def reference_of(config: Any, model: SingleBackend, device: torch.device) -> Forward | None:
+def reference_of(config: Any, model: SingleBackend, make: BackendMaker) -> Forward | None:
     """Who answers for the frozen reference of DPO.
 
     The policy without its adapters; before training, the policy itself if the reference is the same folder; else another model.
@@ -151,15 +133,8 @@ def reference_of(config: Any, model: SingleBackend, device: torch.device) -> For
     if same and config.loss.precompute_ref:
         return model.forward
     settings = dataclasses.replace(config.model, path=config.ref.path, use_remove_padding=config.use_remove_padding)
-    dtype = compute_dtype(settings.fsdp_config.dtype, device)
-    frozen = SingleBackend(
-        build_reference(settings),
-        device=device,
-        compute=dtype,
-        master=dtype,
-        packed=config.use_remove_padding,
-        attention=attention_of(settings),
-    )
+    size = config.ulysses_sequence_parallel_size
+    frozen = make(build_reference, settings, settings.fsdp_config, settings.strategy, sequence_parallel=size)
     if not config.ref.param_offload:
         return frozen.forward
     frozen.offload()
@@ -175,7 +150,7 @@ def reference_of(config: Any, model: SingleBackend, device: torch.device) -> For
 
 
 def _remembered(
-    config: Any, rows: Any, val_rows: Any, plan: SupervisedPlan, reference: Forward, micro: MicroBatching
+    config: Any, rows: Any, val_rows: Any, plan: SupervisedPlan, reference: Forward, micro: MicroBatching, lead: bool
 ) -> tuple[Any, Any]:
     """Both data sets with the reference's log-probs of every row that the run will see."""
     assert plan.total_steps is not None
@@ -184,9 +159,10 @@ def _remembered(
     places = range(len(rows)) if seen >= len(rows) else loader.order(0)[:seen]
     loader.close()
     folder, who = Path(config.trainer.default_local_dir).expanduser(), str(config.ref.path)
-    train = remember(rows, [int(place) for place in places], reference, micro, folder=folder, who=who)
+    known: dict[str, Any] = {"folder": folder, "who": who, "write": lead}
+    train = remember(rows, [int(place) for place in places], reference, micro, **known)
     if val_rows is not None:
-        val_rows = remember(val_rows, range(len(val_rows)), reference, micro, folder=folder, who=who)
+        val_rows = remember(val_rows, range(len(val_rows)), reference, micro, **known)
     return train, val_rows
 
 
@@ -235,6 +211,6 @@ def exports(
     wanted = {f"{ROLE}/huggingface": folder_of(model, tokenizer)}
     if average is not None:
         with averaged(model, average):
-            copies = {name: weight.clone() for name, weight in model.export_weights()}
+            copies = {name: weight.clone() for name, weight in exported(model).items()}
         wanted[f"{ROLE}/huggingface_ema"] = Export(copies, folder_of(model, tokenizer).write_files)
     return wanted

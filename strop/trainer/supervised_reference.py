@@ -55,9 +55,19 @@ class RememberedReference(Sequence[Any]):
 
 
 def remember(
-    dataset: Any, places: Sequence[int], forward: Forward, micro: MicroBatching, *, folder: Path, who: str
+    dataset: Any,
+    places: Sequence[int],
+    forward: Forward,
+    micro: MicroBatching,
+    *,
+    folder: Path,
+    who: str,
+    write: bool = True,
 ) -> RememberedReference:
-    """`dataset` with the reference's log-probs at `places`; what an earlier process of the run computed is read again."""
+    """`dataset` with the reference's log-probs at `places`; what an earlier process of the run computed is read again.
+
+    Of many ranks that know the same, one should `write` it.
+    """
     name = hashlib.sha256(f"{dataset.fingerprint()} {who} {dataset.config}".encode()).hexdigest()[:24]
     file = folder / FILE
     known = read_tensors(file) if file.exists() else {}
@@ -67,6 +77,7 @@ def remember(
         log.info("The reference reads %d pairs once.", len(missing))
         for start in range(0, len(missing), AT_ONCE):
             _fill(table, dataset, missing[start : start + AT_ONCE], forward, micro)
+    if missing and write:
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{FILE}.new"
         write_tensors(aside, {**known, name: table})

@@ -16,6 +16,7 @@ from strop.algorithms.value_loss import value_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import POLICY_LOSSES
 from strop.config.objective import clip_range
+from strop.ranks import Ranks
 from strop.trainer.experience import drift
 from strop.types import Batch, pad_columns
 
@@ -131,14 +132,16 @@ class ActorUpdate:
             **bypass,
         }
 
-    def drift(self, batch: Batch) -> dict[str, float]:
+    def drift(self, batch: Batch, ranks: Ranks) -> dict[str, float]:
         """On-policy nobody knows the trainer's own log-probs before the update: how far the engine's were is known now."""
-        if not self.captured:
+        shares = ranks.gather([(ids.cpu(), table.cpu()) for ids, table in self.captured])
+        captured = [pair for share in shares for pair in share]
+        if not captured:
             return {}
         assert batch.row_ids is not None
         width = batch.mask.shape[1]
-        rows = torch.cat([ids for ids, _ in self.captured]).cpu()
-        tables = torch.cat([pad_columns(table, width)[:, :width] for _, table in self.captured]).cpu()
+        rows = torch.cat([ids for ids, _ in captured])
+        tables = torch.cat([pad_columns(table, width)[:, :width] for _, table in captured])
         place = torch.full((int(max(rows.max(), batch.row_ids.max())) + 1,), -1)
         place[rows] = torch.arange(len(rows))
         found = place[batch.row_ids.cpu()]

@@ -1,0 +1,21 @@
+"""The sharding backend as several ranks on the CPU; what the ranks test is in test_conformance.py and ranks_fsdp.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.backends.ranks import pytest_as_ranks
+
+HERE = Path(__file__).parent
+CENTRAL = "packing_change_nothing or clipped or not_finite or (resuming_is_exact and fp32) or lora or pairs_stay"
+
+
+def test_two_ranks_do_what_a_backend_must_do():
+    pytest_as_ranks(2, [str(HERE / "test_conformance.py"), "-k", f"({CENTRAL}) and not padded"])
+
+
+@pytest.mark.slow
+def test_two_ranks_pass_the_whole_conformance_suite():
+    pytest_as_ranks(2, [str(HERE / "test_conformance.py")], timeout=900)
