@@ -7,8 +7,8 @@
 The two systems take turns for `--rounds` rounds, each time as a process of its own, so that a noisy moment hits both; the first
 `--warm-up` steps of every turn are left out. A step is the time from the end of one to the end of the next. On a machine with
 other work to do, `--threads 1 --clock processor` counts the processor's time, which does not include the waiting. Neither
-recomputes activations; both compute in fp32; DPO asks its reference in every step. Of several micro-batch sizes of the peer the
-fastest counts. Prints one JSON line per system and the ratio last.
+recomputes activations; both compute in fp32 and take the rows in their order; DPO asks its reference in every step. Of several
+micro-batch sizes of the peer the fastest counts. Prints one JSON line per system and the ratio last.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> li
         f"data.train_files={folder}/{work.verb}.jsonl",
         *([] if work.verb == "sft" else ["data.prompt_key=prompt"]),
         *(["loss.precompute_ref=false"] if work.verb == "dpo" else []),
+        "data.shuffle=false",
         f"data.train_batch_size={work.rows}",
         f"data.micro_batch_size_per_gpu={work.rows}",
         f"optim.lr={lr}",
@@ -186,8 +187,8 @@ def summary(system: str, turns: list[dict[str, Any]], work: Work, clock: str, wa
         "most": round(max(every), 4),
         "by_round": [round(statistics.median(each), 4) for each in rounds],
         "steps": len(every),
-        ("rows_per_second" if work.verb == "sft" else "pairs_per_second"): round(work.rows / step, 2),
-        "tokens_per_second": round(tokens / step, 1),
+        ("rows_per_second" if work.verb == "sft" else "pairs_per_second"): float(f"{work.rows / step:.4g}"),
+        "tokens_per_second": float(f"{tokens / step:.4g}"),
         "tokens": round(tokens, 1),
         "first_loss": round(turns[0]["loss"][0], 4),
     }

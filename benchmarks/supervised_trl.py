@@ -47,6 +47,7 @@ def trainer_of(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Any:
         "save_strategy": "no",
         "logging_steps": 1,
         "seed": 0,
+        "train_sampling_strategy": "sequential",
         "disable_tqdm": True,
     }
     data, as_fp32 = Dataset.from_list(rows), {"dtype": "float32"}
