@@ -63,13 +63,13 @@ def test_smollm2_runs_a_few_steps_with_the_calculator(data: Path, tmp_path: Path
         "data.val_files=null",
         "data.train_batch_size=2",
         "model.fsdp_config.dtype=float32",
-        "trainer.total_training_steps=8",
+        "trainer.total_training_steps=6",
         "trainer.total_epochs=2",
-        "optim.lr=5e-4",
+        "optim.lr=1e-3",
         f"trainer.default_local_dir={tmp_path}/sft",
         "trainer.device=cpu",
     )
-    [model] = (tmp_path / "sft").glob("global_step_*/huggingface")
+    [model] = (tmp_path / "sft").glob("global_step_*/model/huggingface")
     run(
         "-m",
         "strop.cli",
@@ -78,7 +78,7 @@ def test_smollm2_runs_a_few_steps_with_the_calculator(data: Path, tmp_path: Path
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/test.parquet",
         "data.train_batch_size=2",
-        "data.max_response_length=96",
+        "data.max_response_length=80",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
