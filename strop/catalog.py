@@ -39,8 +39,8 @@ ADVANTAGES.declare("reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_
 ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce")
 
 # --- Policy losses -------------------------------------------------------------------------------------------------------
-# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional: where the advantages
-# of a row are 0, its loss and gradient are 0.
+# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional: where the
+# advantages of a row are 0, its loss and gradient are 0.
 POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None, "proportional": False})
 _losses = "strop.algorithms.policy_losses"
 POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True)
@@ -98,7 +98,8 @@ PREFERENCE_LOSSES.declare(
 # --- Rule scorers --------------------------------------------------------------------------------------------------------
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in
 # a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`);
-# runs_programs: it waits for other processes, so several are called at a time, with `sandbox` set to reward_model.sandbox_fusion.
+# runs_programs: it waits for other processes, so several are called at a time, with `sandbox` set to
+# reward_model.sandbox_fusion.
 SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False})
 _VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"

@@ -75,8 +75,8 @@ def _growth(chat: Chat, level: Level) -> list[Finding]:
                     Finding(
                         level,
                         f"The chat template is not prefix-stable: {what} rendered {was!r} at token {same}, but with one more "
-                        f"message it is {now!r}. Supervised training on conversations of several turns cannot use it; agents keep "
-                        "each turn as it was sampled.",
+                        f"message it is {now!r}. Supervised training on conversations of several turns cannot use it; agents "
+                        "keep each turn as it was sampled.",
                     )
                 ]
     return []

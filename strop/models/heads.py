@@ -153,7 +153,7 @@ def set_reward_statistics(config: PreTrainedConfig, statistics: RewardStatistics
 
 
 def wrong_head(folder: Path, *, wanted: str) -> str | None:
-    """Why a folder cannot be what is `wanted`, judged by its config.json: "language", "scalar" (a head may be new), "reward"."""
+    """Why a folder cannot be what is `wanted`, by its config.json: "language", "scalar" (a head may be new), "reward"."""
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved_as = (said.get("architectures") or [""])[0]
     classifier = saved_as.endswith(("SequenceClassification", "TokenClassification"))

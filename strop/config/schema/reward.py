@@ -60,7 +60,7 @@ class SandboxFusion:
     total_timeout: float = setting(60.0, above=0)
     """Seconds for all tests of a program; those that do not get their turn fail."""
     isolation: str = setting("auto", choices=("auto", "namespaces", "bubblewrap", "user", "limits"))
-    """What must separate programs from this machine. auto: the best that works here, with a warning if the network stays open."""
+    """What must separate programs from this machine. auto: the best that works here; it warns if the network stays open."""
 
 
 @dataclass(eq=False)

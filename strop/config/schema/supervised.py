@@ -53,7 +53,7 @@ class SupervisedData:
     truncation: str = setting("error", choices=("error", "left", "right"))
     """What happens to a longer one."""
     bad_rows: str = setting("error", choices=("error", "skip"))
-    """A row that teaches nothing (an empty answer, two equal ones, a chat without the user first): name it and stop, or skip it."""
+    """What happens to a row that teaches nothing: an empty answer, two equal ones, a chat without the user first."""
     shuffle: bool = True
     """Draw rows in random order."""
     seed: int | None = link("trainer.seed")
@@ -185,7 +185,7 @@ class DpoLoss:
     target_margin: float = setting(0.0, at_least=0)
     """How much larger than the other the better answer's implicit reward should be (gamma of SimPO; dpo and simpo)."""
     precompute_ref: bool = True
-    """Compute the reference's log-probs once, before training, and keep only one number per answer: no second model in memory."""
+    """Compute the reference's log-probs once, before training, one number per answer: no second model stays in memory."""
 
 
 @dataclass(eq=False)
