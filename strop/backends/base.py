@@ -59,6 +59,11 @@ class Backend(Protocol):
     ranks: Ranks
     """Who shares the work. All of them call every method alike, with the same batch, and are given the same answer."""
 
+    @property
+    def out_of_memory(self) -> int:
+        """Times a pass did not fit into memory and was made again with smaller micro-batches."""
+        ...
+
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values, scores), no gradient, on the CPU in fp32."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from strop.backends.micro import deal, on_device, partition
 from strop.backends.optimizer import load_optimizer_state, make_optimizer, make_schedule
 from strop.backends.sharded import ShardedWeights, fill, shard_like
 from strop.backends.single import SingleBackend, set_schedule, summed
+from strop.backends.thrift import Thrift
 from strop.config.schema.model import Fsdp, Optim
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
@@ -57,6 +59,7 @@ class FsdpBackend(SingleBackend):
         self._refuse_half(optim, compute, master)
         settings = settings or Fsdp()
         self.module, self.ranks, self.device = module, ranks, torch.device(device)
+        self.thrift = Thrift(ranks)
         self.compute, self.temperature, self.grad_clip = compute, temperature, grad_clip
         self.packed, self.attention, self.offload_activations = packed, attention, offload_activations
         self.slicing = None if sequence_parallel == 1 else sequence_slicing(ranks, sequence_parallel)
@@ -76,7 +79,7 @@ class FsdpBackend(SingleBackend):
 
     # --- passes -----------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
+    def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self.module.eval()
         size = (len(batch), batch.mask.shape[1])
         tables = {name: torch.zeros(size[:1] if name == "scores" else size) for name in want if name != "auxiliary"}
@@ -93,8 +96,7 @@ class FsdpBackend(SingleBackend):
             dist.all_reduce(table if self._speaks else table.zero_())
         return Outputs(**tables)
 
-    def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
-        assert self.optimizer is not None, "a frozen model has no gradients"
+    def _forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
         self.module.train()
         own, idle = self._share(batch, micro)
         losses, reports = [], []
@@ -111,11 +113,12 @@ class FsdpBackend(SingleBackend):
             nothing.backward()
         found = torch.stack(losses).float().tolist() if losses else []
         told = list(zip(own, found, strict=True)) if self._speaks else []
-        passes = [pair for pairs in self.ranks.gather(told) for pair in pairs]
-        values = torch.tensor([value for _, value in passes])
+        passes = [(rank, *pair) for rank, pairs in enumerate(self.ranks.gather(told)) for pair in pairs]
+        values = torch.tensor([value for _, _, value in passes])
         if not values.isfinite().all():
             self.weights.clear_gradients()
-            self._explain(batch, want, [rows for rows, _ in passes], values)
+            failed = sorted({rank for rank, _, value in passes if not math.isfinite(value)})
+            self._explain(batch, want, [rows for _, rows, _ in passes], values, failed)
         return self.ranks.summed(summed(reports) if self._speaks else {})
 
     @property

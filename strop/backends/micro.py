@@ -35,6 +35,17 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     return [[row for block in sorted(part, key=lambda b: -weights[b]) for row in blocks[block]] for part in parts]
 
 
+def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None:
+    """Micro-batches of half the size; None where they are as small as they can be."""
+    size = micro.together
+    if micro.max_tokens is not None:
+        largest = max(sum(lengths[at : at + size]) for at in range(0, len(lengths), size))
+        budget = max(largest, min(micro.max_tokens, sum(lengths)) // 2)
+        return dataclasses.replace(micro, max_tokens=budget) if budget < micro.max_tokens else None
+    rows = max(size, min(micro.rows, len(lengths)) // 2 // size * size)
+    return dataclasses.replace(micro, rows=rows) if rows < micro.rows else None
+
+
 def deal(lengths: Sequence[int], parts: int, *, together: int = 1) -> Partition:
     """Rows for each of `parts` ranks, of nearly equal work; `together` consecutive rows are never parted. With fewer rows than
     ranks some get none."""

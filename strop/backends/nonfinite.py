@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from strop.types import ROWS, TOKENS, Batch
 class NonFiniteLoss(ValueError):
     """Carries the rows (`row_ids` of the batch, or positions) so that the trainer can write them down."""
 
-    def __init__(self, rows: list[int], causes: list[str], loss: float):
+    def __init__(self, rows: list[int], causes: list[str], loss: float, ranks: Sequence[int] = ()):
         self.rows, self.causes = rows, causes
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         why = f" Not finite in them: {', '.join(causes)}." if causes else ""
         shown = ", ".join(map(str, rows[:16])) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
-        super().__init__(f"The loss is {loss} because of rows {shown}.{why} This update was not made.")
+        super().__init__(f"The loss{where} is {loss} because of rows {shown}.{why} This update was not made.")
 
 
 def suspects(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[list[int], list[str]]:

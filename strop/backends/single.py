@@ -22,6 +22,7 @@ from strop.backends.optimizer import (
     move_optimizer,
     optimizer_state,
 )
+from strop.backends.thrift import Thrift
 from strop.config.schema.model import Optim
 from strop.models.forward import response_outputs
 from strop.models.heads import HEAD
@@ -57,6 +58,7 @@ class SingleBackend:
     ):
         self._refuse_half(optim, compute, master)
         self.module = module
+        self.thrift = Thrift()
         self.device = torch.device(device)
         self.compute = compute
         self.temperature, self.grad_clip = temperature, grad_clip
@@ -75,6 +77,24 @@ class SingleBackend:
             raise ValueError("fp16 gradients underflow without loss scaling; train in bf16 or fp32 (fsdp_config.dtype).")
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
+        return self.thrift.tried(micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller))
+
+    def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
+        assert self.optimizer is not None, "a frozen model has no gradients"
+        fresh = not self.weights.gradients  # else a second try would lose what was collected before this call
+
+        def attempt(smaller: MicroBatching) -> dict[str, float]:
+            if fresh:
+                self.weights.clear_gradients()
+            return self._forward_backward(batch, want, loss, smaller)
+
+        return self.thrift.tried(micro, batch.lengths, attempt, again=fresh)
+
+    @property
+    def out_of_memory(self) -> int:
+        return self.thrift.count
+
+    def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self.module.eval()
         width = batch.mask.shape[1]
         tables: dict[str, Tensor] = {}
@@ -86,8 +106,7 @@ class SingleBackend:
                     table[rows] = (pad_columns(found, width) if wide else found).float().cpu()
         return Outputs(**tables)
 
-    def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
-        assert self.optimizer is not None, "a frozen model has no gradients"
+    def _forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
         self.module.train()
         parts = partition(batch, micro)
         losses, reports = [], []
@@ -216,7 +235,9 @@ class SingleBackend:
 
         return torch.autograd.graph.saved_tensors_hooks(park, lambda parked: parked[1].to(parked[0]))
 
-    def _explain(self, batch: Batch, want: Sequence[str], parts: list[list[int]], losses: Tensor) -> None:
+    def _explain(
+        self, batch: Batch, want: Sequence[str], parts: list[list[int]], losses: Tensor, ranks: Sequence[int] = ()
+    ) -> None:
         """Weights have not moved, so asking again shows which rows the model fails on."""
         rows: list[int] = []
         causes: set[str] = set()
@@ -230,7 +251,7 @@ class SingleBackend:
             rows += [part[place] for place in places] or part
             causes |= set(names)
         ids = range(len(batch)) if batch.row_ids is None else batch.row_ids.tolist()
-        raise NonFiniteLoss(sorted(ids[row] for row in rows), sorted(causes), float(losses.sum()))
+        raise NonFiniteLoss(sorted(ids[row] for row in rows), sorted(causes), float(losses.sum()), ranks)
 
 
 def summed(reports: list[dict[str, Tensor]]) -> dict[str, float]:

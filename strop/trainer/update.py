@@ -198,6 +198,7 @@ def update(
     `beside` adds its gradients to each of them, `after` is called when each is done.
     """
     seen: dict[str, list[float]] = {}
+    before = backend.out_of_memory
     seed = (section.data_loader_seed or 0) + step
     for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
         if not bool(mini.mask.any()):  # every sample failed or was rejected: nothing to learn
@@ -220,5 +221,7 @@ def update(
         }.items():
             seen.setdefault(key, []).append(value)
     backend.advance_schedule()
+    if backend.out_of_memory > before:
+        seen[f"{name}/out_of_memory"] = [float(backend.out_of_memory - before)]
     sums = (f"{name}/empty_updates", f"{name}/skipped_updates")
     return {key: sum(values) / (1 if key in sums else len(values)) for key, values in seen.items()}

@@ -1,0 +1,63 @@
+"""A pass that does not fit into memory is made again with micro-batches of half the size: slower, the same result."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from strop.backends.base import MicroBatching
+from strop.backends.micro import halved
+from strop.ranks import Ranks
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Thrift:
+    """Remembers which sizes did not fit, so that a step fails once and not every time."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self.count = 0
+        self._ranks = ranks or Ranks()
+        self._fits: dict[MicroBatching, MicroBatching] = {}
+
+    def tried(
+        self, micro: MicroBatching, lengths: Sequence[int], work: Callable[[MicroBatching], T], *, again: bool = True
+    ) -> T:
+        """What `work` returns, with `micro` or as much smaller as it takes. With `again` false, or many ranks, the first lack
+        of memory is an error: the others are in the middle of an exchange and cannot begin anew."""
+        asked, micro = micro, self._fits.get(micro, micro)
+        while True:
+            try:
+                return work(micro)
+            except torch.OutOfMemoryError as error:
+                smaller = halved(micro, lengths)
+                if smaller is None or not again or self._ranks.world > 1:
+                    raise ValueError(self._advice(micro, smaller)) from error
+                log.warning("%s Going on with the smaller size.", self._advice(micro, smaller))
+            self.count += 1
+            self._fits[asked] = micro = smaller
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _advice(self, micro: MicroBatching, smaller: MicroBatching | None) -> str:
+        who = f"Rank {self._ranks.rank} of {self._ranks.world}" if self._ranks.world > 1 else "The device"
+        if smaller is None:
+            return (
+                f"{who} is out of memory with micro-batches of one row. Use shorter sequences, "
+                "model.enable_gradient_checkpointing, fsdp_config.optimizer_offload, or more devices."
+            )
+        if micro.max_tokens is not None:
+            return (
+                f"{who} is out of memory with micro-batches of {micro.max_tokens} tokens. Set the *_max_token_len_per_gpu of "
+                f"this role to {smaller.max_tokens}."
+            )
+        return (
+            f"{who} is out of memory with micro-batches of {micro.rows} rows. Set the *_micro_batch_size_per_gpu of this role "
+            f"to {smaller.rows}."
+        )

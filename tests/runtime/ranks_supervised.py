@@ -1,0 +1,37 @@
+"""sft, rm and dpo as one of several ranks, beside one process; started by test_local.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.config.compose import load
+from strop.trainer.supervised_build import build_supervised_trainer
+from tests.backends.ranks import here
+from tests.trainer.supervised_runs import VERBS, make_task, metrics, settings, weights
+
+MORE = {"sft": ["ulysses_sequence_parallel_size=2"], "rm": [], "dpo": ["loss.precompute_ref=true"]}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_supervised_training_is_that_of_one_process(verb, tmp_path):
+    place = Path(here().from_lead(str(tmp_path)))
+    if here().lead:
+        make_task(place)
+        build_supervised_trainer(load(f"{verb}_trainer", settings(place, place / "one", verb))).fit()
+    here().gather(None)
+    world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.enable_ema=true"]
+    asked = [*settings(place, place / "many", verb), *world, *MORE[verb]]
+    build_supervised_trainer(load(f"{verb}_trainer", asked), ranks=here()).fit()
+    here().gather(None)
+    if here().lead:
+        expected, found = weights(place / "one", 8), weights(place / "many", 8)
+        for name, weight in expected.items():
+            assert (weight - found[name]).abs().max() <= 1e-5 * weight.abs().max(), name
+        one, many = metrics(place / "one"), metrics(place / "many")
+        for step in one:
+            for name in ("train/loss", "train/grad_norm", "val/loss"):
+                assert many[step].get(name) == pytest.approx(one[step].get(name), rel=1e-4), (step, name)
+        assert (place / "many/global_step_8/model/huggingface_ema/model.safetensors").exists()
+    here().gather(None)

@@ -1,0 +1,86 @@
+"""Ranks as processes of this machine: they learn what one process learns, and nobody waits for a rank that is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.backends.fsdp_shard import make_mesh
+from strop.runtime import local
+from tests.backends.ranks import pytest_as_ranks
+
+LOOP = str(Path(__file__).parent / "ranks_loop.py")
+
+
+def test_two_ranks_learn_what_one_process_learns():
+    pytest_as_ranks(2, [LOOP, "-k", "grpo or other_data or does_not_have or holds_its_share or merged"])
+
+
+@pytest.mark.slow
+def test_supervised_training_runs_as_ranks():
+    pytest_as_ranks(2, [str(Path(LOOP).with_name("ranks_supervised.py"))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_any_number_of_ranks_learns_and_resumes(world):
+    pytest_as_ranks(world, [LOOP, *(["-k", "not shared_by_two"] if world == 3 else [])], timeout=1500)
+
+
+def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
+    monkeypatch.setattr(local, "GRACE", 0.5)
+    program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
+    start = time.monotonic()
+    assert local.launch([sys.executable, "-c", program], 2) == 3
+    killed = program.replace("sys.exit(3)", "os.kill(os.getpid(), 9)")
+    assert local.launch([sys.executable, "-c", killed], 2) == 137
+    assert time.monotonic() - start < 30
+    assert "Rank 1 of 2 was ended by SIGKILL; the others were stopped." in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        facts = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in facts.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(ValueError, match=rf"Rank 0 of 2 cannot meet the others at 127.0.0.1:{port}.*port in use"),
+            local.joined(2, torch.device("cpu"), timeout=5),
+        ):
+            pass
+
+
+def test_sizes_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"4 ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is 2"):
+        local.joined(2, torch.device("cpu"), timeout=5).__enter__()
+    with pytest.raises(ValueError, match=r"fsdp_size=4 does not divide the 6 ranks.*one of \[1, 2, 3\]"):
+        make_mesh(torch.device("cpu"), 6, 4)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
+    from tests.trainer.runs import metrics, run
+
+    where = f"trainer.default_local_dir={tmp_path}/ranks"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m"]
+    done = subprocess.run(
+        [*command, "strop.trainer.main_ppo", *overrides, where, "trainer.n_gpus_per_node=2", "trainer.device=cpu"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, many = run(overrides), metrics(tmp_path / "ranks")
+    assert many[4]["actor/pg_loss"] == pytest.approx(one[4]["actor/pg_loss"], rel=1e-5, abs=1e-6)
