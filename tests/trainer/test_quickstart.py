@@ -1,0 +1,70 @@
+"""The quickstart learns with every algorithm it offers: its own model and task at small size, the ordinary loop, three seeds."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from strop.trainer import quickstart
+
+STEPS = 20
+RISE = 0.05  # of the mean score, from the first quarter to the last; twice the noise of such a difference
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sums of numbers up to 19, and a model that is right about a third of the time."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    said = io.StringIO()
+    quickstart.prepare(folder, largest=19, seed=1, say=said.write)
+    assert "million parameters" in said.getvalue() and "From here on it learns from rewards alone" in said.getvalue()
+    return folder
+
+
+def keys(prepared: Path, out: Path, algorithm: str, seed: int) -> list[str]:
+    return [
+        f"data.train_files={prepared}/data/train.parquet",
+        f"data.val_files={prepared}/data/test.parquet",
+        "data.train_batch_size=32",
+        f"actor_rollout_ref.model.path={prepared}/model",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        f"trainer.default_local_dir={out}/run",
+        f"trainer.validation_data_dir={out}/samples",
+        f"trainer.seed={seed}",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.test_freq={STEPS}",
+        "trainer.save_freq=-1",
+        "trainer.logger=file",
+        *quickstart.ALGORITHMS[algorithm],
+    ]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("algorithm", [name for name in quickstart.ALGORITHMS if name != "grpo"])
+def test_every_algorithm_rises(algorithm: str, seed: int, prepared: Path, tmp_path: Path) -> None:
+    quickstart.train(keys(prepared, tmp_path, algorithm, seed))
+    rows = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
+    assert len(scores) == STEPS
+    quarter = STEPS // 4
+    assert mean(scores[-quarter:]) > mean(scores[:quarter]) + RISE, [round(score, 3) for score in scores]
+
+
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One short run of the default: it writes and says what it promises."""
+    few = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=2"]
+    code = quickstart.main(["--out", str(tmp_path), "--largest", "9", *few, "trainer.test_freq=2", "trainer.logger=file"])
+    said = capsys.readouterr().out
+    assert code == 0
+    assert "Held-out greedy accuracy" in said and "after 2 steps" in said and "What to try next" in said
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+
+
+def test_an_unknown_algorithm_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--algorithm remx: not one of grpo, ppo.*remax"):
+        quickstart.main(["--algorithm", "remx", "--out", str(tmp_path)])
