@@ -51,13 +51,13 @@ def saved_slices(folder: Path) -> dict[str, Slices]:
 
 
 def loader(
-    source: Source, load_whole: Callable[[], Any], ranks: Ranks, device: torch.device, *, new: bool
+    source: Source, load_whole: Callable[[], Any], ranks: Ranks, device: torch.device, *, new: bool, rest: torch.device
 ) -> Callable[[Any], None]:
     """What brings weights into a module that was made hollow; `load_whole` makes the same module with all of its weights, and
-    `new` says that some of them are in no file."""
+    `new` says that some of them are in no file. Shards are kept on `rest`, buffers on `device`."""
 
     def bring(module: Any) -> None:
-        give_memory(module, device)
+        give_memory(module, device, rest)
         weights = dict(module.named_parameters())
         saved = {} if new or source.gguf_file else ranks.together(lambda: saved_slices(Path(source.name)), "reading the model")
         own = {name: tuple(weight.shape) for name, weight in weights.items()}

@@ -49,7 +49,7 @@ def shard(module: Any, mesh: DeviceMesh, settings: Fsdp, precision: Precision, h
     A scalar head computes in `head`, because values are regressed on. Losses are parts of a sum over all ranks, so gradients
     are added, not averaged.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if settings.offload_policy else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if in_host_memory(settings) else OffloadPolicy()
     units: list[Any] = []
     for part in units_of(module, settings):
         kept = part is getattr(module, HEAD, None)
@@ -64,6 +64,11 @@ def shard(module: Any, mesh: DeviceMesh, settings: Fsdp, precision: Precision, h
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
     return units
+
+
+def in_host_memory(settings: Fsdp) -> bool:
+    """Whether weights, gradients and optimizer rest in host memory; a layer's weights are brought over when it runs."""
+    return settings.offload_policy or settings.param_offload or settings.optimizer_offload
 
 
 def units_of(module: Any, settings: Fsdp) -> Iterator[nn.Module]:

@@ -30,11 +30,14 @@ def hollow() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def give_memory(module: Any, device: torch.device | str) -> None:
-    """Memory for every hollow parameter of a module (or for its shards); what is in it is left to chance."""
+def give_memory(module: Any, device: torch.device, rest: torch.device | None = None) -> None:
+    """Memory for every hollow parameter of a module (or for its shards); what is in it is left to chance.
+
+    Buffers go to `device`, parameters there or to `rest`.
+    """
 
     def place(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+        return torch.empty_like(tensor, device=rest or device) if tensor.is_meta else tensor.to(device)
 
     module._apply(place)
     base = module.get_base_model() if hasattr(module, "get_base_model") else module

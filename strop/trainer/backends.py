@@ -62,10 +62,12 @@ class BackendMaker:
     def _sharded(self, build: Callable[..., Any], model: Model, fsdp: Fsdp, common: dict[str, Any]) -> SingleBackend:
         from strop.backends.fsdp import FsdpBackend
         from strop.backends.fsdp_load import loader
+        from strop.backends.fsdp_shard import in_host_memory
 
         module = self.ranks.together(lambda: build(model, weights=False), "making the model (model.path)")
         new = build is build_critic or bool(model.lora_rank or model.lora_adapter_path)
         whole = lambda: build(model, dtype=stored_dtype(model))  # noqa: E731
-        bring = loader(resolve(model.path), whole, self.ranks, self.device, new=new)
+        rest = torch.device("cpu") if in_host_memory(fsdp) else self.device
+        bring = loader(resolve(model.path), whole, self.ranks, self.device, new=new, rest=rest)
         reduce = (fsdp.mixed_precision or {}).get("reduce_dtype", "fp32")
         return FsdpBackend(module, ranks=self.ranks, settings=fsdp, reduce=dtype_of(reduce), fill_weights=bring, **common)

@@ -17,5 +17,10 @@ def test_two_ranks_do_what_a_backend_must_do():
 
 
 @pytest.mark.slow
+def test_two_ranks_shard_every_way_and_family():
+    pytest_as_ranks(2, [str(HERE / "ranks_fsdp.py")], timeout=900)
+
+
+@pytest.mark.slow
 def test_two_ranks_pass_the_whole_conformance_suite():
     pytest_as_ranks(2, [str(HERE / "test_conformance.py")], timeout=900)

@@ -11,6 +11,8 @@ from strop.trainer.supervised_build import build_supervised_trainer
 from tests.backends.ranks import here
 from tests.trainer.supervised_runs import VERBS, make_task, metrics, settings, weights
 
+PLAIN = ["optim.optimizer=SGD", "optim.lr=0.1"]
+"""AdamW makes full steps of gradients that are 0 but for rounding."""
 MORE = {"sft": ["ulysses_sequence_parallel_size=2"], "rm": [], "dpo": ["loss.precompute_ref=true"]}
 
 
@@ -19,10 +21,10 @@ def test_supervised_training_is_that_of_one_process(verb, tmp_path):
     place = Path(here().from_lead(str(tmp_path)))
     if here().lead:
         make_task(place)
-        build_supervised_trainer(load(f"{verb}_trainer", settings(place, place / "one", verb))).fit()
+        build_supervised_trainer(load(f"{verb}_trainer", [*settings(place, place / "one", verb), *PLAIN])).fit()
     here().gather(None)
     world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.enable_ema=true"]
-    asked = [*settings(place, place / "many", verb), *world, *MORE[verb]]
+    asked = [*settings(place, place / "many", verb), *PLAIN, *world, *MORE[verb]]
     build_supervised_trainer(load(f"{verb}_trainer", asked), ranks=here()).fit()
     here().gather(None)
     if here().lead:
@@ -31,7 +33,8 @@ def test_supervised_training_is_that_of_one_process(verb, tmp_path):
             assert (weight - found[name]).abs().max() <= 1e-5 * weight.abs().max(), name
         one, many = metrics(place / "one"), metrics(place / "many")
         for step in one:
-            for name in ("train/loss", "train/grad_norm", "val/loss"):
-                assert many[step].get(name) == pytest.approx(one[step].get(name), rel=1e-4), (step, name)
+            assert many[step].keys() == one[step].keys()
+            for name in {"train/loss", "train/grad_norm", "val/loss"} & one[step].keys():
+                assert many[step][name] == pytest.approx(one[step][name], rel=1e-4), (step, name)
         assert (place / "many/global_step_8/model/huggingface_ema/model.safetensors").exists()
     here().gather(None)
