@@ -21,7 +21,7 @@ from stages import Check
 from strop.data.make import Row, convert, write
 
 HERE = Path(__file__).resolve().parent / "smollm2"
-TINY_ROWS = 8
+TINY_ROWS = 4
 TINY: dict[str, list[str]] = {
     "sft": ["data.train_batch_size=2", "trainer.total_training_steps=2"],
     "rm": ["data.train_batch_size=2", "trainer.total_training_steps=2"],
