@@ -177,12 +177,7 @@ class FsdpBackend(SingleBackend):
             fill(target, given[name])
         if self.optimizer is not None and "optimizer" in state:
             divided = {
-                name: {
-                    key: shard_like(value, self.weights.masters[name])
-                    if _per_weight(value, self.weights.masters[name])
-                    else value
-                    for key, value in remembered.items()
-                }
+                name: {key: _like_weight(value, self.weights.masters[name]) for key, value in remembered.items()}
                 for name, remembered in state["optimizer"].items()
             }
             load_optimizer_state(self.optimizer, self.weights.masters, divided)
@@ -211,6 +206,10 @@ def _shortest(batch: Batch) -> Batch:
     return batch.select([min(range(len(lengths)), key=lengths.__getitem__)])
 
 
-def _per_weight(value: Any, weight: Tensor) -> bool:
-    """Whether what an optimizer remembers has a number for each number of the weight."""
-    return hasattr(value, "shape") and tuple(value.shape) == tuple(weight.shape)
+def _like_weight(value: Any, weight: Tensor) -> Any:
+    """What an optimizer remembers: divided as the weight is where it has a number for each of its numbers, else as it is."""
+    if not hasattr(value, "shape"):
+        return value
+    if tuple(value.shape) == tuple(weight.shape):
+        return shard_like(value, weight)
+    return value if isinstance(value, Tensor) else value.read()
