@@ -105,7 +105,7 @@ def smollm2(folder: Path, gsm8k: str | None) -> list[dict[str, Any]]:
     settings = Model(path="smollm2-135m")
     build_policy(settings).save_pretrained(folder / "model")
     build_tokenizer(settings).save_pretrained(folder / "model")
-    lines = Path(gsm8k).read_text().splitlines()[:512]
+    lines = Path(gsm8k).read_text().splitlines()[: WORKS["grpo-smollm2"].prompts]  # the same in every step: equal lengths
     return [as_row(json.loads(line), "train", i) for i, line in enumerate(lines)]
 
 
@@ -150,9 +150,9 @@ def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> li
     return [*keys, *work.keys]
 
 
-def strop_turn(work: Work, folder: Path, steps: int, lr: float) -> dict[str, Any]:
+def strop_turn(work: Work, folder: Path, steps: int, options: argparse.Namespace) -> dict[str, Any]:
     run = folder / f"run-{os.getpid()}-{time.time_ns()}"
-    answer([sys.executable, "-m", "strop.cli", "ppo", *strop_keys(work, folder, run, steps, lr)])
+    answer([sys.executable, "-m", "strop.cli", "ppo", *strop_keys(work, folder, run, steps, options.lr), *options.set])
     lines = [json.loads(line) for line in (run / "clock.jsonl").read_text().splitlines()]
     tokens = [line["data"]["response_length/mean"] * work.prompts * work.samples for line in lines]
     phases = sorted(name for name in lines[-1]["data"] if name.startswith("timing_s/"))
@@ -160,6 +160,7 @@ def strop_turn(work: Work, folder: Path, steps: int, lr: float) -> dict[str, Any
     return {
         **{clock: [after[clock] - before[clock] for before, after in pairwise(lines)] for clock in CLOCKS},
         "tokens": statistics.mean(tokens),
+        "active_rows": [line["data"]["actor/active_rows"] for line in lines],
         "phases": {name[9:]: [line["data"][name] for line in lines[1:]] for name in phases},
     }
 
@@ -239,13 +240,15 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ours, theirs = [], []
     for _ in range(options.rounds):
         theirs.append(peer_turn(work, folder, options.steps + options.warm_up, options.lr, options.peer, variant))
-        ours.append(strop_turn(work, folder, options.steps + options.warm_up + 1, options.lr))
+        ours.append(strop_turn(work, folder, options.steps + options.warm_up + 1, options))
     lines = [
         summary("strop", ours, options.clock, options.warm_up),
         summary(f"trl {variant}", theirs, options.clock, options.warm_up),
     ]
     phases = {key: [s for turn in ours for s in turn["phases"][key][options.warm_up :]] for key in ours[0]["phases"]}
     lines[0]["phases"] = {key: round(statistics.median(found), 4) for key, found in phases.items()}
+    # Strop computes no update of samples whose whole group scored the same, unless told to (actor.skip_zero_advantages).
+    lines[0]["active_rows"] = round(statistics.mean(share for turn in ours for share in turn["active_rows"]), 3)
     lines[1]["versions"] = theirs[0]["versions"]
     ratio = lines[1]["seconds"] / lines[0]["seconds"]
     by_round = [b / a for a, b in zip(lines[0]["by_round"], lines[1]["by_round"])]
@@ -276,6 +279,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--lr", type=float, default=1e-7)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more keys for Strop")
     parser.add_argument("--gsm8k", help="train.jsonl of GSM8K, for grpo-smollm2")
     parser.add_argument("--out", default="runs/rl_step", help="folder for the model, the prompts and the runs")
     parser.add_argument("--save", help="JSON file to which the result is added")
@@ -285,13 +289,13 @@ def main() -> None:
     if options.show:
         work = WORKS[options.work]
         folder = Path(options.out) / work.model
-        print("strop ppo", *strop_keys(work, folder, folder / "run", options.steps, options.lr))
+        print("strop ppo", *strop_keys(work, folder, folder / "run", options.steps, options.lr), *options.set)
         return
     found = compare(options.work, options)
     if options.save:
         file = Path(options.save)
-        known = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**known, options.work: found}, indent=1) + "\n")
+        known = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps([*known, found], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,19 @@ def test_no_beginning_stands_twice_in_the_row():
             assert (place[len(sequence) :] == NOTHING).all()
 
 
+def test_every_token_of_the_row_comes_back_from_the_kernels_order():
+    """A variable-length kernel sees whole sequences one after the other; each token of the row has its place among them."""
+    batch = batch_of_groups()
+    found = lay_out(rectangle([*batch.sequences, batch.sequences[3][:4]]), packed=True)
+    layout = found.packing
+    assert layout is not None and layout.spread is not None and layout.first is not None
+    assert torch.equal(layout.spread[layout.first], torch.arange(found.ids.numel()))
+    starts, ends = layout.bounds[:-1].tolist(), layout.bounds[1:].tolist()
+    whole = [found.ids.flatten()[layout.spread[a:b]].tolist() for a, b in zip(starts, ends)]
+    assert sorted(whole) == sorted(s.tolist() for s in batch.sequences)  # the beginning of another needs no row of its own
+    assert layout.longest == max(batch.lengths)
+
+
 def test_tokens_nobody_asks_about_are_left_out():
     """What follows the last token is not asked, so it need not be read."""
     seen = []
