@@ -1,0 +1,58 @@
+"""benchmarks/rollout.py at a tiny size: every system answers the same work in full."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rollout import engines, tiny
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rollout.py"
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path, *more: str
+) -> list[dict[str, object]]:
+    small = [
+        "--prompts",
+        "3",
+        "--samples",
+        "2",
+        "--tokens",
+        "5",
+        "--lengths",
+        "4",
+        "9",
+        "--repeats",
+        "1",
+        "--model",
+        str(folder),
+    ]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *small, *more])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.vllm
+def test_all_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.make(wide=True).save_pretrained(tmp_path)
+    names = ["hf", "native", "vllm-eager", "strop-vllm-eager"]
+    *lines, ratios = run(
+        monkeypatch,
+        capsys,
+        tmp_path,
+        "--engines",
+        ",".join(names),
+        "--vllm-python",
+        engines.vllm_python(),
+        "--max-num-seqs",
+        "8",
+    )
+    assert [line["engine"] for line in lines] == names
+    assert all(line["work"] == "3x2x5" and line["tokens_per_second"] > 0 for line in lines)  # type: ignore[operator]
+    assert ratios.keys() == {f"native/{name}" for name in names if name != "native"}
+    assert lines[2]["vllm_version"]
