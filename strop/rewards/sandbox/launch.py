@@ -99,7 +99,7 @@ def _command(level: str, folders: Iterable[str], limits: Limits) -> list[str]:
         "--tmpfs",
         walls.WORK,
     ]
-    return [shutil.which("bwrap") or "bwrap", *apart, *own, *shown, "--remount-ro", "/", "--", *_COMMAND]
+    return [shutil.which("bwrap") or "bwrap", *apart, *shown, *own, "--remount-ro", "/", "--", *_COMMAND]
 
 
 @contextlib.contextmanager

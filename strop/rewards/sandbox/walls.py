@@ -54,14 +54,13 @@ def build_root(folders: Sequence[str], megabytes: int) -> None:
     """Make a new root of the system's libraries, `folders` (all read-only) and an empty work folder of `megabytes`."""
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", NEW_ROOT, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
-    # Before the folders: an environment may itself lie below the work folder's name.
-    os.makedirs(NEW_ROOT + WORK, exist_ok=True)
-    _mount("tmpfs", NEW_ROOT + WORK, "tmpfs", _NOSUID | _NODEV, f"size={megabytes}m,nr_inodes={MOST_FILES},mode=1777")
     bound: list[str] = []
     for path in [*SYSTEM, *DEVICES, *sorted(folders)]:
         if os.path.lexists(path) and not any(path == other or path.startswith(other + "/") for other in bound):
             _show(path)
             bound.append(path)
+    os.makedirs(NEW_ROOT + WORK, exist_ok=True)
+    _mount("tmpfs", NEW_ROOT + WORK, "tmpfs", _NOSUID | _NODEV, f"size={megabytes}m,nr_inodes={MOST_FILES},mode=1777")
     os.makedirs(NEW_ROOT + "/proc")
     with contextlib.suppress(OSError):  # refused where the /proc of a container is partly hidden; programs rarely need it
         _mount("proc", NEW_ROOT + "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
