@@ -94,6 +94,8 @@ class ParquetFile(RowFile):
 
         try:
             self._rows = int(pyarrow.parquet.read_metadata(path).num_rows)
+            if self._rows < 0:
+                raise ValueError(f"it says that it has {self._rows} rows")
             self.columns = list(pyarrow.parquet.read_schema(path).names)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(address, "parquet", error) from error

@@ -117,7 +117,7 @@ def _work_folder(level: str) -> Any:
 
 def _exchange(command: Sequence[str], request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     # Nothing of our environment: it may hold keys. A fixed hash seed, so that scores do not depend on the order of sets.
-    environment = {"PATH": "/usr/bin:/bin", "HOME": walls.WORK, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    environment = {"PATH": "/usr/bin:/bin", "HOME": walls.WORK, "TMPDIR": walls.WORK, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]

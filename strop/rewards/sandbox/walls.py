@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NEW_ROOT = "/sys"  # hidden below the new root and needed by nobody: any folder that exists everywhere would do
-WORK = "/tmp"
+WORK = "/sandbox"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 MOST_FILES = 4096
