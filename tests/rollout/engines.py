@@ -19,6 +19,8 @@ from tests.rollout import tiny
 from tests.rollout.sglang_double import Double
 
 ALL = ("hf", "native", "sglang", pytest.param("vllm", marks=pytest.mark.vllm))
+NOT_NUMBERS = ("hf", "native", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]))
+"""Engines that are given what is not a number: it was not recorded what SGLang does, and vLLM must be started anew afterwards."""
 OUTSIDE = ("sglang", "vllm")
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 _running: dict[str, Any] = {}
@@ -49,7 +51,7 @@ def kinds() -> list[Any]:
             if name == "sglang" and kind in tiny.EXPERTS:
                 continue
             marks = [pytest.mark.vllm] if name == "vllm" else []
-            if name == "vllm" and kind not in ("llama", "smollm", "lora"):
+            if name == "vllm" and kind not in ("llama", "smollm"):
                 marks.append(pytest.mark.slow)
             pairs.append(pytest.param(name, kind, marks=marks))
     return pairs

@@ -37,6 +37,7 @@ def run(
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_all_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.make(wide=True).save_pretrained(tmp_path)

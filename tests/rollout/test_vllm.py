@@ -85,7 +85,8 @@ def test_an_interpreter_without_vllm_says_what_to_install() -> None:
         build_engine("vllm", tiny.make(), engine_kwargs={"vllm": {"python": sys.executable}})
 
 
-@pytest.mark.parametrize("processes", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["0", "1"])
 def test_where_vllm_can_be_imported_it_runs_in_the_process_of_the_trainer(processes: str) -> None:
     """With VLLM_ENABLE_V1_MULTIPROCESSING=1 the core of the engine has a further process of its own."""
     environment = {
@@ -99,6 +100,7 @@ def test_where_vllm_can_be_imported_it_runs_in_the_process_of_the_trainer(proces
     assert done.returncode == 0 and done.stdout.strip().endswith("as it should be"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_folder_is_read_by_vllm_itself(tmp_path: Path) -> None:
     model = tiny.make("smollm", wide=True)
     model.save_pretrained(tmp_path)
