@@ -19,6 +19,8 @@ from strop.run.checkpoint import Checkpoints, Export, load
 from strop.run.contents import role_parts, role_state, selector
 from strop.run.due import save_is_due
 from strop.run.dumps import dump, rollout_rows, write_transcripts
+from strop.run.health import Health
+from strop.run.memory import memory_metrics
 from strop.run.resume import Resumed, delete, resume
 from strop.run.retention import Keep
 from strop.run.tracking import Run, Trackers, start
@@ -71,6 +73,7 @@ class Keeper:
             self.directory, background=background, keep=self.keep, copy_to=trainer.default_hdfs_dir, ranks=self.ranks
         )
         self.trackers: Trackers | None = None
+        self.health: Health | None = None
 
     def __enter__(self) -> Keeper:
         return self
@@ -113,6 +116,8 @@ class Keeper:
                 total_steps=self.total_steps,
             ),
         )
+        if settings.health:
+            self.health = Health(self.directory, found.step if found else None)
         return found.step if found else 0
 
     def _found(self) -> Resumed | None:
@@ -179,7 +184,10 @@ class Keeper:
     def log(self, record: StepRecord, step: int) -> None:
         assert self.trackers is not None
         late = {f"timing_s/{name}": record.seconds[name] for name in ("testing", "save_checkpoint") if name in record.seconds}
-        self.trackers.log({**record.metrics, **late}, step)
+        metrics = {**record.metrics, **late, **memory_metrics()}
+        if self.health is not None:
+            metrics |= self.health.examine(metrics, step)
+        self.trackers.log(metrics, step)
 
     def log_validation(self, samples: list[Trajectory], record: StepRecord, step: int) -> None:
         """Dump validation samples, show some of them to the trackers, and remember the numbers."""

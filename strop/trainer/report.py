@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,19 @@ def describe(batch: Batch, trajectories: Sequence[Trajectory], config: Any) -> d
         metrics = {name: value for name, value in metrics.items() if not name.startswith("critic/")}
         known = _metrics(batch.select(scored), [turns[row] for row in scored], config) if scored else {}
         metrics |= {name: value for name, value in known.items() if name.startswith("critic/")}
-    return metrics
+    return metrics | zero_variance(trajectories)
+
+
+def zero_variance(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of the prompts with several scored answers whose answers all earned the same: they teach a comparison nothing."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for t in trajectories:
+        if t.reward is not None:
+            groups[t.group].append(t.reward)
+    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+    if not compared:
+        return {}
+    return {"critic/zero_variance_groups": sum(min(rewards) == max(rewards) for rewards in compared) / len(compared)}
 
 
 def _metrics(batch: Batch, turns: Sequence[int], config: Any) -> dict[str, float]:

@@ -53,6 +53,8 @@ class Trainer:
     """Folder for a jsonl dump of every training rollout."""
     validation_data_dir: str | None = None
     """Folder for a jsonl dump of every validation rollout."""
+    health: bool = setting(True)
+    """Watch the metrics for signs of a run that goes wrong: alerts on the console and in alerts.jsonl."""
     seed: int = setting(1)
     """Seeds everything: order of rows, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))

@@ -26,15 +26,15 @@ class JsonlTracker:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(self.path.with_suffix(".config.json"), to_json(run.config, indent=1))
         for file in (self.path, self.samples):
-            _begin(file, run.resumed_from)
+            begin(file, run.resumed_from)
         # A place that cannot be written to must be known now, not at the first step.
         self.path.open("a").close()
 
     def log(self, metrics: Metrics, step: int) -> None:
-        _append(self.path, {"step": step, "time": self.clock(), "data": metrics})
+        append(self.path, {"step": step, "time": self.clock(), "data": metrics})
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        _append(self.samples, {"step": step, "time": self.clock(), "rows": list(rows)})
+        append(self.samples, {"step": step, "time": self.clock(), "rows": list(rows)})
 
     def close(self) -> None:
         for file in (self.path, self.samples):
@@ -60,12 +60,14 @@ def set_aside(path: Path) -> None:
         path.rename(other)
 
 
-def _append(path: Path, record: Mapping[str, Any]) -> None:
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """One more line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(record) + "\n")
 
 
-def _begin(path: Path, resumed_from: int | None) -> None:
+def begin(path: Path, resumed_from: int | None) -> None:
+    """Make a file of lines with a `step` ready for a run that starts, or goes on from a step."""
     if resumed_from is None:
         set_aside(path)
     elif path.exists():

@@ -1,0 +1,384 @@
+"""What is wrong with a run, from its metrics alone. A rule looks at the history and says what it sees, or nothing.
+
+The limits are named here and calibrated on the recorded runs of tests/run/health_runs: none speaks on a healthy one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from strop.run.health_history import History
+
+SETTLED = 10
+"""Steps before anything is compared with the beginning."""
+ENTROPY_LEFT = 0.15
+"""Share of the first entropy below which a policy counts as certain."""
+NOT_SOLVED = 0.8
+"""Share of the reachable score below which certainty is premature."""
+KL_LIMIT = 1.0
+"""Nats per token between the policy and its reference."""
+UPDATE_KL_LIMIT = 0.2
+"""Nats per token between the policy before and after the updates of one step."""
+TRUNCATED_LIMIT = 0.5
+LONGER, SHORTER = 2.5, 0.3
+"""Factors of the first mean length."""
+FLAT_GROUPS_LIMIT = 0.9
+SATURATED = 0.98
+"""Share of the reachable score above which nothing is left to learn."""
+COMPONENT_FALL = 0.3
+"""Share of its first value that a component lost."""
+FALLEN_SCORE = 0.5
+"""Share of the best score, above the first one, that was lost again."""
+CLIPPED_LIMIT = 0.3
+SPIKE = 12.0
+"""Factor of the usual gradient norm."""
+HARMFUL_CRITIC, USELESS_CRITIC = -0.5, 0.03
+"""Explained variance: below the first the critic misleads; below the second, after PATIENCE steps, it has learned nothing."""
+PATIENCE = 30
+MISMATCH_LIMIT = 0.01
+"""Mean difference of probabilities between engine and trainer; rounding of bfloat16 stays below 0.005."""
+IDLE_LIMIT, IDLE_SECONDS = 0.6, 0.5
+"""Share of a step, and seconds of it, in which no model computes."""
+GROWTH_GB, GROWTH_SHARE = 0.5, 0.3
+"""What a process may grow by after its first steps."""
+STALL_FACTOR, STALL_SECONDS = 10.0, 30.0
+"""A phase is stalled that takes this many times its usual seconds, and so many more."""
+
+COMPUTING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights", "update")
+"""Phases in which a model computes all the time."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a rule saw: in words, and the numbers it went by."""
+
+    message: str
+    values: dict[str, float]
+
+
+Look = Callable[[History], Sight | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    severity: str
+    """warning: look at it soon; error: what is learned from here on is worth little."""
+    look: Look
+    advice: str
+
+
+def reached(history: History) -> float | None:
+    """The recent score as a share of the range of scores seen so far; None when all scores were the same."""
+    now, span = history.recent("critic/score/mean"), history.range("critic/score/min", "critic/score/max")
+    if now is None or span is None or span[0] == span[1]:
+        return None
+    return (now - span[0]) / (span[1] - span[0])
+
+
+def entropy_collapse(history: History) -> Sight | None:
+    now, then, score = history.recent("actor/entropy"), history.first("actor/entropy"), reached(history)
+    if now is None or then is None or history.steps < SETTLED or then <= 0 or now > ENTROPY_LEFT * then:
+        return None
+    if score is not None and score > NOT_SOLVED:  # certain because it is right
+        return None
+    return Sight(
+        f"Entropy fell from {then:.3g} to {now:.3g} while scores are far from the best seen: the policy repeats itself "
+        "without having solved the task.",
+        {"actor/entropy": now, "first": then},
+    )
+
+
+def kl_runaway(history: History) -> Sight | None:
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
+        now = history.recent(name)
+        if now is not None and now > KL_LIMIT:
+            return Sight(f"The policy is {now:.3g} nats per token away from its reference.", {name: now})
+    jump = history.recent("actor/ppo_kl")
+    if jump is not None and jump > UPDATE_KL_LIMIT:
+        return Sight(
+            f"The updates of one step move the policy by {jump:.3g} nats per token from what was sampled.",
+            {"actor/ppo_kl": jump},
+        )
+    return None
+
+
+def truncation(history: History) -> Sight | None:
+    share = history.recent("response_length/clip_ratio")
+    if share is None or share < TRUNCATED_LIMIT:
+        return None
+    return Sight(f"{share:.0%} of the answers are cut off at the limit of tokens.", {"response_length/clip_ratio": share})
+
+
+def length_drift(history: History) -> Sight | None:
+    now, then = history.recent("response_length/mean"), history.first("response_length/mean")
+    if now is None or then is None or then <= 0 or history.steps < SETTLED or SHORTER * then < now < LONGER * then:
+        return None
+    return Sight(
+        f"Answers have {now:.4g} tokens on average; they had {then:.4g} at the beginning.",
+        {"response_length/mean": now, "first": then},
+    )
+
+
+def zero_variance(history: History) -> Sight | None:
+    share, score = history.recent("critic/zero_variance_groups"), reached(history)
+    if share is None or share < FLAT_GROUPS_LIMIT or (score is not None and score >= NOT_SOLVED):
+        return None
+    return Sight(
+        f"In {share:.0%} of the groups all answers earn the same, so there is hardly anything to compare.",
+        {"critic/zero_variance_groups": share},
+    )
+
+
+def reward_saturation(history: History) -> Sight | None:
+    score, share = reached(history), history.recent("critic/zero_variance_groups", SETTLED)
+    if score is None or score < SATURATED or share is None or share < FLAT_GROUPS_LIMIT:
+        return None
+    return Sight(
+        f"Scores reach {score:.1%} of the best there is, and {share:.0%} of the groups agree: nothing is left to learn here.",
+        {"reached": score, "critic/zero_variance_groups": share},
+    )
+
+
+def reward_hacking(history: History) -> Sight | None:
+    score, first = history.recent("critic/score/mean"), history.first("critic/score/mean")
+    if score is None or first is None or history.steps < SETTLED or score <= first:
+        return None
+    parts = {name: (history.first(name), history.recent(name)) for name in _components(history)}
+    known = {name: (a, b) for name, (a, b) in parts.items() if a is not None and b is not None}
+    fallen = [name for name, (then, now) in known.items() if then > 0 and now < (1 - COMPONENT_FALL) * then]
+    risen = [name for name, (then, now) in known.items() if now > then and now - then >= (score - first) / 2]
+    if not fallen or not risen:
+        return None
+    up, down = risen[0], fallen[0]
+    return Sight(
+        f"The score rises by {up.split('/')[1]!r} ({known[up][0]:.3g} to {known[up][1]:.3g}) while {down.split('/')[1]!r} "
+        f"falls ({known[down][0]:.3g} to {known[down][1]:.3g}).",
+        {up: known[up][1], down: known[down][1]},
+    )
+
+
+def _components(history: History) -> list[str]:
+    return [name for name in history.names("reward/", "/mean") if name != "reward/score/mean"]
+
+
+def reward_collapse(history: History) -> Sight | None:
+    now, first, best = (f("critic/score/mean") for f in (history.recent, history.first, history.best))
+    span = history.range("critic/score/min", "critic/score/max")
+    if now is None or first is None or best is None or span is None or history.steps < SETTLED:
+        return None
+    floor = span[0]
+    if best <= floor or now - floor > FALLEN_SCORE * (best - floor) or best - now < 0.1 * (span[1] - floor):
+        return None
+    return Sight(f"The mean score was {best:.3g} and is {now:.3g}.", {"critic/score/mean": now, "best": best})
+
+
+def clip_fraction(history: History) -> Sight | None:
+    share = history.recent("actor/pg_clipfrac")
+    if share is None or share < CLIPPED_LIMIT:
+        return None
+    return Sight(f"{share:.0%} of the tokens are clipped, so they teach nothing.", {"actor/pg_clipfrac": share})
+
+
+def gradient_spike(history: History) -> Sight | None:
+    for role in ("actor", "critic", "train"):
+        if any(history.of(f"{role}/skipped_updates", 1)):
+            return Sight(
+                f"Gradients of the {role} were not finite; those updates were skipped.", {f"{role}/skipped_updates": 1}
+            )
+        norms = history.of(f"{role}/grad_norm", 21)
+        if len(norms) < SETTLED:
+            continue
+        usual = median(norms[:-1])
+        if usual > 0 and norms[-1] > SPIKE * usual and norms[-1] > SPIKE / 2 * max(norms[-SETTLED:-1]):
+            return Sight(
+                f"The gradient norm of the {role} is {norms[-1]:.3g}; {usual:.3g} is usual.",
+                {f"{role}/grad_norm": norms[-1], "usual": usual},
+            )
+    return None
+
+
+def value_failure(history: History) -> Sight | None:
+    explained, spread = (
+        history.recent("critic/vf_explained_var", SETTLED),
+        history.range("critic/returns/min", "critic/returns/max"),
+    )
+    if explained is None or spread is None or spread[0] == spread[1]:
+        return None
+    if explained < HARMFUL_CRITIC:
+        said = "it is worse than guessing the mean, and misleads the actor"
+    elif history.steps >= PATIENCE and explained < USELESS_CRITIC:
+        said = "it has learned nothing about the returns"
+    else:
+        return None
+    return Sight(
+        f"The critic explains {explained:.2f} of the variance of returns: {said}.", {"critic/vf_explained_var": explained}
+    )
+
+
+def rollout_mismatch(history: History) -> Sight | None:
+    gap = history.recent("training/rollout_probs_diff_mean", 3)
+    if gap is None or gap < MISMATCH_LIMIT:
+        return None
+    return Sight(
+        f"The engine that samples and the trainer that learns differ by {gap:.3g} in the probability of a token, on average.",
+        {"training/rollout_probs_diff_mean": gap},
+    )
+
+
+def idle_device(history: History) -> Sight | None:
+    step = history.recent("timing_s/step", SETTLED)
+    if step is None or step <= 0:
+        return None
+    sampling = history.recent("timing_s/gen", SETTLED) or 0.0
+    engine = history.recent("rollout/seconds", SETTLED)
+    if engine is not None:  # in an agent's turn the engine waits for tools
+        sampling = min(sampling, engine)
+    busy = sampling + sum(history.recent(f"timing_s/{phase}", SETTLED) or 0.0 for phase in COMPUTING)
+    idle = 1 - busy / step
+    if idle < IDLE_LIMIT or idle * step < IDLE_SECONDS:
+        return None
+    reward = history.recent("timing_s/reward", SETTLED) or 0.0
+    blame = "most of it goes into scoring" if reward > idle * step / 2 else "it waits for tools, data or the disk"
+    return Sight(
+        f"No model computes in {idle:.0%} of a step of {step:.3g} s: {blame}.", {"idle": idle, "timing_s/reward": reward}
+    )
+
+
+def memory_growth(history: History) -> Sight | None:
+    held = history.of("perf/process_memory_gb")[SETTLED // 2 :]
+    if len(held) < 2 * SETTLED:
+        return None
+    third = len(held) // 3
+    early, middle, late = (median(held[i * third : (i + 1) * third]) for i in range(3))
+    grown, steady = held[-1] - early, late - middle > 0.5 * (middle - early) > 0
+    if not steady or grown < GROWTH_GB or grown < GROWTH_SHARE * early:
+        return None
+    return Sight(
+        f"This process holds {held[-1]:.2f} GiB, {grown:.2f} more than after its first steps, and grows steadily.",
+        {"perf/process_memory_gb": held[-1], "first": early},
+    )
+
+
+def stalled_phase(history: History) -> Sight | None:
+    for name in history.names("timing_s/"):
+        if name.count("/") > 1:  # parts of a phase
+            continue
+        seconds = history.of(name, 21)
+        if len(seconds) < SETTLED:
+            continue
+        usual = median(seconds[:-1])
+        if seconds[-1] > STALL_FACTOR * usual and seconds[-1] > usual + STALL_SECONDS:
+            phase = name.removeprefix("timing_s/")
+            return Sight(
+                f"The phase {phase} took {seconds[-1]:.0f} s; {usual:.3g} s is usual.", {name: seconds[-1], "usual": usual}
+            )
+    return None
+
+
+RULES = (
+    Rule(
+        "entropy_collapse",
+        "error",
+        entropy_collapse,
+        "Lower actor.optim.lr, raise actor.entropy_coeff a little (0.001) and see that it is not negative, widen "
+        "clip_ratio_high (0.28), or sample at a higher rollout.temperature.",
+    ),
+    Rule(
+        "kl_runaway",
+        "error",
+        kl_runaway,
+        "Lower actor.optim.lr or actor.ppo_epochs; raise kl_loss_coef or kl_ctrl.kl_coef; read samples: text far from the "
+        "reference is often broken.",
+    ),
+    Rule(
+        "truncation",
+        "warning",
+        truncation,
+        "Raise data.max_response_length, or shape lengths (reward_model.overlong_buffer); check that the model knows its end "
+        "token and that the chat template asks for an answer.",
+    ),
+    Rule(
+        "length_drift",
+        "warning",
+        length_drift,
+        "Read samples. Growth with rising validation is reasoning; growth without it is padding: use "
+        "loss_agg_mode=seq-mean-token-sum-norm (dr_grpo) or overlong_buffer. Shrinking answers often mean that thinking is not "
+        "rewarded.",
+    ),
+    Rule(
+        "zero_variance_groups",
+        "error",
+        zero_variance,
+        "Check that the scorer tells good from bad answers (strop eval), use easier or harder prompts, raise rollout.n, or "
+        "switch on algorithm.filter_groups.",
+    ),
+    Rule(
+        "reward_saturation",
+        "warning",
+        reward_saturation,
+        "Stop here, or go on with harder prompts (data.train_files, algorithm.filter_groups).",
+    ),
+    Rule(
+        "reward_hacking",
+        "error",
+        reward_hacking,
+        "Read the best-scored samples. Lower the weight of the part that rises, make it count only when the other is right, "
+        "or hold the policy closer to its reference (actor.use_kl_loss).",
+    ),
+    Rule(
+        "reward_collapse",
+        "error",
+        reward_collapse,
+        "Go back to an earlier checkpoint with a lower actor.optim.lr, more prompts per step, or a KL term.",
+    ),
+    Rule(
+        "clip_fraction",
+        "warning",
+        clip_fraction,
+        "Lower actor.optim.lr or actor.ppo_epochs, or raise ppo_mini_batch_size so that a step makes fewer updates.",
+    ),
+    Rule(
+        "gradient_spike",
+        "warning",
+        gradient_spike,
+        "Look at the samples of this step for an odd score or length; lower grad_clip or the learning rate; bound the scores.",
+    ),
+    Rule(
+        "value_failure",
+        "error",
+        value_failure,
+        "Check critic.optim.lr (1e-5 is usual, never 0), train the critic alone first (trainer.critic_warmup), start it from a "
+        "reward model, or use an estimator without a critic (grpo, rloo).",
+    ),
+    Rule(
+        "rollout_mismatch",
+        "error",
+        rollout_mismatch,
+        "See that the engine gets new weights and the same temperature and precision (rollout.dtype); else correct for it "
+        "(algorithm.rollout_correction.rollout_is=token), which is also the cure for rollouts that run ahead.",
+    ),
+    Rule(
+        "idle_device",
+        "warning",
+        idle_device,
+        "`strop profile RUN` says where the time goes. Score in more processes (reward_model.num_workers), serve the reward "
+        "model elsewhere, give tools a shorter time limit, or let rollouts run ahead (trainer.async_training).",
+    ),
+    Rule(
+        "memory_growth",
+        "warning",
+        memory_growth,
+        "Something is kept from step to step, most often by a scorer or a tool of your own (lists, caches, logs). Save more "
+        "often until it is found.",
+    ),
+    Rule(
+        "stalled_phase",
+        "warning",
+        stalled_phase,
+        "`strop doctor RUN` shows what every process is doing while it hangs. Slow disks, remote rewards and tools are the "
+        "usual causes.",
+    ),
+)

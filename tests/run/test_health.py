@@ -1,0 +1,104 @@
+"""Alerts: right on recorded runs, silent on healthy ones, told once per episode, remembered over a resume."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.run.health import CALM, Health, Monitor, verdict
+from strop.run.health_rules import RULES
+from tests.run.health_runs.make import HERE, RECIPES
+
+
+def alerts_of(name: str, tmp_path: Path) -> list[Any]:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(gzip.decompress((HERE / f"{name}.jsonl.gz").read_bytes()))
+    return verdict(path)
+
+
+HEALTHY = [name for name, recipe in RECIPES.items() if recipe.expected is None]
+BROKEN = {name: recipe.expected for name, recipe in RECIPES.items() if recipe.expected is not None}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_gives_no_alert(name: str, tmp_path: Path) -> None:
+    assert [(alert.step, alert.name, alert.message) for alert in alerts_of(name, tmp_path)] == []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_is_named(name: str, tmp_path: Path) -> None:
+    found = alerts_of(name, tmp_path)
+    assert BROKEN[name] in {alert.name for alert in found}, [(alert.step, alert.name) for alert in found]
+
+
+def test_there_are_ten_of_each() -> None:
+    assert len(HEALTHY) >= 10 and len(BROKEN) >= 10
+
+
+def step(**metrics: float) -> dict[str, float]:
+    return {"timing_s/step": 1.0, "timing_s/gen": 0.9, **{key.replace("__", "/"): value for key, value in metrics.items()}}
+
+
+def test_an_episode_is_told_once_and_ends_after_a_calm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    health = Health(tmp_path)
+    shares = [0.9] * 12 + [0.0] * (CALM + 4) + [0.9] * 6
+    with caplog.at_level(logging.WARNING):
+        states = [health.examine(step(response_length__clip_ratio=share), i + 1) for i, share in enumerate(shares)]
+    told = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
+    assert [(alert["name"], alert["step"]) for alert in told] == [("truncation", 5), ("truncation", 29)]
+    assert set(told[0]) == {"step", "time", "name", "severity", "message", "advice", "values"}
+    assert told[0]["values"] == {"response_length/clip_ratio": 0.9} and "90%" in told[0]["message"]
+    assert caplog.text.count("truncation:") == 2 and "What to try: Raise data.max_response_length" in caplog.text
+    assert states[4] == {"health/alerts": 1.0, "health/truncation": 1.0} and states[26] == {"health/alerts": 0.0}
+
+
+def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
+    first = Health(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number in range(1, 9):
+            metrics = step(response_length__clip_ratio=0.9)
+            first.examine(metrics, number)
+            file.write(json.dumps({"step": number, "data": metrics}) + "\n")
+        file.write('{"step": 9, "da')  # a killed process
+    going_on = Health(tmp_path, resumed_from=7)
+    assert going_on.examine(step(response_length__clip_ratio=0.9), 8)["health/truncation"] == 1.0
+    assert len((tmp_path / "alerts.jsonl").read_text().splitlines()) == 1
+    earlier = Health(tmp_path, resumed_from=3)  # the alert of step 5 has not happened yet
+    assert (tmp_path / "alerts.jsonl").read_text() == ""
+    for number in (4, 5):
+        earlier.examine(step(response_length__clip_ratio=0.9), number)
+    assert len((tmp_path / "alerts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    health = Health(tmp_path)
+    health.path = tmp_path / "gone" / "alerts.jsonl"
+    for number in range(1, 8):
+        health.examine(step(response_length__clip_ratio=0.9), number)
+    assert "alerts cannot be written" in caplog.text and "truncation" in caplog.text
+
+
+def test_a_stalled_phase_is_named() -> None:
+    monitor = Monitor()
+    for number in range(1, 15):
+        assert monitor.see(step(timing_s__reward=1.0), number) == []
+    (alert,) = monitor.see({**step(timing_s__reward=100.0), "timing_s/step": 101.0}, 15)
+    assert alert.name == "stalled_phase" and "reward took 100 s" in alert.message
+
+
+def test_missing_and_strange_values_are_no_news() -> None:
+    monitor = Monitor()
+    for number in range(1, 30):
+        odd = {"actor/entropy": float("nan"), "critic/score/mean": "NaN", "actor/grad_norm": float("inf"), "note": "text"}
+        assert monitor.see({**step(), **odd}, number) == []
+    assert Monitor().see({"val-core/x/acc/mean@1": 0.5}, 0) == []
+
+
+def test_every_rule_says_what_to_try() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    assert all(rule.advice.endswith(".") and rule.severity in ("warning", "error") for rule in RULES)
