@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +21,11 @@ from strop.run.contents import role_parts, role_state, selector
 from strop.run.due import save_is_due
 from strop.run.dumps import dump, rollout_rows, write_transcripts
 from strop.run.health import Health
+from strop.run.heartbeat import BETWEEN, beating
 from strop.run.memory import memory_metrics
 from strop.run.resume import Resumed, delete, resume
 from strop.run.retention import Keep
+from strop.run.samples import Known, SampleWriter
 from strop.run.tracking import Run, Trackers, start
 from strop.trainer.evidence import batch_rows, write_evidence
 from strop.trainer.record import StepRecord
@@ -63,6 +66,8 @@ class Keeper:
     """Results of the latest validation; the best checkpoint is known by them."""
     ranks: Ranks = field(default_factory=Ranks)
     """All of them save their parts of the models; rank 0 alone writes everything else."""
+    samples: SampleWriter | None = None
+    """Keeps some groups of each step for the board."""
     longest_step: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,7 +81,13 @@ class Keeper:
         self.health: Health | None = None
 
     def __enter__(self) -> Keeper:
+        self._open = ExitStack()
+        self._heart = self._open.enter_context(beating(self.directory, self.ranks.rank, self.ranks.world))
         return self
+
+    def record(self, step: int) -> StepRecord:
+        """An empty record, whose phases are told to whoever watches the run."""
+        return StepRecord(lambda phase: self._heart.beat(step, phase or BETWEEN))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -86,8 +97,11 @@ class Keeper:
                 raise
             log.error("%s", problem)  # what stopped the run is the news; this came on top
         finally:
+            if self.samples is not None:
+                self.samples.close()
             if self.trackers is not None:
                 self.trackers.close()
+            self._open.__exit__(type(error) if error else None, error, None)
 
     def resume(self, loop: Loop) -> int:
         """Put everything back where a checkpoint left it and start the trackers; returns the step to go on from."""
@@ -105,6 +119,8 @@ class Keeper:
         if not self.ranks.lead:
             self.trackers = Trackers({})
             return found.step if found else 0
+        if self.samples is not None:
+            self.samples.begin(found.step if found else None)
         self.trackers = start(
             [name for name in wanted if name in TRACKERS],  # the preflight has said which are left out
             Run(
@@ -198,6 +214,8 @@ class Keeper:
         if trainer.validation_data_dir:
             dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
             write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
+        if self.samples is not None:
+            self.samples.keep("validation", step, samples)
         if trainer.log_val_generations and self.trackers is not None:
             import random
 
@@ -226,3 +244,13 @@ class Keeper:
             with record.phase("dump_rollout_generations"):
                 dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
                 write_transcripts(folder, step, trajectories, decode=self.decode)
+
+    def remember(self, known: Known | None) -> None:
+        """Log-probs that the update of this step computed on the way."""
+        if self.samples is not None and self.ranks.lead:
+            self.samples.remember(known)
+
+    def keep_samples(self, trajectories: list[Trajectory], batch: Batch, step: int, record: StepRecord) -> None:
+        if self.samples is not None and self.ranks.lead:
+            with record.phase("keep_samples"):
+                self.samples.keep("train", step, trajectories, batch)

@@ -73,7 +73,7 @@ class PpoTrainer:
                 return
             while self.step < self.total_steps:
                 self.step += 1
-                record = StepRecord()
+                record = self.keeper.record(self.step)
                 with record.phase("step"):
                     trajectories, batch = self.train_step(record)
                 self.report(record, trajectories, batch)
@@ -141,7 +141,10 @@ class PpoTrainer:
         record.add(
             update(self.roles.actor, batch, objective, actor, rows, micro, self.step, "actor", self.beside, self.after_update)
         )
-        record.add(objective.drift(batch, self.roles.actor.ranks))
+        known = objective.known(batch, self.roles.actor.ranks)
+        if known is not None:
+            record.add(objective.drift(batch, known))
+        self.keeper.remember(known)
         if actor.use_kl_loss:
             record.add({"actor/kl_coef": actor.kl_loss_coef})
 
@@ -159,7 +162,7 @@ class PpoTrainer:
     def validate(self, record: StepRecord | None = None) -> None:
         if self.validator is None:
             return
-        own = record or StepRecord()
+        own = record or self.keeper.record(self.step)
         with own.phase("testing"):
             samples = self.validator.run(self.step, own)
         self.keeper.log_validation(samples, own, self.step)
@@ -173,6 +176,7 @@ class PpoTrainer:
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
         self.keeper.dump_rollouts(trajectories, self.step, record)
+        self.keeper.keep_samples(trajectories, batch, self.step, record)
 
     def close(self) -> None:
         """End worker processes and the engine."""

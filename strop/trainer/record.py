@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
 class StepRecord:
     """Metrics of one step. `phase` is the only clock of the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str | None], None] | None = None) -> None:
+        """`on_phase` is told of every phase that begins, and of the one (or None) that goes on when it ends."""
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.current: str | None = None
         """The phase that is running, for whoever has to explain a hang."""
+        self._on_phase = on_phase
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        before, self.current = self.current, name
+        before = self.current
+        self._enter(name)
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self.current = before
+            self._enter(before)
+
+    def _enter(self, name: str | None) -> None:
+        self.current = name
+        if self._on_phase is not None:
+            self._on_phase(name)
 
     def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
         self.metrics.update({f"{prefix}{name}": float(value) for name, value in metrics.items()})

@@ -51,7 +51,7 @@ class SupervisedTrainer:
         with self.keeper, closing(self):
             self.step = self.keeper.resume(self)
             if self.validation is not None and (trainer.val_only or (self.step == 0 and trainer.val_before_train)):
-                record = StepRecord()
+                record = self.keeper.record(self.step)
                 self.validate(record)
                 self.keeper.log(record, self.step)
             if trainer.val_only:
@@ -59,7 +59,7 @@ class SupervisedTrainer:
             self.progress.start(self.step, self.total_steps)
             while self.step < self.total_steps:
                 self.step += 1
-                record = StepRecord()
+                record = self.keeper.record(self.step)
                 with record.phase("step"):
                     batch = self.train_step(record)
                 self.report(record, batch)
