@@ -35,6 +35,8 @@ use
   eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
   merge         a checkpoint (of Strop or verl) as a Hugging Face folder: strop merge --local_dir .../actor --target_dir OUT
   serve-rm      a reward model behind HTTP, in OpenRLHF's protocol: strop serve-rm model.path=RM server.port=5000
+watch
+  replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
   config        strop config show NAME [key=value ...] | explain KEY | docs
@@ -179,6 +181,12 @@ def openrlhf(arguments: list[str]) -> int:
     return PROGRAMS[conversion.verb](conversion.arguments())
 
 
+def replay(arguments: list[str]) -> int:
+    from strop.trainer.replay import main as again
+
+    return again(arguments)
+
+
 def data(arguments: list[str]) -> int:
     from strop.data.make import main as make
 
@@ -206,6 +214,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "openrlhf": openrlhf,
     "data": data,
     "quickstart": quickstart,
+    "replay": replay,
 }
 
 if __name__ == "__main__":

@@ -75,6 +75,13 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     return Loaded(root, made, leaves, notices)
 
 
+def reload(root: str, tree: Mapping[str, Any], changes: Mapping[str, Any]) -> Loaded:
+    """A configuration that was written down, with `changes` by key; what it does not say has today's default."""
+    kind = ROOTS[root]
+    changed = nest({**flatten(dict(tree)), **changes})
+    return Loaded(root, build(kind, resolve(_merge(asdict(kind()), changed))), {})
+
+
 def _clean(text: str) -> str:
     """Overrides may add keys without `+`: what does not exist is refused by us, with the nearest names."""
     if text.startswith(("+", "~")) or "=" not in text:

@@ -23,6 +23,7 @@ ELSEWHERE = (
     "rollout_data_dir",
     "validation_data_dir",
     "critic_warmup",
+    "record_steps",
     "max_actor_ckpt_to_keep",
     "max_critic_ckpt_to_keep",
     "async_training.enable",
@@ -313,6 +314,11 @@ def run(config: Any, loaded: Loaded) -> Findings:
     if actor.strategy == "megatron":
         yield error("actor_rollout_ref.actor.strategy", "the Megatron backend is not there yet. Use fsdp (FSDP2), or single.")
     yield from any_run(trainer, loaded)
+    if trainer.record_steps and (trainer.nnodes * trainer.n_gpus_per_node > 1 or trainer.async_training.enable):
+        yield error(
+            "trainer.record_steps",
+            "a step is stored by one process that samples and learns in turn. Record with one device and without async_training.",
+        )
     if trainer.save_freq <= 0:
         yield warning("trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end.")
     for section in ("actor_rollout_ref.actor", "critic"):

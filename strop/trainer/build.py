@@ -38,13 +38,15 @@ from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
 from strop.trainer.keeper import Keeper
 from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
+from strop.trainer.recording import RecordingTrainer
 from strop.trainer.validate import Validator
 from strop.types import Batch
 
 
-def build_ppo(loaded: Loaded, ranks: Ranks | None = None) -> PpoTrainer:
+def build_ppo(loaded: Loaded, ranks: Ranks | None = None, kind: type[PpoTrainer] | None = None) -> PpoTrainer:
     """Every part of a reinforcement-learning run, ready for `fit`; each of `ranks` builds its own."""
     config, ranks = loaded.config, ranks or Ranks()
+    kind = kind or (RecordingTrainer if config.trainer.record_steps else PpoTrainer)
     load_plugins(config.plugins)
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
@@ -70,7 +72,7 @@ def build_ppo(loaded: Loaded, ranks: Ranks | None = None) -> PpoTrainer:
     )
     stateful: dict[str, Any] = {"kl": controller, "ema": average, "pretrain_files": pretraining and pretraining.loader}
     keeper = keeper_for(loaded, roles, tokenizer, plan.total_steps, average, stateful)
-    return PpoTrainer(
+    return kind(
         config=config,
         plan=plan,
         roles=roles,

@@ -156,18 +156,23 @@ class Keeper:
 
     def save(self, loop: Loop, record: StepRecord) -> None:
         with record.phase("save_checkpoint"):
-            parts: dict[str, Any] = {
-                "config": dict(self.tree),
-                "data": loop.loader.state_dict(),
-                "trainer": {
-                    "step": loop.step,
-                    "random": random_state.capture(),
-                    **{name: thing.state_dict() for name, thing in self.stateful.items()},
-                },
-            }
-            for role, model in self.models.items():
-                parts |= role_parts(role, model.state_dict(), list(self.contents[role].save_contents))
+            parts = self.state(loop, {role: list(self.contents[role].save_contents) for role in self.models})
             self.checkpoints.save(loop.step, parts, exports=self.exports(), metrics=self.validation)
+
+    def state(self, loop: Loop, contents: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Everything a run goes on from, as the parts of a checkpoint; `contents` says what of each model."""
+        parts: dict[str, Any] = {
+            "config": dict(self.tree),
+            "data": loop.loader.state_dict(),
+            "trainer": {
+                "step": loop.step,
+                "random": random_state.capture(),
+                **{name: thing.state_dict() for name, thing in self.stateful.items()},
+            },
+        }
+        for role, model in self.models.items():
+            parts |= role_parts(role, model.state_dict(), contents[role])
+        return parts
 
     def _restore(self, loop: Loop, found: Resumed) -> None:
         for role, model in self.models.items():

@@ -135,7 +135,7 @@ class PpoTrainer:
 
     def update_actor(self, batch: Batch, record: StepRecord) -> None:
         actor = self.config.actor_rollout_ref.actor
-        objective = ActorUpdate(self.config, self.width)
+        objective = self.actor_objective()
         rows = actor.ppo_mini_batch_size * self.plan.samples_per_prompt
         micro = self.micro["actor"]
         record.add(
@@ -152,8 +152,14 @@ class PpoTrainer:
         assert self.roles.critic is not None
         critic = self.config.critic
         rows = critic.ppo_mini_batch_size * self.plan.samples_per_prompt
-        objective = CriticUpdate(self.config, self.width)
+        objective = self.critic_objective()
         record.add(update(self.roles.critic, batch, objective, critic, rows, self.micro["critic"], self.step, "critic"))
+
+    def actor_objective(self) -> ActorUpdate:
+        return ActorUpdate(self.config, self.width)
+
+    def critic_objective(self) -> CriticUpdate:
+        return CriticUpdate(self.config, self.width)
 
     @property
     def width(self) -> int:

@@ -22,6 +22,8 @@ from strop.types import Batch, pad_columns
 
 Beside = Callable[[Backend, MicroBatching], Mapping[str, float]]
 """Adds gradients of something else to an update, and reports on it."""
+Observe = Callable[[Batch, Tensor], None]
+"""Is told the loss of every token of a micro-batch."""
 
 
 def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
@@ -47,6 +49,7 @@ class ActorUpdate:
     """Length that seq-mean-token-sum-norm divides by."""
     captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Row ids and log-probs of the update itself, kept when nobody computed the old ones beforehand."""
+    observe: Observe | None = None
 
     def want(self) -> list[str]:
         actor = self.config.actor_rollout_ref.actor
@@ -80,6 +83,8 @@ class ActorUpdate:
             if micro.old_log_probs is None:
                 self._capture(micro, log_probs)
             found = policy_loss(self.loss_mode, **self._arguments(log_probs, micro))
+            if self.observe is not None:
+                self.observe(micro, found.per_token)
             total = aggregate(found.per_token, mask, mode, totals)
             reported = {"actor/pg_loss": total.detach()}
             reported |= {f"actor/{name}": token_mean(values, mask, shown) for name, values in found.metrics.items()}
@@ -159,6 +164,7 @@ class CriticUpdate:
 
     config: Any
     width: int
+    observe: Observe | None = None
 
     def want(self) -> list[str]:
         return ["values"]
@@ -173,6 +179,8 @@ class CriticUpdate:
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             assert outputs.values is not None and micro.values is not None and micro.returns is not None
             found = value_loss(outputs.values, micro.values, micro.returns, micro.mask, clip_range=critic.cliprange_value)
+            if self.observe is not None:
+                self.observe(micro, found.per_token)
             total = aggregate(found.per_token, micro.mask, critic.loss_agg_mode, totals)
             reported = {"critic/vf_loss": total.detach(), "critic/vpred_mean": token_mean(outputs.values, micro.mask, totals)}
             reported |= {f"critic/{name}": token_mean(values, micro.mask, totals) for name, values in found.metrics.items()}
