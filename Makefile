@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 SGLANG := .venv-sglang
 
-.PHONY: quickstart test test-vllm test-slow lint docs clean
+.PHONY: quickstart test test-vllm test-slow lint docs board clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,10 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
+
+# The pages of `strop board` are built once and committed: users need no Node.
+board:
+	cd board && npm ci --no-audit --no-fund && npm run check && npm run build
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -35,6 +35,8 @@ use
   eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
   merge         a checkpoint (of Strop or verl) as a Hugging Face folder: strop merge --local_dir .../actor --target_dir OUT
   serve-rm      a reward model behind HTTP, in OpenRLHF's protocol: strop serve-rm model.path=RM server.port=5000
+look
+  board         a web page over runs: strop board DIR [--port 8700]; curves, samples token by token, configurations, health
 watch
   replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
@@ -114,6 +116,12 @@ def serve_rm(arguments: list[str]) -> int:
     from strop.trainer.main_serve_rm import run
 
     return run(arguments)
+
+
+def board(arguments: list[str]) -> int:
+    from strop.board.serve import main as show
+
+    return show(arguments)
 
 
 def check(arguments: list[str]) -> int:
@@ -208,6 +216,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "merge": merge,
     "serve-rm": serve_rm,
+    "board": board,
     "check": check,
     "config": config,
     "convert": convert,

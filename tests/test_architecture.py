@@ -16,7 +16,7 @@ FLOORS = [
     {"algorithms", "data", "models", "rewards"},
     {"rollout", "agents", "backends", "run"},
     {"runtime"},
-    {"trainer"},
+    {"trainer", "board"},
     {"cli"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -46,7 +46,8 @@ ONE_HOME = {
     "mlflow": {"run/trackers/mlflow.py"},
     "swanlab": {"run/trackers/swanlab.py"},
     "tensorboard": {"run/trackers/tensorboard.py"},
-    "fastapi": {"rewards/server.py", "run/board/server.py"},
+    "fastapi": {"rewards/server.py"},
+    "starlette": {"board/app.py"},
 }
 
 

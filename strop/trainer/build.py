@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from strop.rewards.model import load_model
 from strop.rollout.base import Engine, Sampling
 from strop.rollout.build import build_engine
 from strop.run.retention import keep_from_trainer
+from strop.run.sample_table import TextOf
+from strop.run.samples import SampleWriter
 from strop.trainer.backends import BackendMaker
 from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
@@ -112,7 +116,16 @@ def keeper_for(
         stateful={name: thing for name, thing in stateful.items() if thing is not None},
         exports=lambda: exports(config, roles, tokenizer, average),
         ranks=roles.actor.ranks,
+        samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.lead else None,
     )
+
+
+def sample_writer(trainer: Any, tokenizer: Any) -> SampleWriter | None:
+    """Who keeps samples for the board; with a tokenizer of its own, because it works in a thread of its own."""
+    if trainer.samples_to_keep == 0:
+        return None
+    directory = Path(trainer.default_local_dir).expanduser()
+    return SampleWriter(directory, most=trainer.samples_to_keep, texts=TextOf.of(copy.deepcopy(tokenizer)))
 
 
 def average_of(backend: Backend, trainer: Any) -> EMA | None:

@@ -17,6 +17,7 @@ from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import POLICY_LOSSES
 from strop.config.objective import clip_range
 from strop.ranks import Ranks
+from strop.run.samples import Known
 from strop.trainer.experience import drift
 from strop.types import Batch, pad_columns
 
@@ -47,8 +48,8 @@ class ActorUpdate:
     config: Any
     width: int
     """Length that seq-mean-token-sum-norm divides by."""
-    captured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Row ids and log-probs of the update itself, kept when nobody computed the old ones beforehand."""
+    captured: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    """Row ids, log-probs and entropy of the update itself, kept when nobody computed the old ones beforehand."""
     observe: Observe | None = None
 
     def want(self) -> list[str]:
@@ -81,7 +82,7 @@ class ActorUpdate:
             log_probs, mask = outputs.log_probs, micro.mask
             assert log_probs is not None
             if micro.old_log_probs is None:
-                self._capture(micro, log_probs)
+                self._capture(micro, log_probs, outputs.entropy)
             found = policy_loss(self.loss_mode, **self._arguments(log_probs, micro))
             if self.observe is not None:
                 self.observe(micro, found.per_token)
@@ -137,25 +138,36 @@ class ActorUpdate:
             **bypass,
         }
 
-    def drift(self, batch: Batch, ranks: Ranks) -> dict[str, float]:
-        """On-policy nobody knows the trainer's own log-probs before the update: how far the engine's were is known now."""
-        shares = ranks.gather([(ids.cpu(), table.cpu()) for ids, table in self.captured])
-        captured = [pair for share in shares for pair in share]
+    def known(self, batch: Batch, ranks: Ranks) -> Known | None:
+        """On-policy nobody knows the trainer's own log-probs before the update: what all ranks found in it."""
+        mine = [[None if table is None else table.cpu() for table in tables] for tables in self.captured]
+        captured = [tables for share in ranks.gather(mine) for tables in share]
         if not captured:
             return {}
         assert batch.row_ids is not None
         width = batch.mask.shape[1]
-        rows = torch.cat([ids for ids, _ in captured])
-        tables = torch.cat([pad_columns(table, width)[:, :width] for _, table in captured])
+        ids, log_probs, entropy = zip(*captured)
+
+        def whole(tables: Sequence[Tensor]) -> Tensor:
+            return torch.cat([pad_columns(table, width)[:, :width] for table in tables])
+
+        return Known(torch.cat(ids), whole(log_probs), None if None in entropy else whole(entropy))
+
+    @staticmethod
+    def drift(batch: Batch, known: Known) -> dict[str, float]:
+        """How far the engine's log-probs were from those of the update."""
+        assert batch.row_ids is not None
+        rows = known.rows
         place = torch.full((int(max(rows.max(), batch.row_ids.max())) + 1,), -1)
         place[rows] = torch.arange(len(rows))
         found = place[batch.row_ids.cpu()]
         kept = batch.select((found >= 0).nonzero().flatten())
-        return drift(kept, tables[found[found >= 0], : kept.mask.shape[1]])
+        return drift(kept, known.log_probs[found[found >= 0], : kept.mask.shape[1]])
 
-    def _capture(self, micro: Batch, log_probs: Tensor) -> None:
+    def _capture(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> None:
         assert micro.row_ids is not None
-        self.captured.append((micro.row_ids, log_probs.detach().float()))
+        seen = None if entropy is None else entropy.detach().float()
+        self.captured.append((micro.row_ids, log_probs.detach().float(), seen))
 
 
 @dataclass

@@ -59,6 +59,9 @@ class Trainer:
     """Seeds everything: order of rows, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU where there is one."""
+    samples_to_keep: int = setting(128, at_least=0)
+    """Samples per step, of training and of validation each, that stay in default_local_dir/samples for `strop board`, with the
+    numbers of every token: whole groups, spread evenly over the step. About 15 bytes per token on the disk. 0: none."""
     runtime: str = setting("auto", choices=("auto", "local", "ray"))
     """local: processes on this machine; ray: a cluster; auto: ray when nnodes > 1."""
     nnodes: int = setting(1, at_least=1)

@@ -1,0 +1,103 @@
+// A chart: lines over each other, or areas on top of each other. uPlot draws, this feeds it.
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import { duration, number } from "./format";
+
+export interface Line {
+  label: string;
+  colour: string;
+  x: number[];
+  y: (number | null)[];
+  faint?: boolean;
+}
+export type Axis = "step" | "relative" | "clock";
+
+function colour(name: string): string {
+  const probe = document.createElement("i");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
+
+/** Lines of different x as uPlot wants them: one sorted x for all, gaps as undefined. */
+function aligned(lines: Line[]): uPlot.AlignedData {
+  const tables = lines.map((line) => {
+    const order = line.x.map((_, i) => i).sort((a, b) => line.x[a] - line.x[b]);
+    return [order.map((i) => line.x[i]), order.map((i) => line.y[i])] as uPlot.AlignedData;
+  });
+  return tables.length ? uPlot.join(tables) : [[]];
+}
+
+/** Each area begins where the one below ends. */
+function stacked(data: uPlot.AlignedData): uPlot.AlignedData {
+  const sums = new Array<number>(data[0].length).fill(0);
+  const rows = data.slice(1).map((row) => Array.from(row, (value, i) => (sums[i] += value ?? 0)));
+  return [data[0], ...rows] as uPlot.AlignedData;
+}
+
+const xLabel = (axis: Axis) => (value: number) =>
+  axis === "step" ? number(value) : axis === "relative" ? duration(value) : new Date(value * 1000).toLocaleTimeString("sv").slice(0, 5);
+
+export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?: number; stack?: boolean; sync?: string; unit?: string }) {
+  const place = useRef<HTMLDivElement>(null);
+  const { lines, axis, theme, stack } = props;
+  useEffect(() => {
+    const root = place.current!;
+    const plain = aligned(lines);
+    const data = stack ? stacked(plain) : plain;
+    const [axisColour, grid] = [colour("--quiet"), colour("--line")];
+    const show = xLabel(axis);
+    const shared = { stroke: axisColour, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: "11px system-ui", gap: 4 };
+    const options: uPlot.Options = {
+      width: Math.max(160, root.clientWidth),
+      height: props.height ?? 190,
+      padding: [10, 10, 0, 0],
+      cursor: { sync: props.sync ? { key: props.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
+      scales: { x: { time: false } },
+      axes: [
+        { ...shared, size: 24, values: (_, ticks) => ticks.map(show) },
+        { ...shared, size: 52, values: (_, ticks) => ticks.map((one) => number(one)) },
+      ],
+      legend: { show: true, live: true, markers: { width: 0 } },
+      series: [
+        { label: axis === "step" ? "step" : "time", value: (_, one) => (one === null ? "" : show(one)) },
+        ...lines.map((line, i) => ({
+          label: line.label,
+          stroke: line.colour,
+          width: line.faint ? 1 : 1.6,
+          alpha: line.faint ? 0.25 : 1,
+          class: line.faint ? "faint" : undefined,
+          fill: stack ? `${line.colour}66` : undefined,
+          spanGaps: true,
+          points: { show: line.x.length < 2, size: 6 },
+          value: (_: uPlot, __: unknown, ___: number, at: number | null) =>
+            at === null ? "" : `${number((plain[i + 1][at] as number | null | undefined) ?? null)}${props.unit ?? ""}`,
+        })),
+      ],
+      // Painted from the top of the pile down, so that lower areas stay visible.
+      bands: stack ? lines.slice(1).map((_, i) => ({ series: [i + 2, i + 1] as [number, number] })) : undefined,
+    };
+    const chart = new uPlot(options, data, root);
+    const resize = new ResizeObserver(() => chart.setSize({ width: Math.max(160, root.clientWidth), height: props.height ?? 190 }));
+    resize.observe(root);
+    return () => {
+      resize.disconnect();
+      chart.destroy();
+    };
+  }, [lines, axis, theme, stack, props.height]);
+  return <div class="chart" ref={place} />;
+}
+
+/** Exponential moving average that starts unbiased; gaps stay gaps. */
+export function smooth(values: (number | null)[], weight: number): (number | null)[] {
+  let sum = 0;
+  let total = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+}

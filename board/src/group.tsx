@@ -1,0 +1,204 @@
+// One prompt with all its samples side by side, and what it scored at other steps.
+import { diffWordsWithSpace } from "diff";
+import { useMemo, useState } from "preact/hooks";
+import { get, type Group, type History, type Sample, type Text, useAnswer } from "./api";
+import { number, signed } from "./format";
+import { useKeys } from "./keys";
+import { Badge, Choice, Empty } from "./parts";
+import { COLOURINGS, type Colouring, Legend, TokenText } from "./tokens";
+
+const SIDE_BY_SIDE = 16;
+
+export function GroupView({ group, base, split, steps }: { group: Group; base: string; split: string; steps: number[] }) {
+  const [colouring, setColouring] = useState<Colouring>((localStorage.getItem("colouring") as Colouring) ?? "text");
+  const [shown, setShown] = useState(SIDE_BY_SIDE);
+  const [other, setOther] = useState<number | null>(null);
+  const paint = (one: Colouring) => {
+    localStorage.setItem("colouring", one);
+    setColouring(one);
+  };
+  const at = COLOURINGS.findIndex(([one]) => one === colouring);
+  useKeys({ c: () => paint(COLOURINGS[(at + 1) % COLOURINGS.length][0]) });
+  const place = `${base}/${split}/${group.step}/${group.group}`;
+  return (
+    <article class="group">
+      <div class="group-head">
+        <h2>
+          Row {group.index} <span class="quiet">of {group.data_source}, step {group.step}</span>
+        </h2>
+        <span class="gap" />
+        <Choice of={COLOURINGS} value={colouring} onChange={paint} label="colour tokens by" />
+      </div>
+      <section class="prompt-box">
+        <div class="label">
+          prompt <span class="quiet">{number(group.prompt_tokens)} tokens</span>
+        </div>
+        <LongText text={group.prompt} path={`${place}/${group.samples[0].sample}/text/prompt`} />
+        {group.ground_truth && (
+          <>
+            <div class="label">expected</div>
+            <LongText text={group.ground_truth} path={`${place}/${group.samples[0].sample}/text/ground_truth`} />
+          </>
+        )}
+      </section>
+      {steps.length > 1 && <OverTime group={group} base={`${base}/${split}`} other={other} choose={setOther} />}
+      <Legend colouring={colouring} />
+      {other === null ? (
+        <div class="samples">
+          {group.samples.slice(0, shown).map((sample) => (
+            <SampleCard key={sample.sample} sample={sample} place={`${place}/${sample.sample}`} colouring={colouring} />
+          ))}
+        </div>
+      ) : (
+        <Compared group={group} base={`${base}/${split}`} other={other} />
+      )}
+      {other === null && group.samples.length > shown && (
+        <button type="button" class="more" onClick={() => setShown(shown + SIDE_BY_SIDE)}>
+          {group.samples.length - shown} more samples
+        </button>
+      )}
+    </article>
+  );
+}
+
+function SampleCard({ sample, place, colouring }: { sample: Sample; place: string; colouring: Colouring }) {
+  const conversation = sample.turns.length > 0;
+  const parts = Object.entries(sample.reported).filter(([, value]) => value !== null && value !== "");
+  return (
+    <section class="card sample">
+      <div class="sample-head">
+        <span class="quiet">#{sample.sample}</span>
+        <strong class="score">{sample.failed ? "no score" : number(sample.score)}</strong>
+        {sample.advantage !== null && (
+          <span class={Number(sample.advantage) > 0 ? "good" : Number(sample.advantage) < 0 ? "bad" : "quiet"} title="advantage, mean over trained tokens">
+            A {signed(sample.advantage)}
+          </span>
+        )}
+        <span class="gap" />
+        <span class="quiet">{number(sample.response_tokens)} tok</span>
+        {sample.tool_results > 0 && <span class="quiet">{sample.tool_results} tool results</span>}
+        {sample.truncated && <Badge kind="warning">truncated</Badge>}
+        {sample.failed && <Badge kind="failed">reward failed</Badge>}
+      </div>
+      {parts.length > 0 && (
+        <dl class="components">
+          {parts.map(([name, value]) => (
+            <div key={name}>
+              <dt>{name}</dt>
+              <dd title={String(value)}>{typeof value === "number" ? number(value) : String(value).slice(0, 80)}</dd>
+            </div>
+          ))}
+        </dl>
+      )}
+      {colouring === "text" && !conversation ? (
+        <LongText text={sample.response} path={`${place}/text/response`} />
+      ) : (
+        <TokenText place={place} colouring={colouring} turns={sample.turns} />
+      )}
+    </section>
+  );
+}
+
+/** A text of which more can be asked for. */
+function LongText({ text, path }: { text: Text; path: string }) {
+  const [more, setMore] = useState("");
+  const have = text.text.length + more.length;
+  return (
+    <div class="text">
+      {text.text}
+      {more}
+      {text.text === "" && <span class="quiet">empty</span>}
+      {have < text.length && (
+        <button type="button" class="more" onClick={() => void get<Text>(`${path}?start=${have}`).then((next) => setMore(more + next.text))}>
+          {number(text.length - have)} more characters
+        </button>
+      )}
+    </div>
+  );
+}
+
+function mean(scores: unknown[]): number | null {
+  const known = scores.filter((score): score is number => typeof score === "number");
+  return known.length ? known.reduce((sum, score) => sum + score, 0) / known.length : null;
+}
+
+/** What this row of the data scored at every step; one of them can be compared with this one. */
+function OverTime(props: { group: Group; base: string; other: number | null; choose: (step: number | null) => void }) {
+  const { group, other, choose } = props;
+  const path = `${props.base}/history/${group.index}?${new URLSearchParams({ source: group.data_source })}`;
+  const { data } = useAnswer<History>(path);
+  if (!data || data.steps.length < 2) return null;
+  const means = data.steps.map(({ scores }) => mean(scores));
+  const known = means.filter((one): one is number => one !== null);
+  const [low, high] = [Math.min(0, ...known), Math.max(1, ...known)];
+  return (
+    <section class="over-time">
+      <span class="label">same prompt at</span>
+      <div class="pills">
+        {data.steps.map(({ step }, i) => {
+          const share = means[i] === null ? 0 : (means[i]! - low) / (high - low);
+          return (
+            <button
+              type="button"
+              key={step}
+              class={step === group.step ? "pill here" : "pill"}
+              aria-pressed={step === other}
+              disabled={step === group.step}
+              title={step === group.step ? "this step" : `compare with step ${step}`}
+              onClick={() => choose(step === other ? null : step)}
+            >
+              {step}
+              <i style={{ width: `${Math.round(share * 100)}%` }} />
+              <small>{number(means[i])}</small>
+            </button>
+          );
+        })}
+      </div>
+    </section>
+  );
+}
+
+function Compared({ group, base, other }: { group: Group; base: string; other: number }) {
+  const path = `${base}/history/${group.index}?${new URLSearchParams({ source: group.data_source })}`;
+  const history = useAnswer<History>(path);
+  const there = history.data?.steps.find(({ step }) => step === other);
+  const theirs = useAnswer<Group>(there ? `${base}/${other}/${there.group}` : null);
+  if (!theirs.data) return <div class="waiting" aria-busy="true" />;
+  const forward = other < group.step;
+  const [before, after] = forward ? [theirs.data, group] : [group, theirs.data];
+  const pairs = before.samples.flatMap((sample, i) => (after.samples[i] ? [[sample, after.samples[i]] as const] : []));
+  if (!pairs.length) return <Empty title="Nothing to compare" />;
+  return (
+    <div class="compared">
+      {pairs.slice(0, SIDE_BY_SIDE).map(([old, young]) => (
+        <Difference key={old.sample} old={old} young={young} steps={[before.step, after.step]} />
+      ))}
+    </div>
+  );
+}
+
+function Difference({ old, young, steps }: { old: Sample; young: Sample; steps: [number, number] }) {
+  const parts = useMemo(() => diffWordsWithSpace(old.response.text, young.response.text, { timeout: 500 }), [old, young]);
+  const side = (sample: Sample, step: number, leave: "added" | "removed") => (
+    <section class="card sample">
+      <div class="sample-head">
+        <span class="quiet">step {step}, #{sample.sample}</span>
+        <strong class="score">{sample.failed ? "no score" : number(sample.score)}</strong>
+        <span class="gap" />
+        <span class="quiet">{number(sample.response_tokens)} tok</span>
+      </div>
+      <div class="text">
+        {parts
+          ? parts.filter((part) => !part[leave]).map((part, i) => (part.added ? <ins key={i}>{part.value}</ins> : part.removed ? <del key={i}>{part.value}</del> : <span key={i}>{part.value}</span>))
+          : sample.response.text}
+        {sample.response.length > sample.response.text.length && <p class="quiet">The first {number(sample.response.text.length)} characters are compared.</p>}
+      </div>
+    </section>
+  );
+  return (
+    <div class="pair">
+      {side(old, steps[0], "added")}
+      {side(young, steps[1], "removed")}
+    </div>
+  );
+}

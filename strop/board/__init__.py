@@ -1,0 +1,1 @@
+"""The board: a local web page over the files of runs. It reads, and is never imported by training."""

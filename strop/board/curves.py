@@ -1,0 +1,158 @@
+"""Metrics of a run as columns in memory, and curves of them with no more points than a screen has."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from strop.board.tail import Tail
+
+MOST_METRICS = 4000
+MOST_VALUES = 16_000_000
+"""Over all runs in memory, 12 bytes each; the runs that nobody asked about for longest are forgotten first."""
+
+
+@dataclass
+class Column:
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    """Lines of the file in which the metric appears."""
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+class MetricFile:
+    """metrics.jsonl, as far as it was read."""
+
+    def __init__(self, path: Path):
+        self.tail = Tail(path)
+        self.lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps: array[int] = array("q")
+        self.times: array[float] = array("d")
+        self.columns: dict[str, Column] = {}
+        self.size = 0
+
+    def refresh(self) -> None:
+        """Read what was added; call with the lock held."""
+        if self.tail.replaced():
+            self._clear()
+        for line in self.tail.new():
+            step, time, data = line.get("step"), line.get("time"), line.get("data")
+            if not isinstance(step, int) or not isinstance(data, dict):
+                self.tail.damaged += 1
+                continue
+            self.steps.append(step)
+            self.times.append(float(time) if isinstance(time, int | float) else float("nan"))
+            for name, value in data.items():
+                self._add(name, value)
+
+    def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, str):
+            value = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(value)
+        if not isinstance(value, int | float):
+            return
+        column = self.columns.get(name)
+        if column is None:
+            if len(self.columns) >= MOST_METRICS:
+                return
+            column = self.columns[name] = Column()
+        column.rows.append(len(self.steps) - 1)
+        column.values.append(float(value))
+        self.size += 1
+
+    def curve(self, name: str, points: int) -> dict[str, list[Any]] | None:
+        column = self.columns.get(name)
+        if column is None:
+            return None
+        rows, values = np.array(column.rows), np.array(column.values)
+        kept = downsample(values, points)
+        rows = rows[kept]
+        return {
+            "step": np.array(self.steps)[rows].tolist(),
+            "time": _finite(np.array(self.times)[rows]),
+            "value": _finite(values[kept]),
+        }
+
+    def shares(self, names: Sequence[str], points: int) -> dict[str, dict[str, list[Any]]]:
+        """Curves to put on top of each other: all at the same steps, each the mean over a stretch of lines, in which a metric
+        that a line does not have counts as 0."""
+        count = len(self.steps)
+        edges = np.unique(np.linspace(0, count, min(points, count) + 1).astype(int))
+        last, lengths = edges[1:] - 1, np.diff(edges)
+        steps, times = np.array(self.steps)[last].tolist(), _finite(np.array(self.times)[last])
+        found = {}
+        for name in names:
+            if name in self.columns:
+                values = np.nan_to_num(np.array(self.columns[name].values))
+                sums = np.bincount(np.searchsorted(last, np.array(self.columns[name].rows)), values, len(last))
+                found[name] = {"step": steps, "time": times, "value": (sums / lengths).tolist()}
+        return found
+
+    def latest(self, name: str) -> float | None:
+        column = self.columns.get(name)
+        return column.values[-1] if column else None
+
+
+def downsample(values: np.ndarray, points: int) -> np.ndarray:
+    """Positions of at most `points` values that draw the same picture: the lowest and the highest of each stretch, so that no
+    spike is lost. Where a stretch has a value that is no number, one such is kept too."""
+    count = len(values)
+    if count <= points:
+        return np.arange(count)
+    edges = np.linspace(0, count, max(1, points // 3) + 1).astype(int)
+    kept = {0, count - 1}
+    for start, end in pairwise(edges):
+        piece = values[start:end]
+        finite = np.isfinite(piece)
+        if finite.any():
+            kept.add(start + int(np.argmin(np.where(finite, piece, np.inf))))
+            kept.add(start + int(np.argmax(np.where(finite, piece, -np.inf))))
+        if not finite.all():
+            kept.add(start + int(np.argmin(finite)))
+    return np.array(sorted(kept))
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    """JSON has no NaN and no infinity: both are a gap in a curve."""
+    return [value if finite else None for value, finite in zip(values.tolist(), np.isfinite(values).tolist())]
+
+
+class MetricStore:
+    """Metric files in memory, within MOST_VALUES."""
+
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        self.most = most
+        self._files: OrderedDict[Path, MetricFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def ask(self, path: Path, question: Callable[[MetricFile], Any]) -> Any:
+        """Bring the file up to date and ask it something."""
+        with self._lock:
+            file = self._files.setdefault(path, MetricFile(path))
+            self._files.move_to_end(path)
+        with file.lock:
+            file.refresh()
+            answer = question(file)
+        self._forget()
+        return answer
+
+    def _forget(self) -> None:
+        with self._lock:
+            while len(self._files) > 1 and sum(file.size for file in self._files.values()) > self.most:
+                self._files.popitem(last=False)
+
+
+def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool = False) -> dict[str, Any]:
+    if stacked:
+        return file.shares(names, points)
+    found = {name: file.curve(name, points) for name in names}
+    return {name: curve for name, curve in found.items() if curve is not None}
