@@ -1,0 +1,52 @@
+"""Numbers that no configuration says: what libraries and devices take for themselves, and how well they are used.
+
+Each is one constant with its reason. Memory is in bytes, rates are per second.
+"""
+
+from __future__ import annotations
+
+GIB = 2**30
+MIB = 2**20
+
+# --- memory ----------------------------------------------------------------------------------------------------------------
+
+CONTEXT = int(0.75 * GIB)
+"""What the CUDA context, its kernels and NCCL take outside of torch's allocator."""
+WORKSPACE = 64 * MIB
+"""cuBLAS' workspaces, which torch's allocator counts as its own."""
+FRAGMENTATION = 1.06
+"""What torch reserves over what is allocated at the peak, because freed blocks do not fit what comes next."""
+SAFE = 0.97
+"""Share of a device's memory that a plan may use; a plan above it is called tight, one above 1 hopeless."""
+LOGITS = 2**26
+"""Logits that exist at a time (models/forward.py), each in float32."""
+ENGINE_SAFE = 0.9
+"""Share of the free memory that the native engine dares to take for its cache (rollout/native/memory.py)."""
+KEPT_SHARE = 20
+"""A cache of at most this fraction of the device stays while the models learn (rollout/native/memory.py)."""
+CACHE_BLOCK = 64
+"""Capacities of the cache are multiples of it (rollout/native/scheduler.py)."""
+SLEEPING_ENGINE = int(1.5 * GIB)
+"""What vLLM keeps on the device while it sleeps: its context and recorded graphs."""
+ROW_BYTES = 12
+"""Token id and log-prob of each slot of the native engine's cache (rollout/native/rows.py)."""
+LOSS_BYTES = 64
+"""float32 numbers per response token that the losses keep for the backward pass."""
+
+# --- time ------------------------------------------------------------------------------------------------------------------
+
+TRAINING_EFFICIENCY = 0.45
+"""Share of a device's peak that passes over packed rows reach, by the arithmetic they need."""
+DECODE_BANDWIDTH = 0.9
+"""Share of the memory bandwidth that decode steps reach where weights and cache bound them."""
+DECODE_EFFICIENCY = 0.75
+"""Share of the peak that matrix products of decode steps reach."""
+DECODE_LAUNCH = 45e-6
+"""Seconds per layer and decode step that small kernels take, whatever the number of rows. Together with the two above it gives
+the measured rates of one H200 (0.5B 227k, 1.5B 107k, 7B 34.8k tokens per second with 1,024 rows) within a fifth."""
+ANSWER_SHARE = 0.6
+"""Mean length of an answer as a share of the longest that is allowed."""
+NODE_LINK = 40e9
+"""Bytes per second and device between machines (400 Gbit/s, as collectives see it)."""
+DISK = 2e9
+"""Bytes per second that one machine writes to its disk."""
