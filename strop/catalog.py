@@ -139,12 +139,18 @@ DATASETS.declare("aime", "strop.data.make:aime", columns=("Problem", "Answer"), 
 DATASETS.declare("hh_rlhf", "strop.data.make:hh_rlhf", columns=("chosen", "rejected"))
 
 # --- Trackers ------------------------------------------------------------------------------------------------------------
-TRACKERS = Registry("tracker")
+# library: what must be installed, an extra of the same name.
+TRACKERS = Registry("tracker", facts={"library": None})
 TRACKERS.declare("console", "strop.run.trackers.console:ConsoleTracker")
 TRACKERS.declare("file", "strop.run.trackers.jsonl:JsonlTracker")
 TRACKERS.declare("jsonl", "strop.run.trackers.jsonl:JsonlTracker")
 TRACKERS.declare("csv", "strop.run.trackers.csv:CsvTracker")
 TRACKERS.declare("tensorboard", "strop.run.trackers.tensorboard:TensorboardTracker")
+TRACKERS.declare("wandb", "strop.run.trackers.wandb:WandbTracker", library="wandb")
+TRACKERS.declare("tracking", "strop.run.trackers.wandb:WandbTracker", library="wandb")  # verl's old name
+TRACKERS.declare("mlflow", "strop.run.trackers.mlflow:MlflowTracker", library="mlflow")
+TRACKERS.declare("swanlab", "strop.run.trackers.swanlab:SwanlabTracker", library="swanlab")
+TRACKERS.declare("trackio", "strop.run.trackers.trackio:TrackioTracker", library="trackio")
 
 # --- Rollout engines -----------------------------------------------------------------------------------------------------
 # settings: what the engine takes from the `rollout` section beside the module. library: what must be installed, unless

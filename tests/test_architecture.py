@@ -45,6 +45,7 @@ ONE_HOME = {
     "wandb": {"run/trackers/wandb.py"},
     "mlflow": {"run/trackers/mlflow.py"},
     "swanlab": {"run/trackers/swanlab.py"},
+    "trackio": {"run/trackers/trackio.py"},
     "tensorboard": {"run/trackers/tensorboard.py"},
     "fastapi": {"rewards/server.py"},
     "starlette": {"board/app.py"},

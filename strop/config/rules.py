@@ -5,6 +5,7 @@ An *error* stops a run before it starts; a *warning* says that something probabl
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from strop.config.engine import missing_library
 from strop.config.objective import has_critic, has_reference, needs, objective
 from strop.registry import did_you_mean
 
-LATER_TRACKERS = ("wandb", "swanlab", "mlflow", "trackio", "clearml", "vemlp_wandb", "tracking")
+OTHER_TRACKERS = ("clearml", "vemlp_wandb")
+"""Of verl, not of Strop."""
 
 ELSEWHERE = (
     "log_val_generations",
@@ -317,7 +319,7 @@ def run(config: Any, loaded: Loaded) -> Findings:
     if trainer.record_steps and (trainer.nnodes * trainer.n_gpus_per_node > 1 or trainer.async_training.enable):
         yield error(
             "trainer.record_steps",
-            "a step is stored by one process that samples and learns in turn. Record with one device and without async_training.",
+            "a step is stored by one process that samples and learns in turn. Record with one device, without async_training.",
         )
     if trainer.save_freq <= 0:
         yield warning("trainer.save_freq", f"{trainer.save_freq}: no checkpoint is ever written, not even at the end.")
@@ -345,12 +347,14 @@ def any_run(trainer: Any, loaded: Loaded) -> Findings:
     elif trainer.resume_from_path and "trainer.resume_mode" not in loaded.set_by_user:
         yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
     for name in [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger:
-        if name in LATER_TRACKERS:
-            yield warning(
-                "trainer.logger", f"{name} is not there yet; metrics go to the others ({', '.join(TRACKERS.names())})."
-            )
+        if name in OTHER_TRACKERS:
+            yield warning("trainer.logger", f"{name} is left out; there are {', '.join(TRACKERS.names())}.")
         elif name not in TRACKERS:
             yield error("trainer.logger", f"unknown tracker {name!r}.{did_you_mean(name, TRACKERS.names())}")
+        elif (library := TRACKERS.entry(name).facts["library"]) and importlib.util.find_spec(library) is None:
+            yield error(
+                "trainer.logger", f"{name} is not installed here: pip install 'strop[{library}]', or take it out of the list."
+            )
     if trainer.device == "npu":
         yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
 

@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from strop.config.compose import load
+from strop.config.rules import check
 from strop.run.live import LiveView
 from strop.run.trackers.console import ConsoleTracker
 from strop.run.trackers.csv import CsvTracker
+from strop.run.trackers.identity import id_of, known_id, remember_id
 from strop.run.trackers.jsonl import JsonlTracker
 from strop.run.tracking import Run, start
 
@@ -187,3 +190,18 @@ def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
     assert '"lr": 1e-06' in config
     sample = events.Tensors("val/generations/0/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "2+2=" in sample
+
+
+def test_a_tracker_without_its_library_is_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = check(load("ppo_trainer", ["trainer.logger=[console,wandb]"]))
+    assert "wandb is not installed here: pip install 'strop[wandb]'" in "\n".join(map(str, found))
+
+
+def test_ids_are_kept_by_a_resumed_run_only(tmp_path: Path) -> None:
+    first = id_of(Run(tmp_path), "wandb")
+    remember_id(Run(tmp_path), "mlflow", "x")
+    assert id_of(Run(tmp_path, resumed_from=3), "wandb") == first and known_id(Run(tmp_path, resumed_from=3), "mlflow") == "x"
+    assert id_of(Run(tmp_path), "wandb") != first and known_id(Run(tmp_path), "mlflow") is None
+    (tmp_path / "trackers.json").write_text("torn")
+    assert len(id_of(Run(tmp_path, resumed_from=3), "swanlab", length=21)) == 21

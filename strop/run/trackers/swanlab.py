@@ -1,0 +1,46 @@
+"""SwanLab. SWANLAB_MODE is online where an API key is known, else offline: files in SWANLAB_LOG_DIR or the run's folder, which
+`swanlab sync` sends later. The mode local needs `swanlab[dashboard]`."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from strop.extras import require
+from strop.run.plain_json import to_json
+from strop.run.trackers.identity import id_of
+from strop.run.tracking import Metrics, Rows, Run
+
+ID_LENGTH = 21
+"""SwanLab takes ids of this length only."""
+MODES = {"cloud": "online"}
+"""Older names of modes."""
+
+
+class SwanlabTracker:
+    def __init__(self, run: Run):
+        self.swanlab = require("swanlab", extra="swanlab", why="trainer.logger=swanlab")
+        folder = os.environ.get("SWANLAB_LOG_DIR") or str(run.directory / "swanlab")
+        os.makedirs(folder, exist_ok=True)
+        mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
+        self.run = self.swanlab.init(
+            project=run.project,
+            name=run.experiment,
+            config=json.loads(to_json(run.config)),
+            log_dir=folder,
+            mode=MODES.get(mode, mode),
+            id=id_of(run, "swanlab", length=ID_LENGTH),
+            resume="allow",
+        )
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
+        texts = {name: self.swanlab.Text(value) for name, value in metrics.items() if isinstance(value, str)}
+        self.run.log({**numbers, **texts}, step=step)
+
+    def log_generations(self, rows: Rows, step: int) -> None:
+        shown = ["\n\n".join(f"{key}:\n{value}" for key, value in row.items()) for row in rows]
+        self.run.log({"val/generations": [self.swanlab.Text(text) for text in shown]}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
