@@ -109,7 +109,11 @@ class Trainer:
     async_training: AsyncTraining = section(AsyncTraining)
     """Rollouts that run ahead."""
     max_restarts: int = setting(0, at_least=0)
-    """Times a run restarts by itself from the last checkpoint after a worker died."""
+    """Times a run restarts by itself from the last checkpoint after a worker died or hung."""
+    phase_warning: float = setting(1800.0, at_least=0)
+    """Seconds after which a phase that has not ended is told of, with the stacks of its worker in workers/. 0: never."""
+    phase_timeout: float = setting(0.0, at_least=0)
+    """Seconds after which such a phase ends the run, or restarts it (max_restarts). 0: never."""
     ray_wait_register_center_timeout: int = setting(300, at_least=1)
     """Seconds to wait for the cluster's resources."""
     record_steps: list[int] | None = None
