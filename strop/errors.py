@@ -15,11 +15,10 @@ def answer(program: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("STROP_DEBUG") == "1":
             traceback.print_exc()
-        if getattr(error, "told_by_another", False):
-            return 1
-        for line in str(error).splitlines() or [type(error).__name__]:
-            sys.stderr.write(f"strop: error: {line}\n")
-        return 1
+        if not getattr(error, "told_by_another", False):
+            for line in str(error).splitlines() or [type(error).__name__]:
+                sys.stderr.write(f"strop: error: {line}\n")
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         sys.stderr.write("strop: interrupted\n")
         return 130

@@ -19,6 +19,8 @@ class SharedFailure(ValueError):
 
     told_by_another: bool = False
     """Whether another rank tells people about it."""
+    exit_code: int = 1
+    """Of the process that ends with it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,14 @@ class Ranks:
             for name, value in mine.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
+
+    def first_to_claim(self, name: str) -> bool:
+        """Whether no rank asked for `name` before. Needs no answer from the others, so they may be busy."""
+        if self.world == 1:
+            return True
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return int(_get_default_store().add(f"strop/claim/{name}", 1)) == 1
 
     def together(self, work: Callable[[], T], doing: str) -> T:
         """What `work` returns here. If it raises on any rank, every rank raises, and the message names the rank.

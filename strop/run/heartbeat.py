@@ -3,7 +3,7 @@
     {"rank": 1, "world": 4, "host": "node7", "pid": 4711, "step": 12, "phase": "gen", "since": 1767225600.0}
 
 A worker that gets SIGUSR1 adds the stacks of all its threads to `workers/rank_N.stacks`, even when Python itself is stuck.
-`since` is the time in seconds at which the phase began. After the run, the phase is `finished` or `failed`.
+`since` is the time in seconds at which the phase began. After the run, the phase is `finished` or `failed in PHASE`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-STARTING, BETWEEN, FINISHED, FAILED = "starting", "between phases", "finished", "failed"
-"""Phases that are not phases of a step."""
+STARTING, BETWEEN, FINISHED, FAILED = "starting", "between phases", "finished", "failed in "
+"""Phases that are not phases of a step; the last is the beginning of one."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Beat:
 
     @property
     def over(self) -> bool:
-        return self.phase in (FINISHED, FAILED)
+        return self.phase == FINISHED or self.phase.startswith(FAILED)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, process {self.pid}) in phase {self.phase!r} of step {self.step}"
@@ -73,11 +73,17 @@ class Heartbeat:
         self.directory = directory
         self.last = Beat(rank, world, socket.gethostname(), os.getpid(), 0, STARTING, time.time())
         self._path = workers_of(directory) / f"rank_{rank}.json"
+        self._moved = time.monotonic()
         self._told = False
+
+    def still_for(self) -> float:
+        """Seconds since this worker came to its phase, by a clock that nobody sets."""
+        return time.monotonic() - self._moved
 
     def beat(self, step: int, phase: str) -> None:
         """This worker has come to a phase. A file that cannot be written is no reason to end a run."""
         self.last = Beat(self.last.rank, self.last.world, self.last.host, self.last.pid, step, phase, time.time())
+        self._moved = time.monotonic()
         aside = self._path.with_name(f".{self._path.name}.new")
         try:
             aside.write_text(json.dumps(asdict(self.last)))
@@ -116,7 +122,7 @@ def beating(directory: Path, rank: int = 0, world: int = 1) -> Iterator[Heartbea
         with _stacks_on_signal(stacks_of(directory, rank)):
             yield heart
     except BaseException:
-        heart.beat(heart.last.step, FAILED)
+        heart.beat(heart.last.step, f"{FAILED}{heart.last.phase}")
         raise
     else:
         heart.beat(heart.last.step, FINISHED)

@@ -10,19 +10,26 @@ import contextlib
 import datetime
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, cast
 
 import torch
 
 from strop.ranks import Ranks, SharedFailure
+from strop.run.heartbeat import log_of
+from strop.runtime.failure import WAITED, Loss, describe, first_cause
+from strop.runtime.ray_agent import LAUNCHED
+from strop.runtime.tail import Tail
 
 GRACE = 10.0
 """Seconds the other ranks have to end by themselves after one has failed."""
-LAUNCHED = "STROP_LAUNCHED"
-"""Set for ranks whose starter has made the preflight."""
 
 
 def is_rank() -> bool:
@@ -32,6 +39,19 @@ def is_rank() -> bool:
 
 def launch(command: Sequence[str], world: int, *, environment: Mapping[str, str] | None = None) -> int:
     """Run `command` as `world` ranks and wait; the exit code of the rank that failed first, or 0."""
+    with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
+        loss = run_ranks(command, world, Path(folder), environment=environment)
+        if loss is None:
+            return 0
+        for line in describe(loss, Path(folder)):
+            sys.stderr.write(f"strop: error: {line}\n")
+        return loss.exit_code
+
+
+def run_ranks(
+    command: Sequence[str], world: int, directory: Path, *, environment: Mapping[str, str] | None = None
+) -> Loss | None:
+    """Run `command` as `world` ranks and wait; the rank that failed first, or None. `directory` is the run's folder."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -42,51 +62,56 @@ def launch(command: Sequence[str], world: int, *, environment: Mapping[str, str]
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the meeting point is ours; no rank opens one
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world))),
-        LAUNCHED: "1",
+        LAUNCHED: str(os.getpid()),
         **(environment or {}),
     }
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
+        )
         for rank in range(world)
     ]
+    tails = [
+        Tail(cast(BinaryIO, process.stderr), sys.stderr.write, log_of(directory, rank)) for rank, process in enumerate(ranks)
+    ]
     try:
-        return _watch(ranks)
+        loss = _watch(ranks)
     finally:
         _end(ranks)
+    return loss if loss is None else replace(loss, host=socket.gethostname(), lines=tails[loss.rank].last())
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    with _passed_on(ranks):
+def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> Loss | None:
+    with _passed_on(ranks) as asked:
         while True:
             codes = [process.poll() for process in ranks]
-            failed = [(rank, code) for rank, code in enumerate(codes) if code]
-            if failed:
+            if any(codes):
                 break
             if all(code == 0 for code in codes):
-                return 0
+                return None
             time.sleep(0.05)
         deadline = time.monotonic() + GRACE
         while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
-    rank, code = failed[0]
-    if code < 0:
-        name = signal.Signals(-code).name
-        sys.stderr.write(f"strop: error: Rank {rank} of {len(ranks)} was ended by {name}; the others were stopped.\n")
-    return 128 - code if code < 0 else code
+        failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.poll()}
+    cause = first_cause(failed)
+    return Loss(cause, len(ranks), failed[cause], asked=bool(asked))
 
 
 @contextlib.contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """A signal to end goes to all ranks; each closes its files by itself."""
+def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """A signal to end goes to all ranks; each closes its files by itself. Yields the signals that came."""
+    came: list[int] = []
 
     def forward(number: int, _: object) -> None:
+        came.append(number)
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -157,4 +182,5 @@ def _lost(rank: int, world: int, error: RuntimeError) -> SharedFailure | None:
         f"actor_rollout_ref.nccl_timeout. ({text.splitlines()[0][:200]})"
     )
     lost.told_by_another = rank != 0
+    lost.exit_code = WAITED
     return lost

@@ -25,9 +25,9 @@ class StepRecord:
         start = time.perf_counter()
         try:
             yield
+            self._enter(before)  # not after an error: whoever asks then wants to know where it came from
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-            self._enter(before)
 
     def _enter(self, name: str | None) -> None:
         self.current = name
