@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.backends.base import Loss, MicroBatching, Outputs
-from strop.backends.fsdp_shard import SHARDS, Precision, make_mesh, shard
+from strop.backends.fsdp_shard import SHARDS, Precision, make_meshes, shard
+from strop.backends.lockstep import Lockstep, SharedLack
 from strop.backends.micro import deal, on_device, partition
 from strop.backends.optimizer import load_optimizer_state, make_optimizer, make_schedule
-from strop.backends.sharded import ShardedWeights, fill, shard_like
+from strop.backends.sharded import ShardedWeights, fill, shard_like, whole
 from strop.backends.single import SingleBackend, set_schedule, summed
 from strop.backends.thrift import Thrift
 from strop.config.schema.model import Fsdp, Optim
@@ -28,6 +29,7 @@ from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.lora import has_adapters, merged_weights
 from strop.models.sequence_parallel import Slicing
+from strop.models.tensor_parallel import parallelize
 from strop.ranks import Ranks
 from strop.types import Batch, pad_columns
 
@@ -52,27 +54,34 @@ class FsdpBackend(SingleBackend):
         attention: str | None = None,
         offload_activations: bool = False,
         sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
         fill_weights: Any = None,
     ):
-        """`sequence_parallel` ranks share each packed row. `fill_weights(module)` brings weights into a module that was made
-        without them, once it is sharded."""
+        """`sequence_parallel` ranks share each packed row, or `tensor_parallel` ranks each weight matrix.
+        `fill_weights(module)` brings weights into a module that was made without them, once it is sharded."""
         self._refuse_half(optim, compute, master)
         settings = settings or Fsdp()
         self.module, self.ranks, self.device = module, ranks, torch.device(device)
         self.thrift = Thrift(ranks)
         self.compute, self.temperature, self.grad_clip = compute, temperature, grad_clip
         self.packed, self.attention, self.offload_activations = packed, attention, offload_activations
+        refuse_both(sequence_parallel, tensor_parallel)
         self.slicing = None if sequence_parallel == 1 else sequence_slicing(ranks, sequence_parallel)
+        self.mates = sequence_parallel * tensor_parallel
         if optim is None:
             module.requires_grad_(False)
         for name, weight in module.named_parameters():
             kept = weight.requires_grad or HEAD in name.split(".")[:-1]
             weight.data = weight.data.to(master if kept else compute)
-        mesh = make_mesh(self.device, ranks.world, settings.fsdp_size)
-        self.units: list[Any] = shard(module, mesh, settings, Precision(compute, reduce), master)
+        meshes = make_meshes(self.device, ranks.world, settings.fsdp_size, tensor_parallel)
+        if meshes.tensor is not None:
+            parallelize(module, meshes.tensor)
+        self.units: list[Any] = shard(module, meshes, settings, Precision(compute, reduce), master)
+        alone = self.mates == 1 and meshes.whole.size() == meshes.whole[SHARDS].size()
+        self.lockstep = Lockstep(self.units, counted=alone)
         if fill_weights is not None:
             fill_weights(module)
-        self.weights = ShardedWeights(module, mesh[SHARDS].get_group(), self.device)
+        self.weights = ShardedWeights(module, meshes.whole[SHARDS].get_group(), self.device)
         self.optimizer = None if optim is None else make_optimizer(self.weights.masters, optim)
         self.schedule = None if optim is None or self.optimizer is None else make_schedule(self.optimizer, optim)
         self._look_at_the_head()
@@ -84,14 +93,22 @@ class FsdpBackend(SingleBackend):
         size = (len(batch), batch.mask.shape[1])
         tables = {name: torch.zeros(size[:1] if name == "scores" else size) for name in want if name != "auxiliary"}
         own, idle = self._share(batch, micro)
+
+        def answer(rows: list[int]) -> None:
+            for name, found in self._ask(batch.select(rows), want).items():
+                if name in tables:
+                    tables[name][rows] = (pad_columns(found, size[1]) if found.dim() == 2 else found).float().cpu()
+
+        def nothing() -> None:
+            self._ask(_shortest(batch), want)
+
         with torch.no_grad():
             for rows in own:
-                for name, found in self._ask(batch.select(rows), want).items():
-                    if name in tables:
-                        tables[name][rows] = (pad_columns(found, size[1]) if found.dim() == 2 else found).float().cpu()
+                self.lockstep.made(functools.partial(answer, rows), nothing)
             for _ in range(idle):
-                self._ask(_shortest(batch), want)
+                nothing()
         self._reshard()
+        self._share_lack()
         for table in tables.values():  # rows of other ranks are 0 here
             dist.all_reduce(table if self._speaks else table.zero_())
         return Outputs(**tables)
@@ -99,8 +116,10 @@ class FsdpBackend(SingleBackend):
     def _forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
         self.module.train()
         own, idle = self._share(batch, micro)
-        losses, reports = [], []
-        for rows in own:
+        losses: list[Tensor] = []
+        reports: list[dict[str, Tensor]] = []
+
+        def learn(rows: list[int]) -> None:
             piece = batch.select(rows)
             with self._activations():
                 outputs = Outputs(**self._ask(piece, want))
@@ -108,9 +127,16 @@ class FsdpBackend(SingleBackend):
             value.backward()
             losses.append(value.detach())
             reports.append({name: number.detach() for name, number in sums.items()})
+
+        def nothing() -> None:
+            asked = self._ask(_shortest(batch), want)
+            sum((0.0 * found.sum() for found in asked.values()), torch.zeros(())).backward()
+
+        for rows in own:
+            self.lockstep.made(functools.partial(learn, rows), nothing)
         for _ in range(idle):
-            nothing = sum((0.0 * found.sum() for found in self._ask(_shortest(batch), want).values()), torch.zeros(()))
-            nothing.backward()
+            nothing()
+        self._share_lack()
         found = torch.stack(losses).float().tolist() if losses else []
         told = list(zip(own, found, strict=True)) if self._speaks else []
         passes = [(rank, *pair) for rank, pairs in enumerate(self.ranks.gather(told)) for pair in pairs]
@@ -121,17 +147,25 @@ class FsdpBackend(SingleBackend):
             self._explain(batch, want, [rows for _, rows, _ in passes], values, failed)
         return self.ranks.summed(summed(reports) if self._speaks else {})
 
+    def _share_lack(self) -> None:
+        """If a rank did not have the memory for this call, all of them end it here."""
+        lacking, self.lockstep.lacking = self.lockstep.lacking, False
+        short = [rank for rank, lacks in enumerate(self.ranks.gather(lacking)) if lacks]
+        if short:
+            raise SharedLack(short)
+
     @property
     def _speaks(self) -> bool:
-        """Of the ranks that share rows, one tells what came out."""
-        return self.slicing is None or self.slicing.rank == 0
+        """Of the ranks that work on the same rows, one tells what came out."""
+        return self.ranks.rank % self.mates == 0
 
     def _share(self, batch: Batch, micro: MicroBatching) -> tuple[list[list[int]], int]:
         """The micro-batches of this rank, and how many passes over nothing it must add: gathering weights takes every rank."""
         size = 1 if self.slicing is None else self.slicing.size
         if micro.max_tokens is not None:
             micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * size)  # each has its slice of them
-        rows = deal(batch.lengths, self.ranks.world // size, together=micro.together)[self.ranks.rank // size]
+        teams, own = self.ranks.world // self.mates, self.ranks.rank // self.mates
+        rows = deal(batch.lengths, teams, together=micro.together)[own]
         parts = self.ranks.together(lambda: _partition(batch, rows, micro), "cutting the batch into micro-batches")
         return parts, max(self.ranks.gather(len(parts))) - len(parts)
 
@@ -168,7 +202,7 @@ class FsdpBackend(SingleBackend):
             return
         for name, weight in self.module.named_parameters():
             if name.startswith(start) and not name.startswith(without):
-                yield name, weight.detach()
+                yield name, whole(weight.detach())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         own, given = self.state_dict()["model"], state["model"]
@@ -183,6 +217,14 @@ class FsdpBackend(SingleBackend):
             load_optimizer_state(self.optimizer, self.weights.masters, divided)
         if self.schedule is not None and "schedule" in state:
             set_schedule(self.schedule, state["schedule"]["step"])
+
+
+def refuse_both(sequence_parallel: int, tensor_parallel: int) -> None:
+    if min(sequence_parallel, tensor_parallel) > 1:
+        raise ValueError(
+            f"ulysses_sequence_parallel_size={sequence_parallel} and tensor_parallel_size={tensor_parallel}: ranks share rows "
+            "or matrices, not both. Set one of them to 1."
+        )
 
 
 @functools.cache

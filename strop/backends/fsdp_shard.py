@@ -5,18 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from strop.config.schema.model import Fsdp
 from strop.models.heads import HEAD
 from strop.models.lora import has_adapters
 
-REPLICAS, SHARDS = "replicas", "shards"
+REPLICAS, SHARDS, TENSOR = "replicas", "shards", "tensor"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """How ranks share weights."""
+
+    whole: DeviceMesh
+    """[replicas,] shards: every rank of a copy has a piece of its own."""
+    layers: DeviceMesh | None = None
+    """[replicas,] shards, of the ranks that hold the same part of each divided matrix; None where no matrix is divided."""
+    tensor: DeviceMesh | None = None
+    """Neighbouring ranks, which hold the parts of each matrix together."""
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.tensor is None else self.tensor.size()
+
+
+def make_meshes(device: torch.device, world: int, fsdp_size: int, tensor_parallel: int = 1) -> Meshes:
+    whole = make_mesh(device, world, fsdp_size)
+    if tensor_parallel == 1:
+        return Meshes(whole)
+    copies, copy = whole.size() // whole[SHARDS].size(), whole[SHARDS].size()
+    if copy % tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel} does not divide the {copy} ranks that share one copy of the weights "
+            f"(fsdp_config.fsdp_size, or all ranks). Set one of {[size for size in range(1, copy + 1) if copy % size == 0]}."
+        )
+    sizes, names = (copies, copy // tensor_parallel, tensor_parallel), (REPLICAS, SHARDS, TENSOR)
+    skip = 1 if copies == 1 else 0
+    mesh = init_device_mesh(device.type, sizes[skip:], mesh_dim_names=names[skip:])
+    return Meshes(whole, mesh[names[skip:2]], mesh[TENSOR])
 
 
 def make_mesh(device: torch.device, world: int, fsdp_size: int) -> DeviceMesh:
@@ -43,27 +76,36 @@ class Precision:
         return MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=self.reduce, cast_forward_inputs=False)
 
 
-def shard(module: Any, mesh: DeviceMesh, settings: Fsdp, precision: Precision, head: torch.dtype) -> list[FSDPModule]:
+def shard(module: Any, meshes: Meshes, settings: Fsdp, precision: Precision, head: torch.dtype) -> list[FSDPModule]:
     """Turn the weights of `module` into shards, in place; the units, innermost first and the module itself last.
 
     A scalar head computes in `head`, because values are regressed on. Losses are parts of a sum over all ranks, so gradients
     are added, not averaged.
     """
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if in_host_memory(settings) else OffloadPolicy()
+    pinned = meshes.whole.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if in_host_memory(settings) else OffloadPolicy()
     units: list[Any] = []
     for part in units_of(module, settings):
         kept = part is getattr(module, HEAD, None)
         policy = Precision(head, precision.reduce).policy() if kept else precision.policy()
         again = None if part is module and settings.reshard_after_forward else settings.reshard_after_forward
+        divided = meshes.layers is not None and _has_divided(part, units)
+        mesh = meshes.layers if divided else meshes.whole
         fully_shard(part, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload)
+        # What is not divided is computed alike by the ranks that divide the rest: each of them brings the whole gradient.
+        cast(FSDPModule, part).set_gradient_divide_factor(1.0 if divided else float(meshes.parts))
+        cast(FSDPModule, part).set_force_sum_reduction_for_comms(True)
         units.append(part)
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
     if settings.forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
     return units
+
+
+def _has_divided(part: nn.Module, inner: list[Any]) -> bool:
+    """Whether weights that this unit gathers itself are parts of divided matrices."""
+    others = {id(weight) for unit in inner for weight in unit.parameters()}
+    return any(isinstance(weight, DTensor) for weight in part.parameters() if id(weight) not in others)
 
 
 def in_host_memory(settings: Fsdp) -> bool:

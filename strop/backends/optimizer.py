@@ -94,13 +94,12 @@ def _sum_into(master: Tensor) -> Any:
 
 def make_optimizer(named: Mapping[str, Tensor], settings: Optim) -> Optimizer:
     """The optimizer of `settings` over these tensors. Weight decay leaves biases and norms (one dimension) alone."""
-    decayed = [tensor for tensor in named.values() if tensor.dim() > 1]
-    plain = [tensor for tensor in named.values() if tensor.dim() <= 1]
-    groups = [
-        {"params": tensors, "weight_decay": decay}
-        for tensors, decay in ((decayed, settings.weight_decay), (plain, 0.0))
-        if tensors
-    ]
+    # One kernel takes many tensors at once, but not tensors that are divided over different ranks.
+    sorts: dict[tuple[float, Any], list[Tensor]] = {}
+    for tensor in sorted(named.values(), key=lambda tensor: tensor.dim() <= 1):
+        decay = settings.weight_decay if tensor.dim() > 1 else 0.0
+        sorts.setdefault((decay, getattr(tensor, "device_mesh", None)), []).append(tensor)
+    groups = [{"params": tensors, "weight_decay": decay} for (decay, _), tensors in sorts.items()]
     cls = load_attribute(settings.optimizer_impl, settings.optimizer)
     arguments: dict[str, Any] = {"lr": settings.lr}
     if "adam" in settings.optimizer.lower():

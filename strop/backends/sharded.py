@@ -56,6 +56,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def copies(tensor: Tensor, ranks: int) -> int:
+    """By how many of the `ranks` that share one copy of a model each piece of a tensor is held."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    pieces = 1
+    for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+        pieces *= 1 if placement.is_replicate() else size
+    return ranks // pieces
+
+
 class ShardedWeights(MasterWeights):
     """The trained parameters of a sharded module. A shard is its own master: FSDP rounds it when it gathers it."""
 
@@ -70,8 +80,13 @@ class ShardedWeights(MasterWeights):
         return [local(master.grad) for master in self.masters.values() if master.grad is not None]
 
     def gradient_norm(self) -> float:
+        """Every piece counts once, by however many ranks of the group it is held."""
         norms = torch._foreach_norm(self.gradients, 2, dtype=torch.float32) if self.gradients else []
-        square = torch.stack(list(norms)).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64)
+        if norms:
+            held = [copies(m.grad, self.group.size()) for m in self.masters.values() if m.grad is not None]
+            squares = torch.stack(list(norms)).double().square()
+            square = (squares / torch.tensor(held, device=squares.device)).sum()
         square = square.to(self.device)
         dist.all_reduce(square, group=self.group)
         return float(square.sqrt())

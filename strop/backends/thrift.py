@@ -28,25 +28,28 @@ class Thrift:
     def tried(
         self, micro: MicroBatching, lengths: Sequence[int], work: Callable[[MicroBatching], T], *, again: bool = True
     ) -> T:
-        """What `work` returns, with `micro` or as much smaller as it takes. With `again` false, or many ranks, the first lack
-        of memory is an error: the others are in the middle of an exchange and cannot begin anew."""
+        """What `work` returns, with `micro` or as much smaller as it takes. With `again` false the first lack of memory is an
+        error, and so is one that other ranks do not know of: they are in the middle of an exchange and cannot begin anew."""
         asked, micro = micro, self._fits.get(micro, micro)
         while True:
             try:
                 return work(micro)
             except torch.OutOfMemoryError as error:
                 smaller = halved(micro, lengths)
-                if smaller is None or not again or self._ranks.world > 1:
-                    raise ValueError(self._advice(micro, smaller)) from error
-                log.warning("%s Going on with the smaller size.", self._advice(micro, smaller))
+                short = getattr(error, "ranks", [self._ranks.rank])
+                alone = self._ranks.world > 1 and not hasattr(error, "ranks")
+                if smaller is None or not again or alone:
+                    raise ValueError(self._advice(micro, smaller, short)) from error
+                log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short))
             self.count += 1
             self._fits[asked] = micro = smaller
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _advice(self, micro: MicroBatching, smaller: MicroBatching | None) -> str:
-        who = f"Rank {self._ranks.rank} of {self._ranks.world}" if self._ranks.world > 1 else "The device"
+    def _advice(self, micro: MicroBatching, smaller: MicroBatching | None, short: Sequence[int]) -> str:
+        named = ", ".join(map(str, short))
+        who = f"Rank {named} of {self._ranks.world}" if self._ranks.world > 1 else "The device"
         if smaller is None:
             return (
                 f"{who} is out of memory with micro-batches of one row. Use shorter sequences, "

@@ -91,7 +91,8 @@ def piece_of(tensor: DTensor) -> Piece | None:
     assert coordinate is not None
     copies = [place for place, kind in zip(coordinate, tensor.placements) if kind.is_replicate()]
     local = tensor.to_local()
-    if any(copies) or not local.numel():
+    # Ranks that divide matrices hold the weights that are not divided once each, on meshes that do not know of each other.
+    if any(copies) or not local.numel() or 0 not in mesh.mesh:
         return None
     return Piece(local, tuple(compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)[1]))
 

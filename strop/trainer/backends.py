@@ -35,6 +35,7 @@ class BackendMaker:
         optim: Optim | None = None,
         clip: float | None = None,
         sequence_parallel: int = 1,
+        tensor_parallel: int = 1,
     ) -> SingleBackend:
         """A backend of what `build` (one of models/build.py) makes of the `model` section; without `optim` it is frozen."""
         if optim is not None and optim.total_training_steps < 1:
@@ -57,7 +58,8 @@ class BackendMaker:
             raise ValueError(
                 f"strategy=single trains on one device, but there are {self.ranks.world} ranks. Set strategy=fsdp."
             )
-        return self._sharded(build, model, fsdp, {**common, "sequence_parallel": sequence_parallel})
+        common |= {"sequence_parallel": sequence_parallel, "tensor_parallel": tensor_parallel}
+        return self._sharded(build, model, fsdp, common)
 
     def _sharded(self, build: Callable[..., Any], model: Model, fsdp: Fsdp, common: dict[str, Any]) -> SingleBackend:
         from strop.backends.fsdp import FsdpBackend

@@ -24,6 +24,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "by size": {"settings": Fsdp(wrap_policy=WrapPolicy(min_num_params=2000))},
     "offloaded": {"settings": Fsdp(offload_policy=True)},
     "shared rows": {"sequence_parallel": 2},
+    "divided matrices": {"tensor_parallel": 2},
+    "divided, by size": {"tensor_parallel": 2, "settings": Fsdp(wrap_policy=WrapPolicy(min_num_params=2000))},
 }
 
 
@@ -72,3 +74,67 @@ def test_a_residual_stream_in_float32_stays_so_in_bf16():
         found.append((log_probs, flat_gradient(backend)))
     assert torch.equal(found[0][0], found[1][0])
     assert (found[0][1] - found[1][1]).norm() / found[0][1].norm() < 0.02
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma2", "granite"])
+def test_families_with_divided_matrices_train_alike(family):
+    plain = optim(optimizer="SGD", lr=0.1)
+    one = SingleBackend(tiny_model(family), optim=plain)
+    assert_trained_alike(one, FsdpBackend(tiny_model(family), ranks=here(), optim=plain, tensor_parallel=2))
+
+
+class SmallRank(FsdpBackend):
+    """The last rank has room for so many tokens; the lack shows at `moment` of a pass."""
+
+    room, moment = 1000, ""
+    hooks: list[Any] = []
+
+    def _ask(self, piece, want):
+        for hook in self.hooks:
+            hook.remove()
+        full = here().rank == here().world - 1 and sum(piece.lengths) > self.room
+        hooks = []
+        layers = self.module.model.layers
+        if full and self.moment == "forward":
+            hooks.append(layers[1].self_attn.register_forward_hook(lambda *_: _out_of_memory()))
+        if full and self.moment == "backward" and torch.is_grad_enabled():
+            hooks.append(layers[0].mlp.register_full_backward_hook(lambda *_: _out_of_memory()))
+        try:
+            found = super()._ask(piece, want)
+        finally:
+            if self.moment == "forward":
+                [hook.remove() for hook in hooks]
+        self.hooks = hooks
+        if full and self.moment == "between":
+            _out_of_memory()
+        return found
+
+
+def _out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("moment", ["forward", "between", "backward"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_a_rank_without_memory_keeps_step_and_all_begin_anew(moment, checkpointed, caplog):
+    batch, micro = tiny_batch([(3, 5), (7, 2), (1, 9), (4, 1), (12, 6), (2, 8), (5, 5), (6, 3)]), MicroBatching(rows=4)
+    model = tiny_model()
+    if checkpointed:
+        checkpoint_activations(model)
+    one, many = SingleBackend(tiny_model(), optim=optim()), SmallRank(model, ranks=here(), optim=optim())
+    many.room, many.moment = 18, moment
+    for _ in range(2):
+        with caplog.at_level("WARNING"):
+            found = many.forward_backward(batch, ["log_probs"], policy_loss, micro)
+        expected = one.forward_backward(batch, ["log_probs"], policy_loss, micro)
+        assert found == pytest.approx(expected, rel=1e-5)
+        gap = (flat_gradient(many) - flat_gradient(one)).abs().max()
+        assert gap <= 1e-5 * flat_gradient(one).abs().max()
+        one.step(), many.step()
+    assert many.out_of_memory >= 1 and len(set(here().gather(many.out_of_memory))) == 1
+    assert f"Rank {here().world - 1} of {here().world} is out of memory with micro-batches of 4 rows" in caplog.text
+    assert "micro_batch_size_per_gpu" in caplog.text
+    tries = many.out_of_memory
+    ours, theirs = (b.forward(batch, ["log_probs"], micro).log_probs for b in (many, one))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert many.out_of_memory == tries, "a size that did not fit is not tried twice"

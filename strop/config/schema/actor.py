@@ -105,7 +105,8 @@ class Actor:
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that share one sequence. Needs use_remove_padding."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that share each weight matrix while training."""
+    """Devices that share each weight matrix while training, by the plan that transformers ships for the model. It must divide
+    the attention heads and the key-value heads. Not together with LoRA or ulysses_sequence_parallel_size."""
     calculate_sum_pi_squared: bool | None = setting(None)
     """Collect sum of squared probabilities per token. Null: when the advantage estimator needs it."""
     use_rollout_log_probs: bool = setting(False)
@@ -160,6 +161,8 @@ class Ref:
     """Fill forwards by tokens."""
     log_prob_max_token_len_per_gpu: int = link("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", at_least=1)
     """Tokens per forward then."""
+    tensor_parallel_size: int = link("actor_rollout_ref.actor.tensor_parallel_size", at_least=1)
+    """Devices that share each weight matrix."""
     ulysses_sequence_parallel_size: int = link("actor_rollout_ref.actor.ulysses_sequence_parallel_size", at_least=1)
     """Devices that share one sequence."""
     profiler: Profiler = section(Profiler)

@@ -72,6 +72,8 @@ class Critic:
     """How far a value may move from the old one before its loss is clipped."""
     loss_agg_mode: str = link("actor_rollout_ref.actor.loss_agg_mode", one_of=AGGREGATIONS)
     """How token losses become one number."""
+    tensor_parallel_size: int = setting(1, at_least=1)
+    """Devices that share each weight matrix while training. Not together with LoRA or ulysses_sequence_parallel_size."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that share one sequence. Needs use_remove_padding."""
     checkpoint: Checkpoint = section(Checkpoint)
