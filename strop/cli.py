@@ -41,6 +41,7 @@ watch
   replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
+  plan          memory and time on devices that need not be here: strop plan key=value ... --gpu h100 --gpus-per-node 8
   config        strop config show NAME [key=value ...] | explain KEY | docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
   data          write ready-made data sets: strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
@@ -134,6 +135,12 @@ def check(arguments: list[str]) -> int:
     return preflight(VERBS[arguments[0]], arguments[1:])
 
 
+def plan(arguments: list[str]) -> int:
+    from strop.trainer.main_plan import run
+
+    return run(arguments)
+
+
 def config(arguments: list[str]) -> int:
     from strop.config.commandline import parse
     from strop.config.compose import load
@@ -218,6 +225,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "serve-rm": serve_rm,
     "board": board,
     "check": check,
+    "plan": plan,
     "config": config,
     "convert": convert,
     "openrlhf": openrlhf,

@@ -14,14 +14,16 @@ CONTEXT = int(0.75 * GIB)
 """What the CUDA context, its kernels and NCCL take outside of torch's allocator."""
 WORKSPACE = 64 * MIB
 """cuBLAS' workspaces, which torch's allocator counts as its own."""
-FRAGMENTATION = 1.06
-"""What torch reserves over what is allocated at the peak, because freed blocks do not fit what comes next."""
+FRAGMENTATION = 1.1
+"""What torch reserves over what passes need at their peak, because freed blocks do not fit what comes next."""
 SAFE = 0.97
 """Share of a device's memory that a plan may use; a plan above it is called tight, one above 1 hopeless."""
 LOGITS = 2**26
 """Logits that exist at a time (models/forward.py), each in float32."""
 ENGINE_SAFE = 0.9
 """Share of the free memory that the native engine dares to take for its cache (rollout/native/memory.py)."""
+HOST_SHARE = 4
+"""On a CPU the cache takes at most this fraction of the host's memory (rollout/native/memory.py)."""
 KEPT_SHARE = 20
 """A cache of at most this fraction of the device stays while the models learn (rollout/native/memory.py)."""
 CACHE_BLOCK = 64
@@ -42,11 +44,15 @@ DECODE_BANDWIDTH = 0.9
 DECODE_EFFICIENCY = 0.75
 """Share of the peak that matrix products of decode steps reach."""
 DECODE_LAUNCH = 45e-6
-"""Seconds per layer and decode step that small kernels take, whatever the number of rows. Together with the two above it gives
-the measured rates of one H200 (0.5B 227k, 1.5B 107k, 7B 34.8k tokens per second with 1,024 rows) within a fifth."""
+"""Seconds per layer and decode step that small kernels take, whatever the number of rows. With the two above it gives the
+rates measured on one H200 (0.5B 227k, 1.5B 107k, 7B 34.8k tokens per second with 1,024 rows) within 15%."""
 ANSWER_SHARE = 0.6
 """Mean length of an answer as a share of the longest that is allowed."""
 NODE_LINK = 40e9
 """Bytes per second and device between machines (400 Gbit/s, as collectives see it)."""
+HOST_LINK = 25e9
+"""Bytes per second between a device and host memory."""
+HOST_MEMORY = 20e9
+"""Bytes per second of host memory that the optimizer of one rank gets."""
 DISK = 2e9
 """Bytes per second that one machine writes to its disk."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.planning.activations import FLOAT32, Numbers, layer_forward
-from strop.planning.assumptions import CACHE_BLOCK, ENGINE_SAFE, KEPT_SHARE, ROW_BYTES
+from strop.planning.assumptions import CACHE_BLOCK, ENGINE_SAFE, HOST_SHARE, KEPT_SHARE, ROW_BYTES
 from strop.planning.shape import Shape
 
 
@@ -32,6 +32,7 @@ class Sampler:
     """It samples from the actor's own module; otherwise it has a whole copy of the weights."""
     records: bool = True
     """Decode steps are recorded as CUDA graphs."""
+    on_cpu: bool = False
 
     @property
     def module(self) -> int:
@@ -62,7 +63,9 @@ class Sampler:
         return self.wanted_rows * self.capacity * self.per_token
 
     def budget(self, memory: int, used: int) -> int:
-        """Bytes that the cache may take on a device of so much memory, of which `used` is taken."""
+        """Bytes that the cache may take on a device of so much memory, of which `used` is taken; on a CPU, a quarter."""
+        if self.on_cpu:
+            return memory // HOST_SHARE
         return max(0, int(min((memory - used) * ENGINE_SAFE, memory * self.share - self.module)))
 
     def cache(self, memory: int, used: int) -> int:

@@ -34,9 +34,9 @@ class Placement:
 
     ranks: int = 1
     shards: int = 1
-    """Ranks that share one copy of the weights (fsdp_size)."""
+    """Ranks that share one copy of the weights (fsdp_size); each has a piece of its own."""
     tensor: int = 1
-    """Ranks that share each matrix (tensor_parallel_size)."""
+    """Neighbours among them that compute each layer's matrices together (tensor_parallel_size)."""
     in_host: bool = False
     """Weights, gradients and optimizer rest in host memory (FSDP with offloading)."""
     keeps_gathered: bool = False
@@ -47,10 +47,6 @@ class Placement:
     @property
     def sharded(self) -> bool:
         return self.ranks > 1
-
-    @property
-    def pieces(self) -> int:
-        return self.shards * self.tensor
 
 
 @dataclass(frozen=True)
@@ -84,18 +80,18 @@ class TrainedModel:
         """On the device, between passes."""
         numbers, place = self.numbers, self.placement
         if place.sharded:
-            return 0 if place.in_host else (numbers.master * self.trained + numbers.compute * self.fixed) // place.pieces
+            return 0 if place.in_host else (numbers.master * self.trained + numbers.compute * self.fixed) // place.shards
         copies = numbers.master + (numbers.compute if numbers.compute != numbers.master else 0)
         return copies * self.trained + numbers.compute * self.fixed
 
     @property
     def optimizer(self) -> int:
-        return 0 if self.placement.in_host else self.moments * self.numbers.master * self.trained // self.placement.pieces
+        return 0 if self.placement.in_host else self.moments * self.numbers.master * self.trained // self.placement.shards
 
     @property
     def gradients(self) -> int:
         """All of them, as they wait for the optimizer."""
-        return 0 if self.placement.in_host else self.numbers.master * self.trained // self.placement.pieces
+        return 0 if self.placement.in_host else self.numbers.master * self.trained // self.placement.shards
 
     @property
     def in_host(self) -> int:
@@ -104,7 +100,7 @@ class TrainedModel:
         if not (place.sharded and place.in_host):
             return 0
         each = numbers.master * (2 + self.moments)
-        return (each * self.trained + numbers.compute * self.fixed) // place.pieces
+        return (each * self.trained + numbers.compute * self.fixed) // place.shards
 
     @property
     def at_rest(self) -> Parts:
@@ -120,7 +116,7 @@ class TrainedModel:
         """Beside the weights themselves, while they are brought to the device. One device gets them in float32 first."""
         if self.placement.sharded:
             return self.numbers.compute * self.shape.biggest_matrix
-        return (4 - self.numbers.compute) * self.fixed
+        return max(0, 4 * self.shape.parameters - self.weights)
 
     # --- passes ------------------------------------------------------------------------------------------------------------
 
@@ -129,7 +125,7 @@ class TrainedModel:
         if not place.sharded:
             return 0
         layers = self.shape.body if backward and place.keeps_gathered else BACKWARD_GATHERS * self.shape.largest_layer
-        return c * (layers + self.shape.root) // place.tensor
+        return c * (layers // place.tensor + self.shape.root)
 
     def forward(self, tokens: Tokens, *, entropy: bool = True, tempered: bool = False) -> Parts:
         """A pass without gradients: the largest layer, or the head."""
@@ -179,8 +175,8 @@ class TrainedModel:
         if not place.sharded:
             return c * (waiting + (shape.layer() // 3 if outputs else shape.embedding))
         if outputs:
-            return (c * (waiting + shape.largest_layer) + 2 * place.reduce * shape.largest_layer) // place.tensor
-        return (c * (shape.root + shape.embedding) + place.reduce * shape.root) // place.tensor
+            return c * waiting + (c + 2 * place.reduce) * shape.largest_layer // place.tensor
+        return c * (shape.root + shape.embedding) + place.reduce * shape.root
 
     @property
     def syncing(self) -> int:
@@ -188,4 +184,4 @@ class TrainedModel:
         if not self.placement.sharded:
             return 0
         unit = max(self.shape.largest_layer, self.shape.root)
-        return self.numbers.compute * (2 * unit + self.shape.biggest_matrix) // self.placement.tensor
+        return self.numbers.compute * (2 * unit + self.shape.biggest_matrix)

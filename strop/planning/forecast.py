@@ -1,0 +1,169 @@
+"""Memory of every phase of a run on one rank, role by role, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from strop.planning.assumptions import CONTEXT, FRAGMENTATION, SAFE, SLEEPING_ENGINE, WORKSPACE
+from strop.planning.job import Job, Pass
+from strop.planning.training import Parts
+
+PASSING = ("activations", "gathered", "step")
+"""Parts that come and go within a phase; the allocator keeps a little more than they need."""
+OUTSIDE = ("context", "graphs")
+"""Parts that torch's allocator does not count as allocated."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    roles: dict[str, Parts]
+    """Bytes at the peak, by role and by what they are for."""
+    role: str | None = None
+    """Who computes in it."""
+    key: str | None = None
+    """The setting that sizes it."""
+
+    @property
+    def allocated(self) -> int:
+        """What torch's allocator hands out at the peak."""
+        return sum(size for parts in self.roles.values() for part, size in parts.items() if part not in OUTSIDE)
+
+    @property
+    def total(self) -> int:
+        """What the device must have."""
+        return sum(_taken(part, size) for parts in self.roles.values() for part, size in parts.items())
+
+
+def _taken(part: str, size: int) -> int:
+    return int(size * FRAGMENTATION) if part in PASSING else size
+
+
+@dataclass(frozen=True)
+class Forecast:
+    job: Job
+    phases: list[Phase]
+    cache: int = 0
+    """Bytes of the engine's cache."""
+    rows: int = 0
+    """Sequences that one engine samples at a time."""
+    host: int = 0
+    """Bytes of host memory per machine: what rests there, and the copy of a checkpoint on its way to the disk."""
+
+    @property
+    def memory(self) -> int:
+        return self.job.cluster.device.memory
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def starved(self) -> bool:
+        """The engine has no room for a single sequence."""
+        return self.job.sampler is not None and self.rows < 1
+
+    def over(self, phase: Phase) -> int:
+        """Bytes that a phase lacks; negative: bytes to spare."""
+        return phase.total - self.memory
+
+
+def forecast(job: Job) -> Forecast:
+    """The phases of one step, in order."""
+    rest = {role: dict(model.at_rest) for role, model in job.models.items()}
+    base: dict[str, Parts] = {"process": _process(job)}
+    phases = [_loading(job, base)]
+    kept, cache, rows = 0, 0, 0
+    beside: dict[str, Parts] = {**base, **rest}
+    if job.sampler is not None:
+        sampler = job.sampler
+        sampling, cache, rows = _sampling(job, beside)
+        phases.append(sampling)
+        asleep = {"weights": sampler.weights}
+        if job.engine == "native":
+            kept = sampler.kept(cache, job.cluster.device.memory, frees=job.frees_cache)
+            asleep["cache"] = kept + sampler.bookkeeping(kept)
+            asleep["graphs"] = sampler.recorded if kept else 0
+        else:
+            asleep["cache"] = SLEEPING_ENGINE if job.frees_cache else int(job.cluster.device.memory * sampler.share)
+        beside = {**beside, "engine": asleep}
+    if "reward" in job.models and job.sampler is not None:
+        phases.append(_scoring(job, beside))
+    phases += [_passing(job, one, beside) for one in job.passes]
+    if job.sampler is not None:
+        phases.append(_syncing(job, beside))
+    phases.append(Phase("save", beside))
+    return Forecast(job, phases, cache, rows, _host(job))
+
+
+def _process(job: Job) -> Parts:
+    return {} if job.cluster.device.is_cpu else {"context": CONTEXT, "workspace": WORKSPACE}
+
+
+def _loading(job: Job, base: dict[str, Parts]) -> Phase:
+    """Models come one after the other: the largest moment is beside all that came before."""
+    here, best = dict(base), dict(base)
+    for role, model in job.models.items():
+        weights = {"weights": model.weights}
+        during = {**here, role: {**weights, "step": model.loading}}
+        here[role] = weights
+        best = max((best, during, here), key=lambda roles: sum(sum(parts.values()) for parts in roles.values()))
+        best = dict(best)
+    return Phase("load", best)
+
+
+def _sampling(job: Job, beside: dict[str, Parts]) -> tuple[Phase, int, int]:
+    sampler, memory = job.sampler, job.cluster.device.memory
+    assert sampler is not None
+    used = sum(sum(parts.values()) for parts in beside.values()) + sampler.weights
+    if job.engine == "native":
+        step, graphs = max(sampler.decoding, sampler.prefilling), sampler.recorded
+        # Where the cache leaves too little for a step, the engine retreats to a smaller one.
+        left = int(memory * SAFE - used - step * FRAGMENTATION - graphs)
+        cache = max(0, min(sampler.cache(memory, used), left))
+        own = {
+            "weights": sampler.weights,
+            "cache": cache + sampler.bookkeeping(cache),
+            "step": step,
+            "graphs": graphs,
+        }
+    else:
+        cache = max(0, int(memory * sampler.share) - sampler.module - sampler.decoding)
+        own = {"weights": sampler.weights + sampler.module, "cache": cache, "step": sampler.decoding}
+    rows = sampler.rows(cache) or (1 if cache >= sampler.capacity * sampler.per_token else 0)
+    phase = Phase("rollout", {**beside, "engine": own}, "engine", "actor_rollout_ref.rollout.gpu_memory_utilization")
+    return phase, cache, rows
+
+
+def _scoring(job: Job, beside: dict[str, Parts]) -> Phase:
+    from strop.planning.activations import Tokens
+    from strop.planning.job import REWARD_ROWS
+
+    model, sampler = job.models["reward"], job.sampler
+    assert sampler is not None
+    tokens = REWARD_ROWS * (sampler.prompt + sampler.response)
+    parts = model.forward(Tokens(tokens, REWARD_ROWS))
+    return Phase("reward", {**beside, "reward": {**model.at_rest, **parts}}, "reward")
+
+
+def _passing(job: Job, one: Pass, beside: dict[str, Parts]) -> Phase:
+    model = job.models[one.role]
+    if one.learns:
+        parts = model.update(one.tokens, accumulated=one.accumulated, entropy=one.entropy)
+    else:
+        parts = model.forward(one.tokens, entropy=one.entropy, tempered=job.tempered)
+    return Phase(one.phase, {**beside, one.role: {**model.at_rest, **parts}}, one.role, one.key)
+
+
+def _syncing(job: Job, beside: dict[str, Parts]) -> Phase:
+    actor = job.models["actor"]
+    return Phase("sync", {**beside, "actor": {**actor.at_rest, "gathered": actor.syncing}}, "actor")
+
+
+def _host(job: Job) -> int:
+    """Per machine. One device loads weights in float32 through host memory."""
+    per_node = job.cluster.per_node
+    resting = sum(model.in_host for model in job.models.values()) * per_node
+    saving = sum(model.checkpoint for model in job.models.values()) * per_node // job.cluster.ranks
+    loading = max(4 * model.shape.parameters for model in job.models.values()) if job.cluster.ranks == 1 else 0
+    return resting + max(saving, loading)

@@ -1,0 +1,66 @@
+"""strop plan: memory and time of a run on devices that need not be here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+from strop.planning.advice import advise, alternatives
+from strop.planning.devices import DEVICES, OTHER, device_of
+from strop.planning.job import Cluster
+from strop.planning.table import as_text, as_values
+
+ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
+OPTIONS = ("--gpu", "--nodes", "--gpus-per-node")
+USAGE = (
+    f"strop plan [{'|'.join(ROOTS)}] [my_run.yaml] [key=value ...] [--gpu {'|'.join(DEVICES)}|80GiB] [--nodes N] "
+    "[--gpus-per-node M] [--json]"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """0: it fits; 1: it does not, and the plan says what to set."""
+    rest, given = _options(list(arguments))
+    root = ROOTS[rest.pop(0)] if rest and rest[0] in ROOTS else ROOTS["ppo"]
+    asked = parse(rest, switches=("--json",))
+    config = load(root, asked.overrides, asked.config, asked.search).config
+    trainer = config.trainer
+    cluster = Cluster(
+        device_of(given.get("--gpu", OTHER)),
+        _count(given, "--nodes", trainer.nnodes),
+        _count(given, "--gpus-per-node", trainer.n_gpus_per_node),
+    )
+    advice = advise(config, cluster)
+    turned = alternatives(config, cluster)
+    if "--json" in asked.switches:
+        sys.stdout.write(json.dumps(as_values(advice, turned), indent=2) + "\n")
+    else:
+        sys.stdout.write(as_text(advice, turned))
+    return 0 if advice.fits else 1
+
+
+def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The planner's own options out of a command line; `--gpu h100` and `--gpu=h100` are the same."""
+    rest: list[str] = []
+    given: dict[str, str] = {}
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name not in OPTIONS:
+            rest.append(word)
+            continue
+        if not equals and not words:
+            raise ValueError(f"{name} needs a value. Expected: {USAGE}")
+        given[name] = value if equals else words.pop(0)
+    return rest, given
+
+
+def _count(given: dict[str, str], name: str, otherwise: int) -> int:
+    if name not in given:
+        return otherwise
+    if not given[name].isdigit() or int(given[name]) < 1:
+        raise ValueError(f"{name} {given[name]}: give a number of at least 1.")
+    return int(given[name])
