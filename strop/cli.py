@@ -38,6 +38,8 @@ use
 look
   board         a web page over runs: strop board DIR [--port 8700]; curves, samples token by token, configurations, health
 watch
+  profile       where the time of a step goes, and what to turn first: strop profile RUN
+  doctor        what every process of a run is doing, and since when: strop doctor RUN
   replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
@@ -196,6 +198,18 @@ def openrlhf(arguments: list[str]) -> int:
     return PROGRAMS[conversion.verb](conversion.arguments())
 
 
+def profile(arguments: list[str]) -> int:
+    from strop.run.profile_report import main as account
+
+    return account(arguments)
+
+
+def doctor(arguments: list[str]) -> int:
+    from strop.run.doctor import main as see
+
+    return see(arguments)
+
+
 def replay(arguments: list[str]) -> int:
     from strop.trainer.replay import main as again
 
@@ -231,6 +245,8 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "openrlhf": openrlhf,
     "data": data,
     "quickstart": quickstart,
+    "profile": profile,
+    "doctor": doctor,
     "replay": replay,
 }
 

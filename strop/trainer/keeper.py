@@ -23,6 +23,7 @@ from strop.run.dumps import dump, rollout_rows, write_transcripts
 from strop.run.health import Health
 from strop.run.heartbeat import BETWEEN, beating
 from strop.run.memory import memory_metrics
+from strop.run.profile import Profiling
 from strop.run.resume import Resumed, delete, resume
 from strop.run.retention import Keep
 from strop.run.samples import Known, SampleWriter
@@ -79,15 +80,19 @@ class Keeper:
         )
         self.trackers: Trackers | None = None
         self.health: Health | None = None
+        self.profiling = Profiling.of(self.config, self.ranks.rank)
 
     def __enter__(self) -> Keeper:
         self._open = ExitStack()
+        self._open.callback(self.profiling.close)
         self._heart = self._open.enter_context(beating(self.directory, self.ranks.rank, self.ranks.world))
         return self
 
     def record(self, step: int) -> StepRecord:
         """An empty record, whose phases are told to whoever watches the run."""
-        return StepRecord(lambda phase: self._heart.beat(step, phase or BETWEEN))
+        return StepRecord(
+            lambda phase: self._heart.beat(step, phase or BETWEEN), around=lambda phase: self.profiling.phase(step, phase)
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from strop.config.compose import Loaded
 from strop.ranks import Ranks
 from strop.run.heartbeat import beating
+from strop.run.nsys import under_nsys
 from strop.run.watchdog import Limits, watched
 from strop.runtime.failure import CRASHED, Loss
 from strop.runtime.local import LAUNCHED, is_rank, joined, run_ranks
@@ -26,11 +27,14 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
     """Examine and train. `program` is the module that makes a rank of itself when it is started with the same `arguments`."""
     if is_rank():
         return _as_rank(loaded, train)
+    command, ray = [sys.executable, "-m", program, *arguments], uses_ray(loaded.config)
+    if not ray:
+        under_nsys(command, loaded.config)
     report = require(loaded)
     trainer = loaded.config.trainer
     devices = trainer.nnodes * trainer.n_gpus_per_node
     directory = Path(trainer.default_local_dir).expanduser()
-    if uses_ray(loaded.config):
+    if ray:
         from strop.runtime.ray import Cluster
 
         with Cluster(loaded.config, loaded.tree()) as cluster:
@@ -46,7 +50,7 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
         return 0
 
     def attempt(more: Sequence[str]) -> Loss | None:
-        return run_ranks([sys.executable, "-m", program, *arguments, *more], devices, directory)
+        return run_ranks([*command, *more], devices, directory)
 
     return supervise(attempt, directory, trainer.max_restarts)
 

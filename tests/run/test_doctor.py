@@ -1,0 +1,129 @@
+"""The hang doctor: real processes that hang, die, or are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strop.run.doctor import conclusion, examine, main, main_thread, render
+from strop.run.heartbeat import Beat, read_beats, workers_of
+
+WORKER = """
+import sys, threading, time
+from pathlib import Path
+from strop.run.heartbeat import beating
+
+def wait_for_an_answer():
+    time.sleep(600)
+
+with beating(Path(sys.argv[1]), int(sys.argv[2]), 2) as heart:
+    heart.beat(int(sys.argv[3]), sys.argv[4])
+    threading.Thread(target=wait_for_an_answer, daemon=True).start()
+    print("ready", flush=True)
+    wait_for_an_answer()
+"""
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Rank 0 waits in update_actor of step 8, rank 1 still scores step 7."""
+    places = [("0", "8", "update_actor"), ("1", "7", "reward")]
+    started = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path), *place], stdout=subprocess.PIPE, text=True)
+        for place in places
+    ]
+    for process in started:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def age(folder: Path, rank: int, seconds: float) -> None:
+    """Let a worker have been in its phase for long; its process is as old as that only on paper."""
+    path = workers_of(folder) / f"rank_{rank}.json"
+    beat = json.loads(path.read_text())
+    path.write_text(json.dumps({**beat, "since": beat["since"] - seconds}))
+
+
+def test_stacks_phases_and_who_is_behind(tmp_path: Path, workers, monkeypatch, capsys) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 6, "data": {"rollout/occupancy": 0.5, "actor/lr": 1e-6}}\n')
+    assert main([str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "rank 1 of 2" in told and "running, step 7, phase 'reward'" in told
+    assert told.count("wait_for_an_answer") == 2  # the main thread of each
+    assert "last logged step: 6" in told and "waiting: rollout/occupancy 0.5" in told and "It moves" in told
+    assert all(process.poll() is None for process in workers)
+    monkeypatch.setattr("strop.run.doctor._is_worker", lambda beat: True)
+    for rank in (0, 1):
+        age(tmp_path, rank, 1000.0)
+    assert main([str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "Rank 1 has been in 'reward' of step 7 for 17 min" in told and "The others wait in update_actor." in told
+
+
+def test_a_stopped_process_still_has_a_phase(tmp_path: Path, workers) -> None:
+    """Its stacks cannot be had, its place can."""
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    found = examine(tmp_path, patience=0.5)
+    assert [patient.state for patient in found.patients] == ["running", "silent"]
+    os.kill(workers[1].pid, signal.SIGCONT)
+
+
+def test_one_that_was_killed_is_named(tmp_path: Path, workers) -> None:
+    workers[0].kill()
+    workers[0].wait()
+    found = examine(tmp_path)
+    assert [patient.state for patient in found.patients] == ["gone", "running"]
+    assert "The process of rank 0 is gone without a word" in conclusion(found)
+
+
+def test_a_stranger_with_the_same_number_is_left_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        beat = {"rank": 0, "world": 1, "host": os.uname().nodename, "pid": stranger.pid, "step": 3, "phase": "gen"}
+        workers_of(tmp_path).mkdir()
+        file = workers_of(tmp_path) / "rank_0.json"
+        file.write_text(json.dumps({**beat, "since": time.time() - 3600}))  # the worker was there long before
+        assert examine(tmp_path).patients[0].state == "gone"
+        file.write_text(json.dumps({**beat, "since": time.time() + 1}))  # no way to tell, but it would not survive the signal
+        assert examine(tmp_path).patients[0].state == "silent"
+        time.sleep(0.2)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_runs_elsewhere_over_and_never_started(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no heartbeat"):
+        examine(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder"):
+        examine(tmp_path / "nothing")
+    workers_of(tmp_path).mkdir()
+    base = {"world": 2, "pid": 1, "step": 4, "since": time.time() - 500}
+    (workers_of(tmp_path) / "rank_0.json").write_text(json.dumps({**base, "rank": 0, "host": "far", "phase": "gen"}))
+    assert "Run this command on far for its stacks." in render(examine(tmp_path))
+    (workers_of(tmp_path) / "rank_0.json").write_text(json.dumps({**base, "rank": 0, "host": "far", "phase": "finished"}))
+    (workers_of(tmp_path) / "rank_1.json").write_text("torn")
+    assert [beat.rank for beat in read_beats(tmp_path)] == [0]
+    assert main([str(tmp_path)]) == 0 and "The run is over: finished." in render(examine(tmp_path))
+
+
+def test_the_main_thread_is_found() -> None:
+    text = (
+        'Thread 0x01 (most recent call first):\n  File "/a/b/lib/python3.11/threading.py", line 5 in wait\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "/x/site-packages/torch/nn.py", line 3 in forward\n'
+        '  File "/home/me/strop/trainer/ppo.py", line 9 in fit\n'
+    )
+    assert main_thread(text) == ["torch/nn.py:3 forward", "strop/trainer/ppo.py:9 fit"]
+    assert Beat(0, 1, "h", 1, 2, "gen", 0.0).over is False
