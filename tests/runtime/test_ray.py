@@ -1,0 +1,140 @@
+"""Ranks on a cluster: they learn what ranks of one machine learn, and a run survives what happens to its machines."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.started import Started, assert_same_run
+
+pytest.importorskip("ray")
+
+STEPS = 6
+SETTINGS = [
+    "trainer.device=cpu",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=2",
+    f"trainer.test_freq={STEPS}",
+    "trainer.logger=[file,console]",
+]
+
+
+class Nodes:
+    """A cluster of Ray nodes on this machine, each with one processor to give."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        quiet = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
+        self.workers = [self.add(), self.add()]
+
+    def add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+
+    def kill(self, place: int) -> None:
+        """End a node without a word, and start another."""
+        self.cluster.remove_node(self.workers[place], allow_graceful=False)
+        self.workers[place] = self.add()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    found = Nodes()
+    yield found
+    found.cluster.shutdown()
+
+
+@pytest.fixture
+def settings(overrides: list[str]) -> list[str]:
+    replaced = {word.partition("=")[0] for word in [*SETTINGS, "trainer.default_local_dir="]}
+    return [*(word for word in overrides if word.partition("=")[0] not in replaced), *SETTINGS]
+
+
+@pytest.fixture
+def local_run(settings: list[str], tmp_path: Path) -> Path:
+    run = Started([*settings, "trainer.n_gpus_per_node=2"], tmp_path / "local")
+    assert run.end() == 0, run.said()
+    return run.folder
+
+
+def on(nodes: Nodes, *more: str) -> list[str]:
+    return ["trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.cluster.address}", *more]
+
+
+def test_a_killed_rank_and_a_killed_node_change_nothing(nodes, settings, local_run, tmp_path):
+    """Two ranks on two nodes; the run ends with the weights and the numbers of an undisturbed one on one machine."""
+    run = Started([*settings, *on(nodes, "trainer.max_restarts=2")], tmp_path / "run")
+    beat = run.kill(lambda beat: beat.rank == 1 and beat.step == 4)
+    again = run.wait_for(lambda now: now.rank == 1 and now.step == 4 and now.pid != beat.pid)
+    nodes.kill(1)
+    assert run.end() == 0, run.said()
+    said = run.said()
+    assert re.search(rf"Rank 1 of 2 \(host \S+, process {beat.pid}\) was ended by SIGKILL in phase '.*' of step 4", said)
+    assert re.search(rf"Rank [01] of 2 \(host \S+, process ({again.pid}|\d+)\) (was lost|waited|lost).* of step 4", said)
+    assert "Starting again from step 2; 1 restart(s) left." in said and "Starting again from step 2; 0 restart(s) left." in said
+    assert_same_run(local_run, run.folder, STEPS)
+
+
+@pytest.mark.slow
+def test_an_undisturbed_run_is_told_like_one_on_this_machine(nodes, settings, local_run, tmp_path):
+    calm = Started([*settings, *on(nodes, f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")], tmp_path / "calm")
+    assert calm.end() == 0, calm.said()
+    assert f"step:{STEPS} - " in calm.said()
+    assert_same_run(local_run, calm.folder, STEPS)
+    assert (tmp_path / "timeline.json").exists()
+
+
+@pytest.mark.slow
+def test_killing_at_random_moments_changes_nothing(nodes, settings, local_run, tmp_path):
+    """Ten workers and three nodes."""
+    dice = random.Random(0)
+    run = Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / "run")
+    for turn in range(13):
+        seen = run.wait_for(lambda beat: beat.rank == 0)
+        time.sleep(dice.uniform(0, 12))
+        if run.process.poll() is not None:
+            run = Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / f"run{turn}")
+            run.wait_for(lambda beat: beat.rank == 0)
+        if turn % 4 == 3:
+            nodes.kill(dice.randrange(2))
+        else:
+            victim = dice.randrange(2)
+            run.kill(lambda beat, victim=victim: beat.rank == victim)
+        deadline = time.monotonic() + 120
+        while run.process.poll() is None and time.monotonic() < deadline:  # until the next attempt
+            if any(beat.pid != seen.pid for beat in [run.wait_for(lambda beat: beat.rank == 0)]):
+                break
+            time.sleep(0.2)
+    assert run.end() == 0, run.said()
+    assert_same_run(local_run, run.folder, STEPS)
+
+
+def test_what_a_cluster_lacks_is_said_in_seconds(nodes, settings, tmp_path):
+    start = time.monotonic()
+    more = ["trainer.nnodes=4", "trainer.ray_wait_register_center_timeout=2"]
+    run = Started([*settings, *on(nodes), *more], tmp_path / "run")
+    assert run.end() == 1
+    assert time.monotonic() - start < 60
+    said = run.said()
+    assert "The run asks for 4 machine(s) with 1 CPU each, and 2 of 3 can give that" in said
+    assert "did not come within trainer.ray_wait_register_center_timeout=2 s. Add machines" in said
+
+
+def test_a_cluster_that_is_not_there(settings, tmp_path):
+    run = Started(
+        [*settings, "trainer.runtime=ray", "ray_kwargs.ray_init.address=127.0.0.1:1"],
+        tmp_path / "run",
+        RAY_AUTH_MODE="disabled",
+        RAY_gcs_rpc_server_connect_timeout_s="2",
+    )
+    assert run.end() == 1
+    assert "Cannot reach a Ray cluster at 127.0.0.1:1" in run.said()
