@@ -7,7 +7,7 @@ from typing import Any
 
 from strop.planning.forecast import Forecast, forecast
 from strop.planning.job import Cluster, job_of
-from strop.planning.knobs import Change, candidates, changed, fits, lack, micro_sizes, only_starved, read, worst
+from strop.planning.knobs import Change, can_share, candidates, changed, fits, lack, micro_sizes, only_starved, read, worst
 from strop.planning.times import seconds
 
 MOST_CHANGES = 16
@@ -128,17 +128,16 @@ def alternatives(config: Any, cluster: Cluster) -> list[tuple[Change, Forecast]]
     for one in job.passes:
         if one.learns:
             keys[one.key] = max(1, one.size // 2) if not one.by_tokens else max(one.longest, one.size // 2)
-    if cluster.ranks > 1:
-        for role in (role for role in job.models if role in job.paths):
-            key = f"{job.paths[role]}.fsdp_config.offload_policy"
-            keys[key] = not read(config, key)
+    for role in (role for role in job.models if role in job.paths):
+        key = f"{job.paths[role]}.fsdp_config.offload_policy"
+        keys[key] = not read(config, key)
     if job.sampler is not None:
         rollout = "actor_rollout_ref.rollout"
         now = read(config, f"{rollout}.gpu_memory_utilization")
         keys[f"{rollout}.gpu_memory_utilization"] = round(min(0.9, now + 0.1), 2)
         keys[f"{rollout}.max_num_seqs"] = max(1, job.sampler.max_rows // 2)
         size = job.sampler.tensor * 2
-        if size <= cluster.per_node and job.sampler.shape.key_heads % size == 0:
+        if can_share(job.sampler.shape, size, cluster):
             keys[f"{rollout}.tensor_model_parallel_size"] = size
     turned = [Change(key, read(config, key), value, "") for key, value in keys.items() if read(config, key) != value]
     return [(change, forecast(job_of(changed(config, change), cluster))) for change in turned]

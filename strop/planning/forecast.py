@@ -73,20 +73,12 @@ def forecast(job: Job) -> Forecast:
     rest = {role: dict(model.at_rest) for role, model in job.models.items()}
     base: dict[str, Parts] = {"process": _process(job)}
     phases = [_loading(job, base)]
-    kept, cache, rows = 0, 0, 0
+    cache, rows = 0, 0
     beside: dict[str, Parts] = {**base, **rest}
     if job.sampler is not None:
-        sampler = job.sampler
         sampling, cache, rows = _sampling(job, beside)
         phases.append(sampling)
-        asleep = {"weights": sampler.weights}
-        if job.engine == "native":
-            kept = sampler.kept(cache, job.cluster.device.memory, frees=job.frees_cache)
-            asleep["cache"] = kept + sampler.bookkeeping(kept)
-            asleep["graphs"] = sampler.recorded if kept else 0
-        else:
-            asleep["cache"] = SLEEPING_ENGINE if job.frees_cache else int(job.cluster.device.memory * sampler.share)
-        beside = {**beside, "engine": asleep}
+        beside = {**beside, "engine": sampling.roles["engine"] if job.side_by_side else _asleep(job, cache)}
     if "reward" in job.models and job.sampler is not None:
         phases.append(_scoring(job, beside))
     phases += [_passing(job, one, beside) for one in job.passes]
@@ -129,10 +121,27 @@ def _sampling(job: Job, beside: dict[str, Parts]) -> tuple[Phase, int, int]:
         }
     else:
         cache = max(0, int(memory * sampler.share) - sampler.module - sampler.decoding)
-        own = {"weights": sampler.weights + sampler.module, "cache": cache, "step": sampler.decoding}
+        own = {"weights": _copy(job) + sampler.module, "cache": cache, "step": sampler.decoding}
     rows = sampler.rows(cache) or (1 if cache >= sampler.capacity * sampler.per_token else 0)
     phase = Phase("rollout", {**beside, "engine": own}, "engine", "actor_rollout_ref.rollout.gpu_memory_utilization")
     return phase, cache, rows
+
+
+def _copy(job: Job) -> int:
+    """The whole module that many ranks hold as the source of weights for an engine outside of it."""
+    assert job.sampler is not None
+    return 0 if job.sampler.borrows else job.sampler.numbers.compute * job.sampler.shape.parameters
+
+
+def _asleep(job: Job, cache: int) -> Parts:
+    """What the engine keeps on the device while the models learn."""
+    sampler, memory = job.sampler, job.cluster.device.memory
+    assert sampler is not None
+    if job.engine == "native":
+        kept = sampler.kept(cache, memory, frees=job.frees_cache)
+        graphs = sampler.recorded if kept else 0
+        return {"weights": sampler.weights, "cache": kept + sampler.bookkeeping(kept), "graphs": graphs}
+    return {"weights": _copy(job), "cache": SLEEPING_ENGINE if job.frees_cache else int(memory * sampler.share)}
 
 
 def _scoring(job: Job, beside: dict[str, Parts]) -> Phase:
@@ -143,7 +152,7 @@ def _scoring(job: Job, beside: dict[str, Parts]) -> Phase:
     assert sampler is not None
     tokens = REWARD_ROWS * (sampler.prompt + sampler.response)
     parts = model.forward(Tokens(tokens, REWARD_ROWS))
-    return Phase("reward", {**beside, "reward": {**model.at_rest, **parts}}, "reward")
+    return Phase("reward", {**beside, "reward": {**model.present(), **parts}}, "reward")
 
 
 def _passing(job: Job, one: Pass, beside: dict[str, Parts]) -> Phase:
@@ -152,12 +161,12 @@ def _passing(job: Job, one: Pass, beside: dict[str, Parts]) -> Phase:
         parts = model.update(one.tokens, accumulated=one.accumulated, entropy=one.entropy)
     else:
         parts = model.forward(one.tokens, entropy=one.entropy, tempered=job.tempered)
-    return Phase(one.phase, {**beside, one.role: {**model.at_rest, **parts}}, one.role, one.key)
+    return Phase(one.phase, {**beside, one.role: {**model.present(learns=one.learns), **parts}}, one.role, one.key)
 
 
 def _syncing(job: Job, beside: dict[str, Parts]) -> Phase:
     actor = job.models["actor"]
-    return Phase("sync", {**beside, "actor": {**actor.at_rest, "gathered": actor.syncing}}, "actor")
+    return Phase("sync", {**beside, "actor": {**actor.present(), "gathered": actor.syncing}}, "actor")
 
 
 def _host(job: Job) -> int:

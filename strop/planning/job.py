@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from strop.config.arithmetic import micro_batch, plan_ppo, plan_supervised
@@ -66,6 +68,8 @@ class Job:
     sampler: Sampler | None = None
     engine: str = "native"
     frees_cache: bool = True
+    side_by_side: bool = False
+    """The engine samples while the models learn (async_training)."""
     paths: dict[str, str] = field(default_factory=dict)
     """Where the configuration of each role's sharding stands."""
     model_paths: dict[str, str] = field(default_factory=dict)
@@ -93,7 +97,8 @@ def _numbers(model: Any, fsdp: Any, device: Device, *, frozen: bool = False) -> 
     return Numbers(compute, master, residual=4 if model.fp32_residual else compute)
 
 
-def _placement(fsdp: Any, cluster: Cluster, tensor: int = 1) -> Placement:
+def _placement(fsdp: Any, cluster: Cluster, tensor: int = 1, *, lent: bool = False) -> Placement:
+    """`lent`: an engine samples from the module itself, which therefore stays on the device."""
     ranks = cluster.ranks
     size = fsdp.fsdp_size
     if size not in (-1, ranks) and (size < 1 or ranks % size):
@@ -103,6 +108,8 @@ def _placement(fsdp: Any, cluster: Cluster, tensor: int = 1) -> Placement:
         shards=ranks if size == -1 else size,
         tensor=tensor,
         in_host=ranks > 1 and (fsdp.offload_policy or fsdp.param_offload or fsdp.optimizer_offload),
+        parks_module=(fsdp.param_offload or fsdp.offload_policy) and not lent,
+        parks_optimizer=fsdp.optimizer_offload or fsdp.offload_policy,
         keeps_gathered=not fsdp.reshard_after_forward,
         reduce=BYTES[(fsdp.mixed_precision or {}).get("reduce_dtype", "fp32")],
     )
@@ -117,18 +124,34 @@ def _shape(model: Any, *, scalar: bool = False) -> Shape:
     return shape_of(model.path, config_path=model.hf_config_path, changes=changes, scalar=scalar)
 
 
-def _trained(model: Any, fsdp: Any, optim: Any, cluster: Cluster, tensor: int = 1, *, scalar: bool = False) -> TrainedModel:
+def _lora_rank(model: Any) -> int:
+    """The rank of new adapters, or of those that training starts from."""
+    if not model.lora_adapter_path:
+        return int(model.lora_rank)
+    file = Path(model.lora_adapter_path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"lora_adapter_path={model.lora_adapter_path!r} holds no adapter_config.json, so its rank is not known."
+        )
+    return int(json.loads(file.read_text(encoding="utf-8"))["r"])
+
+
+def _trained(
+    model: Any, fsdp: Any, optim: Any, cluster: Cluster, tensor: int = 1, *, scalar: bool = False, lent: bool = False
+) -> TrainedModel:
     return TrainedModel(
         _shape(model, scalar=scalar),
         _numbers(model, fsdp, cluster.device),
-        _placement(fsdp, cluster, tensor),
+        _placement(fsdp, cluster, tensor, lent=lent),
         checkpointed=model.enable_gradient_checkpointing,
-        lora_rank=model.lora_rank or (16 if model.lora_adapter_path else 0),
+        lora_rank=_lora_rank(model),
         moments=_moments(optim),
     )
 
 
-def _frozen(model: Any, fsdp: Any, cluster: Cluster, tensor: int = 1, *, scalar: bool = False, divided: bool = True):
+def _frozen(
+    model: Any, fsdp: Any, cluster: Cluster, tensor: int = 1, *, scalar: bool = False, divided: bool = True
+) -> TrainedModel:
     place = _placement(fsdp, cluster, tensor) if divided else Placement()
     return TrainedModel(_shape(model, scalar=scalar), _numbers(model, fsdp, cluster.device, frozen=True), place, frozen=True)
 
@@ -181,7 +204,9 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     tensor, sharing = actor.tensor_parallel_size, actor.ulysses_sequence_parallel_size
     plan = plan_ppo(config)
     prompt, response, step = rollout.prompt_length, rollout.response_length, plan.sequences_per_step
-    models = {"actor": _trained(model, actor.fsdp_config, actor.optim, cluster, tensor)}
+    ahead = config.trainer.async_training.enable
+    lent = rollout.name == "native" and not ahead
+    models = {"actor": _trained(model, actor.fsdp_config, actor.optim, cluster, tensor, lent=lent)}
     on_rank = max(1, math.ceil(step / plan.data_parallel))
     sizes: dict[str, Any] = {"prompt": prompt, "response": response, "step": step, "sharing": sharing}
     cut = _Cut("actor_rollout_ref.actor", actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz)
@@ -206,11 +231,12 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
         cut = dataclasses.replace(cut, path="actor_rollout_ref.ref", section=ref, dynamic=ref.log_prob_use_dynamic_bsz)
         if not uses_lora(config):
             other = dataclasses.replace(model, **ref.model)
-            models["reference"] = _frozen(other, ref.fsdp_config, cluster, tensor)
+            models["reference"] = _frozen(other, ref.fsdp_config, cluster, ref.tensor_parallel_size)
         who = "actor" if uses_lora(config) else "reference"
         passes.append(_pass("ref", who, cut, sequences=on_rank, **sizes))
     if has_critic(config):
-        models["critic"] = _trained(critic.model, critic.model.fsdp_config, critic.optim, cluster, scalar=True)
+        size = critic.tensor_parallel_size
+        models["critic"] = _trained(critic.model, critic.model.fsdp_config, critic.optim, cluster, size, scalar=True)
         own = sizes | {"sharing": critic.ulysses_sequence_parallel_size}
         cut = _Cut("critic", critic, "forward_micro_batch_size", "forward_max_token_len_per_gpu", critic.use_dynamic_bsz)
         passes.append(_pass("values", "critic", cut, sequences=on_rank, **own))
@@ -232,6 +258,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
         _sampler(config, cluster, models["actor"], step),
         engine=rollout.name,
         frees_cache=rollout.free_cache_engine,
+        side_by_side=ahead,
         paths={"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.ref", "critic": "critic.model"},
         model_paths={"actor": "actor_rollout_ref.model"} | ({"critic": "critic.model"} if "critic" in models else {}),
         tempered=rollout.temperature not in (0.0, 1.0),

@@ -12,6 +12,7 @@ from typing import Any
 from strop.planning.assumptions import SAFE
 from strop.planning.forecast import Forecast, Phase, forecast
 from strop.planning.job import Cluster, Pass, job_of
+from strop.planning.shape import Shape
 
 ROUND = 256
 """Token budgets are multiples of it."""
@@ -119,10 +120,16 @@ def _engine(config: Any, cluster: Cluster, found: Forecast, phase: Phase) -> Ite
             for share in sorted((share for share in others if share < now), reverse=True):
                 yield Change(key, now, share, "the engine takes less memory")
     size = rollout.tensor_model_parallel_size * 2
-    if size <= cluster.per_node and sampler.shape.key_heads % size == 0 and cluster.ranks % size == 0:
+    if can_share(sampler.shape, size, cluster):
         yield Change(
             f"{path}.tensor_model_parallel_size", size // 2, size, f"{size} devices share one copy of the engine's weights"
         )
+
+
+def can_share(shape: Shape, size: int, cluster: Cluster) -> bool:
+    """Whether `size` neighbouring devices can divide the matrices of a model; mixtures of experts are not divided so."""
+    divides = shape.key_heads % size == 0 and shape.heads % size == 0 and shape.width % size == 0
+    return shape.experts is None and divides and cluster.per_node % size == 0
 
 
 def _checkpointing(config: Any, found: Forecast, phase: Phase) -> Iterator[Change]:
@@ -136,14 +143,12 @@ def _checkpointing(config: Any, found: Forecast, phase: Phase) -> Iterator[Chang
 
 def _sharding(config: Any, cluster: Cluster, found: Forecast) -> Iterator[Change]:
     """One copy of the weights over all ranks; then weights in host memory, of what is not trained first."""
-    if cluster.ranks == 1:
-        return
     order = [role for role in ("reference", "critic", "actor", "model") if role in found.job.models and role in found.job.paths]
     for role in order:
         key = f"{found.job.paths[role]}.fsdp_config.fsdp_size"
-        if read(config, key) not in (-1, cluster.ranks):
+        if cluster.ranks > 1 and read(config, key) not in (-1, cluster.ranks):
             yield Change(key, read(config, key), -1, "all ranks share one copy of the weights")
     for role in order:
         key = f"{found.job.paths[role]}.fsdp_config.offload_policy"
-        if not found.job.models[role].placement.in_host:
+        if not read(config, key):
             yield Change(key, False, True, f"the {role}'s weights and optimizer rest in host memory")

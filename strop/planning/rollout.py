@@ -36,8 +36,12 @@ class Sampler:
 
     @property
     def module(self) -> int:
-        """Weights of the module it samples from."""
-        return self.numbers.compute * self.shape.parameters // self.tensor
+        """Weights of the module it samples from. Ranks that share it have a part of each matrix, the head included, and the
+        whole embedding."""
+        shape, parts = self.shape, self.tensor
+        if parts == 1:
+            return self.numbers.compute * shape.parameters
+        return self.numbers.compute * (shape.body // parts + shape.embedding + shape.embedding // parts + shape.hidden)
 
     @property
     def weights(self) -> int:

@@ -38,7 +38,11 @@ class Placement:
     tensor: int = 1
     """Neighbours among them that compute each layer's matrices together (tensor_parallel_size)."""
     in_host: bool = False
-    """Weights, gradients and optimizer rest in host memory (FSDP with offloading)."""
+    """Many ranks: weights, gradients and optimizer rest in host memory, always."""
+    parks_module: bool = False
+    """One device: the module waits in host memory between passes."""
+    parks_optimizer: bool = False
+    """One device: masters and optimizer wait in host memory between updates."""
     keeps_gathered: bool = False
     """reshard_after_forward=false."""
     reduce: int = 4
@@ -76,13 +80,22 @@ class TrainedModel:
     # --- at rest -----------------------------------------------------------------------------------------------------------
 
     @property
+    def module(self) -> int:
+        """Weights that compute, as one device holds them: rounded copies, or the masters where those need no rounding."""
+        return self.numbers.compute * (self.trained + self.fixed)
+
+    @property
+    def masters(self) -> int:
+        """Weights of one device that only the optimizer sees."""
+        return 0 if self.numbers.compute == self.numbers.master else self.numbers.master * self.trained
+
+    @property
     def weights(self) -> int:
-        """On the device, between passes."""
+        """On the device while it learns."""
         numbers, place = self.numbers, self.placement
-        if place.sharded:
-            return 0 if place.in_host else (numbers.master * self.trained + numbers.compute * self.fixed) // place.shards
-        copies = numbers.master + (numbers.compute if numbers.compute != numbers.master else 0)
-        return copies * self.trained + numbers.compute * self.fixed
+        if not place.sharded:
+            return self.module + self.masters
+        return 0 if place.in_host else (numbers.master * self.trained + numbers.compute * self.fixed) // place.shards
 
     @property
     def optimizer(self) -> int:
@@ -97,14 +110,26 @@ class TrainedModel:
     def in_host(self) -> int:
         """What rests in the memory of the machine, for this rank."""
         numbers, place = self.numbers, self.placement
-        if not (place.sharded and place.in_host):
+        if not place.sharded:
+            return self.module * place.parks_module + (self.masters + self.optimizer) * place.parks_optimizer
+        if not place.in_host:
             return 0
         each = numbers.master * (2 + self.moments)
         return (each * self.trained + numbers.compute * self.fixed) // place.shards
 
     @property
     def at_rest(self) -> Parts:
-        return {"weights": self.weights, "optimizer": self.optimizer}
+        """On the device while others compute."""
+        return self.present(computes=False)
+
+    def present(self, *, computes: bool = True, learns: bool = False) -> Parts:
+        """On the device while it computes, or learns."""
+        place = self.placement
+        if place.sharded:
+            return {"weights": self.weights, "optimizer": self.optimizer}
+        module = self.module if computes or learns or not place.parks_module else 0
+        beside = learns or not place.parks_optimizer
+        return {"weights": module + self.masters * beside, "optimizer": self.optimizer * beside}
 
     @property
     def checkpoint(self) -> int:

@@ -1,0 +1,136 @@
+"""Configurations that do not fit are refused with the setting to change, and what is proposed fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from strop.config.compose import load
+from strop.planning.advice import advise, alternatives, complaint
+from strop.planning.devices import device_of
+from strop.planning.forecast import forecast
+from strop.planning.job import Cluster, job_of
+from strop.planning.knobs import changed, fits
+from strop.planning.times import seconds
+
+MODEL = "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct"
+COMMON = (
+    MODEL,
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.n=8",
+    "data.max_prompt_length=1024",
+    "data.max_response_length=3072",
+)
+TOKENS = "actor_rollout_ref.actor.use_dynamic_bsz=true"
+
+
+def configured(*overrides, root="ppo_trainer"):
+    return load(root, [*COMMON, *overrides] if root == "ppo_trainer" else list(overrides)).config
+
+
+def cluster(gpu="h100", nodes=1, per_node=8):
+    return Cluster(device_of(gpu), nodes, per_node)
+
+
+def keys(advice):
+    return [change.key.rsplit(".", 1)[-1] for change in advice.changes]
+
+
+CASES = [
+    ((TOKENS, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=262144"), cluster(), ["ppo_max_token_len_per_gpu"]),
+    (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",), cluster(), ["ppo_micro_batch_size_per_gpu"]),
+    (("actor_rollout_ref.rollout.gpu_memory_utilization=0.1",), cluster(), ["gpu_memory_utilization"]),
+    (("actor_rollout_ref.actor.fsdp_config.fsdp_size=1",), cluster(), ["fsdp_size"]),
+    (("actor_rollout_ref.model.path=qwen2.5-32b", TOKENS), cluster(nodes=8), ["tensor_model_parallel_size"]),
+    (
+        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=1", "actor_rollout_ref.actor.use_kl_loss=true"),
+        cluster("40GiB"),
+        ["fsdp_size"],
+    ),
+]
+
+
+@pytest.mark.parametrize("overrides, where, expected", CASES)
+def test_the_right_knob_is_named_and_what_is_proposed_fits(overrides, where, expected):
+    config = configured(*overrides)
+    advice = advise(config, where)
+    assert not advice.fits and not advice.hopeless
+    assert set(expected) <= set(keys(advice)), complaint(advice)
+    assert all(str(change) in complaint(advice) for change in advice.changes)
+    better = changed(config, *advice.changes)
+    assert advise(better, where).fits
+
+
+def test_proposals_as_overrides_are_accepted_too():
+    overrides = (TOKENS, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=262144")
+    advice = advise(configured(*overrides), cluster())
+    assert advise(configured(*overrides, *map(str, advice.changes)), cluster()).fits
+
+
+def test_a_model_that_no_setting_fits_is_hopeless_and_more_devices_are_named():
+    advice = advise(configured(), cluster(per_node=1))
+    assert advice.hopeless and advice.cluster is not None and advice.cluster.ranks > 1
+    assert "No setting helps" in complaint(advice)
+    larger = advise(configured(), advice.cluster)
+    assert larger.fits or larger.changes
+
+
+def test_rooms_for_larger_micro_batches_fit():
+    config = configured(TOKENS)
+    advice = advise(config, cluster())
+    assert advice.fits and advice.room
+    for change in advice.room:
+        assert change.value > change.was
+        assert fits(forecast(job_of(changed(config, change), cluster())))
+
+
+def test_more_of_everything_takes_more():
+    def peak(*overrides, per_node=8):
+        return forecast(job_of(configured(*overrides), cluster(per_node=per_node))).peak.total
+
+    base = peak()
+    assert peak("actor_rollout_ref.model.enable_gradient_checkpointing=false") > base
+    assert peak("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16") > peak(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"
+    )
+    assert peak("algorithm.adv_estimator=gae") > base
+    assert peak(per_node=4) > base
+    assert peak("actor_rollout_ref.actor.fsdp_config.offload_policy=true") < base
+
+
+def test_adapters_take_a_fraction_of_training_all_weights():
+    whole = forecast(job_of(configured(), cluster(per_node=1))).phases[-1].total
+    adapted = forecast(job_of(configured("actor_rollout_ref.model.lora_rank=32"), cluster(per_node=1))).phases[-1].total
+    assert adapted < whole / 5
+    assert advise(configured("actor_rollout_ref.model.lora_rank=32"), cluster(per_node=1)).fits
+
+
+def test_roles_exist_as_the_configuration_needs_them():
+    names = lambda *overrides: set(job_of(configured(*overrides), cluster()).models)  # noqa: E731
+    assert names() == {"actor"}
+    assert names("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true") == {"actor", "critic", "reference"}
+    assert names("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8") == {"actor"}
+    assert names("reward_model.enable=true", "reward_model.model.path=qwen2.5-0.5b") == {"actor", "reward"}
+
+
+@pytest.mark.parametrize("root", ["sft_trainer", "rm_trainer", "dpo_trainer"])
+def test_supervised_runs_are_planned(root):
+    config = configured("model.path=llama-3-8b", root=root)
+    assert advise(config, cluster(per_node=8)).fits
+    assert not advise(config, cluster("4090", per_node=1)).fits
+    assert set(seconds(forecast(job_of(config, cluster())))) == {"update"}
+
+
+def test_a_second_model_of_dpo_is_counted():
+    same = configured("model.path=llama-3-8b", root="dpo_trainer")
+    other = configured("model.path=llama-3-8b", "ref.path=llama-3.1-8b", root="dpo_trainer")
+    assert set(job_of(same, cluster()).models) == {"model"} and set(job_of(other, cluster()).models) == {"model", "reference"}
+
+
+def test_every_knob_is_turned_once():
+    turned = {change.key.rsplit(".", 1)[-1] for change, _ in alternatives(configured(), cluster())}
+    assert {"enable_gradient_checkpointing", "offload_policy", "gpu_memory_utilization", "max_num_seqs"} <= turned
+
+
+def test_a_size_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="fsdp_size=3 does not divide the 8 ranks"):
+        job_of(configured("actor_rollout_ref.actor.fsdp_config.fsdp_size=3"), cluster())

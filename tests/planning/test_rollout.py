@@ -1,0 +1,48 @@
+"""The engine's memory by arithmetic, against the engine's own cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from strop.planning.activations import Numbers
+from strop.planning.known import shape_of
+from strop.planning.rollout import Sampler
+from strop.planning.shape import read_shape
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native.engine import NativeEngine
+
+from .test_shape import SIZE
+
+WHOLE = Numbers(compute=4, master=4, residual=4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2"])
+def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
+    config = AutoConfig.for_model(kind, **{**SIZE, "max_position_embeddings": 256})
+    torch.manual_seed(0)
+    engine = NativeEngine(AutoModelForCausalLM.from_config(config).eval(), max_num_seqs=16)
+    engine.generate([Request(ids=[3, 4, 5], n=5)], Sampling(max_tokens=9, ignore_eos=True))
+    cache = engine._batch.runner.cache
+    sampler = Sampler(read_shape(config.to_dict()), 5, 3, 9, samples=5, numbers=WHOLE, max_rows=16)
+    assert sampler.per_token == cache.bytes_per_token
+    assert (sampler.wanted_rows, sampler.capacity) == (cache.rows, cache.capacity)
+    assert sampler.wanted == cache.bytes
+    engine.close()
+
+
+def test_the_cache_is_what_the_share_leaves_beside_the_weights():
+    sampler = Sampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096, share=0.5)
+    memory = 80 * 2**30
+    assert sampler.cache(memory, used=0) == memory // 2 - sampler.module
+    assert sampler.cache(memory, used=memory) == 0
+    assert Sampler(shape_of("qwen2.5-0.5b"), 8, 64, 64).cache(memory, used=0) == 8 * 128 * 12288
+
+
+def test_small_caches_stay_and_large_ones_are_given_back():
+    sampler = Sampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096)
+    memory = 80 * 2**30
+    assert sampler.kept(memory // 20, memory, frees=True) == memory // 20
+    assert sampler.kept(memory // 19, memory, frees=True) == 0
+    assert sampler.kept(memory // 4, memory, frees=False) == memory // 4

@@ -1,0 +1,103 @@
+"""Parameter counts by arithmetic against the modules that transformers makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from strop.planning.known import KNOWN, plain_name, shape_of
+from strop.planning.shape import FAMILIES, read_shape
+
+SIZE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts_per_tok": 2,
+}
+PUBLISHED = {
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "smollm2-135m": 134_515_008,
+}
+
+
+def real_count(kind: str, settings: dict) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    return sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b", "smollm2-135m"])
+def test_known_models_have_as_many_weights_as_their_modules(name):
+    settings = {key: value for key, value in KNOWN[name].items() if key != "model_type"}
+    assert shape_of(name).parameters == real_count(KNOWN[name]["model_type"], settings)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_as_many_weights_as_was_published(name):
+    assert shape_of(name).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_is_counted_like_its_module(kind):
+    for extra in ({"tie_word_embeddings": True}, {"tie_word_embeddings": False, "attention_bias": True, **EXPERTS}):
+        config = AutoConfig.for_model(kind, **{**SIZE, **extra}).to_dict()
+        assert read_shape(config).parameters == real_count(kind, {**SIZE, **extra}), extra
+
+
+def test_a_scalar_model_has_one_output_instead_of_a_vocabulary():
+    language, scalar = shape_of("qwen2.5-7b"), shape_of("qwen2.5-7b", scalar=True)
+    assert language.parameters - scalar.parameters == language.embedding - language.hidden
+
+
+def test_tokens_meet_the_chosen_experts_only():
+    shape = shape_of("qwen3-30b-a3b")
+    assert 2.9e9 < shape.multiplied + shape.embedding < 3.4e9
+
+
+def test_adapters_are_counted_like_those_of_peft():
+    pytest.importorskip("peft")
+    from strop.models.lora import add_adapters
+
+    config = AutoConfig.for_model("qwen2", **SIZE)
+    model = add_adapters(AutoModelForCausalLM.from_config(config), rank=4, alpha=8)
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert read_shape(config.to_dict()).adapters(4) == trained
+
+
+def test_names_of_hubs_are_understood():
+    assert plain_name("Qwen/Qwen2.5-Math-7B-Instruct") == "qwen2.5-7b"
+    assert plain_name("meta-llama/Meta-Llama-3.1-70B-Instruct") == "llama-3-70b"
+
+
+def test_a_folder_is_read_and_override_config_applies(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZE}))
+    assert shape_of(str(tmp_path)).layers == 3
+    assert shape_of(str(tmp_path), changes={"num_hidden_layers": 1}).layers == 1
+
+
+def test_what_is_not_known_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"neither a folder .* Did you mean 'qwen2.5-7b'"):
+        shape_of("qwen2.5-7bb")
+    with pytest.raises(ValueError, match="does not know model_type='mamba'"):
+        read_shape({"model_type": "mamba"})
+    with pytest.raises(ValueError, match="lacks vocab_size"):
+        read_shape({"model_type": "llama", **{key: value for key, value in SIZE.items() if key != "vocab_size"}})
