@@ -155,13 +155,15 @@ TRACKERS.declare("trackio", "strop.run.trackers.trackio:TrackioTracker", library
 # --- Rollout engines -----------------------------------------------------------------------------------------------------
 # settings: what the engine takes from the `rollout` section beside the module. library: what must be installed, unless
 # rollout.engine_kwargs names another interpreter or a server that has it. own_weights: the engine holds a copy of the weights,
-# so each update must bring them; the others sample from the trainer's own module.
-ENGINES = Registry("rollout engine", facts={"settings": (), "library": None, "own_weights": False})
+# so each update must bring them; the others sample from the trainer's own module. fed: `generate` takes further requests while
+# it runs.
+ENGINES = Registry("rollout engine", facts={"settings": (), "library": None, "own_weights": False, "fed": False})
 _shared = ("max_model_len", "max_num_seqs", "seed")
 ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
 ENGINES.declare(
     "native",
     "strop.rollout.native.engine:NativeEngine",
+    fed=True,
     settings=(
         *_shared,
         "max_num_batched_tokens",

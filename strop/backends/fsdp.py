@@ -21,6 +21,7 @@ from strop.backends.fsdp_shard import SHARDS, Precision, make_meshes, shard
 from strop.backends.lockstep import Lockstep, SharedLack
 from strop.backends.micro import deal, on_device, partition
 from strop.backends.optimizer import load_optimizer_state, make_optimizer, make_schedule
+from strop.backends.parking import Parking
 from strop.backends.sharded import ShardedWeights, fill, shard_like, whole
 from strop.backends.single import SingleBackend, set_schedule, summed
 from strop.backends.thrift import Thrift
@@ -84,6 +85,7 @@ class FsdpBackend(SingleBackend):
         self.weights = ShardedWeights(module, meshes.whole[SHARDS].get_group(), self.device)
         self.optimizer = None if optim is None else make_optimizer(self.weights.masters, optim)
         self.schedule = None if optim is None or self.optimizer is None else make_schedule(self.optimizer, optim)
+        self.parking = Parking(self)  # what rests in host memory is up to `settings`
         self._look_at_the_head()
 
     # --- passes -----------------------------------------------------------------------------------------------------------

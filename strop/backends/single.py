@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from strop.backends.base import Loss, MicroBatching, Outputs, StepInfo
 from strop.backends.micro import on_device, partition
@@ -22,6 +23,7 @@ from strop.backends.optimizer import (
     move_optimizer,
     optimizer_state,
 )
+from strop.backends.parking import Parking
 from strop.backends.thrift import Thrift
 from strop.config.schema.model import Optim
 from strop.models.forward import response_outputs
@@ -55,7 +57,11 @@ class SingleBackend:
         packed: bool = True,
         attention: str | None = None,
         offload_activations: bool = False,
+        park_model: bool = False,
+        park_optimizer: bool = False,
     ):
+        """With `park_model` the module waits in host memory between passes, with `park_optimizer` masters and optimizer do
+        between the updates of one step and the next."""
         self._refuse_half(optim, compute, master)
         self.module = module
         self.thrift = Thrift()
@@ -70,6 +76,8 @@ class SingleBackend:
         self.weights = MasterWeights(module, compute=compute, master=master, keep=keep)
         self.optimizer = None if optim is None else make_optimizer(self.weights.masters, optim)
         self.schedule = None if optim is None or self.optimizer is None else make_schedule(self.optimizer, optim)
+        self.parking = Parking(self, model=park_model, optimizer=park_optimizer and optim is not None)
+        self.parking.park()
 
     @staticmethod
     def _refuse_half(optim: Optim | None, compute: torch.dtype, master: torch.dtype) -> None:
@@ -77,10 +85,12 @@ class SingleBackend:
             raise ValueError("fp16 gradients underflow without loss scaling; train in bf16 or fp32 (fsdp_config.dtype).")
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        return self.thrift.tried(micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller))
+        with self.parking.passing():
+            return self.thrift.tried(micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller))
 
     def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
         assert self.optimizer is not None, "a frozen model has no gradients"
+        self.parking.begin_update()
         fresh = not self.weights.gradients  # else a second try would lose what was collected before this call
 
         def attempt(smaller: MicroBatching) -> dict[str, float]:
@@ -145,6 +155,7 @@ class SingleBackend:
         assert self.schedule is not None, "a frozen model has no schedule"
         with _quiet_about_order():
             self.schedule.step()
+        self.parking.park()
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside it the model answers without its adapters: the model before training."""
@@ -227,10 +238,9 @@ class SingleBackend:
         """Where tensors wait for the backward pass; weights are there anyway and are not parked."""
         if not self.offload_activations or self.device.type == "cpu":
             return contextlib.nullcontext()
-        weights = {parameter.data_ptr() for parameter in self.module.parameters()}
 
         def park(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            stays = tensor.untyped_storage().data_ptr() in weights or tensor.numel() < 4096
+            stays = is_weight(tensor) or tensor.numel() < 4096
             return tensor.device, tensor if stays else tensor.to("cpu", non_blocking=False)
 
         return torch.autograd.graph.saved_tensors_hooks(park, lambda parked: parked[1].to(parked[0]))
@@ -252,6 +262,11 @@ class SingleBackend:
             causes |= set(names)
         ids = range(len(batch)) if batch.row_ids is None else batch.row_ids.tolist()
         raise NonFiniteLoss(sorted(ids[row] for row in rows), sorted(causes), float(losses.sum()), ranks)
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor that waits for the backward pass is a weight, or a view of one. Gathered shards are weights too."""
+    return isinstance(tensor, nn.Parameter | DTensor) or isinstance(tensor._base, nn.Parameter | DTensor)
 
 
 def summed(reports: list[dict[str, Tensor]]) -> dict[str, float]:

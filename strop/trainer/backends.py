@@ -36,8 +36,10 @@ class BackendMaker:
         clip: float | None = None,
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
+        lent: bool = False,
     ) -> SingleBackend:
-        """A backend of what `build` (one of models/build.py) makes of the `model` section; without `optim` it is frozen."""
+        """A backend of what `build` (one of models/build.py) makes of the `model` section; without `optim` it is frozen. An
+        engine samples from a module that is `lent` to it, which therefore stays on its device."""
         if optim is not None and optim.total_training_steps < 1:
             optim = dataclasses.replace(optim, total_training_steps=self.total_steps)
         compute = compute_dtype(fsdp.dtype, self.device)
@@ -53,7 +55,11 @@ class BackendMaker:
             "offload_activations": model.enable_activation_offload,
         }
         if self.ranks.world == 1:
-            return SingleBackend(build(model), **common)
+            park = {
+                "park_model": (fsdp.param_offload or fsdp.offload_policy) and not lent,
+                "park_optimizer": fsdp.optimizer_offload or fsdp.offload_policy,
+            }
+            return SingleBackend(build(model), **common, **park)
         if strategy == "single":
             raise ValueError(
                 f"strategy=single trains on one device, but there are {self.ranks.world} ranks. Set strategy=fsdp."

@@ -9,7 +9,7 @@ import torch
 
 from strop.backends.base import MicroBatching
 from strop.backends.fsdp import FsdpBackend
-from strop.backends.single import SingleBackend
+from strop.backends.single import SingleBackend, is_weight
 from strop.config.schema.model import Fsdp, WrapPolicy
 from strop.models.build import checkpoint_activations
 from strop.models.precision import widen_residual
@@ -81,6 +81,23 @@ def test_families_with_divided_matrices_train_alike(family):
     plain = optim(optimizer="SGD", lr=0.1)
     one = SingleBackend(tiny_model(family), optim=plain)
     assert_trained_alike(one, FsdpBackend(tiny_model(family), ranks=here(), optim=plain, tensor_parallel=2))
+
+
+def test_weights_are_told_from_activations_that_can_be_parked():
+    """Else a gathered layer would be copied to the host together with its activations."""
+    backend = FsdpBackend(tiny_model(intermediate_size=47), ranks=here(), optim=optim())
+    seen: list[tuple[tuple[int, ...], bool]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((tuple(tensor.shape), is_weight(tensor)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = backend._ask(tiny_batch(), ["log_probs"])
+    found["log_probs"].sum().backward()
+    matrices = [known for shape, known in seen if sorted(shape) == [32, 47]]
+    states = [known for shape, known in seen if shape[-1] == 47 and 32 not in shape]
+    assert matrices and all(matrices) and states and not any(states)
 
 
 class SmallRank(FsdpBackend):

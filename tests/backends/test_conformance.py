@@ -293,6 +293,36 @@ def test_a_frozen_model_answers_and_remembers_nothing(make):
         pass
 
 
+def test_parked_parts_are_there_when_needed_and_nowhere_else():
+    """On a CPU nothing moves; what is asked to move, and when, is the same."""
+
+    class Watched(SingleBackend):
+        moves: list[tuple[str, bool, bool]]
+
+        def _move(self, device, model, optimizer):
+            self.__dict__.setdefault("moves", []).append((self._where.pop(0), model, optimizer))
+
+        _where: list[str] = []
+
+        def offload(self, *, model=True, optimizer=True):
+            self._where.append("host")
+            super().offload(model=model, optimizer=optimizer)
+
+        def onload(self, *, model=True, optimizer=True):
+            self._where.append("device")
+            super().onload(model=model, optimizer=optimizer)
+
+    plain = SingleBackend(tiny_model(), optim=optim())
+    parked = Watched(tiny_model(), optim=optim(), park_model=True, park_optimizer=True)
+    train(plain, 2)
+    assert parked.moves == [("host", True, True)]
+    train(parked, 2)
+    assert parked.moves[1:] == [("device", True, True), ("host", True, True)] * 2
+    parked.forward(tiny_batch(), ["log_probs"], ALL)
+    assert parked.moves[5:] == [("device", True, False), ("host", True, False)]
+    assert torch.equal(flat_weights(parked), flat_weights(plain))
+
+
 def test_offloading_and_coming_back_changes_nothing(make):
     one, other = (make(tiny_model(), optim=optim(), compute=torch.bfloat16) for _ in range(2))
     train(one, 2)

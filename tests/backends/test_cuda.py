@@ -53,6 +53,22 @@ def test_offloading_frees_the_device_and_changes_nothing():
     assert torch.equal(flat_weights(one), flat_weights(other))
 
 
+def test_parked_optimizers_and_models_rest_in_host_memory():
+    plain = SingleBackend(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16)
+    parked = SingleBackend(
+        tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16, park_model=True, park_optimizer=True
+    )
+    for _ in range(2):
+        train(plain, 1)
+        train(parked, 1)
+        tensors = [*parked.module.parameters(), *parked.weights.masters.values()]
+        tensors += [t for state in parked.optimizer.state.values() for t in state.values()]
+        assert {t.device.type for t in tensors} == {"cpu"}
+    ours, theirs = (b.forward(tiny_batch(), ["log_probs"], ALL).log_probs for b in (parked, plain))
+    assert torch.equal(ours, theirs)
+    assert {p.device.type for p in parked.module.parameters()} == {"cpu"}
+
+
 def test_parked_activations_give_the_same_gradient():
     batch = tiny_batch([(40, 40)] * 4)
     plain, parked = (

@@ -177,11 +177,14 @@ class Fsdp:
     dtype: str = setting("bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"))
     """Precision of forward and backward."""
     param_offload: bool = setting(False)
-    """Park weights in host memory between phases."""
+    """Park weights in host memory. One device: between passes (not those of an actor that an engine samples from itself). Many
+    ranks: always, as with offload_policy."""
     optimizer_offload: bool = setting(False)
-    """Park optimizer state in host memory between updates."""
+    """Park optimizer state in host memory. One device: with the float32 weights, from the last update of a step to the next
+    step. Many ranks: always, as with offload_policy."""
     offload_policy: bool = setting(False)
-    """Keep weights in host memory and bring each layer over when it runs."""
+    """Many ranks: keep weights, gradients and optimizer in host memory and bring each layer's weights over when it runs. One
+    device: the same as both keys above."""
     reshard_after_forward: bool = setting(True)
     """Free gathered weights after the forward pass (ZeRO-3). False keeps them for the backward (ZeRO-2)."""
     fsdp_size: int = setting(-1, at_least=-1)

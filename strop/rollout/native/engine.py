@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.models.tensor_parallel import Divided
 from strop.rollout.base import Completion, Request, Sampling, check_request, failed
 from strop.rollout.native.batch import Batch
 from strop.rollout.native.front import Front
@@ -25,6 +26,9 @@ from strop.rollout.weights import copy_weights, longest_sequence
 
 class NativeEngine:
     """Samples from `model` itself: a weight update is seen at the next step, and costs nothing."""
+
+    same_stream = True
+    """A draw depends on its stream and position alone: an answer may be continued as if it had never stopped."""
 
     def __init__(
         self,
@@ -46,11 +50,12 @@ class NativeEngine:
                 f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1."
             )
         self.model, self.seed, self.version = model, seed, 0
+        self._divided: Divided | None = getattr(model, "divided", None)
         self.longest = longest_sequence(model, max_model_len)
         self._limits: dict[str, Any] = {
             "batch_tokens": max_num_batched_tokens,
             "chunked": enable_chunked_prefill,
-            "graphs": not enforce_eager,
+            "graphs": not enforce_eager and self._divided is None,  # other ranks take part in every step
         }
         self._max_rows, self._share, self._cache_bytes = max_num_seqs, gpu_memory_utilization, cache_bytes
         self._keep = enable_prefix_caching
@@ -67,11 +72,21 @@ class NativeEngine:
 
     # --- the protocol ----------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: Callable[[int], Sequence[Request]] | None = None
+    ) -> list[list[Completion]]:
+        """`more(rows)` gives further requests when so many rows are free, and none when there are no more."""
         tickets = [self.submit(request, sampling) for request in requests]
         left = list(tickets)
         with self.loan():
-            while left:
+            while left or more is not None:
+                if more is not None and (rows := self._free_rows()):
+                    further = [self.submit(request, sampling) for request in more(rows)]
+                    more = more if further else None
+                    tickets += further
+                    left += further
+                if not left:
+                    continue
                 if left[-1].done:
                     left.pop()
                 else:
@@ -81,13 +96,18 @@ class NativeEngine:
         return [ticket.result() for ticket in tickets]
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
+        if self._divided is not None:
+            raise ValueError(
+                f"The weights are divided over {self._divided.parts} ranks, which must be given the same requests at the same "
+                "time; conversations are not. Set rollout.tensor_model_parallel_size=1."
+            )
         return await self._front.ask(request, sampling)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """What is running goes on under the new weights: its tokens stay, their keys and values are computed again."""
         with self._lock:
             self._weights_changed()
-            copy_weights(self.model, weights)
+            copy_weights(self.model, weights if self._divided is None else self._divided.own(weights))
             self.version = version
             if self._batch is not None:
                 self._batch.version = version
@@ -166,6 +186,11 @@ class NativeEngine:
                 batch.scheduler.add([Sample(number, index, prompt, limit, settings, name, listener, lasting)])
             return ticket
 
+    def _free_rows(self) -> int:
+        """Rows that nobody runs in or waits for."""
+        scheduler = self._ready().scheduler
+        return 0 if scheduler.waiting else self._max_rows - len(scheduler.running)
+
     @property
     def vocabulary(self) -> int:
         return int(self.model.get_input_embeddings().num_embeddings)
@@ -206,6 +231,8 @@ class NativeEngine:
         if batch.idle and batch.runner.cache.rows == 0:
             cache = batch.runner.cache
             size = self._cache_bytes or cache_memory(self.model, batch.runner.device, self._share)
+            if self._divided is not None:  # who may run, and when, must be decided alike
+                size = self._divided.smallest(size)
             batch.budget(size // cache.bytes_per_token)
         return batch
 
