@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from strop.errors import REFUSED, exit_code
+
 T = TypeVar("T")
 
 
@@ -19,7 +21,7 @@ class SharedFailure(ValueError):
 
     told_by_another: bool = False
     """Whether another rank tells people about it."""
-    exit_code: int = 1
+    exit_code: int = REFUSED
     """Of the process that ends with it."""
 
 
@@ -82,12 +84,14 @@ class Ranks:
             result = work()
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
             problem = error
-        told = self.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
-        failed = [(rank, text) for rank, text in enumerate(told) if text is not None]
+        told = self.gather(None if problem is None else (f"{type(problem).__name__}: {problem}", exit_code(problem)))
+        failed = [(rank, *said) for rank, said in enumerate(told) if said is not None]
         if failed:
-            rank, text = failed[0]
+            rank, text, code = failed[0]
             others = f" So did {len(failed) - 1} other rank(s)." if len(failed) > 1 else ""
-            raise SharedFailure(f"Rank {rank} of {self.world} failed {doing}: {text}{others}") from problem
+            failure = SharedFailure(f"Rank {rank} of {self.world} failed {doing}: {text}{others}")
+            failure.exit_code = code
+            raise failure from problem
         return result
 
     def agree(self, what: str, value: str) -> None:

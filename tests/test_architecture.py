@@ -36,7 +36,7 @@ SIDE_DOORS = {
 ONE_HOME = {
     "hydra": {"config/compose.py"},
     "omegaconf": {"config/compose.py"},
-    "ray": {"runtime/ray.py"},
+    "ray": {"runtime/ray.py", "runtime/ray_pool.py"},
     "vllm": {"rollout/vllm/driver.py", "rollout/vllm/extension.py"},
     "sglang": {"rollout/sglang.py"},
     "peft": {"models/lora.py"},

@@ -25,6 +25,11 @@ def engine_name(rollout: Any) -> str:
     return "native" if missing_library(rollout) else str(rollout.name)
 
 
+def replica_count(rollout: Any) -> int:
+    """Engines on machines of their own; 0: the engine lives beside the trainer."""
+    return rollout.nnodes * rollout.n_gpus_per_node // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+
+
 def holds_weights(rollout: Any) -> bool:
     """The engine has a copy of the weights, which every update must bring."""
-    return bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"])
+    return rollout.nnodes > 0 or bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from strop.errors import CRASHED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,6 +78,8 @@ class EngineStats:
 
 class EngineDied(ChildProcessError):
     """What samples has ended, or cannot be reached any more; nothing more can be asked of it."""
+
+    exit_code = CRASHED
 
 
 class Engine(Protocol):

@@ -73,12 +73,16 @@ def _folder(size: int) -> str:
     return tempfile.gettempdir()
 
 
-def read_bucket(contents: str) -> tuple[list[tuple[str, Tensor]], bool, bool]:
-    """The weights of a bucket (views of memory that the next bucket overwrites), and whether it is the first and the last."""
+def read_bucket(contents: str, memory: Tensor | None = None) -> tuple[list[tuple[str, Tensor]], bool, bool]:
+    """The weights of a bucket (views of memory that the next bucket overwrites), and whether it is the first and the last.
+
+    `memory`: the bytes of the bucket, where they came another way than by a file of this machine.
+    """
     table = json.loads(contents)
     if not table["weights"]:
         return [], table["first"], table["last"]
-    memory = torch.from_file(table["path"], shared=True, size=table["size"], dtype=torch.uint8)
+    if memory is None:
+        memory = torch.from_file(table["path"], shared=True, size=table["size"], dtype=torch.uint8)
     weights = []
     for entry in table["weights"]:
         dtype = getattr(torch, entry["dtype"])

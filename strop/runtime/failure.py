@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.errors import CRASHED, REFUSED
 from strop.run.heartbeat import FAILED, Beat, read_beats, stacks_of
 from strop.run.watchdog import HUNG, ORPHANED
 
-REFUSED = 1
-"""Exit code of a mistake of the user: the rank has said what to set, and a restart would say it again."""
-CRASHED = 70
-"""Exit code of an error nobody expected."""
 WAITED = 77
 """Exit code of a rank that waited for another in vain."""
 MACHINE_LOST = -1000

@@ -16,11 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from strop.config.engine import replica_count
 from strop.extras import require
 from strop.run.heartbeat import workers_of
 from strop.runtime.failure import MACHINE_LOST, Loss, first_cause
 from strop.runtime.ray_agent import Agent, Ended, Machine, versions
+from strop.runtime.ray_pool import POOL, Keeper
 from strop.runtime.ray_supply import Demand, check_machines, lacking, local_paths, passed_on
+from strop.runtime.replica import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,9 @@ LOOK = 0.5
 """Seconds between two looks at the ranks."""
 GRACE = 15.0
 """Seconds the other ranks have to end by themselves after one has failed."""
+NAMESPACE = "strop"
+MOST_REQUESTS = 10_000
+"""That a replica has under way; its engine queues them."""
 SETTLE = 60.0
 """Seconds that agents, which only have to start an interpreter, may take."""
 
@@ -41,7 +47,9 @@ def ray_module() -> ModuleType:
 class Cluster:
     """A connection to a cluster, or a cluster of this machine alone, for as long as the block lasts."""
 
-    def __init__(self, config: Any, tree: Mapping[str, Any]) -> None:
+    def __init__(self, config: Any, tree: Mapping[str, Any], recipe: Recipe | None = None) -> None:
+        """`recipe`: of rollout replicas on machines of their own."""
+        self._recipe = recipe
         self._config, self._trainer, self._settings = config, config.trainer, config.ray_kwargs
         self._tree = tree
         self._directory = Path(config.trainer.default_local_dir).expanduser().absolute()
@@ -61,7 +69,9 @@ class Cluster:
             address = "local"
             arguments.setdefault("include_dashboard", False)
             if "GPU" not in self._demand().per_node:
-                arguments.setdefault("num_cpus", max(self.world, os.cpu_count() or 1))
+                rollout = self._config.actor_rollout_ref.rollout if self._recipe else None
+                asked = self.world + (rollout.nnodes * rollout.n_gpus_per_node if rollout else 0)
+                arguments.setdefault("num_cpus", max(asked, os.cpu_count() or 1))
         else:
             arguments.pop("num_cpus", None)  # the cluster has what it has
         try:
@@ -80,20 +90,32 @@ class Cluster:
 
     def run(self, program: str, arguments: Sequence[str]) -> Loss | None:
         """All ranks, once; the one that failed first, or None."""
-        with self._placed() as group:
+        with self._placed(self._demand()) as group, self._pool() as where:
             agents = self._agents(group)
             machines = self._machines(agents, group)
-            ends = self._start(agents, machines, program, arguments)
+            ends = self._start(agents, machines, program, arguments, where)
             return self._watch(agents, machines, ends)
 
     # --- places ----------------------------------------------------------------------------------------------------------
 
     def _demand(self) -> Demand:
-        trainer = self._trainer
-        per_node = {"CPU": float(trainer.n_gpus_per_node)}
+        return self._demand_of(self._trainer)
+
+    def _demand_of(self, section: Any) -> Demand:
+        """Of a section with nnodes and n_gpus_per_node."""
+        per_node = {"CPU": float(section.n_gpus_per_node)}
         if self._on_gpus():
-            per_node["GPU"] = float(trainer.n_gpus_per_node)
-        return Demand(trainer.nnodes, per_node)
+            per_node["GPU"] = float(section.n_gpus_per_node)
+        return Demand(section.nnodes, per_node)
+
+    def _place(self, group: Any, machine: int, devices: int = 1) -> dict[str, Any]:
+        """Options of an actor on one of the machines that were found."""
+        strategy = require("ray.util.scheduling_strategies", extra="ray", why="trainer.runtime=ray")
+        return {
+            "num_cpus": devices,
+            "num_gpus": devices if self._on_gpus() else 0,
+            "scheduling_strategy": strategy.PlacementGroupSchedulingStrategy(group, machine),
+        }
 
     def _on_gpus(self) -> bool:
         device = self._trainer.device
@@ -102,9 +124,9 @@ class Cluster:
         return self._ray.cluster_resources().get("GPU", 0) > 0
 
     @contextmanager
-    def _placed(self) -> Iterator[Any]:
+    def _placed(self, demand: Demand) -> Iterator[Any]:
         """A bundle per machine, each on a machine of its own."""
-        demand, limit = self._demand(), self._trainer.ray_wait_register_center_timeout
+        limit = self._trainer.ray_wait_register_center_timeout
         lack = lacking(demand, self._supply())
         if lack is not None and self._own:
             raise ValueError(f"{lack} Lower trainer.nnodes or trainer.n_gpus_per_node, or name a cluster (ray_init.address).")
@@ -134,16 +156,9 @@ class Cluster:
 
     def _agents(self, group: Any) -> list[Any]:
         per_node = self._trainer.n_gpus_per_node
-        strategy = require("ray.util.scheduling_strategies", extra="ray", why="trainer.runtime=ray")
         remote = self._ray.remote(Agent)
         return [
-            remote.options(
-                num_cpus=1,
-                num_gpus=1 if self._on_gpus() else 0,
-                max_concurrency=4,
-                scheduling_strategy=strategy.PlacementGroupSchedulingStrategy(group, rank // per_node),
-            ).remote(rank)
-            for rank in range(self.world)
+            remote.options(**self._place(group, rank // per_node), max_concurrency=4).remote(rank) for rank in range(self.world)
         ]
 
     def _machines(self, agents: Sequence[Any], group: Any) -> list[Machine]:
@@ -169,11 +184,46 @@ class Cluster:
         check_machines(machines, versions())
         return machines
 
+    @contextmanager
+    def _pool(self) -> Iterator[dict[str, str]]:
+        """Rollout replicas while the block lasts, where the run has some; yields the variable that leads ranks to them."""
+        if self._recipe is None:
+            yield {}
+            return
+        rollout = self._config.actor_rollout_ref.rollout
+        size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+        with self._placed(self._demand_of(rollout)) as group:
+            places = [
+                {**self._place(group, number * size // rollout.n_gpus_per_node, size), "max_concurrency": MOST_REQUESTS}
+                for number in range(replica_count(rollout))
+            ]
+            name = f"rollout-pool-{os.getpid()}-{time.monotonic_ns()}"
+            pool = (
+                self._ray.remote(Keeper)
+                .options(name=name, namespace=NAMESPACE, num_cpus=0)
+                .remote(self._recipe, places, self._trainer.ray_wait_register_center_timeout)
+            )
+            try:
+                self._ray.get(pool.deaths.remote())  # its replicas are there
+                yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
+            except self._ray.exceptions.RayError as error:
+                raise ValueError(f"A rollout replica cannot start: {_short(error)}") from error
+            finally:
+                self._ray.kill(pool)
+
     # --- the ranks -------------------------------------------------------------------------------------------------------
 
-    def _start(self, agents: Sequence[Any], machines: Sequence[Machine], program: str, arguments: Sequence[str]) -> list[Any]:
+    def _start(
+        self,
+        agents: Sequence[Any],
+        machines: Sequence[Machine],
+        program: str,
+        arguments: Sequence[str],
+        more: Mapping[str, str],
+    ) -> list[Any]:
         shared = {
             **passed_on(os.environ),
+            **more,
             **self._settings.ray_init.get("runtime_env", {}).get("env_vars", {}),
             "WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(self._trainer.n_gpus_per_node),

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.compose import Loaded
+from strop.errors import CRASHED
 from strop.ranks import Ranks
 from strop.run.heartbeat import beating
 from strop.run.nsys import under_nsys
 from strop.run.watchdog import Limits, watched
-from strop.runtime.failure import CRASHED, Loss
+from strop.runtime.failure import Loss
 from strop.runtime.local import LAUNCHED, is_rank, joined, run_ranks
+from strop.runtime.replica import Recipe
 from strop.runtime.restarts import supervise
 from strop.trainer.preflight import Report, examine, require
 
@@ -37,7 +39,7 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
     if ray:
         from strop.runtime.ray import Cluster
 
-        with Cluster(loaded.config, loaded.tree()) as cluster:
+        with Cluster(loaded.config, loaded.tree(), _recipe(loaded.config)) as cluster:
             return supervise(lambda more: cluster.run(program, [*arguments, *more]), directory, trainer.max_restarts)
     if trainer.nnodes > 1:
         raise ValueError(
@@ -60,7 +62,26 @@ def uses_ray(config: Any) -> bool:
     trainer = config.trainer
     if trainer.runtime != "auto":
         return trainer.runtime == "ray"
-    return trainer.nnodes > 1 or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+    return (
+        trainer.nnodes > 1
+        or _has_pool(config)
+        or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
+    )
+
+
+def _has_pool(config: Any) -> bool:
+    section: Any = getattr(config, "actor_rollout_ref", None)
+    return section is not None and section.rollout.nnodes > 0
+
+
+def _recipe(config: Any) -> Recipe | None:
+    """What rollout replicas are made of, where they have machines of their own."""
+    if not _has_pool(config):
+        return None
+    from strop.trainer.build import engine_settings
+    from strop.trainer.pool import recipe_for
+
+    return recipe_for(config, engine_settings(config.actor_rollout_ref.rollout))
 
 
 def _as_rank(loaded: Loaded, train: Train) -> int:

@@ -200,6 +200,10 @@ class Rollout:
     """Data-parallel size inside one engine."""
     expert_parallel_size: int = setting(1, at_least=1)
     """Expert-parallel size inside one engine."""
+    nnodes: int = setting(0, at_least=0)
+    """Machines that only sample, with engines of their own (trainer.runtime=ray). 0: the engine lives beside the trainer."""
+    n_gpus_per_node: int = setting(1, at_least=1)
+    """Devices of each of them."""
     pipeline_model_parallel_size: int = setting(1, at_least=1, at_most=1)
     """Pipeline-parallel size inside one engine; only 1."""
     max_num_batched_tokens: int = setting(8192, at_least=1)

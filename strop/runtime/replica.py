@@ -1,0 +1,104 @@
+"""A rollout engine with weights of its own, in a process of its own: what answers one part of the requests of a run.
+
+Methods are coroutines, so that thousands of requests are under way at once and share the engine's batches. This file knows
+nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.models.build import build_reference, compute_dtype
+from strop.models.hollow import give_memory
+from strop.rollout.base import Completion, Engine, Request, Sampling
+from strop.rollout.buckets import read_bucket
+from strop.rollout.build import build_engine
+from strop.rollout.outside import OutsideEngine
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a replica is made; its weights come later."""
+
+    engine: str
+    model: Any
+    """The `model` section of the configuration."""
+    settings: Mapping[str, Any]
+    """Of `build_engine`."""
+    dtype: str
+    holds_weights: bool
+    """Whether the engine makes a model by itself from the folder."""
+
+    def make(self) -> Engine:
+        if self.holds_weights:
+            return build_engine(self.engine, self.model.path, **self.settings)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows it the GPUs it was given, or none
+        module = build_reference(self.model, dtype=compute_dtype(self.dtype, device), weights=False)
+        give_memory(module, device)
+        return build_engine(self.engine, module, **self.settings)
+
+
+class Replica:
+    def __init__(self, recipe: Recipe) -> None:
+        self.engine = recipe.make()
+        self._one = ThreadPoolExecutor(1)
+        self._feed = Feed()
+        self._update: Future[None] | None = None
+
+    async def ask(self, request: Request, sampling: Sampling) -> list[Completion]:
+        return await self.engine.agenerate(request, sampling)
+
+    async def load(self, memory: np.ndarray, contents: str, version: int) -> None:
+        """One bucket of new weights. The engine takes them as they come, and has them all when the last bucket returns."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch minds that the memory cannot be written; nobody will
+            weights, first, last = read_bucket(contents, torch.from_numpy(memory))
+        if isinstance(self.engine, OutsideEngine):  # it collects them first, and this memory is given back
+            weights = [(name, weight.clone()) for name, weight in weights]
+        if first:
+            self._feed = Feed()
+            self._update = self._one.submit(self.engine.update_weights, self._feed, version)
+        assert self._update is not None, "weights begin with a first bucket"
+        await asyncio.to_thread(self._feed.give, weights, last, self._update)
+
+    async def stamp(self, version: int) -> None:
+        await asyncio.to_thread(self.engine.update_weights, (), version)
+
+    async def abort(self) -> None:
+        await asyncio.to_thread(self.engine.abort)
+
+    async def ready(self) -> int:
+        return self.engine.version
+
+
+class Feed:
+    """Weights on their way from whoever brings them, a bucket at a time, to an engine that wants them one by one."""
+
+    def __init__(self) -> None:
+        self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while (bucket := self._buckets.get()) is not None:
+            yield from bucket
+
+    def give(self, weights: list[tuple[str, Tensor]], last: bool, taker: Future[None]) -> None:
+        """Returns when there is room for the next; after the last, when the taker has taken all. Raises what it raised."""
+        for bucket in (weights, None) if last else (weights,):
+            while not taker.done():
+                try:
+                    self._buckets.put(bucket, timeout=0.05)
+                    break
+                except queue.Full:
+                    continue
+        if last or taker.done():
+            taker.result()

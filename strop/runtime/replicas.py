@@ -1,0 +1,185 @@
+"""An engine over many: requests go to the replica with the least to do, and to another life of it when it dies.
+
+It is an `Engine` like any other: `agenerate` may be called by any number of coroutines and threads while `update_weights` runs
+in another thread, `abort` ends what this rank has asked, and completions carry the version of the weights that sampled them. So
+whatever runs sampling beside training needs to know nothing of processes or machines.
+
+Ranks divide the replicas between them for asking. Weights come from rank 0, a bucket at a time; the other ranks take part in
+gathering them and wait until they are there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from strop.ranks import Ranks
+from strop.rollout.base import Completion, EngineDied, Request, Sampling
+from strop.rollout.buckets import Buckets
+from strop.rollout.outside import Answer, OutsideEngine
+from strop.rollout.source import Source
+
+MOST_DEATHS = 20
+"""Deaths of replicas that one request survives: it may be the one that kills them."""
+AHEAD = 2
+"""Buckets on their way at once: one is packed while another is read."""
+
+
+class Pool(Protocol):
+    """The replicas, by number."""
+
+    size: int
+
+    def ask(self, number: int, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+        """Fails with EngineDied when the replica is gone."""
+        ...
+
+    def mend(self, number: int) -> None:
+        """Return when a replica that died has a successor with the current weights."""
+        ...
+
+    def load(self, memory: np.ndarray, contents: str, version: int) -> Future[Any]:
+        """Give a bucket to all replicas."""
+        ...
+
+    def stamp(self, version: int) -> None: ...
+
+    def abort(self, number: int) -> None: ...
+
+    def replaced(self) -> int:
+        """How many replicas have died so far."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Replicas(OutsideEngine):
+    def __init__(self, source: Source, pool: Pool, ranks: Ranks | None = None, *, bucket_megabytes: int = 512) -> None:
+        super().__init__(source)
+        self._pool, self._ranks = pool, ranks or Ranks()
+        self.mine = mine(pool.size, self._ranks)
+        self._work = dict.fromkeys(self.mine, 0)
+        self._lock = threading.Lock()
+        self._menders = ThreadPoolExecutor(max(4, len(self.mine)), thread_name_prefix="mender")
+        self._buckets = Buckets(bucket_megabytes)
+        self._sent, self._seconds, self._repeated = 0, 0.0, 0
+
+    # --- asking ----------------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Request, sampling: Sampling) -> Answer:
+        answer: Answer = Future()
+        self._send(replace(request, on_tokens=None), sampling, answer, 0)
+        return answer
+
+    def _send(self, request: Request, sampling: Sampling, answer: Answer, deaths: int) -> None:
+        cost = request.n * (request.max_tokens or sampling.max_tokens)
+        with self._lock:
+            number = min(self.mine, key=lambda place: self._work[place])
+            self._work[number] += cost
+        asked = self._pool.ask(number, request, sampling)
+
+        def settle(done: Answer) -> None:
+            with self._lock:
+                self._work[number] -= cost
+            error = done.exception()
+            if isinstance(error, EngineDied) and deaths < MOST_DEATHS:
+                self._menders.submit(self._again, number, request, sampling, answer, deaths + 1)
+                return
+            with suppress(InvalidStateError):  # whoever asked may have gone
+                answer.set_result(done.result()) if error is None else answer.set_exception(error)
+
+        asked.add_done_callback(settle)
+
+    def _again(self, number: int, request: Request, sampling: Sampling, answer: Answer, deaths: int) -> None:
+        try:
+            self._pool.mend(number)
+            with self._lock:
+                self._repeated += 1
+            self._send(request, sampling, answer, deaths)
+        except Exception as error:  # noqa: BLE001 - told to whoever waits for the answer
+            answer.set_exception(error)
+
+    def abort(self) -> None:
+        for number in self.mine:
+            self._pool.abort(number)
+
+    # --- weights ---------------------------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        start = time.perf_counter()
+        if self._ranks.lead:
+            self._broadcast(weights, version)
+        else:
+            for _ in weights:  # each of them is gathered from all ranks
+                pass
+        self._ranks.gather(version)  # nobody samples before the weights are there
+        self._seconds += time.perf_counter() - start
+        self.version = version
+
+    def _broadcast(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        under_way: list[Future[Any]] = []
+        sent = 0
+
+        def deliver(contents: str, last: bool) -> None:
+            nonlocal sent
+            table = json.loads(contents)
+            if not table["weights"]:
+                return
+            memory = np.fromfile(table["path"], dtype=np.uint8, count=_used(table["weights"]))
+            sent += memory.nbytes
+            under_way.append(self._pool.load(memory, contents, version))
+            while under_way and (last or len(under_way) >= AHEAD):
+                under_way.pop(0).result()
+
+        self._buckets.send(weights, deliver)
+        self._sent += sent
+        if not sent:
+            self._pool.stamp(version)
+
+    # --- the rest --------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Replicas have devices of their own: there is nothing to give back."""
+
+    def wake(self) -> None: ...
+
+    def stats(self) -> Mapping[str, float]:
+        numbers = {
+            **super().stats(),
+            "replicas": float(self._pool.size),
+            "replicas_replaced": float(self._pool.replaced()),
+            "repeated_requests": float(self._repeated),
+            "weights_bytes": float(self._sent),
+            "weights_seconds": self._seconds,
+        }
+        self._sent, self._seconds, self._repeated = 0, 0.0, 0
+        return numbers
+
+    def close(self) -> None:
+        self._menders.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+        self._buckets.close()
+        super().close()
+
+
+def mine(size: int, ranks: Ranks) -> list[int]:
+    """The replicas that a rank asks: a share of its own, or where there are fewer replicas than ranks one that it shares."""
+    return list(range(ranks.rank, size, ranks.world)) or [ranks.rank % size]
+
+
+def _used(table: list[dict[str, Any]]) -> int:
+    import math
+
+    import torch
+
+    last = table[-1]
+    return last["at"] + math.prod(last["shape"]) * getattr(torch, last["dtype"]).itemsize

@@ -1,0 +1,37 @@
+"""Rollouts on machines of their own: what a replica is made of, and the engine that ranks ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strop.catalog import ENGINES
+from strop.config.engine import engine_name, replica_count
+from strop.ranks import Ranks
+from strop.rollout.base import Engine
+from strop.runtime.replica import Recipe
+
+
+def recipe_for(config: Any, settings: Mapping[str, Any]) -> Recipe:
+    """`settings` are those of the engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return Recipe(
+        engine=engine_name(rollout),
+        model=config.actor_rollout_ref.model,
+        settings=dict(settings),
+        dtype=config.actor_rollout_ref.actor.fsdp_config.dtype,
+        holds_weights=bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"]),
+    )
+
+
+def replicas_for(config: Any, ranks: Ranks, longest: int) -> Engine:
+    """The engine over the replicas that whoever started this rank has prepared."""
+    from strop.rollout.source import source_of
+    from strop.runtime.ray_pool import pool_of_this_run
+    from strop.runtime.replicas import Replicas
+
+    rollout = config.actor_rollout_ref.rollout
+    pool = pool_of_this_run()
+    assert pool.size == replica_count(rollout)
+    source = source_of(config.actor_rollout_ref.model.path, longest)
+    return Replicas(source, pool, ranks, bucket_megabytes=rollout.checkpoint_engine.update_weights_bucket_megabytes)
