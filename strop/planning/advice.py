@@ -27,6 +27,8 @@ class Advice:
     """Larger micro-batches that fit too."""
     cluster: Cluster | None = None
     """The smallest cluster of such devices that is enough, where no setting helps."""
+    settings_there: list[Change] = field(default_factory=list)
+    """What to set on that cluster."""
 
     @property
     def hopeless(self) -> bool:
@@ -40,7 +42,8 @@ def advise(config: Any, cluster: Cluster) -> Advice:
     changes = rescue(config, cluster)
     if changes is not None:
         return Advice(found, False, changes)
-    return Advice(found, False, cluster=enough_devices(config, cluster))
+    larger, there = enough_devices(config, cluster)
+    return Advice(found, False, cluster=larger, settings_there=there)
 
 
 def rescue(config: Any, cluster: Cluster) -> list[Change] | None:
@@ -107,15 +110,16 @@ def _whole(one: Any) -> int:
     return int(one.total.all if one.by_tokens else rows)
 
 
-def enough_devices(config: Any, cluster: Cluster) -> Cluster | None:
+def enough_devices(config: Any, cluster: Cluster) -> tuple[Cluster | None, list[Change]]:
     """Twice as many devices, and twice as many again, until it fits with the right settings."""
     per_node, nodes = cluster.per_node, cluster.nodes
     while nodes <= MOST_NODES:
         per_node, nodes = (per_node * 2, nodes) if per_node < 8 else (per_node, nodes * 2)
         larger = Cluster(cluster.device, nodes, per_node)
-        if fits(forecast(job_of(config, larger))) or rescue(config, larger) is not None:
-            return larger
-    return None
+        changes = rescue(config, larger)
+        if changes is not None:
+            return larger, changes
+    return None, []
 
 
 def alternatives(config: Any, cluster: Cluster) -> list[tuple[Change, Forecast]]:
@@ -164,8 +168,10 @@ def complaint(advice: Advice) -> str:
     if advice.changes:
         return f"{text} Set {' '.join(map(str, advice.changes))}."
     if advice.cluster is not None:
-        more = advice.cluster
-        return f"{text} No setting helps on this many devices; {more.nodes} x {more.per_node} of them would do."
+        more, settings = advice.cluster, " ".join(map(str, advice.settings_there))
+        return f"{text} No setting helps on this many devices; {more.nodes} x {more.per_node} of them would do" + (
+            f", with {settings}." if settings else "."
+        )
     return f"{text} No setting and no number of such devices helps: use shorter sequences, a smaller model, or model.lora_rank."
 
 

@@ -46,6 +46,8 @@ DECODE_EFFICIENCY = 0.75
 DECODE_LAUNCH = 45e-6
 """Seconds per layer and decode step that small kernels take, whatever the number of rows. With the two above it gives the
 rates measured on one H200 (0.5B 227k, 1.5B 107k, 7B 34.8k tokens per second with 1,024 rows) within 15%."""
+SUM_LATENCY = 15e-6
+"""Seconds until devices that share matrices have begun to add up what they found, twice per layer."""
 ANSWER_SHARE = 0.6
 """Mean length of an answer as a share of the longest that is allowed."""
 NODE_LINK = 40e9

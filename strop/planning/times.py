@@ -11,6 +11,7 @@ from strop.planning.assumptions import (
     HOST_LINK,
     HOST_MEMORY,
     NODE_LINK,
+    SUM_LATENCY,
     TRAINING_EFFICIENCY,
 )
 from strop.planning.forecast import Forecast
@@ -71,14 +72,17 @@ def _host_step(model: TrainedModel) -> float:
 
 
 def exchange_seconds(model: TrainedModel, cluster: Cluster, *, learns: bool) -> float:
-    """Gathering all weights of a micro-batch once forward and once backward, and adding up its gradients."""
+    """Gathering all weights of a micro-batch once forward and once backward, and adding up its gradients, within a copy of the
+    weights and then between copies."""
     place = model.placement
     if not place.sharded:
         return 0.0
     passes = 2 if learns and not place.keeps_gathered else 1
     moved = passes * model.numbers.compute * model.shape.parameters
     moved += place.reduce * model.trained if learns else 0
-    return moved / place.tensor / link(cluster, place.shards) + _through_host(model, passes, learns=learns)
+    between = 2 * place.reduce * model.trained // place.shards if learns and place.shards < place.ranks else 0
+    exchanged = moved / place.tensor / link(cluster, place.shards) + between / link(cluster, place.ranks)
+    return exchanged + _through_host(model, passes, learns=learns)
 
 
 def _through_host(model: TrainedModel, passes: int, *, learns: bool) -> float:
@@ -121,7 +125,9 @@ def decode_seconds(sampler: Sampler, cluster: Cluster, rows: int) -> float:
     context = sampler.prompt + sampler.response * ANSWER_SHARE / 2
     cached = rows * context * sampler.per_token / bandwidth
     logits = 2 * 4 * rows * shape.vocabulary / bandwidth / sampler.tensor
-    return products + cached + logits + shape.layers * DECODE_LAUNCH * (1 if not device.is_cpu else 0)
+    launches = 0.0 if device.is_cpu else shape.layers * DECODE_LAUNCH
+    sums = 0.0 if sampler.tensor == 1 else 2 * shape.layers * (SUM_LATENCY + 2 * c * rows * shape.hidden / device.link)
+    return products + cached + logits + launches + sums
 
 
 def sync_seconds(job: Job) -> float:

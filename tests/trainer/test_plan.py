@@ -1,0 +1,89 @@
+"""`strop plan` from the command line, and its findings in the preflight."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from strop.cli import dispatch
+from strop.config.compose import load
+from strop.planning.advice import advise
+from strop.planning.devices import device_of
+from strop.planning.job import Cluster
+from strop.trainer.preflight_memory import findings, local_device
+
+MODEL = "actor_rollout_ref.model.path=qwen2.5-7b"
+
+
+def test_a_plan_that_fits_gives_zero_and_a_table(capsys):
+    assert dispatch(["plan", MODEL, "algorithm.adv_estimator=grpo", "--gpu", "h100", "--gpus-per-node=8"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 x 8 h100 (79.1 GiB each): actor 7.6B\n")
+    for word in ("load", "rollout", "update_actor", "sync", "save", "\nfits\n", "each knob alone"):
+        assert word in said
+
+
+def test_a_plan_that_does_not_fit_gives_one_and_says_what_to_set(capsys):
+    assert dispatch(["plan", "sft", "model.path=llama-3-8b", "--gpu", "24GiB", "--gpus-per-node", "8"]) == 1
+    said = capsys.readouterr().out
+    assert "does not fit: update needs" in said and "Set model.fsdp_config.offload_policy=true" in said
+
+
+def test_values_for_programs(capsys):
+    assert dispatch(["plan", MODEL, "--gpu", "h200", "--json", "--nodes", "2", "--gpus-per-node", "8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] and plan["nodes"] == 2 and plan["parameters"]["actor"] == 7_615_616_512
+    assert {phase["phase"] for phase in plan["phases"]} >= {"load", "rollout", "update_critic", "update_actor", "save"}
+    assert all(phase["bytes"] > phase["allocated"] for phase in plan["phases"])
+    assert plan["seconds"]["update_actor"] > 0 and plan["knobs"]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpu"], "--gpu needs a value"),
+        (["--gpu", "h1000"], "no such device"),
+        (["--nodes", "0"], "at least 1"),
+        (["actor_rollout_ref.model.pth=x"], "no such key"),
+        ([], "model.path is not set"),
+    ],
+)
+def test_mistakes_are_answered(words, message):
+    with pytest.raises(ValueError, match=message):
+        dispatch(["plan", *words])
+
+
+def advice(gpu, *overrides, per_node=8):
+    config = load("ppo_trainer", [MODEL, "algorithm.adv_estimator=grpo", *overrides]).config
+    return advise(config, Cluster(device_of(gpu), 1, per_node))
+
+
+def test_the_preflight_warns_of_micro_batches_and_refuses_what_cannot_run():
+    assert findings(advice("h100")) == []
+    large = findings(
+        advice("h100", "actor_rollout_ref.rollout.n=64", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=512")
+    )
+    assert [finding.level for finding in large] == ["warning"]
+    assert large[0].key.endswith("ppo_micro_batch_size_per_gpu") and "Set actor_rollout_ref" in large[0].message
+    hopeless = findings(advice("h100", per_node=1))
+    assert [finding.level for finding in hopeless] == ["error"] and "would do" in hopeless[0].message
+    assert [finding.level for finding in findings(advice("cpu", per_node=1))] == ["warning"]
+
+
+def test_the_processes_of_a_cpu_share_its_memory(monkeypatch):
+    trainer = load("ppo_trainer", ["trainer.device=cpu"]).config.trainer
+    whole = local_device(trainer)
+    assert whole is not None and whole.is_cpu
+    trainer.n_gpus_per_node = 2
+    half = local_device(trainer)
+    assert half is not None and half.memory == whole.memory // 2
+
+
+def test_the_gpu_is_asked_of_its_driver(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    device = local_device(load("ppo_trainer", []).config.trainer)
+    assert device is not None and not device.is_cpu and device.memory == 143771 * 2**20 and device.bandwidth == 4.8e12
