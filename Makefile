@@ -7,7 +7,7 @@ VLLM   := .venv-vllm
 SGLANG := .venv-sglang
 LOGGERS := .venv-loggers
 
-.PHONY: quickstart test test-loggers test-vllm test-slow lint docs board clean
+.PHONY: quickstart test test-loggers test-vllm test-slow lint docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -48,7 +48,7 @@ quickstart: $(READY)
 	$(BIN)/strop quickstart
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm and not loggers'
+	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm and not loggers and not browser'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
@@ -72,6 +72,14 @@ docs: $(READY)
 # The pages of `strop board` are built once and committed: users need no Node.
 board:
 	cd board && npm ci --no-audit --no-fund && npm run check && npm run build
+
+# Every page of the board in Debian's chromium (apt install chromium).
+test-browser: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/pytest -m browser tests/board
+
+board-images: $(READY)
+	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -10,6 +10,7 @@ export interface Line {
   y: (number | null)[];
   faint?: boolean;
 }
+export const FEW = 20;
 export type Axis = "step" | "relative" | "clock";
 
 function colour(name: string): string {
@@ -54,13 +55,13 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
       width: Math.max(160, root.clientWidth),
       height: props.height ?? 190,
       padding: [10, 10, 0, 0],
-      cursor: { sync: props.sync ? { key: props.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false } },
+      cursor: { y: false, sync: props.sync ? { key: props.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: stack ? { range: (_, __, top) => [0, top * 1.05] } : {} },
       axes: [
         { ...shared, size: 24, values: (_, ticks) => ticks.map(show) },
         { ...shared, size: 52, values: (_, ticks) => ticks.map((one) => number(one)) },
       ],
-      legend: { show: true, live: true, markers: { width: 0 } },
+      legend: { show: true, live: true, markers: { width: 0, fill: (_, i) => lines[i - 1]?.colour ?? "" } },
       series: [
         { label: axis === "step" ? "step" : "time", value: (_, one) => (one === null ? "" : show(one)) },
         ...lines.map((line, i) => ({
@@ -71,7 +72,7 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
           class: line.faint ? "faint" : undefined,
           fill: stack ? `${line.colour}66` : undefined,
           spanGaps: true,
-          points: { show: line.x.length < 2, size: 6 },
+          points: { show: line.x.length <= FEW, size: 5, fill: line.colour },
           value: (_: uPlot, __: unknown, ___: number, at: number | null) =>
             at === null ? "" : `${number((plain[i + 1][at] as number | null | undefined) ?? null)}${props.unit ?? ""}`,
         })),

@@ -1,7 +1,7 @@
 // Curves of any metric, the chosen runs over each other; where the time of a step goes; memory.
 import { useMemo } from "preact/hooks";
 import { type Curve, type Curves, query, useAnswer } from "./api";
-import { type Axis, Chart, type Line, smooth } from "./chart";
+import { type Axis, Chart, FEW, type Line, smooth } from "./chart";
 import type { Chosen } from "./main";
 import { Choice, COLOURS, Empty, Problem, RunTitle, Search } from "./parts";
 import { set, useRoute } from "./route";
@@ -124,8 +124,10 @@ function Metric(props: { name: string; chosen: Chosen[]; data: Curves; axis: Axi
       const curve = data[run.id]?.[name];
       if (!curve) continue;
       const x = xOf(curve, axis, run.started ?? 0);
-      if (weight > 0) found.push({ label: `${run.name} raw`, colour, x, y: curve.value, faint: true });
-      found.push({ label: run.name, colour, x, y: weight > 0 ? smooth(curve.value, weight) : curve.value });
+      // A handful of points, as validation has, is not smoothed: the curve would only lag behind.
+      const smoothed = weight > 0 && curve.value.length > FEW;
+      if (smoothed) found.push({ label: `${run.name} raw`, colour, x, y: curve.value, faint: true });
+      found.push({ label: run.name, colour, x, y: smoothed ? smooth(curve.value, weight) : curve.value });
     }
     return found;
   }, [name, chosen, data, axis, weight]);

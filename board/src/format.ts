@@ -5,7 +5,7 @@ import type { Num } from "./api";
 export function number(value: Num | undefined): string {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  if (Number.isInteger(value) && Math.abs(value) < 1e10) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value === 0 ? "0" : value.toExponential(2);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
@@ -45,7 +45,12 @@ export function clock(time: number | undefined): string {
 }
 
 export function value(of: unknown): string {
+  if (typeof of === "number" && of !== 0 && Math.abs(of) < 1e-3) return of.toExponential();
   return typeof of === "string" ? of : JSON.stringify(of);
+}
+
+export function plural(count: number, one: string): string {
+  return `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 }
 
 export function lastPart(path: string | null): string {

@@ -2,7 +2,7 @@
 import { diffWordsWithSpace } from "diff";
 import { useMemo, useState } from "preact/hooks";
 import { get, type Group, type History, type Sample, type Text, useAnswer } from "./api";
-import { number, signed } from "./format";
+import { number, plural, signed } from "./format";
 import { useKeys } from "./keys";
 import { Badge, Choice, Empty } from "./parts";
 import { COLOURINGS, type Colouring, Legend, TokenText } from "./tokens";
@@ -76,7 +76,7 @@ function SampleCard({ sample, place, colouring }: { sample: Sample; place: strin
         )}
         <span class="gap" />
         <span class="quiet">{number(sample.response_tokens)} tok</span>
-        {sample.tool_results > 0 && <span class="quiet">{sample.tool_results} tool results</span>}
+        {sample.tool_results > 0 && <span class="quiet">{plural(sample.tool_results, "tool result")}</span>}
         {sample.truncated && <Badge kind="warning">truncated</Badge>}
         {sample.failed && <Badge kind="failed">reward failed</Badge>}
       </div>

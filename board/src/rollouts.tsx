@@ -52,7 +52,7 @@ export function RolloutsPage({ chosen }: { chosen: Chosen[] }) {
           </select>
         )}
         <Choice of={SPLITS} value={split} onChange={(one) => set({ split: one, step: "", group: "", at: "" })} label="split" />
-        <StepPicker steps={here} step={step} everywhere={everywhere} />
+        <StepPicker steps={here} step={step} everywhere={everywhere} stay={split === "validation"} />
         <select value={settings.show ?? "all"} aria-label="which prompts" onChange={(event) => set({ show: event.currentTarget.value })}>
           {SHOW.map(([one, name]) => (
             <option key={one} value={one}>
@@ -80,11 +80,13 @@ export function RolloutsPage({ chosen }: { chosen: Chosen[] }) {
   );
 }
 
-function StepPicker({ steps, step, everywhere }: { steps: number[]; step: number | null; everywhere: boolean }) {
+/** Validation has the same prompts at every step, so there the reader stays with one. */
+function StepPicker({ steps, step, everywhere, stay }: { steps: number[]; step: number | null; everywhere: boolean; stay: boolean }) {
+  const go = (next: string) => set({ step: next, at: "", ...(stay ? {} : { group: "" }) });
   const at = step === null ? steps.length : steps.indexOf(step);
   const move = (by: number) => {
     const next = steps[Math.max(0, Math.min(steps.length - 1, at + by))];
-    if (next !== undefined) set({ step: String(next) });
+    if (next !== undefined) go(String(next));
   };
   useKeys({ "[": () => move(-1), "]": () => move(1) });
   return (
@@ -95,7 +97,7 @@ function StepPicker({ steps, step, everywhere }: { steps: number[]; step: number
       <select
         value={everywhere ? "all" : String(step)}
         aria-label="step"
-        onChange={(event) => set({ step: event.currentTarget.value, at: "", group: "" })}
+        onChange={(event) => go(event.currentTarget.value)}
       >
         <option value="all">all steps</option>
         {[...steps].reverse().map((one) => (
@@ -161,10 +163,9 @@ function Browser({ base, split, step, steps }: { base: string; split: Split; ste
   const wanted = settings.group ? `${settings.at ?? step}.${settings.group}` : "";
   const at = Math.max(0, listed.groups.findIndex((line) => key(line) === wanted));
   const current = listed.groups.find((line) => key(line) === wanted) ?? listed.groups[0];
-  const place =
-    settings.group && settings.at && !listed.groups.some((line) => key(line) === wanted)
-      ? { step: Number(settings.at), group: Number(settings.group) }
-      : current;
+  const elsewhere = settings.at ?? step;
+  const hidden = settings.group && elsewhere !== null && !listed.groups.some((line) => key(line) === wanted);
+  const place = hidden ? { step: Number(elsewhere), group: Number(settings.group) } : current;
   const open = (line: GroupLine | undefined) => line && set({ group: String(line.group), at: String(line.step) }, true);
   useKeys({
     j: () => (at >= listed.groups.length - 2 && more(), open(listed.groups[at + 1])),

@@ -1,7 +1,7 @@
 // All runs: how far, how good, how healthy; those that are ticked are compared on the other pages.
 import { useState } from "preact/hooks";
 import { type Curves, query, type Run, useAnswer } from "./api";
-import { ago, duration, lastPart, number } from "./format";
+import { ago, duration, lastPart, number, plural } from "./format";
 import { useKeys } from "./keys";
 import { Badge, colourOf, Damaged, Dot, Empty, Search, Sparkline, State } from "./parts";
 import { go, read, set, useRoute } from "./route";
@@ -72,7 +72,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
     <>
       <div class="bar">
         <Search value={settings.find ?? ""} onChange={(find) => set({ find }, true)} placeholder="Filter runs: name, algorithm, model, state" />
-        <span class="quiet">{shown.length === runs.length ? `${runs.length} runs` : `${shown.length} of ${runs.length} runs`}</span>
+        <span class="quiet">{shown.length === runs.length ? plural(runs.length, "run") : `${shown.length} of ${runs.length} runs`}</span>
         <span class="gap" />
         {ticked.size > 0 && (
           <>
@@ -116,7 +116,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
                     <div class="name">
                       <Dot colour={colour} />
                       <strong>{run.name}</strong>
-                      {run.alerts > 0 && <Badge kind="warning">{run.alerts} alerts</Badge>}
+                      {run.alerts > 0 && <Badge kind="warning">{plural(run.alerts, "alert")}</Badge>}
                       {run.damaged.length > 0 && <Badge kind="failed">damaged file</Badge>}
                     </div>
                     <div class="quiet small">{[run.project, run.experiment].filter(Boolean).join(" / ")}</div>

@@ -18,7 +18,7 @@ const ROLES = ["environment", "trained", "sampled, not trained"];
 const LEGENDS: Record<Colouring, [string, string, string] | null> = {
   text: null,
   log_prob: ["unlikely", "surprise", "certain"],
-  advantage: ["worse than its group", "signed", "better than its group"],
+  advantage: ["discouraged", "signed", "encouraged"],
   ratio: ["trainer finds it less likely than the engine", "signed", "more likely"],
   entropy: ["no choice", "surprise-back", "many choices"],
   role: null,
@@ -48,18 +48,23 @@ interface Facts {
   logProb: number | null;
   advantage: number | null;
   entropy: number | null;
+  reference: number | null;
+  value: number | null;
   role: number;
 }
 
 function factsOf(found: Tokens, i: number): Facts {
-  const [rollout, trained] = [found.rollout_log_probs?.[i] ?? null, found.trained_log_probs?.[i] ?? null];
   const role = found.role[i];
+  const own = (list: (number | null)[] | null) => (role === 0 ? null : (list?.[i] ?? null));
+  const [rollout, trained] = [own(found.rollout_log_probs), own(found.trained_log_probs)];
   return {
     role,
-    logProb: role === 0 ? null : rollout,
-    ratio: role === 0 || rollout === null || trained === null ? null : Math.exp(trained - rollout),
-    advantage: role === 0 ? null : (found.advantages?.[i] ?? null),
-    entropy: role === 0 ? null : (found.entropy?.[i] ?? null),
+    logProb: rollout,
+    ratio: rollout === null || trained === null ? null : Math.exp(trained - rollout),
+    advantage: own(found.advantages),
+    entropy: own(found.entropy),
+    reference: own(found.ref_log_probs),
+    value: own(found.values),
   };
 }
 
@@ -170,6 +175,8 @@ function TokenFacts({ i, id, text, facts }: { i: number; id: number; text: strin
     ["advantage", signed(facts.advantage)],
     ["ratio", number(facts.ratio)],
     ["entropy", number(facts.entropy)],
+    ["reference log-prob", number(facts.reference)],
+    ["value", number(facts.value)],
   ];
   return (
     <>

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ LOCAL = ("127.0.0.1", "localhost", "[::1]")
 MOST_POINTS, MOST_CURVES = 2000, 400
 LARGEST_PAGE = 100
 LONGEST_SEARCH = 200
+FRESH = 1.0
+"""Seconds for which a list of runs is taken as it is."""
 READERS = 4
 """Requests that read samples at the same time; the others wait. Memory is bounded by this and not by the number of readers."""
 HEADERS = {
@@ -46,10 +49,18 @@ class Board:
         self.runs = Runs(root)
         self.store = MetricStore()
         self.readers = threading.BoundedSemaphore(READERS)
+        self._listing = threading.Lock()
+        self._listed: tuple[float, Any] = (0.0, None)
 
     def list_runs(self, ask: Ask) -> Any:
-        root = self.runs.root.name
-        return {"root": root, "runs": [describe.summary(run, self.store) for run in self.runs.all().values()]}
+        """Every reader asks for this every few seconds: one answer serves all who ask at about the same time."""
+        with self._listing:
+            until, listed = self._listed
+            if listed is None or time.monotonic() >= until:
+                found = [describe.summary(run, self.store) for run in self.runs.all().values()]
+                listed = {"root": self.runs.root.name, "runs": found}
+                self._listed = (time.monotonic() + FRESH, listed)
+        return listed
 
     def names(self, ask: Ask) -> Any:
         """Metrics of a run."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from strop.board.curves import MetricFile, MetricStore
-from strop.board.find import ALERTS, CONFIG, METRICS, RunFolder
+from strop.board.find import ALERTS, CONFIG, METRICS, NotFound, RunFolder
 from strop.board.samples import SPLITS, SampleFolder
 from strop.board.tail import Tail
 from strop.config.arithmetic import plan_ppo, plan_supervised
@@ -29,11 +30,20 @@ HEADLINES = ("critic/score/mean", "train/loss", "val/loss", "response_length/mea
 
 def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
     """The line of a run in the list."""
-    metrics = store.ask(run.file(METRICS), _headlines)
-    tree, problem = read_config(run)
-    damaged = [problem] if problem else []
-    if metrics["damaged"]:
-        damaged.append(f"{METRICS}: {metrics['damaged']} lines cannot be read")
+    damaged: list[str] = []
+
+    def attempt(question: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return question()
+        except (NotFound, OSError) as problem:
+            damaged.append(str(problem))
+            return otherwise
+
+    tree, problem = attempt(lambda: read_config(run), ({}, None))
+    damaged += [problem] if problem else []
+    headlines = attempt(lambda: store.ask(run.file(METRICS), _headlines), _headlines(MetricFile(run.path)))
+    if unreadable := headlines.pop("unreadable"):
+        damaged.append(f"{METRICS}: {unreadable} lines cannot be read")
     total = pick(tree, "trainer.total_training_steps")
     return {
         "id": run.id,
@@ -42,12 +52,12 @@ def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
         "experiment": pick(tree, "trainer.experiment_name"),
         "algorithm": pick(tree, "algorithm.adv_estimator"),
         "model": pick(tree, "actor_rollout_ref.model.path") or pick(tree, "model.path"),
-        "total": total,
-        **metrics["headlines"],
-        **_state(run, metrics["headlines"], total),
-        "alerts": len(alerts(run)["alerts"]),
+        "total": total if isinstance(total, int) else None,
+        **headlines,
+        **_state(run, headlines, total if isinstance(total, int) else None),
+        "alerts": attempt(lambda: len(alerts(run)["alerts"]), 0),
         "checkpoints": len(step_folders(run.path)),
-        "samples": {split: len(SampleFolder(run).steps(split)) for split in SPLITS},
+        "samples": attempt(lambda: {split: len(SampleFolder(run).steps(split)) for split in SPLITS}, {}),
         "damaged": damaged,
     }
 
@@ -56,14 +66,12 @@ def _headlines(file: MetricFile) -> dict[str, Any]:
     validation = next((name for name in file.columns if name.startswith("val-core/")), None)
     shown = [*HEADLINES, *([validation] if validation else [])]
     return {
-        "damaged": file.tail.damaged,
-        "headlines": {
-            "step": file.steps[-1] if file.steps else None,
-            "started": file.times[0] if file.times else None,
-            "updated": file.times[-1] if file.times else None,
-            "metrics": {name: file.latest(name) for name in shown if name in file.columns},
-            "version": f"{file.tail.generation}.{file.tail.offset}",
-        },
+        "unreadable": file.tail.damaged,
+        "step": file.steps[-1] if file.steps else None,
+        "started": file.times[0] if file.times else None,
+        "updated": file.times[-1] if file.times else None,
+        "metrics": {name: file.latest(name) for name in shown if name in file.columns},
+        "version": f"{file.tail.generation}.{file.tail.offset}",
     }
 
 
@@ -98,7 +106,7 @@ def read_config(run: RunFolder) -> tuple[dict[str, Any], str | None]:
 
 def config(run: RunFolder) -> dict[str, Any]:
     tree, problem = read_config(run)
-    return {"values": dict(flatten(tree)), "plan": plan(tree), "damaged": [problem] if problem else []}
+    return {"values": dict(flatten(tree)) if tree else {}, "plan": plan(tree), "damaged": [problem] if problem else []}
 
 
 def flatten(tree: Any, prefix: str = "") -> list[tuple[str, Any]]:

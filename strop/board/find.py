@@ -7,7 +7,6 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,20 +42,19 @@ class RunFolder:
 
 
 class Runs:
-    """The runs under a root, looked for again when the list is older than FRESH."""
+    """The runs under a root, looked for again when somebody asks and the list is older than FRESH."""
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, root: Path):
         self.root = root.resolve()
-        self.clock = clock
         self._found: dict[str, RunFolder] = {}
-        self._until = -1.0
+        self._until = 0.0
         self._lock = threading.Lock()
 
     def all(self) -> dict[str, RunFolder]:
         with self._lock:
-            if self.clock() >= self._until:
+            if time.monotonic() >= self._until:
                 self._found = {run.id: run for run in find_runs(self.root)}
-                self._until = self.clock() + FRESH
+                self._until = time.monotonic() + FRESH
             return self._found
 
     def get(self, run_id: str) -> RunFolder:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FOLDER = "samples"
 ROWS_PER_GROUP = 128
 """Of a file: a reader who wants one sample decompresses so many."""
+UNIQUE = ("rollout_log_probs", "trained_log_probs", "ref_log_probs", "entropy", "values")
 WAITING = 2
 """Steps that may wait for the disk; more would be memory that training needs."""
 _NAME = re.compile(r"(train|validation)_(\d{6,})\.parquet")
@@ -174,10 +175,34 @@ def write_samples(folder: Path, split: str, step: int, table: pa.Table) -> Path:
     target = folder / file_name(split, step)
     aside = target.with_name(f".{target.name}.new")
     try:
-        pq.write_table(table, aside, compression="zstd", row_group_size=ROWS_PER_GROUP, write_page_index=True)
+        # Real numbers hardly repeat: a dictionary of them is larger than they are.
+        unique = [f"{name}.list.element" for name in table.column_names if name in UNIQUE]
+        repeated = [leaf for leaf in leaves(table.schema) if leaf not in unique]
+        pq.write_table(
+            table,
+            aside,
+            compression="zstd",
+            row_group_size=ROWS_PER_GROUP,
+            use_dictionary=repeated,
+            use_byte_stream_split=unique,
+        )
         return aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def leaves(schema: pa.Schema) -> list[str]:
+    """Columns of a table as parquet names them."""
+    import pyarrow as pa
+
+    def below(name: str, kind: pa.DataType) -> list[str]:
+        if pa.types.is_list(kind):
+            return below(f"{name}.list.element", kind.value_type)
+        if pa.types.is_struct(kind):
+            return [leaf for field in kind for leaf in below(f"{name}.{field.name}", field.type)]
+        return [name]
+
+    return [leaf for field in schema for leaf in below(field.name, field.type)]
 
 
 def set_folder_aside(folder: Path) -> None:

@@ -38,6 +38,7 @@ TRAINED, HELD_OUT = 2350, 150
 """Problems to learn and to be examined on, where there are as many."""
 NEXT = """
 What to try next:
+  strop board runs                          look at it in a browser: curves, answers token by token
   strop quickstart --algorithm ppo          the same with a critic (also rloo, reinforce_plus_plus, remax)
   strop ppo examples/quickstart.yaml KEY=VALUE ...   change anything; strop config explain KEY explains it
   strop data gsm8k --out data --from FILES  then train a real model: strop check ppo ... and strop ppo ...

@@ -1,0 +1,215 @@
+"""How fast the board is with many samples on the disk, and how much memory many readers cost it.
+
+    python benchmarks/board.py --samples 1000000 --readers 50 [--work DIR] [--browser]
+
+Prints one JSON line: seconds of each request to a server of its own (after a first one that warms nothing but the operating
+system's cache), what a browser waits for, and the server's memory before and after `--readers` readers ask at once while a run
+writes. Files are those of a run with trainer.samples_to_keep=128: 128 samples a step in groups of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from strop.run.sample_table import Job, TextOf, sample_table
+from strop.run.samples import FOLDER, file_name, write_samples
+from strop.types import Prompt, Trajectory
+
+PER_STEP, GROUP, TOKENS, VARIANTS = 128, 8, 48, 24
+TEXT = "so we add both numbers and carry the one then check that result twice before we answer it with care"
+WORDS = TEXT.split()
+
+
+def step_table(seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+
+    def trajectory(row: int) -> Trajectory:
+        group = row // GROUP
+        ids = rng.integers(0, len(WORDS), TOKENS).tolist()
+        prompt = Prompt(1000 * seed + group, rng.integers(0, len(WORDS), 40).tolist(), [], "sums", str(seed))
+        score = float(rng.random() < 0.6) if group else 1.0
+        failed = seed == 3 and row == 77
+        log_probs = (-rng.exponential(0.5, TOKENS)).tolist()
+        return Trajectory(prompt, group, ids, [1] * TOKENS, log_probs, score=None if failed else score, extras={"acc": score})
+
+    rows = [trajectory(row) for row in range(PER_STEP)]
+    noise = torch.rand(PER_STEP, TOKENS, generator=torch.Generator().manual_seed(seed))
+    tables = {"mask": torch.ones(PER_STEP, TOKENS), "advantages": noise - 0.5, "entropy": noise, "trained_log_probs": -noise}
+    return sample_table(Job("train", seed, rows, tables), TextOf(lambda ids: " ".join(WORDS[i] for i in ids)))
+
+
+def write_set(run: Path, samples: int) -> int:
+    """Samples of a long run: files repeat after VARIANTS steps, except that one step has a word of its own."""
+    run.mkdir(parents=True)
+    steps = max(VARIANTS, samples // PER_STEP)
+    originals = [write_samples(run / "originals", "train", seed, step_table(seed)) for seed in range(VARIANTS)]
+    (run / FOLDER).mkdir()
+    for step in range(1, steps + 1):
+        shutil.copyfile(originals[step % VARIANTS], run / FOLDER / file_name("train", step))
+    shutil.rmtree(run / "originals")
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            file.write(metric_line(step))
+    return steps
+
+
+def metric_line(step: int) -> str:
+    data = {f"metric/{i}": random.random() for i in range(90)} | {"critic/score/mean": random.random()}
+    return json.dumps({"step": step, "time": time.time(), "data": data}) + "\n"
+
+
+class Server:
+    def __init__(self, root: Path):
+        command = [sys.executable, "-m", "strop.cli", "board", str(root), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split(": ")[-1].strip().rstrip("/")
+
+    def get(self, path: str) -> tuple[float, Any]:
+        start = time.perf_counter()
+        with urllib.request.urlopen(self.url + path, timeout=60) as reply:
+            body = reply.read()
+        return time.perf_counter() - start, body
+
+    def megabytes(self, peak: bool = False) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:" if peak else "VmRSS:")[1].split()[0]) / 1024
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def one_reader(server: Server, steps: int) -> dict[str, float]:
+    """Seconds of what a reader does, one after the other."""
+    seconds, body = server.get("/api/runs")
+    found = {"runs_first": seconds, "runs": server.get("/api/runs")[0]}
+    run = f"/api/runs/{json.loads(body)['runs'][0]['id']}"
+    found["steps"] = server.get(f"{run}/samples")[0]
+    found["latest_step"] = server.get(f"{run}/samples/train?step={steps}&limit=30")[0]
+    found["any_step"] = max(server.get(f"{run}/samples/train?step={random.randint(1, steps)}&sort=worst")[0] for _ in range(20))
+    found["group"] = server.get(f"{run}/samples/train/{steps}/3")[0]
+    found["tokens"] = server.get(f"{run}/samples/train/{steps}/3/0/tokens")[0]
+    found["curve"] = server.get(f"/api/curves?run={run.rsplit('/', 1)[1]}&metric=critic/score/mean&points=600")[0]
+    found["all_steps_zero_variance"] = server.get(f"{run}/samples/train?show=zero_variance")[0]
+    found["all_steps_failed"] = server.get(f"{run}/samples/train?show=failed")[0]
+    found["search_one_step"] = server.get(f"{run}/samples/train?step={steps}&search=carry%20the%20one")[0]
+    seconds, body = server.get(f"{run}/samples/train?search=nowhere%20to%20be%20found")
+    found["search_all_steps_one_answer"] = seconds
+    found["search_steps_per_answer"] = steps - json.loads(body)["left"]
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def many_readers(server: Server, run_folder: Path, steps: int, readers: int, seconds: float) -> dict[str, float]:
+    """Latencies and memory while readers ask at random and a run writes."""
+    run = f"/api/runs/{json.loads(server.get('/api/runs')[1])['runs'][0]['id']}"
+    until = time.monotonic() + seconds
+    taken: list[float] = []
+    errors: list[str] = []
+    original = (run_folder / FOLDER / file_name("train", 1)).read_bytes()
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        while time.monotonic() < until:
+            step = rng.randint(1, steps)
+            path = rng.choice(
+                [
+                    "/api/runs",
+                    f"{run}/samples/train?step={step}&sort=worst",
+                    f"{run}/samples/train/{step}/{rng.randint(0, 15)}",
+                    f"{run}/samples/train/{step}/1/0/tokens",
+                    f"/api/curves?run={run.rsplit('/', 1)[1]}&metric=critic/score/mean&metric=metric/1",
+                    f"{run}/samples/train?search=carry%20the%20one&show=failed",
+                ]
+            )
+            try:
+                taken.append(server.get(path)[0])
+            except OSError as error:
+                errors.append(f"{path}: {error}")
+            time.sleep(rng.random())
+
+    def write() -> None:
+        step = steps
+        while time.monotonic() < until:
+            step += 1
+            with (run_folder / "metrics.jsonl").open("a") as file:
+                file.write(metric_line(step))
+            aside = run_folder / FOLDER / ".new"
+            aside.write_bytes(original)
+            aside.rename(run_folder / FOLDER / file_name("train", step))
+            time.sleep(0.2)
+
+    before = server.megabytes()
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(readers)] + [threading.Thread(target=write)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        "requests": len(taken),
+        "errors": len(errors),
+        "median_s": round(statistics.median(taken), 3),
+        "p95_s": round(statistics.quantiles(taken, n=20)[-1], 3),
+        "mb_before": round(before),
+        "mb_after": round(server.megabytes()),
+        "mb_peak": round(server.megabytes(peak=True)),
+    }
+
+
+def in_browser(server: Server) -> dict[str, float]:
+    """Milliseconds until the first paint and until samples can be read, in a fresh browser."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(f"{server.url}/#/rollouts")
+        page.wait_for_selector(".samples .sample")
+        shown = page.evaluate("performance.now()")
+        paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        browser.close()
+    return {"first_paint_ms": round(paint), "samples_shown_ms": round(shown)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=1_000_000)
+    parser.add_argument("--readers", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--browser", action="store_true")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=asked.work) as folder:
+        run = Path(folder) / "run"
+        steps = write_set(run, asked.samples)
+        size = sum(path.stat().st_size for path in (run / FOLDER).iterdir())
+        server = Server(Path(folder))
+        try:
+            told: dict[str, Any] = {"samples": steps * PER_STEP, "files": steps, "disk_mb": round(size / 1e6)}
+            told["seconds"] = one_reader(server, steps)
+            if asked.browser:
+                told["browser"] = in_browser(server)
+            told["readers"] = many_readers(server, run, steps, asked.readers, asked.seconds)
+        finally:
+            server.close()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

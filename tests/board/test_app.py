@@ -1,0 +1,258 @@
+"""The board over HTTP: who may ask, what is answered, and everything that is tried on it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from strop.board.serve import checked_token, main
+from tests.board.scene import CONFIG, answer, line, metrics, serving, write_run, write_step
+
+TOKEN = "correct-horse-battery-staple"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "one")
+    other = json.loads(json.dumps(CONFIG))
+    other["actor_rollout_ref"]["actor"]["optim"]["lr"] = 5e-6
+    write_run(root / "deep" / "er" / "two", shift=0.1, config=other)
+    (root / "secret.txt").write_text("not yours")
+    return root
+
+
+@pytest.fixture(scope="module")
+def url(root: Path) -> Iterator[str]:
+    with serving(root) as url:
+        yield url
+
+
+def ask(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """The path goes out as it is: no client tidies it up."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    reply = connection.getresponse()
+    body = reply.read()
+    is_json = "json" in reply.headers.get("content-type", "")
+    return reply.status, json.loads(body) if is_json else body, dict(reply.headers)
+
+
+def runs(url: str) -> dict[str, dict[str, Any]]:
+    return {run["name"]: run for run in ask(url, "/api/runs")[1]["runs"]}
+
+
+def test_runs_are_found_wherever_they_lie(url: str) -> None:
+    found = runs(url)
+    assert list(found) == ["deep/er/two", "one"]
+    one = found["one"]
+    assert (one["step"], one["total"], one["algorithm"], one["model"]) == (40, 40, "grpo", "models/tiny")
+    assert one["alerts"] == 1 and one["checkpoints"] == 2 and one["samples"] == {"train": 4, "validation": 5}
+    assert one["metrics"]["val-core/sums/acc/mean@1"] == pytest.approx(0.9) and one["state"] == "finished"
+
+
+def test_curves_of_several_runs(url: str) -> None:
+    ids = {name: run["id"] for name, run in runs(url).items()}
+    path = (
+        "/api/curves?" + "&".join(f"run={i}" for i in ids.values()) + "&metric=critic%2Fscore%2Fmean&metric=nothing&points=12"
+    )
+    status, found, _ = ask(url, path)
+    assert status == 200 and set(found) == set(ids.values())
+    for curves in found.values():
+        assert list(curves) == ["critic/score/mean"] and 2 < len(curves["critic/score/mean"]["step"]) <= 14
+    assert ask(url, "/api/curves?run=" + ids["one"] + "".join(f"&metric=m{i}" for i in range(401)))[0] == 400
+
+
+def test_the_configuration_and_its_arithmetic(url: str) -> None:
+    found = runs(url)
+    one, two = (ask(url, f"/api/runs/{found[name]['id']}/config")[1] for name in ("one", "deep/er/two"))
+    key = "actor_rollout_ref.actor.optim.lr"
+    assert {k for k in one["values"] if one["values"][k] != two["values"][k]} == {key} and one["values"][key] == 1e-6
+    plan = {what: value for what, value, _ in one["plan"]}
+    assert plan["sequences per step"] == "32" and plan["accumulation per update"] == "8" and plan["policy"] == "on-policy"
+
+
+def test_checkpoints_and_alerts(root: Path, url: str) -> None:
+    run = runs(url)["one"]["id"]
+    newest, older = ask(url, f"/api/runs/{run}/checkpoints")[1]["checkpoints"]
+    assert newest["step"] == 40 and newest["latest"] and not older["latest"] and "problem" not in newest
+    assert newest["metrics"] == {"val-core/sums/acc/mean@1": 0.8}
+    (alert,) = ask(url, f"/api/runs/{run}/alerts")[1]["alerts"]
+    assert alert["name"] == "entropy_collapse" and "learning rate" in alert["advice"]
+
+
+def test_everything_stays_within_the_folder(root: Path, url: str) -> None:
+    run = runs(url)["one"]["id"]
+    tried = [
+        "/static/../app.py",
+        "/static/..%2fapp.py",
+        "/static/%2e%2e/%2e%2e/app.py",
+        "/static//etc/passwd",
+        "/../secret.txt",
+        "/api/runs/..%2f..%2fsecret.txt/config",
+        f"/api/runs/{run}/samples/..%2f..%2fsecret",
+        f"/api/runs/{run}/samples/%2e%2e/1/1",
+        f"/api/runs/{run}/samples/train/1/1/1/text/..%2f..",
+        f"/api/runs/{run}/samples/train/-1/1",
+        f"/api/runs/{run}%00/config",
+        "/api/runs/" + "a" * 5000 + "/config",
+    ]
+    for path in tried:
+        status, body, _ = ask(url, path)
+        assert status in (400, 404), (path, status)
+        assert "not yours" not in str(body) and "root:" not in str(body) and str(root) not in str(body), path
+
+
+def test_values_that_make_no_sense_are_refused_with_a_reason(url: str) -> None:
+    run = runs(url)["one"]["id"]
+    for query, said in {
+        "step=1&limit=x": "limit='x'",
+        "step=-1": "step='-1'",
+        "step=9999999999999": "whole number",
+        "step=40&show=drop": "not one of all",
+        "step=40&sort=score;": "not one of order",
+        "step=40&search=" + "x" * 201: "201 characters",
+        "step=%F0%9F%98%80": "whole number",
+    }.items():
+        status, body, _ = ask(url, f"/api/runs/{run}/samples/train?{query}")
+        assert status == 400 and said in body["error"], (query, body)
+    assert ask(url, f"/api/runs/{run}/samples/train?step=40&limit=100000")[0] == 200
+
+
+def test_it_only_reads(url: str) -> None:
+    run = runs(url)["one"]["id"]
+    for method in ("POST", "PUT", "DELETE", "PATCH"):
+        for path in ("/", "/api/runs", f"/api/runs/{run}/config", "/static/main.js"):
+            assert ask(url, path, method)[0] == 405, (method, path)
+
+
+def test_a_browser_is_told_to_run_nothing(url: str) -> None:
+    for path in ("/", "/static/main.js", "/api/runs", "/api/nothing"):
+        _, _, headers = ask(url, path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
+    _, page, _ = ask(url, "/")
+    assert page.count(b"<script") == 1 and b'src="/static/main.js"' in page and b" on" not in page.replace(b" only", b"")
+
+
+def test_texts_of_a_model_are_only_ever_data(tmp_path: Path) -> None:
+    evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
+    run = write_run(tmp_path / "<img src=x onerror=alert(3)>")
+    write_step(run, "train", 41, [answer(evil, prompt=evil, truth=evil, extras={evil: evil})])
+    with serving(tmp_path) as url:
+        (found,) = runs(url).values()
+        status, group, headers = ask(url, f"/api/runs/{found['id']}/samples/train/41/0")
+        assert status == 200 and headers["content-type"] == "application/json"
+        assert group["prompt"]["text"] == evil == group["samples"][0]["response"]["text"]
+        assert group["samples"][0]["reported"] == {evil: evil}
+
+
+def test_another_site_cannot_read_it_through_a_name_of_its_own(url: str) -> None:
+    assert ask(url, "/api/runs", Host="evil.example:8700")[0] == 421
+    assert ask(url, "/api/runs", Host="127.0.0.1.evil.example")[0] == 421
+    assert ask(url, "/api/runs", Host="localhost:9999")[0] == 200
+    assert ask(url, "/api/runs", Host="[::1]:9999")[0] == 200
+
+
+def test_a_token_guards_everything(root: Path) -> None:
+    with serving(root, token=TOKEN) as url:
+        for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong", f"/api/runs?token={TOKEN}"):
+            status, body, _ = ask(url, path)
+            assert status == 401 and b"token" in body, path
+        assert ask(url, "/api/runs", Authorization="Bearer wrong")[0] == 401
+        assert ask(url, "/api/runs", Authorization=f"Bearer {TOKEN}", Host="gpu7:8700")[0] == 200
+        status, _, headers = ask(url, f"/?token={TOKEN}")
+        cookie = headers["set-cookie"]
+        assert status == 303 and headers["location"] == "/" and "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+        assert ask(url, "/api/runs", Cookie=cookie.partition(";")[0])[0] == 200
+        assert ask(url, "/api/runs", Cookie="strop_board=%C3%A9")[0] == 401
+
+
+def test_a_door_to_other_machines_needs_a_token() -> None:
+    assert checked_token(None, "127.0.0.1") is None and checked_token(None, "::1") is None and checked_token(TOKEN, "0.0.0.0")
+    for host in ("0.0.0.0", "::", "gpu7", "10.0.0.1"):
+        with pytest.raises(ValueError, match="needs a token"):
+            checked_token(None, host)
+    for token in ("short", "with space in the middle", "€" * 20):
+        with pytest.raises(ValueError, match="16 or more"):
+            checked_token(token, "0.0.0.0")
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="There is no folder"):
+        main([str(tmp_path / "nothing")])
+    with pytest.raises(ValueError, match="cannot be used"):
+        main([str(tmp_path), "--port", str(urlsplit(url).port)])
+
+
+def test_a_run_with_damaged_files_is_shown_with_what_is_wrong(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "hurt")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\x00\xff garbage\n" + line(41, **metrics(41)).encode())
+    (run / "metrics.config.json").write_text('{"trainer": ')
+    (run / "alerts.jsonl").write_text('{"step": 1}\nbroken\n')
+    (run / "global_step_40" / "manifest.json").write_text("{")
+    (run / "global_step_20" / "actor" / "model.safetensors").write_bytes(b"x")
+    (run / "workers").mkdir()
+    (run / "workers" / "rank_0.json").write_text("{")
+    write_run(tmp_path / "well")
+    with serving(tmp_path) as url:
+        found = runs(url)
+        assert found["well"]["damaged"] == []
+        assert len(found["hurt"]["damaged"]) == 2 and found["hurt"]["step"] == 41
+        at = f"/api/runs/{found['hurt']['id']}"
+        assert "metrics.config.json cannot be read" in ask(url, f"{at}/config")[1]["damaged"][0]
+        assert ask(url, f"{at}/alerts")[1] == {"alerts": [{"step": 1}], "damaged": 1}
+        problems = [checkpoint["problem"] for checkpoint in ask(url, f"{at}/checkpoints")[1]["checkpoints"]]
+        assert "manifest.json cannot be read" in problems[0] and "was cut or changed" in problems[1]
+        assert not any(str(tmp_path) in problem for problem in problems)
+
+
+def test_a_folder_without_runs_and_runs_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    monkeypatch.setattr("strop.board.find.FRESH", 0.0)
+    monkeypatch.setattr("strop.board.app.FRESH", 0.0)
+    with serving(tmp_path) as url:
+        assert runs(url) == {}
+        write_run(tmp_path / "new")
+        (found,) = runs(url).values()
+        shutil.rmtree(tmp_path / "new")
+        assert runs(url) == {} and ask(url, f"/api/runs/{found['id']}/config")[0] == 404
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+    outside = write_run(tmp_path / "outside")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "linked").symlink_to(outside)
+    sly = root / "sly"
+    sly.mkdir()
+    (sly / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
+    with serving(root) as url:
+        status, body, _ = ask(url, "/api/runs")
+        assert status == 200 and [run["name"] for run in body["runs"]] == ["sly"]
+        assert body["runs"][0]["step"] is None and "is a link" in body["runs"][0]["damaged"][0]
+
+
+def test_the_board_needs_no_torch() -> None:
+    code = "import sys, strop.board.serve, strop.board.describe; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_names_with_odd_characters(tmp_path: Path) -> None:
+    for name in ("ünïcode run", "a%2e%2e", "quote'\"", "line\nbreak"):
+        write_run(tmp_path / name)
+    with serving(tmp_path) as url:
+        found = runs(url)
+        assert len({run["id"] for run in found.values()}) == 4
+        for run in found.values():
+            assert ask(url, f"/api/runs/{quote(run['id'])}/config")[0] == 200

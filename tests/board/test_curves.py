@@ -1,0 +1,92 @@
+"""Metrics in memory, and curves with as many points as a screen has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from strop.board.curves import MetricFile, MetricStore, downsample
+from tests.board.scene import BASE, line
+
+
+@pytest.mark.parametrize("count", [1, 50, 299, 300, 301, 10_000, 99_991])
+def test_no_spike_is_lost_and_no_more_points_come_than_were_asked_for(count: int) -> None:
+    values = np.random.default_rng(count).normal(size=count)
+    values[count // 2], values[count // 3] = 50.0, -50.0
+    kept = downsample(values, 300)
+    assert len(kept) <= 302 and (np.diff(kept) > 0).all()
+    assert kept[0] == 0 and kept[-1] == count - 1
+    assert values[kept].max() == values.max() and values[kept].min() == values.min()
+
+
+def test_a_value_that_is_no_number_stays_visible_as_a_gap() -> None:
+    values = np.ones(5000)
+    values[[7, 2500]] = [np.nan, np.inf]
+    assert (~np.isfinite(values[downsample(values, 90)])).sum() == 2
+
+
+def read(path: Path) -> MetricFile:
+    file = MetricFile(path)
+    file.refresh()
+    return file
+
+
+def test_curves_have_the_steps_and_times_of_their_own_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        line(0, val=0.1) + line(1, loss=3) + line(2, loss="NaN", val=0.2, note="text") + line(3, loss="Infinity", on=True)
+    )
+    file = read(path)
+    assert file.curve("val", 10) == {"step": [0, 2], "time": [BASE, BASE + 20], "value": [0.1, 0.2]}
+    assert file.curve("loss", 10) == {
+        "step": [1, 2, 3],
+        "time": [BASE + 10, BASE + 20, BASE + 30],
+        "value": [3.0, None, None],
+    }
+    assert file.curve("note", 10) is None and file.latest("val") == 0.2
+    json.dumps(file.curve("loss", 10), allow_nan=False)
+
+
+def test_lines_of_another_shape_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": "one", "data": {}}\n{"step": 1}\n{"step": 1, "time": null, "data": {"a": 1}}\n')
+    file = read(path)
+    assert file.tail.damaged == 2 and file.curve("a", 5) == {"step": [1], "time": [None], "value": [1.0]}
+
+
+def test_stacked_curves_share_their_steps_and_lose_no_second(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [line(step, gen=2.0, **({"testing": 30.0} if step % 7 == 0 else {})) for step in range(1, 1001)]
+    path.write_text("".join(lines))
+    found = read(path).shares(["gen", "testing", "missing"], 90)
+    assert set(found) == {"gen", "testing"} and found["gen"]["step"] == found["testing"]["step"]
+    steps = np.diff([0, *found["gen"]["step"]])
+    assert (np.array(found["gen"]["value"]) * steps).sum() == pytest.approx(2000)
+    assert (np.array(found["testing"]["value"]) * steps).sum() == pytest.approx(30 * 142)
+    assert read(tmp_path / "nothing.jsonl").shares(["gen"], 90) == {}
+
+
+def test_a_run_that_grows_and_one_that_was_resumed(tmp_path: Path) -> None:
+    path, store = tmp_path / "metrics.jsonl", MetricStore()
+    path.write_text(line(1, a=1) + line(2, a=2) + line(3, a=3))
+    ask = lambda: store.ask(path, lambda file: file.curve("a", 10)["value"])  # noqa: E731
+    assert ask() == [1, 2, 3]
+    with path.open("a") as file:
+        file.write(line(4, a=4))
+    assert ask() == [1, 2, 3, 4]
+    aside = tmp_path / "aside"
+    aside.write_text(line(1, a=1) + line(2, a=2.5))
+    aside.replace(path)
+    assert ask() == [1, 2.5]
+
+
+def test_runs_that_nobody_asks_about_are_forgotten(tmp_path: Path) -> None:
+    store = MetricStore(most=250)
+    for run in "abc":
+        (tmp_path / run).write_text("".join(line(step, x=step) for step in range(100)))
+        store.ask(tmp_path / run, lambda file: None)
+    assert [path.name for path in store._files] == ["b", "c"]
+    assert store.ask(tmp_path / "a", lambda file: file.latest("x")) == 99

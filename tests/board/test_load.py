@@ -1,0 +1,21 @@
+"""Many readers at once while a run writes: everybody is answered, and the server's memory stays where it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "board.py"
+
+
+def test_fifty_readers_and_one_writer(tmp_path: Path) -> None:
+    asked = ["--samples", "20000", "--readers", "50", "--seconds", "5", "--work", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(SCRIPT), *asked], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    readers = told["readers"]
+    assert readers["errors"] == 0 and readers["requests"] > 50, readers
+    assert readers["mb_peak"] < 400 and readers["mb_after"] - readers["mb_before"] < 150, readers
+    assert told["seconds"]["search_all_steps_one_answer"] < 5
