@@ -66,7 +66,9 @@ class Trajectory:
     finish: str = "stop"
     """stop | length | abort | error."""
     version: int = 0
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled it (the newest, if they changed on the way)."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Where weights changed on the way: (version, tokens it sampled), in order. Empty: all of them by `version`."""
     num_turns: int = 2
     """Turns of the conversation, the prompt's included."""
     score: float | None = None

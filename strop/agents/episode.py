@@ -20,6 +20,7 @@ from typing import Any
 
 from strop.agents.world import World
 from strop.rollout.base import Request, Sampling
+from strop.rollout.partial import merged, stretches, up_to
 from strop.types import Prompt, Trajectory, Turn
 
 
@@ -61,7 +62,8 @@ class Episode:
         self._log_probs: list[float] = []
         self._turns: list[Turn] = []
         self._rewards: dict[int, float] = {}
-        self._finish, self._version = "stop", 0
+        self._finish = "stop"
+        self._versions: list[tuple[int, int]] = []
 
     # --- what a loop may ask ---------------------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class Episode:
         if not ids:
             raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
         self._append("assistant", ids, list(completion.log_probs[:kept]))
-        self._version = max(self._version, completion.version)
+        self._versions = merged([*self._versions, *up_to(stretches(completion), kept)])
         finish = completion.finish if kept == len(completion.ids) else "stop"
         if finish != "stop" and not (finish == "length" and self.room > 0):
             self._finish = self.stopped = finish
@@ -174,7 +176,8 @@ class Episode:
             mask=self._mask,
             log_probs=self._log_probs,
             finish="error" if self.error is not None else self._finish,
-            version=self._version,
+            version=max((version for version, _ in self._versions), default=0),
+            versions=self._versions if len(self._versions) > 1 else [],
             num_turns=1 + len(self._turns),
             score=None if self.error is not None else self.score,
             turn_rewards=self._rewards,

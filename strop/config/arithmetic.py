@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from strop.config.asynchrony import in_words
+
 DERIVED_MICRO_BATCH = 8
 """Sequences per forward when a configuration names none: small enough for memory, large enough to keep a device busy."""
 
@@ -36,6 +38,8 @@ class Plan:
     total_steps: int | None
     on_policy: bool
     why: str
+    ahead: tuple[str, str] | None = None
+    """How far sampling runs ahead, and what that means; None: it does not."""
 
     def table(self) -> list[tuple[str, str, str]]:
         """(quantity, value, how it comes about) for people."""
@@ -65,7 +69,7 @@ class Plan:
             ),
             ("policy", "on-policy" if self.on_policy else "off-policy", self.why),
         ]
-        return rows
+        return rows if self.ahead is None else [*rows, ("sampling", *self.ahead)]
 
 
 def _known(number: int | None) -> str:
@@ -105,6 +109,7 @@ def plan_ppo(config: Any, rows: int | None = None, role: str = "actor") -> Plan:
         total_steps=total,
         on_policy=on_policy,
         why=_why(on_policy, per_epoch, section.ppo_epochs, prompts),
+        ahead=in_words(config),
     )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from strop.catalog import ADVANTAGES, PREFERENCE_LOSSES, TRACKERS
 from strop.config.arithmetic import plan_ppo
+from strop.config.asynchrony import ahead_of, correction_of
 from strop.config.compose import Loaded
-from strop.config.engine import missing_library
+from strop.config.engine import engine_name, holds_weights, missing_library
 from strop.config.objective import has_critic, has_reference, needs, objective
 from strop.registry import did_you_mean
 
@@ -196,6 +197,9 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
         )
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
     size = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if rollout.nnodes:
+        devices = rollout.nnodes * rollout.n_gpus_per_node
+        yield from replicas(config, rollout, size)
     if devices % size:
         yield error(
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -207,6 +211,20 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
             f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = {size}.",
         )
     yield from engine("actor_rollout_ref.rollout", rollout)
+
+
+def replicas(config: Any, rollout: Any, size: int) -> Findings:
+    key = "actor_rollout_ref.rollout.nnodes"
+    if config.trainer.runtime == "local":
+        yield error(key, f"{rollout.nnodes} machines that only sample need trainer.runtime=ray (or auto), not local.")
+    if size > 1 and engine_name(rollout) == "native":
+        yield error(
+            key,
+            f"native replicas have one device each, but tensor_model_parallel_size x data_parallel_size is {size}. Set both "
+            "to 1, or rollout.name=vllm.",
+        )
+    elif rollout.n_gpus_per_node % size:
+        yield error(key, f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.")
 
 
 def engine(section: str, rollout: Any) -> Findings:
@@ -266,7 +284,7 @@ def estimators(config: Any, loaded: Loaded) -> Findings:
     ):
         if pair is not None and (len(pair) != 2 or pair[0] >= pair[1]):
             yield error(key, f"expected [low, high] with low < high, got {pair}.")
-    correction = algorithm.rollout_correction
+    correction = correction_of(config)
     if (correction.rollout_is or correction.rollout_rs or correction.bypass_mode) and not (
         config.actor_rollout_ref.rollout.calculate_log_probs
     ):
@@ -276,6 +294,52 @@ def estimators(config: Any, loaded: Loaded) -> Findings:
         )
     if correction.rollout_rs and correction.rollout_rs_threshold is None:
         yield error("algorithm.rollout_correction.rollout_rs_threshold", f"rollout_rs={correction.rollout_rs!r} needs bounds.")
+
+
+def ahead(config: Any, loaded: Loaded) -> Findings:
+    """Sampling that runs ahead of training."""
+    settings, trainer, said = config.trainer.async_training, config.trainer, loaded.set_by_user
+    path, plan = "trainer.async_training", ahead_of(config)
+    if not (plan.beside or plan.cut):
+        for key in sorted(key for key in said if key.startswith(path) and said[key] not in (False, None)):
+            yield warning(key, f"{said[key]} has no effect without {path}.enable=true or {path}.partial_rollout=true.")
+        return
+    bounds = [
+        name for name in ("staleness_threshold", "queue_size", "max_policy_age") if said.get(f"{path}.{name}") is not None
+    ]
+    if len({float(said[f"{path}.{name}"]) for name in bounds}) > 1:
+        listed = " and ".join(f"{name}={said[f'{path}.{name}']}" for name in bounds)
+        yield error(f"{path}.{bounds[0]}", f"{listed} are names of the same bound. Keep one of them.")
+    prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if settings.require_batches is not None and settings.require_batches * mini != prompts:
+        yield error(
+            f"{path}.require_batches",
+            f"{settings.require_batches} mini-batches of ppo_mini_batch_size={mini} make a step of "
+            f"{settings.require_batches * mini} prompts, but data.train_batch_size={prompts}. Set it to "
+            f"{settings.require_batches * mini}, or leave require_batches unset.",
+        )
+    if plan.off_policy and config.data.sampler.class_path:
+        yield error(
+            "data.sampler.class_path",
+            "a curriculum chooses rows by what came of the step before, but rows are drawn ahead of training. "
+            f"Set {path}.max_policy_age=0, or do without data.sampler.",
+        )
+    every = settings.trigger_parameter_sync_step
+    if every > 1 and not plan.beside:
+        yield warning(f"{path}.trigger_parameter_sync_step", f"{every} has no effect without {path}.enable=true.")
+    elif every > 1 and trainer.test_freq > 0 and trainer.test_freq % every:
+        yield error(
+            "trainer.test_freq",
+            f"{trainer.test_freq}: the engine has the weights of a step only every {every} steps "
+            f"({path}.trigger_parameter_sync_step). Set test_freq to {around(trainer.test_freq, every)}.",
+        )
+    if plan.beside and said.get("actor_rollout_ref.rollout.free_cache_engine"):
+        yield warning("actor_rollout_ref.rollout.free_cache_engine", f"no effect: with {path}.enable the engine never rests.")
+    if plan.off_policy and not settings.use_rollout_log_probs:
+        yield warning(
+            f"{path}.use_rollout_log_probs",
+            "false: answers of older weights are trained on as if they were new. Leave it true unless you compare.",
+        )
 
 
 def inert_values(config: Any, loaded: Loaded) -> Findings:
@@ -326,6 +390,7 @@ def run(config: Any, loaded: Loaded) -> Findings:
     for section in ("actor_rollout_ref.actor", "critic"):
         optim = (actor if section != "critic" else config.critic).optim
         yield from betas(f"{section}.optim.betas", optim.betas)
+    yield from shared_matrices(config)
     for section, model, size in (
         ("actor_rollout_ref", config.actor_rollout_ref.model, actor.ulysses_sequence_parallel_size),
         ("critic", config.critic.model, config.critic.ulysses_sequence_parallel_size),
@@ -334,6 +399,40 @@ def run(config: Any, loaded: Loaded) -> Findings:
             yield error(
                 f"{section}.model.use_remove_padding", f"false, but sequence parallelism of {size} needs packed sequences."
             )
+
+
+def shared_matrices(config: Any) -> Findings:
+    """What tensor parallelism does not go together with."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for path, section, model in (
+        ("actor_rollout_ref.actor", actor, config.actor_rollout_ref.model),
+        ("critic", config.critic, config.critic.model),
+    ):
+        size = section.tensor_parallel_size
+        if size > 1 and section.ulysses_sequence_parallel_size > 1:
+            yield error(
+                f"{path}.tensor_parallel_size",
+                f"{size} with ulysses_sequence_parallel_size={section.ulysses_sequence_parallel_size}: ranks share matrices or "
+                "rows, not both. Set one of them to 1.",
+            )
+        if size > 1 and (model.lora_rank or model.lora_adapter_path):
+            yield error(f"{path}.tensor_parallel_size", f"{size} does not go together with LoRA. Set it to 1.")
+        if devices % size:
+            yield error(f"{path}.tensor_parallel_size", f"{size} does not divide the {devices} devices.")
+    if devices == 1 and actor.fsdp_config.param_offload and not holds_weights(rollout):
+        yield warning(
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            "no effect on one device: the engine samples from the actor's own weights. optimizer_offload parks the rest.",
+        )
+    size = rollout.tensor_model_parallel_size
+    if size > 1 and engine_name(rollout) == "native" and rollout.multi_turn.enable:
+        yield error(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"{size}: the native engine holds conversations on one device. Set 1, or rollout.name=vllm.",
+        )
+    if size > 1 and engine_name(rollout) == "hf":
+        yield error("actor_rollout_ref.rollout.tensor_model_parallel_size", f"{size}: rollout.name=hf samples on one device.")
 
 
 def any_run(trainer: Any, loaded: Loaded) -> Findings:
@@ -449,7 +548,7 @@ def reward_server(config: Any, loaded: Loaded) -> Findings:
         yield error("model.path", "not set. Name the folder of a reward model (`strop rm` makes one).")
 
 
-PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (inputs, batches, sampling, estimators, inert_values, run)
+PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (inputs, batches, sampling, estimators, ahead, inert_values, run)
 RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
     "ppo_trainer": PPO,
     "ppo_megatron_trainer": PPO,

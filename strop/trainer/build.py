@@ -17,7 +17,9 @@ from strop.algorithms.kl import kl_controller
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.sharded import fill
 from strop.backends.single import SingleBackend
+from strop.catalog import ENGINES
 from strop.config.arithmetic import micro_batch, plan_ppo
+from strop.config.asynchrony import Ahead, ahead_of
 from strop.config.compose import Loaded
 from strop.config.engine import engine_name, holds_weights
 from strop.config.objective import has_critic, has_reference, needs, uses_lora
@@ -26,24 +28,29 @@ from strop.data.loader import build_loader
 from strop.data.prompts import build_prompts, chat_of
 from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer, compute_dtype
 from strop.models.hollow import give_memory
+from strop.models.tensor_parallel import Divided, team_of
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.managers.build import build_scorer
 from strop.rewards.model import load_model
 from strop.rollout.base import Engine, Sampling
 from strop.rollout.build import build_engine
+from strop.rollout.interruptible import Interruptible
 from strop.run.retention import keep_from_trainer
 from strop.run.sample_table import TextOf
 from strop.run.samples import SampleWriter
+from strop.trainer.ahead import DrawnAhead
 from strop.trainer.backends import BackendMaker
 from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
 from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
 from strop.trainer.keeper import Keeper
+from strop.trainer.pool import replicas_for
 from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
 from strop.trainer.recording import RecordingTrainer
 from strop.trainer.validate import Validator
+from strop.trainer.window import Window
 from strop.types import Batch
 
 
@@ -61,9 +68,14 @@ def build_ppo(loaded: Loaded, ranks: Ranks | None = None, kind: type[PpoTrainer]
     assert plan.total_steps is not None
     roles, rollout = build_roles(config, device, plan.total_steps, ranks), config.actor_rollout_ref.rollout
     sampled = sampled_module(config, roles.actor, device)
-    engine = engine_for(rollout, sampled)
-    loader = build_loader(config.data, prompts)
-    collector = dataclasses.replace(collector_for(config, engine, tokenizer, sampled, device, cast), ranks=ranks)
+    engine = replicas_for(config, ranks, longest(rollout)) if rollout.nnodes else engine_for(rollout, sampled)
+    loader: Any = build_loader(config.data, prompts)
+    ahead = ahead_of(config)
+    if ahead.off_policy:
+        loader = DrawnAhead(loader)
+    window = window_for(ahead, engine, loader, plan.total_steps)
+    collector = collector_for(config, engine, tokenizer, sampled, device, cast)
+    collector = dataclasses.replace(collector, ranks=ranks, window=window)
     pretraining = build_pretraining(
         config, tokenizer, config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     )
@@ -86,7 +98,14 @@ def build_ppo(loaded: Loaded, ranks: Ranks | None = None, kind: type[PpoTrainer]
         keeper=keeper,
         kl_controller=controller,
         micro=micro_batches(config, plan.sequences_per_step, plan.sequences_per_device),
-        publish=publisher(engine, roles.actor, copies=sampled is not roles.actor.module or holds_weights(rollout)),
+        publish=publisher(
+            window.engine if window.engine is not None and window.beside else engine,
+            roles.actor,
+            copies=sampled is not roles.actor.module or holds_weights(rollout),
+            every=ahead.sync_steps,
+            last=plan.total_steps,
+            published=window.published,
+        ),
         total_steps=plan.total_steps,
         beside=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
@@ -153,20 +172,32 @@ def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Rank
     """Actor, critic and reference, as the configuration needs them."""
     model, actor, critic = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.critic
     make = BackendMaker(device, total_steps, ranks or Ranks(), config.actor_rollout_ref.rollout.temperature or 1.0)
-    sizes = [section.ulysses_sequence_parallel_size for section in (actor, critic, config.actor_rollout_ref.ref)]
-    policy = make(build_policy, model, actor.fsdp_config, actor.strategy, actor.optim, actor.grad_clip, sizes[0])
+    lent = not holds_weights(config.actor_rollout_ref.rollout)
+    policy = make(
+        build_policy, model, actor.fsdp_config, actor.strategy, actor.optim, actor.grad_clip, **sharing(actor), lent=lent
+    )
     roles = Roles(policy)
     if has_critic(config):
         own = critic.model
-        roles.critic = make(build_critic, own, own.fsdp_config, critic.strategy, critic.optim, critic.grad_clip, sizes[1])
+        roles.critic = make(
+            build_critic, own, own.fsdp_config, critic.strategy, critic.optim, critic.grad_clip, **sharing(critic)
+        )
     if has_reference(config):
         if uses_lora(config):
             roles.reference = WithoutAdapters(policy)  # type: ignore[assignment]
         else:
             ref = config.actor_rollout_ref.ref
             other = dataclasses.replace(model, **ref.model)
-            roles.reference = make(build_reference, other, ref.fsdp_config, ref.strategy, sequence_parallel=sizes[2])
+            roles.reference = make(build_reference, other, ref.fsdp_config, ref.strategy, **sharing(ref))
     return roles
+
+
+def sharing(section: Any) -> dict[str, int]:
+    """How many neighbouring ranks share rows or weight matrices of a role."""
+    return {
+        "sequence_parallel": section.ulysses_sequence_parallel_size,
+        "tensor_parallel": section.tensor_parallel_size,
+    }
 
 
 @dataclass
@@ -181,26 +212,38 @@ class WithoutAdapters:
 
 
 def sampled_module(config: Any, actor: Backend, device: torch.device) -> Any:
-    """What the engine samples from: the actor's own module, or where that is divided over ranks a whole one in the precision
-    of computing. `publish` brings its weights."""
-    if actor.ranks.world == 1:
+    """What the engine samples from: the actor's own module, or where that is divided over ranks, or learns while the engine
+    samples, a whole one in the precision of computing. `publish` brings its weights."""
+    own_copy = ahead_of(config).beside and not holds_weights(config.actor_rollout_ref.rollout)
+    if (actor.ranks.world == 1 and not own_copy) or config.actor_rollout_ref.rollout.nnodes:
         return actor.module
     dtype = compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
     module = build_reference(config.actor_rollout_ref.model, dtype=dtype, weights=False)
+    size = team_size(config.actor_rollout_ref.rollout)
+    if size > 1:
+        module.divided = Divided(module, team_of(actor.ranks.rank, actor.ranks.world, size))
     give_memory(module, device)
     return module
 
 
+def team_size(rollout: Any) -> int:
+    """Neighbouring ranks that sample together, each with a part of every matrix; engines with weights of their own see to
+    that themselves."""
+    return 1 if holds_weights(rollout) else int(rollout.tensor_model_parallel_size)
+
+
 def engine_for(rollout: Any, module: Any) -> Engine:
     """The engine that the `rollout` section describes."""
-    return build_engine(
-        engine_name(rollout),
-        module,
-        max_model_len=longest(rollout),
-        bucket_megabytes=rollout.checkpoint_engine.update_weights_bucket_megabytes,
-        seed=rollout.seed or 0,
+    return build_engine(engine_name(rollout), module, **engine_settings(rollout))
+
+
+def engine_settings(rollout: Any) -> dict[str, Any]:
+    return {
+        "max_model_len": longest(rollout),
+        "bucket_megabytes": rollout.checkpoint_engine.update_weights_bucket_megabytes,
+        "seed": rollout.seed or 0,
         **{name: getattr(rollout, name) for name in ENGINE_SETTINGS},
-    )
+    }
 
 
 ENGINE_SETTINGS = (
@@ -223,11 +266,43 @@ ENGINE_SETTINGS = (
 """Keys of the `rollout` section that engines know by the same name; each takes those that concern it."""
 
 
-def publisher(engine: Engine, actor: Any, *, copies: bool) -> Callable[[int], None]:
-    """Hands the actor's weights to the engine, as a version; one that samples from the actor's own module has them already."""
-    if copies:
-        return lambda version: engine.update_weights(actor.export_weights(), version)
-    return lambda version: engine.update_weights((), version)
+def publisher(
+    engine: Engine,
+    actor: Any,
+    *,
+    copies: bool,
+    every: int = 1,
+    last: int | None = None,
+    published: Callable[[], None] = lambda: None,
+) -> Callable[[int], None]:
+    """Hands the actor's weights to the engine, as a version; one that samples from the actor's own module has them already.
+
+    Versions are steps. `every` steps, and for step `last`, they are handed over; `published` is told of it.
+    """
+    latest: int | None = None
+
+    def publish(version: int) -> None:
+        nonlocal latest
+        if latest is not None and version - latest < every and version != last:
+            return
+        engine.update_weights(actor.export_weights() if copies else (), version)
+        latest = version
+        published()
+
+    return publish
+
+
+def window_for(ahead: Ahead, engine: Engine, loader: Any, total_steps: int) -> Window:
+    """How far sampling runs ahead of training."""
+    if not (ahead.beside or ahead.cut):
+        return Window()
+    return Window(
+        ahead.between_updates,
+        last_step=total_steps,
+        engine=Interruptible(engine, cut=ahead.cut),
+        beside=ahead.beside,
+        used=loader.used if isinstance(loader, DrawnAhead) else lambda draws: None,
+    )
 
 
 def longest(rollout: Any) -> int:
@@ -284,9 +359,11 @@ def collector_for(
         longest=longest(rollout),
         group_filter=group_filter,
         greedy_baseline="greedy_baseline" in needs(config),
-        free_cache=rollout.free_cache_engine,
+        free_cache=rollout.free_cache_engine and not ahead_of(config).beside,
         cast=cast,
         weights=rollout.multi_turn.reward_weights,
+        team=team_size(rollout),
+        rows=rollout.max_num_seqs if ENGINES.entry(engine_name(rollout)).facts["fed"] and not rollout.nnodes else 0,
     )
 
 

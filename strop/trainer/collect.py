@@ -2,14 +2,16 @@
 
 The collector owns everything that samples: the engine, the scorer, how many samples a prompt gets, whether prompts without
 signal are replaced (dynamic sampling), whether a greedy answer is needed as a baseline. The loop only asks for a step's worth.
+Whether answers are made when they are asked for, or ahead of training, is the window's business.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +27,10 @@ from strop.rollout.base import Completion, Engine, Request, Sampling
 from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
 from strop.trainer.shares import deal_prompts, merged_metrics, score_in_shares, told_to_all
+from strop.trainer.staleness import staleness
+from strop.trainer.surplus import Surplus, left_over
+from strop.trainer.window import Answers, Draw, Numbered, Order, Window
 from strop.types import Prompt, Trajectory
-
-Draw = Callable[[], list[Prompt]]
-"""The next prompts of the training data."""
 
 
 class Scorer(Protocol):
@@ -94,10 +96,22 @@ class Collector:
     """How the rewards of a conversation add up."""
     ranks: Ranks = field(default_factory=Ranks)
     """Each samples and scores its share of the prompts, and is told what the others found."""
+    team: int = 1
+    """Neighbouring ranks that sample the same prompts together, because each engine holds a part of every matrix."""
+    rows: int = 0
+    """Samples that the engine runs at once, where it takes further requests meanwhile; prompts beyond them may be answered by
+    any rank. 0: every rank answers what it was dealt."""
+    window: Window = field(default_factory=Window)
+    """How far sampling runs ahead of training."""
 
     _reports: list[Any] = field(default_factory=list)
     """Of the draws of this step."""
-    _runner: EpisodeRunner | None = None
+    _runners: dict[int, EpisodeRunner] = field(default_factory=dict)
+    """By the engine they talk to."""
+    _dealt: list[list[Numbered]] = field(default_factory=list)
+    """What each rank was given last."""
+    _rounds: int = 0
+    """Of sampling; the same number on all ranks."""
     _episodes: list[Episode] = field(default_factory=list)
     """Since their numbers were last asked for."""
 
@@ -110,25 +124,28 @@ class Collector:
             self.engine.sleep()
 
     def close(self) -> None:
-        """End the worker processes of the scorer, tools and the engine."""
+        """End what runs ahead, the worker processes of the scorer, tools and the engine."""
         try:
+            self.window.close()
             self.scorer.close()
-            if self._runner is not None:
-                self._runner.close()
+            for runner in self._runners.values():
+                runner.close()
         finally:
             self.engine.close()
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         """`prompts` scored groups, in the order they were drawn."""
         self._reports = []
-        with self.awake():
+        with self.awake(), self.window.flowing():
             trajectories = self._collect(draw, prompts, step, record)
         record.add(self.episode_metrics())
+        if self.window.engine is not None:
+            record.add({**staleness(trajectories, step), "staleness/prompts_ahead": self.window.ahead})
         return trajectories
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
-            return self._sample(draw(), step, 0, record)
+            return self._sample(draw, prompts, step, 0, record)[1]
         kept: list[Trajectory] = []
         draws = drawn = 0
         while (have := len({t.group for t in kept})) < prompts:
@@ -137,32 +154,36 @@ class Collector:
                     f"After {draws} draws only {have} of {prompts} prompts had samples that disagree. Raise "
                     "algorithm.filter_groups.max_num_gen_batches or rollout.n, or use easier or harder prompts."
                 )
-            fresh_prompts = draw()
-            fresh = self._sample(fresh_prompts, step, drawn, record)
+            answered, fresh = self._sample(draw, 1, step, drawn, record)
             kept += [t for t, keep in zip(fresh, self.group_filter.keep(fresh)) if keep]
-            draws, drawn = draws + 1, drawn + len(fresh_prompts)
+            draws, drawn = draws + 1, drawn + answered
         record.add({"train/num_gen_batches": draws, "train/filtered_groups": drawn - have})
         chosen = list(dict.fromkeys(t.group for t in kept))[:prompts]
         return [t for t in kept if t.group in set(chosen)]
 
-    def _sample(self, prompts: list[Prompt], step: int, first: int, record: StepRecord) -> list[Trajectory]:
-        """n scored samples of each prompt; groups are numbered from `first`."""
+    def _sample(self, draw: Draw, prompts: int, step: int, first: int, record: StepRecord) -> tuple[int, list[Trajectory]]:
+        """At least `prompts` prompts (how many), and n scored samples of each; groups are numbered from `first`."""
         with record.phase("gen"):
-            trajectories = self.generate(prompts, self.sampling, self.samples_per_prompt, step, first)
-            greedy = (
-                self.generate(prompts, replace(self.sampling, temperature=0.0), 1, step, first) if self.greedy_baseline else []
-            )
+            order, answers = self.window.take(draw, prompts, step, self)
+            trajectories = self._told(answers.trajectories, order, first)
+            greedy = self._told(answers.greedy, order, first) if self.greedy_baseline else []
+            self._episodes += answers.episodes
         with record.phase("reward"):
             report = self.score(trajectories)
             if greedy:
                 record.add({"reward/baseline_failed": self.score(greedy).failed})
         record.add(self._scored(report))
-        answers = {t.group: t.reward for t in greedy}
+        scores = {t.group: t.reward for t in greedy}
         for t in trajectories if greedy else ():
-            score = answers[t.group]
+            score = scores[t.group]
             t.baseline = score or 0.0
             t.score = None if score is None else t.score  # without its baseline the sample teaches nothing
-        return trajectories
+        return len(order.prompts), trajectories
+
+    def _told(self, made: list[Trajectory], order: Order, first: int) -> list[Trajectory]:
+        """What all ranks made of an order, with its groups numbered from `first`."""
+        known = dict(enumerate(order.prompts, order.first))
+        return [replace(t, group=t.group - order.first + first) for t in told_to_all(made, known, self.ranks, self.team)]
 
     def _scored(self, report: Any) -> dict[str, float]:
         """How scoring went over all draws of the step: counts add up, means weigh by samples."""
@@ -193,52 +214,86 @@ class Collector:
 
         Rows whose agent gives a single answer go to the engine in one batch; each sample of the others is an episode.
         """
-        numbered = [(first + i, prompt) for i, prompt in enumerate(prompts)]
-        mine = [numbered[place] for place in deal_prompts(prompts, self.ranks)]
-        made = self.ranks.together(lambda: self._generate_here(mine, sampling, n, step), "sampling")
-        return told_to_all(made, dict(numbered), self.ranks)
+        numbered = list(enumerate(prompts, first))
+        mine = self.share(numbered)
+        made = self.ranks.together(lambda: self._answers(mine, sampling, n, step, self.engine), "sampling")
+        self._episodes += made.episodes
+        return told_to_all(made.trajectories, dict(numbered), self.ranks, self.team)
 
-    def _generate_here(self, numbered: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
+    def share(self, numbered: Sequence[Numbered]) -> list[Numbered]:
+        """What this rank answers of them; the same moment on all ranks."""
+        dealt = deal_prompts([prompt for _, prompt in numbered], self.ranks, self.team)
+        self._dealt = [[numbered[place] for place in places] for places in dealt]
+        return self._dealt[self.ranks.rank // self.team]
+
+    def answer(self, numbered: Sequence[Numbered], step: int) -> Answers:
+        """What training wants to know about these prompts; called by the window, in whatever thread."""
+        engine = self.window.engine or self.engine
+        answers = self._answers(numbered, self.sampling, self.samples_per_prompt, step, engine)
+        if self.greedy_baseline:
+            greedy = self._answers(numbered, replace(self.sampling, temperature=0.0), 1, step, engine)
+            answers += Answers(greedy=greedy.trajectories, episodes=greedy.episodes)
+        return answers
+
+    def _answers(self, numbered: Sequence[Numbered], sampling: Sampling, n: int, step: int, engine: Engine) -> Answers:
         if self.cast is None:
-            return self._in_one_batch(numbered, sampling, n, step)
+            return Answers(self._in_one_batch(numbered, sampling, n, step, engine))
         alone = {group for group, prompt in numbered if not self.cast.loops.batched(prompt.agent_name)}
-        made = self._in_one_batch([pair for pair in numbered if pair[0] not in alone], sampling, n, step)
-        made += self._in_episodes([pair for pair in numbered if pair[0] in alone], sampling, n, step)
-        return sorted(made, key=lambda t: t.group) if alone else made
+        made = self._in_one_batch([pair for pair in numbered if pair[0] not in alone], sampling, n, step, engine)
+        episodes = self._in_episodes([pair for pair in numbered if pair[0] in alone], sampling, n, step, engine)
+        made += [episode.trajectory() for episode in episodes]
+        return Answers(sorted(made, key=lambda t: t.group) if alone else made, episodes=episodes)
 
-    def _in_one_batch(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
-        if not prompts:
-            return []
-        requests = [
-            Request(
-                prompt.ids,
-                n,
-                seed=stream_seed(self.seed, step, prompt.index, group),
-                max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)),
-            )
-            for group, prompt in prompts
-        ]
-        answers = self.engine.generate(requests, sampling)
+    def _in_one_batch(
+        self, prompts: Sequence[Numbered], sampling: Sampling, n: int, step: int, engine: Engine
+    ) -> list[Trajectory]:
+        def request(numbered: Numbered) -> Request:
+            group, prompt = numbered
+            seed = stream_seed(self.seed, step, prompt.index, group)
+            return Request(prompt.ids, n, seed=seed, max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)))
+
+        surplus = self._surplus(n)
+        if surplus is None:
+            answered = list(prompts)
+            answers = engine.generate([request(numbered) for numbered in prompts], sampling) if prompts else []
+        else:
+            answered, supply = list(prompts[: self.rows // n]), surplus.taken()
+
+            def more(rows: int) -> list[Request]:
+                fresh = list(islice(supply, max(1, rows // n)))
+                answered.extend(fresh)
+                return [request(numbered) for numbered in fresh]
+
+            fed: Any = engine
+            answers = fed.generate([request(numbered) for numbered in answered], sampling, more)
         return [
             _trajectory(prompt, group, completion)
-            for (group, prompt), completions in zip(prompts, answers)
+            for (group, prompt), completions in zip(answered, answers)
             for completion in completions
         ]
 
-    def _in_episodes(self, prompts: Sequence[tuple[int, Prompt]], sampling: Sampling, n: int, step: int) -> list[Trajectory]:
+    def _surplus(self, n: int) -> Surplus | None:
+        """What may be answered by any rank; None where all of it fits, or ranks answer at moments of their own."""
+        self._rounds += 1
+        if self.rows < n or self.team > 1 or self.window.engine is not None or self.ranks.world == 1:
+            return None
+        if self.cast is not None and any(not self.cast.loops.batched(p.agent_name) for share in self._dealt for _, p in share):
+            return None
+        shares = left_over(self._dealt, self.rows // n)
+        return Surplus(self.ranks, f"sampling/{self._rounds}", shares) if any(shares) else None
+
+    def _in_episodes(self, prompts: Sequence[Numbered], sampling: Sampling, n: int, step: int, engine: Engine) -> list[Episode]:
         if not prompts:
             return []
-        if self._runner is None:
-            assert self.cast is not None
-            self._runner = self.cast.runner(self.engine, longest=self.longest, seed=stream_seed)
+        assert self.cast is not None
+        if id(engine) not in self._runners:
+            self._runners[id(engine)] = self.cast.runner(engine, longest=self.longest, seed=stream_seed)
         starts = [
             Start(prompt, sampling, (self.seed, step, prompt.index, group, i), group)
             for group, prompt in prompts
             for i in range(n)
         ]
-        episodes = self._runner.run(starts)
-        self._episodes += episodes
-        return [episode.trajectory() for episode in episodes]
+        return self._runners[id(engine)].run(starts)
 
 
 def weigh(trajectory: Trajectory, weights: RewardWeights) -> None:
@@ -261,4 +316,5 @@ def _trajectory(prompt: Prompt, group: int, completion: Completion) -> Trajector
         log_probs=list(completion.log_probs),
         finish=completion.finish,
         version=completion.version,
+        versions=list(completion.versions),
     )

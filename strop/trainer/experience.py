@@ -20,6 +20,7 @@ from strop.algorithms.selection import pf_ppo_weights, resample_rows
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.nonfinite import NonFiniteLoss, suspects
 from strop.catalog import ADVANTAGES
+from strop.config.asynchrony import correction_of, old_from_engine
 from strop.config.objective import needs
 from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
@@ -31,12 +32,11 @@ RESAMPLING_STREAM = 0x5EED
 
 def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
     """Whether log-probs must be known before the update. On-policy the update's own are the old ones: one forward less."""
-    correction = config.algorithm.rollout_correction
+    correction = correction_of(config)
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
-        or correction.bypass_mode
-        or config.actor_rollout_ref.actor.use_rollout_log_probs
+        or old_from_engine(config)
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
         or bool({"old_log_probs", "sum_pi_squared"} & set(needs(config)))
@@ -44,10 +44,10 @@ def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
 
 
 def add_old_log_probs(batch: Batch, actor: Backend, config: Any, micro: MicroBatching, record: StepRecord) -> Batch:
-    """Log-probs under the weights the step began with: recomputed, or the engine's own in bypass mode."""
+    """Log-probs under the weights the step began with: recomputed, or the engine's own."""
     settings = config.actor_rollout_ref.actor
     squares = ["sum_pi_squared"] if settings.calculate_sum_pi_squared or "sum_pi_squared" in needs(config) else []
-    if config.algorithm.rollout_correction.bypass_mode or settings.use_rollout_log_probs:
+    if old_from_engine(config):
         found = actor.forward(batch, squares, micro) if squares else Outputs()
         return batch.replace(old_log_probs=batch.rollout_log_probs, sum_pi_squared=found.sum_pi_squared)
     found = actor.forward(batch, ["log_probs", "entropy", *squares], micro)
@@ -107,7 +107,7 @@ def shape_rewards(batch: Batch, config: Any, controller: KLController, record: S
 
 def correct(batch: Batch, config: Any, record: StepRecord) -> Batch:
     """Weights and rejections for rollouts of a slightly other policy."""
-    settings = config.algorithm.rollout_correction
+    settings = correction_of(config)
     if batch.old_log_probs is None or batch.rollout_log_probs is None or not bool(batch.mask.any()) or settings.bypass_mode:
         return batch
     correction = correct_rollout(

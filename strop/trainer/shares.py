@@ -12,20 +12,22 @@ from strop.rewards.scorer import BrokenScorer
 from strop.types import Prompt, Trajectory
 
 
-def deal_prompts(prompts: Sequence[Prompt], ranks: Ranks) -> list[int]:
-    """Places of the prompts that this rank answers: as many as the others get, give or take one, and about as many tokens.
+def deal_prompts(prompts: Sequence[Prompt], ranks: Ranks, team: int = 1) -> list[list[int]]:
+    """Places of the prompts that each team of ranks answers: as many as the others, give or take one, and about as many
+    tokens. The ranks of a `team` answer the same ones.
 
     A function of the prompts alone, so that a resumed run divides them alike.
     """
     if ranks.world == 1 or not prompts:
-        return list(range(len(prompts)))
+        return [list(range(len(prompts))) for _ in range(ranks.world // team)]
     ranks.agree("the prompts of this step (data.train_files)", _fingerprint(prompts))
-    even = len(prompts) // ranks.world * ranks.world
+    teams = ranks.world // team
+    even = len(prompts) // teams * teams
     weights = [len(prompt.ids) for prompt in prompts[:even]]
-    shares = balanced_partitions(weights, ranks.world, equal_size=True) if even else [[] for _ in range(ranks.world)]
-    for rank, place in enumerate(range(even, len(prompts))):
-        shares[rank].append(place)
-    return shares[ranks.rank]
+    shares = balanced_partitions(weights, teams, equal_size=True) if even else [[] for _ in range(teams)]
+    for number, place in enumerate(range(even, len(prompts))):
+        shares[number].append(place)
+    return shares
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
@@ -37,12 +39,13 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     return f"rows {[prompt.index for prompt in prompts[:4]]}... (checksum {code:08x})"
 
 
-def told_to_all(made: list[Trajectory], prompts: Mapping[int, Prompt], ranks: Ranks) -> list[Trajectory]:
-    """The trajectories of all ranks, by prompt. Prompts, which may have images, are known everywhere and do not travel."""
+def told_to_all(made: list[Trajectory], prompts: Mapping[int, Prompt], ranks: Ranks, team: int = 1) -> list[Trajectory]:
+    """The trajectories of all ranks, by prompt; one rank speaks for its `team`. Prompts, which may have images, are known
+    everywhere and do not travel."""
     if ranks.world == 1:
         return made
     nobody = Prompt(-1, [], [], "")
-    shares = ranks.gather([replace(t, prompt=nobody) for t in made])
+    shares = ranks.gather([replace(t, prompt=nobody) for t in made] if ranks.rank % team == 0 else [])
     together = [replace(t, prompt=prompts[t.group]) for share in shares for t in share]
     return sorted(together, key=lambda t: t.group)
 

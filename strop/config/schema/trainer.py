@@ -11,26 +11,32 @@ from strop.config.schema.model import TorchMemoryTool
 
 @dataclass(eq=False)
 class AsyncTraining:
-    """Generation and training side by side. Read by trainer/collect.py."""
+    """Sampling that runs ahead of training. Read by config/asynchrony.py for trainer/window.py; docs/async_training.md."""
 
     enable: bool = setting(False)
-    """Let rollouts run ahead of training."""
-    queue_size: int = setting(1, at_least=1)
-    """Batches that may be in flight."""
-    staleness_threshold: float = setting(0.0, at_least=0)
-    """Share of samples that may come from older weights."""
+    """Sample and train side by side: the engine has a copy of the weights, and makes answers for later steps while the models
+    learn."""
     max_policy_age: int = setting(1, at_least=0)
-    """Weights versions a sample may be old. 0 is the synchronous loop, bit for bit."""
+    """Weight updates of the engine that an answer may be old when it is trained on: 1 is one step off policy, 0 the
+    synchronous loop, bit for bit."""
+    staleness_threshold: float | None = setting(None, at_least=0)
+    """The same bound as a share: (1 + threshold) times the prompts that are trained on between two weight updates may be begun
+    between them. Null: max_policy_age."""
+    queue_size: int | None = setting(None, at_least=1)
+    """The same bound under OpenRLHF's name: batches that sampling may be ahead. Null: max_policy_age."""
     partial_rollout: bool = setting(False)
-    """Let requests go on over a weight update."""
+    """Interrupt answers at a weight update and go on with them under the new weights; false waits for their end. Without
+    `enable`: a step ends when its own answers are whole, and those begun for later steps are interrupted and kept."""
     trigger_parameter_sync_step: int = setting(1, at_least=1)
-    """Updates between two weight updates of the engines."""
-    require_batches: int = setting(1, at_least=1)
-    """Mini-batches that must be complete before an update starts."""
+    """Training steps from one weight update of the engine to the next."""
+    require_batches: int | None = setting(None, at_least=1)
+    """Mini-batches of ppo_mini_batch_size prompts that make a training step. Null: as many as data.train_batch_size holds."""
     use_rollout_log_probs: bool = setting(True)
-    """Take the engine's log-probs as the old ones."""
-    compute_prox_log_prob: bool = setting(False)
-    """Recompute log-probs before the update (decoupled PPO)."""
+    """Learn against the policy that sampled. False: as if the weights of the step had sampled all of it."""
+    compute_prox_log_prob: bool = setting(True)
+    """How: true computes log-probs under the weights of the step, for clipping, and weighs tokens by their ratio to the
+    engine's (decoupled PPO; algorithm.rollout_correction says how, by default rollout_is=token). False clips around the
+    engine's log-probs, which saves a forward pass and bears less age."""
 
 
 @dataclass(eq=False)
@@ -53,15 +59,15 @@ class Trainer:
     """Folder for a jsonl dump of every training rollout."""
     validation_data_dir: str | None = None
     """Folder for a jsonl dump of every validation rollout."""
+    samples_to_keep: int = setting(128, at_least=0)
+    """Samples per step, of training and of validation each, that stay in default_local_dir/samples for `strop board`, with the
+    numbers of every token: whole groups, spread evenly over the step. About 15 bytes per token on the disk. 0: none."""
     health: bool = setting(True)
     """Watch the metrics for signs of a run that goes wrong: alerts on the console and in alerts.jsonl."""
     seed: int = setting(1)
     """Seeds everything: order of rows, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU where there is one."""
-    samples_to_keep: int = setting(128, at_least=0)
-    """Samples per step, of training and of validation each, that stay in default_local_dir/samples for `strop board`, with the
-    numbers of every token: whole groups, spread evenly over the step. About 15 bytes per token on the disk. 0: none."""
     runtime: str = setting("auto", choices=("auto", "local", "ray"))
     """local: processes on this machine; ray: a cluster; auto: ray when nnodes > 1."""
     nnodes: int = setting(1, at_least=1)
