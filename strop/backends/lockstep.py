@@ -9,12 +9,12 @@ smaller micro-batches.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
 class SharedLack(torch.OutOfMemoryError):
@@ -38,24 +38,28 @@ class _Meetings:
         return True
 
 
-class _Gather(DefaultAllGather):
+class _Exchange:
+    """What FSDP2 calls in the place of its own exchange, as long as the meeting is due."""
+
     def __init__(self, meetings: _Meetings):
         self.meetings = meetings
 
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gather(_Exchange):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self.meetings.due():
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
         output_tensor.zero_()
         return None
 
 
-class _Scatter(DefaultReduceScatter):
-    def __init__(self, meetings: _Meetings):
-        self.meetings = meetings
-
+class _Scatter(_Exchange):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if self.meetings.due():
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         output_tensor.zero_()
         return None
 

@@ -166,3 +166,23 @@ def test_other_roots():
     assert set(errors(base=[], root="sft_trainer")) == {"model.path", "data.train_files"}
     uneven = errors("trainer.n_gpus_per_node=3", "model.path=m", "data.train_files=f", base=[], root="rm_trainer")
     assert "126 or 129" in uneven["data.train_batch_size"]
+
+
+def test_what_tensor_parallelism_does_not_go_together_with():
+    tensor, four = "actor_rollout_ref.actor.tensor_parallel_size", "trainer.n_gpus_per_node=4"
+    assert tensor not in errors(f"{tensor}=2", four)
+    both = errors(f"{tensor}=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", four)
+    assert "share matrices or rows, not both" in both[tensor]
+    assert "LoRA" in errors(f"{tensor}=2", "actor_rollout_ref.model.lora_rank=8", four)[tensor]
+    assert "3 does not divide the 4 devices" in errors("critic.tensor_parallel_size=3", four)["critic.tensor_parallel_size"]
+    engine = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    native = ["actor_rollout_ref.rollout.name=native", f"{engine}=2", four]
+    assert engine not in errors(*native)
+    assert "conversations" in errors(*native, "actor_rollout_ref.rollout.multi_turn.enable=true")[engine]
+    assert "samples on one device" in errors("actor_rollout_ref.rollout.name=hf", f"{engine}=2", four)[engine]
+
+
+def test_a_lent_actor_cannot_be_parked():
+    key = "actor_rollout_ref.actor.fsdp_config.param_offload"
+    assert "no effect on one device" in warnings(f"{key}=true")[key]
+    assert key not in warnings(f"{key}=true", "trainer.n_gpus_per_node=2")

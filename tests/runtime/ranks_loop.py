@@ -21,6 +21,7 @@ from strop.run.checkpoint import load as load_checkpoint
 from strop.run.merge import merge
 from strop.trainer.build import build_ppo
 from strop.trainer.shares import deal_prompts
+from strop.trainer.surplus import Surplus, left_over
 from strop.types import Prompt
 from tests.backends.ranks import here
 from tests.models.tiny import tiny_batch, tiny_model
@@ -83,24 +84,53 @@ def assert_alike(one: Path, many: Path, step: int) -> None:
                 assert ours[number][name] == pytest.approx(value, rel=TOLERANCE, abs=2e-5), (number, name)
 
 
-def test_five_steps_of_grpo_are_those_of_one_process(settings, folder):
-    one = alone([*settings, *FIVE], folder / "one")
-    many = fit([*settings, *FIVE], folder / "many", here())
+ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
+COPIES = [f"{section}.fsdp_config.fsdp_size=2" for section in (ACTOR, "critic.model", "actor_rollout_ref.ref")]
+ROWS = [f"{role}.ulysses_sequence_parallel_size=2" for role in (ACTOR, CRITIC)]
+TENSOR = [f"{role}.tensor_parallel_size=2" for role in (ACTOR, CRITIC)]
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "sharded": (1, []),
+    "hybrid": (4, COPIES),
+    "shared-rows": (2, ROWS),
+    "shared-matrices": (2, [*TENSOR, f"{ROLLOUT}.name=native", f"{ROLLOUT}.tensor_model_parallel_size=2"]),
+    "hybrid-shared-matrices": (4, [*COPIES, *TENSOR]),
+}
+"""How ranks share the work: what their number must be a multiple of, and what to set."""
+ALGORITHMS = {"grpo": [], "ppo": PPO}
+_by_one: dict[str, Path] = {}
+
+
+def by_one_process(algorithm: str, settings: list[str], folder: Path) -> Path:
+    """Five steps by one process; made once."""
+    if algorithm not in _by_one:
+        _by_one[algorithm] = alone([*settings, *ALGORITHMS[algorithm], *FIVE], folder / "one")
+    return _by_one[algorithm]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", WAYS)
+def test_five_steps_are_those_of_one_process(way, algorithm, settings, folder):
+    """PPO: actor, critic and reference, two updates per step. With shared matrices the engine samples by parts as well."""
+    multiple, keys = WAYS[way]
+    if here().world % multiple:
+        pytest.skip(f"needs a multiple of {multiple} ranks")
+    one = by_one_process(algorithm, settings, folder)
+    many = fit([*settings, *ALGORITHMS[algorithm], *FIVE, *keys], folder / "many", here())
     assert_alike(one, many, 5)
 
 
-def test_five_steps_of_ppo_are_those_of_one_process(settings, folder):
-    """Actor, critic and reference, two updates per step; with four ranks the copies of the weights are two."""
-    hybrid = [f"{section}.fsdp_config.fsdp_size=2" for section in ("actor_rollout_ref.actor", "critic.model")]
-    one = alone([*settings, *PPO, *FIVE], folder / "one")
-    many = fit([*settings, *PPO, *FIVE, *(hybrid if here().world == 4 else [])], folder / "many", here())
-    assert_alike(one, many, 5)
-
-
-def test_a_row_shared_by_two_ranks_gives_the_same_run(settings, folder):
-    sliced = ["actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=2"]
-    one = alone([*settings, *PPO, *FIVE], folder / "one")
-    assert_alike(one, fit([*settings, *PPO, *FIVE, *sliced], folder / "many", here()), 5)
+def test_a_run_with_shared_matrices_is_resumed_by_any_and_merged(settings, folder):
+    whole = fit([*settings, *TENSOR], folder / "whole", here())
+    torn = fit([*settings, *TENSOR, "trainer.total_training_steps=2"], folder / "torn", here())
+    fit([*settings, *TENSOR], torn, here())
+    if here().lead:
+        assert same(weights(whole, 4), weights(torn, 4))
+        merged = load_file(merge(str(whole / "global_step_4" / "actor"), str(folder / "merged")) / "model.safetensors")
+        assert all(
+            torch.allclose(merged[name].float(), w, atol=1e-2) for name, w in weights(whole, 4).items() if name in merged
+        )
+    fewer = fit([*settings, *TENSOR, "trainer.total_training_steps=2"], folder / "fewer", here())
+    assert_alike(alone(settings, folder / "one"), alone(settings, fewer), 4)
 
 
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_nearly(settings, folder):
@@ -150,6 +180,42 @@ def test_ranks_that_read_other_data_are_stopped():
     prompts = [Prompt(row + (here().rank == 1), [1, 2, row], [], "x") for row in range(8)]
     with pytest.raises(SharedFailure, match=r"Ranks disagree about the prompts of this step \(data.train_files\): rank 0 has"):
         deal_prompts(prompts, here())
+
+
+def test_a_long_tail_is_taken_over_by_ranks_with_room(settings, folder):
+    """Eight prompts of four samples, and engines of eight rows: two prompts fit, the others go to whoever has room."""
+    narrow = ["actor_rollout_ref.rollout.name=native", "actor_rollout_ref.rollout.max_num_seqs=8"]
+    one = alone([*settings, *narrow], folder / "one")
+    assert_alike(one, fit([*settings, *narrow], folder / "many", here()), 4)
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_engines_give_their_cache_back_while_models_learn(frees, settings, folder):
+    asked = [*settings, f"{ROLLOUT}.name=native", f"{ROLLOUT}.free_cache_engine={frees}", "trainer.total_training_steps=1"]
+    world = [f"trainer.n_gpus_per_node={here().world}", f"trainer.default_local_dir={folder}/run"]
+    trainer = build_ppo(load("ppo_trainer", [*asked, *world]), here())
+    learn, held = trainer.learn, []
+
+    def watched(batch, record):
+        held.append(trainer.collector.engine._batch.runner.cache.bytes)
+        learn(batch, record)
+
+    trainer.learn = watched
+    trainer.fit()
+    here().gather(None)
+    assert len(held) == 1 and (held[0] == 0) == frees
+
+
+def test_every_prompt_is_taken_once_and_late_ranks_lose_theirs():
+    shares = [[(10 * rank + i, Prompt(i, [1], [], "x")) for i in range(6)] for rank in range(here().world)]
+    surplus = Surplus(here(), "test", left_over(shares, 2))
+    here().gather(None)
+    mine = [number for number, _ in surplus.taken()] if here().rank == 0 else []
+    here().gather(None)
+    rest = [number for number, _ in surplus.taken()]
+    told = here().gather((mine, rest))
+    assert told[0][0][:4] == [2, 3, 4, 5] and sorted(told[0][0]) == sorted(n for s in shares for n, _ in s[2:])
+    assert all(not found for _, found in told)
 
 
 def test_every_rank_holds_its_share_of_weights_gradients_and_moments():

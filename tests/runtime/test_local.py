@@ -20,8 +20,11 @@ from tests.backends.ranks import pytest_as_ranks
 LOOP = str(Path(__file__).parent / "ranks_loop.py")
 
 
+FAST = "(grpo and (sharded or shared-matrices)) or other_data or does_not_have or holds_its_share or read_by_torch or taken"
+
+
 def test_two_ranks_learn_what_one_process_learns():
-    pytest_as_ranks(2, [LOOP, "-k", "grpo or other_data or does_not_have or holds_its_share or merged"])
+    pytest_as_ranks(2, [LOOP, "-k", FAST])
 
 
 @pytest.mark.slow
@@ -32,7 +35,7 @@ def test_supervised_training_runs_as_ranks():
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_any_number_of_ranks_learns_and_resumes(world):
-    pytest_as_ranks(world, [LOOP, *(["-k", "not shared_by_two"] if world == 3 else [])], timeout=1500)
+    pytest_as_ranks(world, [LOOP, *(["-k", "not shared_matrices"] if world == 3 else [])], timeout=1500)
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
