@@ -66,8 +66,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The page of every key, and the site in build/site; --strict refuses broken links.
 docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The pages of `strop board` are built once and committed: users need no Node.
 board:

@@ -264,7 +264,7 @@ def memory_growth(history: History) -> Sight | None:
 
 def stalled_phase(history: History) -> Sight | None:
     for name in history.names("timing_s/"):
-        if name.count("/") > 1:  # parts of a phase
+        if name.count("/") > 1 or name == "timing_s/step":  # a part of a phase, or all of them
             continue
         seconds = history.of(name, 21)
         if len(seconds) < SETTLED:
