@@ -85,7 +85,7 @@ RECIPES: dict[str, Recipe] = {
     "healthy_slow_lr": _grpo(f"{ACTOR}.optim.lr=1e-4", seed=7),
     "broken_lr_too_high": _grpo(*REF, f"{ACTOR}.optim.lr=2e-2", seed=8, expected="kl_runaway"),
     "broken_hackable_reward": _grpo(*_scorer("hackable"), seed=2, expected="reward_hacking"),
-    "broken_entropy_sign": _grpo(f"{ACTOR}.entropy_coeff=-0.2", seed=3, expected="entropy_collapse"),
+    "broken_entropy_sign": _grpo(f"{ACTOR}.entropy_coeff=-2.0", seed=3, expected="entropy_collapse"),
     "broken_critic_lr_zero": Recipe(("critic.optim.lr=0.0",), "ppo", seed=3, expected="value_failure"),
     "broken_critic_lr_huge": Recipe(("critic.optim.lr=0.3",), "ppo", seed=4, expected="value_failure"),
     "broken_short_limit": _grpo("data.max_response_length=2", seed=4, expected="truncation"),
@@ -93,7 +93,7 @@ RECIPES: dict[str, Recipe] = {
     "broken_temperature": _grpo(seed=6, expected="rollout_mismatch", change=other_temperature),
     "broken_stale_engine": _grpo(seed=7, expected="rollout_mismatch", change=stale_engine),
     "broken_too_many_epochs": _grpo(
-        f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=4", f"{ACTOR}.optim.lr=3e-3", seed=8, expected="clip_fraction"
+        f"{ACTOR}.ppo_epochs=10", f"{ACTOR}.optim.lr=1e-3", "trainer.total_training_steps=20", seed=8, expected="clip_fraction"
     ),
     "broken_outlier_scores": Recipe(tuple(_scorer("outlier")), "rloo", seed=2, expected="gradient_spike"),
     "broken_length_reward": _grpo(*_scorer("longer"), "data.max_response_length=24", seed=2, expected="length_drift"),
