@@ -13,20 +13,24 @@ from pathlib import Path
 from strop.run.heartbeat import Beat, read_beats
 from tests.trainer.runs import metrics, same, weights
 
-CLOCKS = ("timing", "perf/", "rollout/seconds", "rollout/tokens_per_second", "rollout/prefill_share", "reward/seconds",
-          "val-aux/reward/seconds", "memory/", "system/")  # fmt: skip
-"""Metrics that differ from run to run."""
+CLOCKS = ("timing", "perf/", "reward/seconds",
+          "val-aux/reward/seconds", "memory/", "system/", "rollout/")  # fmt: skip
+"""Metrics that differ from run to run: clocks, and what engines say of themselves."""
+
+SAVE_AT_ONCE = "actor_rollout_ref.actor.checkpoint.async_save=false"
+"""So that it is known which checkpoints are there when a run is killed."""
 
 
 class Started:
     """`strop ppo` with these settings, in a process."""
 
-    def __init__(self, settings: Sequence[str], folder: Path, **environment: str) -> None:
+    def __init__(self, settings: Sequence[str], folder: Path, before: Sequence[str] = (), **environment: str) -> None:
+        """`before`: a command that runs it somewhere else."""
         self.folder = folder
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "strop.cli", "ppo", *settings, f"trainer.default_local_dir={folder}"],
+                [*before, sys.executable, "-m", "strop.cli", "ppo", *settings, f"trainer.default_local_dir={folder}"],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -46,6 +50,22 @@ class Started:
         beat = self.wait_for(where)
         os.kill(beat.pid, signal.SIGKILL)
         return beat
+
+    def kill_child(self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120) -> int:
+        """Kill a child of one of `parents` that Ray has named so, one that was not killed before; its number."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for folder in Path("/proc").glob("[0-9]*"):
+                try:
+                    words = (folder / "cmdline").read_bytes().decode(errors="replace")
+                    parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+                if words.startswith(f"ray::{title}") and parent in parents and int(folder.name) not in besides:
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    return int(folder.name)
+            time.sleep(0.05)
+        raise AssertionError(f"no process ray::{title}\n{self.said()}")
 
     def end(self, limit: float = 240) -> int:
         try:

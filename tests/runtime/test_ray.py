@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.started import Started, assert_same_run
+from tests.runtime.started import SAVE_AT_ONCE, Started, assert_same_run
+from tests.trainer.runs import metrics
 
 pytest.importorskip("ray")
 
@@ -23,6 +24,7 @@ SETTINGS = [
     "trainer.save_freq=2",
     f"trainer.test_freq={STEPS}",
     "trainer.logger=[file,console]",
+    SAVE_AT_ONCE,
 ]
 
 
@@ -38,6 +40,10 @@ class Nodes:
 
     def add(self) -> Any:
         return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+
+    def raylets(self) -> list[int]:
+        """Process numbers; the workers of a node are its children."""
+        return [node.all_processes["raylet"][0].process.pid for node in self.workers]
 
     def kill(self, place: int) -> None:
         """End a node without a word, and start another."""
@@ -138,3 +144,31 @@ def test_a_cluster_that_is_not_there(settings, tmp_path):
     )
     assert run.end() == 1
     assert "Cannot reach a Ray cluster at 127.0.0.1:1" in run.said()
+
+
+def test_a_replica_that_dies_is_replaced_and_its_requests_repeated(nodes, settings, tmp_path):
+    kill_replicas(nodes, settings, tmp_path, times=1)
+
+
+@pytest.mark.slow
+def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path):
+    kill_replicas(nodes, [*settings, "trainer.total_training_steps=60"], tmp_path, times=10)
+
+
+def kill_replicas(nodes: Nodes, settings: list[str], tmp_path: Path, times: int) -> None:
+    """One rank on one node, a replica on the other; the numbers are those of an engine beside the trainer."""
+    calm = Started(settings, tmp_path / "calm")
+    own = [f"ray_kwargs.ray_init.address={nodes.cluster.address}", "actor_rollout_ref.rollout.nnodes=1"]
+    run = Started([*settings, *own], tmp_path / "run")
+    victims: list[int] = []
+    for _ in range(times):
+        run.wait_for(lambda beat: beat.step >= 2)
+        victims.append(run.kill_child("Replica", nodes.raylets(), besides=victims))
+    assert calm.end() == 0 and run.end() == 0, run.said()
+    steps = max(metrics(calm.folder))
+    assert_same_run(calm.folder, run.folder, steps)
+    found = metrics(run.folder)
+    assert found[steps]["rollout/replicas_replaced"] == times
+    assert all(
+        found[step]["rollout/weights_bytes"] > 0 and found[step]["rollout/weights_seconds"] > 0 for step in found if step
+    )

@@ -1,0 +1,67 @@
+"""The examples for clusters are what the tools that read them expect."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from strop.config.commandline import parse
+from strop.config.compose import load
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+
+
+def settings_of(command: str) -> list[str]:
+    words = shlex.split(command)
+    assert words[:2] == ["strop", "ppo"]
+    return words[2:]
+
+
+def test_the_slurm_script_is_sound_and_its_settings_are_known():
+    script = CLUSTER / "slurm.sbatch"
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text().replace("\\\n", " ")
+    line = next(line for line in text.splitlines() if "strop ppo" in line and not line.startswith("#"))
+    command = line[line.index("strop ppo") :].replace('"$@"', "").replace("$address:$port", "10.0.0.1:20000")
+    command = command.replace('"${#machines[@]}"', "2").replace('"$gpus"', "8")
+    config = load("ppo_trainer", parse(settings_of(command)).overrides).config
+    assert (config.trainer.runtime, config.trainer.nnodes, config.trainer.n_gpus_per_node) == ("ray", 2, 8)
+    assert config.ray_kwargs.ray_init["address"] == "10.0.0.1:20000"
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_has_nothing_to_say():
+    done = subprocess.run(["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_kubernetes_job_has_the_fields_of_its_kind():
+    job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job["spec"].keys() <= {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
+    cluster = job["spec"]["rayClusterSpec"]
+    config = load("ppo_trainer", settings_of(job["spec"]["entrypoint"])).config
+    [workers] = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == config.trainer.nnodes
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    assert int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) == 8
+
+
+def test_ray_up_accepts_its_file():
+    """By Ray's own schema."""
+    ray = pytest.importorskip("ray")
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()), schema)

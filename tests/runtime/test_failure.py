@@ -1,0 +1,155 @@
+"""Which rank took the run down, what is told of it, and when a run is started again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from strop.errors import CRASHED, REFUSED
+from strop.run.heartbeat import Beat, Heartbeat, beating, stacks_of, workers_of
+from strop.run.layout import write_latest
+from strop.run.watchdog import HUNG, ORPHANED
+from strop.runtime.failure import MACHINE_LOST, WAITED, Loss, describe, first_cause, slowest, waits_for_others
+from strop.runtime.restarts import supervise
+from tests.runtime.started import SAVE_AT_ONCE, Started, assert_same_run
+
+WAITING = """Thread 0x1 (most recent call first):
+  File "/x/strop/run/watchdog.py", line 60 in _watch
+
+Thread 0x2 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 9 in all_gather_object
+  File "/x/strop/ranks.py", line 3 in gather
+"""
+BUSY = WAITING.replace("/x/torch/distributed/distributed_c10d.py", "/x/user/reward.py")
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"),
+    [
+        ({0: WAITED, 1: -9}, 1),
+        ({0: 1, 1: WAITED}, 0),
+        ({0: CRASHED, 1: -9, 2: WAITED}, 1),
+        ({0: WAITED, 1: HUNG, 2: HUNG}, 1),
+        ({0: -9, 1: MACHINE_LOST}, 1),
+        ({0: ORPHANED, 1: CRASHED}, 1),
+    ],
+)
+def test_the_rank_that_the_others_fell_over(codes, cause):
+    assert first_cause(codes) == cause
+
+
+def test_a_loss_is_told_with_place_phase_and_last_lines(tmp_path):
+    workers_of(tmp_path).mkdir()
+    Heartbeat(tmp_path, 1, 2).beat(3, "update_actor")
+    said = describe(Loss(1, 2, -9, "node7", ("almost", "there")), tmp_path)
+    assert said[0] == (
+        f"Rank 1 of 2 (host node7, process {os.getpid()}) was ended by SIGKILL in phase 'update_actor' of step 3; "
+        "the others were stopped."
+    )
+    assert said[1:] == ["Its last lines:", "  almost", "  there"]
+    assert describe(Loss(1, 2, REFUSED), tmp_path) == []  # it has told its mistake itself
+    assert "was lost with its machine" in describe(Loss(0, 2, MACHINE_LOST, why="The node died."), tmp_path)[0]
+
+
+def test_the_slowest_rank_is_the_one_that_waits_for_nobody(tmp_path):
+    def beat(rank, step=4, since=0.0):
+        return Beat(rank, 3, "node", rank, step, "gen", since)
+
+    assert waits_for_others(WAITING) and not waits_for_others(BUSY)
+    beats = [beat(0), beat(1), beat(2)]
+    assert [b.rank for b in slowest(beats, {0: WAITING, 1: BUSY, 2: WAITING})] == [1]
+    assert [b.rank for b in slowest([beat(0, 5), beat(1, 4), beat(2, 5)], {})] == [1]  # a step behind
+    assert [b.rank for b in slowest([beat(0, since=3), beat(1, since=2), beat(2, since=5)], {})] == [1]
+    workers_of(tmp_path).mkdir()
+    for rank, stack in enumerate([WAITING, BUSY]):
+        Heartbeat(tmp_path, rank, 2).beat(4, "gen")
+        stacks_of(tmp_path, rank).write_text(f"--- old\n{BUSY}\n--- new\n{stack}")
+    said = describe(Loss(0, 2, HUNG), tmp_path)[0]
+    assert re.match(r"The run stood still: rank 1 \(host .*\) in phase 'gen' of step 4; 1 other rank\(s\) waited for it.", said)
+    assert str(stacks_of(tmp_path, 1)) in said
+
+
+def test_restarts_go_on_from_what_the_run_made(tmp_path, capsys):
+    seen: list[list[str]] = []
+    ends = iter([Loss(0, 1, -9), Loss(0, 1, CRASHED), None])
+
+    def attempt(more):
+        seen.append(list(more))
+        if len(seen) == 2:
+            write_latest(tmp_path, 4)
+        return next(ends)
+
+    write_latest(tmp_path, 9)  # of another run, which trainer.resume_mode=disable leaves alone
+    assert supervise(attempt, tmp_path, 2) == 0
+    assert seen == [[], [], ["trainer.resume_mode=auto"]]
+    assert "was ended by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loss", "allowed", "attempts", "code"),
+    [
+        (Loss(0, 1, REFUSED), 5, 1, 1),
+        (Loss(0, 1, -2, asked=True), 5, 1, 130),
+        (Loss(0, 1, -9), 0, 1, 137),
+        (Loss(0, 1, -9), 2, 3, 137),
+        (Loss(0, 1, MACHINE_LOST), 1, 2, CRASHED),
+    ],
+)
+def test_what_is_not_tried_again(tmp_path, loss, allowed, attempts, code):
+    tried = []
+    assert supervise(lambda more: tried.append(more) or loss, tmp_path, allowed) == code
+    assert len(tried) == attempts
+
+
+HANG = """
+import sys, time
+from pathlib import Path
+from strop.run.heartbeat import beating
+from strop.run.watchdog import Limits, watched
+def stuck(): time.sleep(60)
+with beating(Path(sys.argv[1])) as heart, watched(heart, Limits(*map(float, sys.argv[2:4]))):
+    heart.beat(3, "reward")
+    stuck()
+"""
+
+
+def test_a_phase_that_hangs_ends_the_process_with_its_stacks(tmp_path):
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", HANG, str(tmp_path), "0", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == HUNG and time.monotonic() - start < 40
+    assert re.search(r"Rank 0 \(host .*\) in phase 'reward' of step 3 for more than trainer.phase_timeout=1 s.", done.stderr)
+    assert "in stuck" in stacks_of(tmp_path, 0).read_text()
+
+
+def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
+    from strop.run import watchdog
+
+    monkeypatch.setattr(watchdog, "ROUND", 0.05)
+    with beating(tmp_path) as heart, watchdog.watched(heart, watchdog.Limits(warning=0.1)):
+        heart.beat(2, "testing")
+        time.sleep(0.6)
+    assert caplog.text.count("in phase 'testing' of step 2 for 0 s: what it does is written in") == 1
+    assert "time.sleep" in stacks_of(tmp_path, 0).read_text() or "test_failure" in stacks_of(tmp_path, 0).read_text()
+
+
+def test_a_worker_ends_when_its_starter_is_gone(tmp_path):
+    alone = HANG.replace("Limits(*map(float, sys.argv[2:4]))", "Limits(), starter=1")
+    done = subprocess.run([sys.executable, "-c", alone, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == ORPHANED
+
+
+def test_one_process_on_this_machine_restarts_by_itself(overrides, tmp_path):
+    """Killed once, it ends with the weights and numbers of a run that nobody disturbed."""
+    words = [*(word for word in overrides if "default_local_dir" not in word), SAVE_AT_ONCE]
+    calm = Started(words, tmp_path / "calm")
+    assert calm.end() == 0, calm.said()
+    run = Started([*words, "trainer.max_restarts=1"], tmp_path / "run")
+    run.kill(lambda beat: beat.step == 3)
+    assert run.end() == 0, run.said()
+    assert "was ended by SIGKILL in phase" in run.said() and "Starting again from step 2; 0 restart(s) left." in run.said()
+    assert_same_run(calm.folder, run.folder, 4)
