@@ -213,7 +213,7 @@ def learn(bench: Bench, tokens: int, micro_batches: int) -> None:
     if not bench.stepped:
         update()
         bench.stepped = True
-    parts = bench.model.update(micro_tokens(tokens), accumulated=micro_batches > 1)
+    parts = bench.model.update(micro_tokens(tokens), accumulated=micro_batches > 1, entropy=True)
     bench.measure(
         f"update, {micro_batches} micro-batch" + "es" * (micro_batches > 1),
         update,

@@ -110,7 +110,8 @@ def head_forward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: boo
 
 def head_backward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool) -> int:
     """Logits, slopes and their 16-bit copy, of this chunk and in part of the one before; the gradient of the head in float32
-    and the piece that is added to it; the gradient of the states."""
+    and the piece that is added to it; the gradient of the states. Entropy that is asked for has a slope even if the loss does
+    not use it."""
     states = tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states * 2

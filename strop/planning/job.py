@@ -212,7 +212,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     cut = _Cut("actor_rollout_ref.actor", actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz)
     learning = {
         "learns": True,
-        "entropy": bool(actor.entropy_coeff),
+        "entropy": bool(actor.entropy_coeff or actor.calculate_entropy),
         "times": actor.ppo_epochs,
         "updates": plan.updates_per_epoch,
     }
