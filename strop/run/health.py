@@ -9,6 +9,7 @@ on the console; while it lasts `health/<name>` is 1.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -92,17 +93,28 @@ class Health:
         log.warning("step %d, %s: %s What to try: %s", alert.step, alert.name, alert.message, alert.advice)
 
 
+def tell_stall(directory: Path, step: int, phase: str, seconds: float, stacks: str) -> None:
+    """An alert about a phase that has not ended yet, from whoever watches the clock."""
+    rule = next(rule for rule in RULES if rule.name == "stalled_phase")
+    message = f"The phase {phase} has been running for {seconds:.0f} s; what the process does is written in {stacks}."
+    alert = Alert(step, time.time(), rule.name, rule.severity, message, rule.advice, {f"timing_s/{phase}": seconds})
+    with contextlib.suppress(OSError):  # it was told on the console
+        append(directory / ALERTS, asdict(alert))
+
+
 def recorded(path: Path, last: int | None = None) -> Iterator[tuple[dict[str, object], int]]:
     """Metrics and step of every whole line of a metrics.jsonl, up to the step `last`."""
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if last is None or row["step"] <= last:
-            yield row["data"], row["step"]
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+                metrics, step = dict(row["data"]), int(row["step"])
+            except (ValueError, KeyError, TypeError):  # a part of a line, or none of ours
+                continue
+            if last is None or step <= last:
+                yield metrics, step
 
 
 def verdict(path: Path) -> list[Alert]:

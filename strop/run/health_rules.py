@@ -34,7 +34,7 @@ FALLEN_SCORE = 0.5
 CLIPPED_LIMIT = 0.3
 SPIKE = 12.0
 """Factor of the usual gradient norm."""
-HARMFUL_CRITIC, USELESS_CRITIC = -0.5, 0.03
+HARMFUL_CRITIC, USELESS_CRITIC = -0.5, 0.01
 """Explained variance: below the first the critic misleads; below the second, after PATIENCE steps, it has learned nothing."""
 PATIENCE = 30
 MISMATCH_LIMIT = 0.01
@@ -184,11 +184,11 @@ def clip_fraction(history: History) -> Sight | None:
 
 def gradient_spike(history: History) -> Sight | None:
     for role in ("actor", "critic", "train"):
-        if any(history.of(f"{role}/skipped_updates", 1)):
+        if any(history.last(f"{role}/skipped_updates", 1)):
             return Sight(
                 f"Gradients of the {role} were not finite; those updates were skipped.", {f"{role}/skipped_updates": 1}
             )
-        norms = history.of(f"{role}/grad_norm", 21)
+        norms = history.last(f"{role}/grad_norm", 21)
         if len(norms) < SETTLED:
             continue
         usual = median(norms[:-1])
@@ -248,7 +248,7 @@ def idle_device(history: History) -> Sight | None:
 
 
 def memory_growth(history: History) -> Sight | None:
-    held = history.of("perf/process_memory_gb")[SETTLED // 2 :]
+    held = history.course("perf/process_memory_gb")[SETTLED // 2 :]
     if len(held) < 2 * SETTLED:
         return None
     third = len(held) // 3
@@ -266,7 +266,7 @@ def stalled_phase(history: History) -> Sight | None:
     for name in history.names("timing_s/"):
         if name.count("/") > 1 or name == "timing_s/step":  # a part of a phase, or all of them
             continue
-        seconds = history.of(name, 21)
+        seconds = history.last(name, 21)
         if len(seconds) < SETTLED:
             continue
         usual = median(seconds[:-1])
@@ -348,7 +348,7 @@ RULES = (
     ),
     Rule(
         "value_failure",
-        "error",
+        "warning",
         value_failure,
         "Check critic.optim.lr (1e-5 is usual, never 0), train the critic alone first (trainer.critic_warmup), start it from a "
         "reward model, or use an estimator without a critic (grpo, rloo).",

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
+from strop.run.health import tell_stall
 from strop.run.heartbeat import Beat, Heartbeat, stacks_of
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def _watch(heart: Heartbeat, limits: Limits, starter: int | None, stacks: TextIO
             told = beat
             _write_stacks(beat, still, stacks)
             log.warning("%s for %.0f s: what it does is written in %s.", str(beat).capitalize(), still, stacks.name)
+            tell_stall(heart.directory, beat.step, beat.phase, still, stacks.name)
 
 
 def _write_stacks(beat: Beat, still: float, stacks: TextIO) -> None:

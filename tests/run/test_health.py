@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from strop.run.health import CALM, Health, Monitor, verdict
+from strop.run.health import CALM, Health, Monitor, recorded, verdict
+from strop.run.health_history import COURSE, FIRST, LAST, Series
 from strop.run.health_rules import RULES
 from tests.run.health_runs.make import HERE, RECIPES
 
@@ -102,3 +103,19 @@ def test_missing_and_strange_values_are_no_news() -> None:
 def test_every_rule_says_what_to_try() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert all(rule.advice.endswith(".") and rule.severity in ("warning", "error") for rule in RULES)
+
+
+def test_a_long_history_stays_small() -> None:
+    series = Series()
+    for number in range(100_000):
+        series.add(float(number % 1000))
+    assert len(series.course) <= COURSE and len(series.last) == LAST and len(series.first) == FIRST
+    assert (series.low, series.high, series.best) == (0.0, 999.0, 997.0) and series.recent(5) == 997.0
+    assert series.course[0] == 0.0 and series.course[1] == float(series._stride % 1000)
+
+
+def test_lines_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "data": {"a": 1}}\n[]\n{"step": "x"}\n{"step": 2}\n\x00\n{"step": 3, "data": {"a": 2}}\n{"st')
+    assert list(recorded(path)) == [({"a": 1}, 1), ({"a": 2}, 3)] and list(recorded(path, 2)) == [({"a": 1}, 1)]
+    assert list(recorded(tmp_path / "nothing")) == []
