@@ -13,6 +13,8 @@ export function GroupView({ group, base, split, steps }: { group: Group; base: s
   const [colouring, setColouring] = useState<Colouring>((localStorage.getItem("colouring") as Colouring) ?? "text");
   const [shown, setShown] = useState(SIDE_BY_SIDE);
   const [other, setOther] = useState<number | null>(null);
+  // Validation has the same prompts every time; in training they come back with the next epoch, if at all.
+  const [looking, setLooking] = useState(split === "validation");
   const paint = (one: Colouring) => {
     localStorage.setItem("colouring", one);
     setColouring(one);
@@ -41,7 +43,12 @@ export function GroupView({ group, base, split, steps }: { group: Group; base: s
           </>
         )}
       </section>
-      {steps.length > 1 && <OverTime group={group} base={`${base}/${split}`} other={other} choose={setOther} />}
+      {steps.length > 1 && looking && <OverTime group={group} base={`${base}/${split}`} other={other} choose={setOther} />}
+      {steps.length > 1 && !looking && (
+        <button type="button" class="small-button" onClick={() => setLooking(true)}>
+          Look for this prompt at other steps
+        </button>
+      )}
       <Legend colouring={colouring} />
       {other === null ? (
         <div class="samples">
@@ -127,7 +134,8 @@ function OverTime(props: { group: Group; base: string; other: number | null; cho
   const { group, other, choose } = props;
   const path = `${props.base}/history/${group.index}?${new URLSearchParams({ source: group.data_source })}`;
   const { data } = useAnswer<History>(path);
-  if (!data || data.steps.length < 2) return null;
+  if (!data) return <div class="waiting" aria-busy="true" />;
+  if (data.steps.length < 2) return <p class="quiet small">This prompt was kept at no other step{data.left ? " of the newest" : ""}.</p>;
   const means = data.steps.map(({ scores }) => mean(scores));
   const known = means.filter((one): one is number => one !== null);
   const [low, high] = [Math.min(0, ...known), Math.max(1, ...known)];

@@ -6,7 +6,7 @@ import { ConfigPage } from "./config";
 import { CurvesPage } from "./curves";
 import { HealthPage } from "./health";
 import { focusSearch, HELP, useKeys } from "./keys";
-import { colourOf, Dot, Empty, Problem } from "./parts";
+import { Border, colourOf, Dot, Empty, Problem } from "./parts";
 import { RolloutsPage } from "./rollouts";
 import { go, href, type Page, PAGES, read, useRoute } from "./route";
 import { RunsPage } from "./runs";
@@ -101,7 +101,13 @@ function App() {
       </header>
       {listed.error && <Problem text={`The board does not answer (${listed.error}); trying again.`} />}
       <main class={route.page}>
-        {listed.data && !runs.length && route.page !== "runs" ? <NoRuns /> : <Shown page={route.page} runs={runs} chosen={chosen} theme={theme} ready={listed.data !== null} />}
+        {listed.data && !runs.length && route.page !== "runs" ? (
+          <NoRuns />
+        ) : (
+          <Border key={route.page}>
+            <Shown page={route.page} runs={runs} chosen={chosen} theme={theme} ready={listed.data !== null} />
+          </Border>
+        )}
       </main>
       {help && <Help close={() => setHelp(false)} />}
     </>

@@ -1,5 +1,5 @@
 // Small pieces that pages share.
-import type { ComponentChildren } from "preact";
+import { Component, type ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import type { Run } from "./api";
 
@@ -128,4 +128,15 @@ export function RunTitle({ run, colour }: { run: Run; colour: string }) {
       {run.name}
     </h2>
   );
+}
+
+/** Around a page: what goes wrong in it is said in its place, and the others still open. */
+export class Border extends Component<{ children: ComponentChildren }, { problem: string | null }> {
+  state = { problem: null };
+  static getDerivedStateFromError(error: Error) {
+    return { problem: error.message };
+  }
+  render() {
+    return this.state.problem ? <Problem text={`This page broke: ${this.state.problem}. Reload it, and please report it.`} /> : this.props.children;
+  }
 }

@@ -1,5 +1,5 @@
 // Rollouts: prompts of a step on the left, all samples of one of them on the right.
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, type Group, type GroupLine, type GroupPage, query, useAnswer } from "./api";
 import { number } from "./format";
 import { GroupView } from "./group";
@@ -84,6 +84,15 @@ export function RolloutsPage({ chosen }: { chosen: Chosen[] }) {
 function StepPicker({ steps, step, everywhere, stay }: { steps: number[]; step: number | null; everywhere: boolean; stay: boolean }) {
   const go = (next: string) => set({ step: next, at: "", ...(stay ? {} : { group: "" }) });
   const at = step === null ? steps.length : steps.indexOf(step);
+  const options = useMemo(
+    () =>
+      steps.toReversed().map((one) => (
+        <option key={one} value={one}>
+          step {one}
+        </option>
+      )),
+    [steps],
+  );
   const move = (by: number) => {
     const next = steps[Math.max(0, Math.min(steps.length - 1, at + by))];
     if (next !== undefined) go(String(next));
@@ -100,11 +109,7 @@ function StepPicker({ steps, step, everywhere, stay }: { steps: number[]; step: 
         onChange={(event) => go(event.currentTarget.value)}
       >
         <option value="all">all steps</option>
-        {[...steps].reverse().map((one) => (
-          <option key={one} value={one}>
-            step {one}
-          </option>
-        ))}
+        {options}
       </select>
       <button type="button" onClick={() => move(1)} disabled={everywhere || at >= steps.length - 1} title="next step (])" aria-label="next step">
         ›

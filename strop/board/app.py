@@ -105,7 +105,10 @@ class Board:
         samples, split = self._samples(ask), ask.path("split")
         with self.readers:
             if ask.text("step", 20):
-                return samples.page(split, ask.number("step", 0), query)
+                try:
+                    return samples.page(split, ask.number("step", 0), query)
+                except Damaged as damaged:
+                    return {"damaged": [str(damaged)]}
             start = (ask.number("from", 0), query.offset) if ask.text("from", 20) else None
             return samples.scan(split, query, start)
 
@@ -212,15 +215,15 @@ def build_app(root: Path, *, token: str | None = None, hosts: tuple[str, ...] = 
 
 
 def answer(question: Callable[[Ask], Any], ask: Ask) -> tuple[int, str]:
-    """Status and JSON. A file that cannot be read is an answer too."""
+    """Status and JSON."""
     try:
         return 200, _json(question(ask))
     except NotFound as missing:
         return 404, to_json({"error": str(missing)})
     except Wrong as wrong:
         return 400, to_json({"error": str(wrong)})
-    except Damaged as damaged:
-        return 200, to_json({"damaged": [str(damaged)]})
+    except (Damaged, OSError) as damaged:
+        return 500, to_json({"error": str(damaged)})
 
 
 def _json(value: Any) -> str:

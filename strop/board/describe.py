@@ -19,6 +19,7 @@ from strop.board.tail import Tail
 from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.run.heartbeat import FAILED, FINISHED, read_beats
 from strop.run.layout import read_latest, step_folders, step_of
+from strop.run.manifest import NAME as MANIFEST
 from strop.run.manifest import DamagedCheckpoint, read_manifest, verify
 
 QUIET = 900.0
@@ -167,4 +168,4 @@ def checkpoints(run: RunFolder) -> dict[str, Any]:
 
 
 def _saved_at(path: Path) -> float:
-    return (path / "manifest.json").stat().st_mtime
+    return (path / MANIFEST).stat().st_mtime

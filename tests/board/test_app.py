@@ -210,6 +210,10 @@ def test_a_run_with_damaged_files_is_shown_with_what_is_wrong(tmp_path: Path) ->
         assert len(found["hurt"]["damaged"]) == 2 and found["hurt"]["step"] == 41
         at = f"/api/runs/{found['hurt']['id']}"
         assert "metrics.config.json cannot be read" in ask(url, f"{at}/config")[1]["damaged"][0]
+        (run / "samples" / "train_000040.parquet").write_bytes(b"PAR1")
+        assert "train_000040.parquet is damaged" in ask(url, f"{at}/samples/train?step=40")[1]["damaged"][0]
+        status, body, _ = ask(url, f"{at}/samples/train/40/0")
+        assert status == 500 and "train_000040.parquet is damaged" in body["error"]
         assert ask(url, f"{at}/alerts")[1] == {"alerts": [{"step": 1}], "damaged": 1}
         problems = [checkpoint["problem"] for checkpoint in ask(url, f"{at}/checkpoints")[1]["checkpoints"]]
         assert "manifest.json cannot be read" in problems[0] and "was cut or changed" in problems[1]
