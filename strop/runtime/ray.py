@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from strop.config.engine import replica_count
+from strop.errors import CRASHED
 from strop.extras import require
 from strop.run.heartbeat import workers_of
 from strop.runtime.failure import MACHINE_LOST, Loss, first_cause
@@ -31,6 +33,8 @@ LOOK = 0.5
 """Seconds between two looks at the ranks."""
 GRACE = 15.0
 """Seconds the other ranks have to end by themselves after one has failed."""
+PATIENCE = 5.0
+"""Seconds that the head of the cluster may be silent."""
 NAMESPACE = "strop"
 MOST_REQUESTS = 10_000
 """That a replica has under way; its engine queues them."""
@@ -40,8 +44,11 @@ SETTLE = 60.0
 
 def ray_module() -> ModuleType:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     return require("ray", extra="ray", why="trainer.runtime=ray")
+
+
+class ClusterLost(ValueError):
+    """The head of the cluster does not answer any more."""
 
 
 class Cluster:
@@ -78,12 +85,16 @@ class Cluster:
             self._ray.init(address=address, **arguments)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ValueError(
-                f"Cannot reach a Ray cluster at {address}: {str(error).strip().splitlines()[0]} Start one with `ray start`, "
+                f"Cannot reach a Ray cluster at {address}: {' '.join(str(error).split())[:400]} Start one with `ray start`, "
                 "name it in ray_kwargs.ray_init.address, and use the same RAY_AUTH_MODE everywhere."
             ) from error
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ClusterLost):
+            sys.stderr.write(f"strop: error: {error}\n")
+            sys.stderr.flush()
+            os._exit(CRASHED)  # Ray would wait for its head for a minute, and then end this process without a word to anybody
         if self._settings.timeline_json_file and self._ray.is_initialized():
             self._ray.timeline(filename=self._settings.timeline_json_file)
         self._ray.shutdown()
@@ -147,9 +158,13 @@ class Cluster:
                     lack = f"{demand} asked for, but others use them."
                     log.warning("%s Waiting, at most %d s (trainer.ray_wait_register_center_timeout).", lack, limit)
             yield group
-        finally:
-            if self._ray.is_initialized():
-                self._ray.util.remove_placement_group(group)
+        except ClusterLost:
+            raise
+        except BaseException:
+            self._ray.util.remove_placement_group(group)
+            raise
+        else:
+            self._ray.util.remove_placement_group(group)
 
     def _supply(self) -> list[tuple[str, dict[str, float]]]:
         return [(node["NodeManagerAddress"], node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
@@ -208,8 +223,7 @@ class Cluster:
                 yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
             except self._ray.exceptions.RayError as error:
                 raise ValueError(f"A rollout replica cannot start: {_short(error)}") from error
-            finally:
-                self._ray.kill(pool)
+            self._ray.kill(pool)  # after an error it ends with this process
 
     # --- the ranks -------------------------------------------------------------------------------------------------------
 
@@ -249,11 +263,18 @@ class Cluster:
         """Until all ranks have ended. One that fails gives the others a while, then they are stopped."""
         ends: dict[int, Ended] = {}
         why: dict[int, str] = {}
+        head = Head(self._ray.get_runtime_context().gcs_address)
         deadline = float("inf")
         with _signals() as asked:
             while len(ends) < self.world and time.monotonic() < deadline:
                 running = {run: rank for rank, run in enumerate(runs) if rank not in ends}
                 done, _ = self._ray.wait(list(running), num_returns=len(running), timeout=LOOK)
+                if head.silent_for() > PATIENCE:
+                    self._stop(agents, ends, signal.SIGTERM)
+                    raise ClusterLost(
+                        f"The head of the Ray cluster at {head.address} does not answer any more, so the ranks were stopped. "
+                        "Start the cluster again; the same command then goes on from the last checkpoint."
+                    )
                 for run in done:
                     ends[running[run]], why[running[run]] = self._end_of(run)
                 if 0 not in ends or runs[0] in done:
@@ -289,6 +310,24 @@ class Cluster:
     def _stop(self, agents: Sequence[Any], ends: Mapping[int, Ended], number: int) -> None:
         left = [agent.stop.remote(number) for rank, agent in enumerate(agents) if rank not in ends]
         self._ray.wait(left, num_returns=len(left), timeout=GRACE) if left else None
+
+
+class Head:
+    """The process that every part of a cluster must be able to reach."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._heard = time.monotonic()
+
+    def silent_for(self) -> float:
+        """Seconds since it last took a connection."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            with socket.create_connection((host, int(port)), timeout=1.0):
+                self._heard = time.monotonic()
+        except OSError:
+            pass
+        return time.monotonic() - self._heard
 
 
 def _short(error: BaseException) -> str:

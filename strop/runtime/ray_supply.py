@@ -17,6 +17,11 @@ PASSED_ON = (
 """Beginnings of the variables that ranks get from the shell of the command; Ray gives its workers those of `ray start`."""
 
 
+READ = ("path", "files", "plugins", "custom_chat_template")
+"""Ends of the keys that name what a run reads."""
+WRITTEN = ("save_path", "output_path")
+
+
 @dataclass(frozen=True)
 class Demand:
     """So many machines, with so much on each."""
@@ -62,16 +67,15 @@ def check_machines(machines: Sequence[Machine], own_versions: Mapping[str, str])
             )
 
 
-def local_paths(tree: Any) -> Iterator[str]:
-    """Strings of the configuration that name something on this machine."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
+def local_paths(tree: Mapping[str, Any]) -> Iterator[str]:
+    """What of this machine a configuration reads: models, data, code."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
             yield from local_paths(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from local_paths(value)
-    elif isinstance(tree, str) and os.sep in tree and os.path.exists(os.path.expanduser(tree)):
-        yield tree
+        elif key.endswith(READ) and key not in WRITTEN:
+            for path in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(path, str) and os.path.exists(os.path.expanduser(path)):
+                    yield path
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:

@@ -36,13 +36,15 @@ class Recipe:
     settings: Mapping[str, Any]
     """Of `build_engine`."""
     dtype: str
+    device: str
+    """As in trainer.device."""
     holds_weights: bool
     """Whether the engine makes a model by itself from the folder."""
 
     def make(self) -> Engine:
         if self.holds_weights:
             return build_engine(self.engine, self.model.path, **self.settings)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows it the GPUs it was given, or none
+        device = torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
         module = build_reference(self.model, dtype=compute_dtype(self.dtype, device), weights=False)
         give_memory(module, device)
         return build_engine(self.engine, module, **self.settings)

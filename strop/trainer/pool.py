@@ -20,6 +20,7 @@ def recipe_for(config: Any, settings: Mapping[str, Any]) -> Recipe:
         model=config.actor_rollout_ref.model,
         settings=dict(settings),
         dtype=config.actor_rollout_ref.actor.fsdp_config.dtype,
+        device=config.trainer.device,
         holds_weights=bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"]),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from strop.errors import CRASHED
 from tests.runtime.started import SAVE_AT_ONCE, Started, assert_same_run
 from tests.trainer.runs import metrics
 
@@ -59,10 +60,28 @@ def nodes() -> Iterator[Nodes]:
     found.cluster.shutdown()
 
 
+REWARD = """
+import threading
+
+lock = threading.Lock()
+
+def with_lock(held):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        with held:
+            return sum(letter in ground_truth for letter in solution_str) / 4
+    return compute_score
+
+compute_score = with_lock(lock)
+"""
+"""A function that cannot be pickled, which does not matter: every rank reads the file."""
+
+
 @pytest.fixture
-def settings(overrides: list[str]) -> list[str]:
-    replaced = {word.partition("=")[0] for word in [*SETTINGS, "trainer.default_local_dir="]}
-    return [*(word for word in overrides if word.partition("=")[0] not in replaced), *SETTINGS]
+def settings(overrides: list[str], tmp_path: Path) -> list[str]:
+    (tmp_path / "reward.py").write_text(REWARD)
+    own = [*SETTINGS, f"custom_reward_function.path={tmp_path}/reward.py"]
+    replaced = {word.partition("=")[0] for word in [*own, "trainer.default_local_dir="]}
+    return [*(word for word in overrides if word.partition("=")[0] not in replaced), *own]
 
 
 @pytest.fixture
@@ -172,3 +191,44 @@ def kill_replicas(nodes: Nodes, settings: list[str], tmp_path: Path, times: int)
     assert all(
         found[step]["rollout/weights_bytes"] > 0 and found[step]["rollout/weights_seconds"] > 0 for step in found if step
     )
+
+
+def test_a_cluster_that_goes_away_is_told_and_leaves_nobody_behind(settings, tmp_path, monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    quiet = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **quiet})
+    try:
+        more = ["trainer.total_training_steps=2000", f"ray_kwargs.ray_init.address={cluster.address}"]
+        run = Started([*settings, *more], tmp_path / "run")
+        worker = run.wait_for(lambda beat: beat.step == 2)
+        cluster.head_node.all_processes["gcs_server"][0].process.kill()
+        start = time.monotonic()
+        assert run.end() == CRASHED, run.said()
+        assert time.monotonic() - start < 45
+        assert "does not answer any more, so the ranks were stopped. Start the cluster again" in run.said()
+        while Path(f"/proc/{worker.pid}").exists() and time.monotonic() - start < 60:
+            time.sleep(0.1)
+        assert not Path(f"/proc/{worker.pid}").exists()
+    finally:
+        cluster.shutdown()
+
+
+def test_a_full_object_store_is_told(monkeypatch):
+    import numpy as np
+    import ray
+
+    from strop.runtime.ray_pool import RayPool
+
+    pool = object.__new__(RayPool)
+    pool._ray = ray
+
+    def full(memory):
+        raise ray.exceptions.ObjectStoreFullError("full")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(
+        ValueError, match=r"no room for 3 MiB of weights. Lower .*update_weights_bucket_megabytes, or start Ray"
+    ):
+        pool.load(np.zeros(3 << 20, np.uint8), '{"first": true, "last": true}', 1)

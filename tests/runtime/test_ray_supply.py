@@ -44,11 +44,8 @@ def test_a_machine_without_the_files_is_named():
 
 def test_paths_of_a_configuration(tmp_path):
     (tmp_path / "model").mkdir()
-    tree = {
-        "model": {"path": f"{tmp_path}/model", "name": "org/hub-name"},
-        "files": [f"{tmp_path}/none", str(tmp_path)],
-        "n": 3,
-    }
+    model = {"path": f"{tmp_path}/model", "tokenizer_path": "org/hub-name"}
+    tree = {"model": model, "train_files": [f"{tmp_path}/none", str(tmp_path)], "n": 3, "save_path": str(tmp_path)}
     assert list(local_paths(tree)) == [f"{tmp_path}/model", str(tmp_path)]
     found = Agent(0).machine("10.0.0.1", str(tmp_path), ["model", "other"])
     assert found.missing == ["other"] and found.host == socket.gethostname()

@@ -176,7 +176,7 @@ def test_a_replica_samples_from_the_weights_it_was_given(task):
     model = load("ppo_trainer", words).config.actor_rollout_ref.model
     module = build_reference(model, dtype=torch.float32)
     expected = build_engine("native", module, max_model_len=16).generate([Request([1, 2, 3], n=3, seed=5)], SAMPLING)
-    replica = Replica(Recipe("native", model, {"max_model_len": 16}, "float32", False))
+    replica = Replica(Recipe("native", model, {"max_model_len": 16}, "float32", "cpu", False))
     pool, sent = FakePool(1), []
     pool.load = lambda memory, contents, version: sent.append((memory, contents)) or _done()
     sender = Replicas(Source("nowhere", 16, 100), pool, bucket_megabytes=1)
