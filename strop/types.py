@@ -223,22 +223,28 @@ def pad_columns(values: Tensor, width: int) -> Tensor:
 
 def rows_of(lists: Sequence[Sequence[float]], width: int) -> Tensor:
     """Lists of numbers as [B, width] float32, with zeros behind the end of each."""
+    import numpy as np
     import torch
 
-    return torch.tensor([[*values, *[0.0] * (width - len(values))] for values in lists], dtype=torch.float32).view(-1, width)
+    table = np.zeros((len(lists), width), dtype=np.float32)
+    for row, values in zip(table, lists):
+        row[: len(values)] = values
+    return torch.from_numpy(table)
 
 
 def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     """Trajectories as tensors. The score stands on the last response token; failed ones (no score) are masked out whole."""
+    import numpy as np
     import torch
 
     width = max((len(t.response) for t in trajectories), default=0)
-    scores = [[0.0] * len(t.response) for t in trajectories]
+    scores = torch.zeros(len(trajectories), width)
     for row, t in zip(scores, trajectories):
-        if t.score is not None and row:
-            row[-1] += t.score
+        earned = dict.fromkeys([len(t.response) - 1], t.score) if t.score is not None and t.response else {}
         for position, reward in t.turn_rewards.items():
-            row[position] += reward
+            earned[position] = earned.get(position, 0.0) + reward
+        for position, reward in earned.items():
+            row[position] = reward
     failed = torch.tensor([t.score is None for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
     # A failed sample is nobody's peer: alone in a group, its missing score moves no baseline.
@@ -248,11 +254,11 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     baselines = [t.baseline for t in trajectories]
     return Batch(
         baselines=None if None in baselines else torch.tensor(baselines),
-        sequences=[torch.tensor(t.prompt.ids + t.response, dtype=torch.long) for t in trajectories],
+        sequences=[torch.from_numpy(np.array(t.prompt.ids + t.response, dtype=np.int64)) for t in trajectories],
         prompt_lengths=torch.tensor([len(t.prompt.ids) for t in trajectories]),
         mask=mask,
         groups=groups,
         rollout_log_probs=rows_of([t.log_probs for t in trajectories], width),
-        scores=rows_of(scores, width),
+        scores=scores,
         row_ids=torch.arange(len(trajectories)),
     )

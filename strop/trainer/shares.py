@@ -9,6 +9,7 @@ from typing import Any
 from strop.data.balance import balanced_partitions
 from strop.ranks import Ranks, SharedFailure
 from strop.rewards.scorer import BrokenScorer
+from strop.trainer.parcel import Parcel
 from strop.types import Prompt, Trajectory
 
 
@@ -44,9 +45,9 @@ def told_to_all(made: list[Trajectory], prompts: Mapping[int, Prompt], ranks: Ra
     everywhere and do not travel."""
     if ranks.world == 1:
         return made
-    nobody = Prompt(-1, [], [], "")
-    shares = ranks.gather([replace(t, prompt=nobody) for t in made] if ranks.rank % team == 0 else [])
-    together = [replace(t, prompt=prompts[t.group]) for share in shares for t in share]
+    shares = ranks.gather(Parcel.of(made if ranks.rank % team == 0 else []))
+    together = [t for share in shares for t in share.trajectories(prompts)]
+    assert {t.group for t in together} == set(prompts), "every prompt is answered by some rank"
     return sorted(together, key=lambda t: t.group)
 
 

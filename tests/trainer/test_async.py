@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import run, same, weights
+from tests.trainer.test_loop import SEVENS
 
 ASYNC = "trainer.async_training."
 BESIDE = [f"{ASYNC}enable=true"]
@@ -80,3 +81,22 @@ def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahe
     )
     assert [steps[step]["staleness/prompts_ahead"] for step in range(1, 7)] == ahead
     assert 0 < max(steps[step]["staleness/max"] for step in steps if step) <= oldest
+
+
+@pytest.mark.parametrize("mode", [[*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], [*PARTIAL]], ids=["beside", "between"])
+def test_it_learns_what_the_synchronous_loop_learns(overrides, tmp_path, mode):
+    """The reward of the synchronous test: say as many sevens as you can."""
+    reward = tmp_path / "sevens.py"
+    reward.write_text(SEVENS)
+    learning = [
+        f"custom_reward_function.path={reward}",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "actor_rollout_ref.rollout.n=8",
+    ]
+    learning += ["trainer.total_training_steps=25", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+    last = []
+    for name, settings in {"plain": [], "ahead": mode}.items():
+        steps = run(overrides, *learning, *settings, f"trainer.default_local_dir={tmp_path}/{name}")
+        last.append(sum(steps[s]["critic/score/mean"] for s in (23, 24, 25)) / 3)
+    assert min(last) > 0.5 and abs(last[0] - last[1]) < 0.2, last
+    assert max(steps[s]["staleness/max"] for s in range(1, 26)) >= 1

@@ -1,0 +1,234 @@
+"""A cluster that is not here: 1,024 rollout replicas and 256 trainer ranks, simulated with measured times of the driver.
+
+    python benchmarks/simulate_cluster.py
+
+What the Python of this project costs each rank per prompt, request and token is measured on this machine, on the functions that
+a run calls. Devices are assumed (see ASSUMED). The simulation then lets replicas sample long-tailed answers in rows, ranks take
+what the window hands out, and everybody wait for whom they wait in a run. The cluster grows with its work: `--seqs` samples per
+replica in each step. One JSON line for the service times, one per size and way of training, and the size at which a rank's own
+work would take half of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import pickle
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from strop.algorithms.advantages import estimate
+from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.interruptible import Interruptible
+from strop.trainer.collect import _trajectory
+from strop.trainer.parcel import Parcel
+from strop.trainer.shares import _fingerprint
+from strop.trainer.staleness import staleness
+from strop.types import Prompt, batch_of
+
+PROMPT, ANSWER, SAMPLES = 256, 1024, 8
+
+
+@dataclass(frozen=True)
+class Service:
+    """Seconds of one rank's Python."""
+
+    prompt: float
+    """Per prompt of the step: dealt and compared by every rank."""
+    request: float
+    """Per own request: asked, answered, made into trajectories (8 samples of 1,024 tokens)."""
+    own_token: float
+    """Per own token: packed for the others."""
+    token: float
+    """Per token of the step: unpacked, in tensors, with an advantage; every rank does this for all."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Devices. Numbers of a 7B model on one H100 each, rounded."""
+
+    rows: int = 64
+    token_seconds: float = 0.02
+    """Of a decode step of all rows."""
+    prefill_tokens_per_second: float = 30_000
+    train_seconds_per_token: float = 1.4e-4
+    """On one rank: update and log-probs at 40% of the peak."""
+    weights_seconds: float = 15.0
+    """To bring 14 GB to all replicas."""
+    network_bytes_per_second: float = 10e9
+    """What a rank receives from the others."""
+    median: float = 1500.0
+    spread: float = 1.0
+    longest: int = 16384
+
+
+ASSUMED = Assumed()
+BYTES_PER_TOKEN = 9
+
+
+def best(work: Callable[[], Any], times: int = 5) -> float:
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+class Immediate:
+    """An engine that has its answers already."""
+
+    version = 0
+
+    def __init__(self, answers: list[list[Completion]]) -> None:
+        self.answers = answers
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> list[list[Completion]]:
+        return self.answers[: len(requests)]
+
+    def abort(self) -> None: ...
+
+
+def measure(groups: int = 32) -> Service:
+    draw = random.Random(0)
+    prompts = [Prompt(i, [draw.randrange(150_000) for _ in range(PROMPT)], [], "x") for i in range(groups)]
+
+    def completion() -> Completion:
+        ids = [draw.randrange(150_000) for _ in range(ANSWER)]
+        return Completion(ids, [-draw.random() for _ in ids], "stop")
+
+    answers = [[completion() for _ in range(SAMPLES)] for _ in prompts]
+    engine: Any = Interruptible(Immediate(answers), cut=True)  # type: ignore[arg-type]
+
+    def ask() -> list[Any]:
+        requests = [Request(prompt.ids, SAMPLES, seed=i) for i, prompt in enumerate(prompts)]
+        found = engine.generate(requests, Sampling())
+        return [_trajectory(prompts[i], i, c) for i, group in enumerate(found) for c in group]
+
+    made = ask()
+    for i, t in enumerate(made):
+        t.score = float(i % 2)
+    known = dict(enumerate(prompts))
+    sent = pickle.dumps(Parcel.of(made))
+
+    def take() -> None:
+        arrived = list(pickle.loads(sent).trajectories(known))
+        staleness(arrived, 1)
+        batch = batch_of(arrived)
+        assert batch.scores is not None
+        estimate("grpo", rewards=batch.scores, mask=batch.mask, groups=torch.unique(batch.groups, return_inverse=True)[1])
+
+    tokens = groups * SAMPLES * ANSWER
+    return Service(
+        prompt=best(lambda: _fingerprint(prompts)) / groups,
+        request=best(ask) / groups,
+        own_token=best(lambda: pickle.dumps(Parcel.of(made))) / tokens,
+        token=best(take) / tokens,
+    )
+
+
+class Replica:
+    """Rows that take samples in order; time is the replicas' own, which stands still while weights are exchanged."""
+
+    def __init__(self, rows: int) -> None:
+        self.free = [0.0] * rows
+
+    def run(self, now: float, seconds: float) -> float:
+        start = max(now, heapq.heappop(self.free))
+        heapq.heappush(self.free, start + seconds)
+        return start + seconds
+
+
+@dataclass
+class Cluster:
+    replicas: int
+    ranks: int
+    seqs: int
+    service: Service
+    age: float
+    """0: synchronous; else as in trainer.async_training with partial_rollout."""
+    device: Assumed = ASSUMED
+
+    def driver_seconds(self, tokens: int) -> tuple[float, float]:
+        """(a rank's Python, its network) in a step of so many tokens."""
+        prompts = self.replicas * self.seqs // SAMPLES
+        service, share = self.service, 1 / self.ranks
+        python = prompts * service.prompt + prompts * share * service.request
+        python += tokens * share * service.own_token + tokens * service.token
+        return python, tokens * BYTES_PER_TOKEN / self.device.network_bytes_per_second
+
+    def simulate(self, steps: int, seed: int = 0) -> dict[str, float]:
+        device, draw = self.device, random.Random(seed)
+        replicas = [Replica(device.rows) for _ in range(self.replicas)]
+        ends: list[float] = []
+        tokens: list[int] = []
+        wall = paused = busy = driver = network = training = waiting = 0.0
+
+        def order() -> None:
+            """A step's samples, dealt to the replicas."""
+            last, total = 0.0, 0
+            for replica in replicas:
+                for _ in range(self.seqs):
+                    length = min(device.longest, int(device.median * math.exp(device.spread * draw.gauss(0.0, 1.0))) + 1)
+                    last = max(last, replica.run(wall - paused, length * device.token_seconds))
+                    total += length
+            ends.append(last)
+            tokens.append(total)
+
+        for step in range(steps):
+            while len(ends) < min(steps, step + 1 + math.floor(self.age)):
+                order()
+            ready = max(wall, ends[step] + paused)
+            waiting += ready - wall
+            python, wire = self.driver_seconds(tokens[step])
+            learning = tokens[step] * device.train_seconds_per_token / self.ranks
+            wall = ready + python + wire + learning
+            driver, network, training = driver + python, network + wire, training + learning
+            busy += tokens[step] * device.token_seconds
+            again = device.rows * device.median / device.prefill_tokens_per_second if self.age else 0.0
+            wall, paused = wall + device.weights_seconds, paused + device.weights_seconds + again
+        return {
+            "step_seconds": wall / steps,
+            "waiting_for_samples": waiting / steps,
+            "driver_python": driver / steps,
+            "driver_network": network / steps,
+            "training": training / steps,
+            "weights": device.weights_seconds,
+            "replica_rows_busy": busy / (self.replicas * device.rows * wall),
+            "tokens_per_second": sum(tokens) / wall,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqs", type=int, default=64, help="samples per replica and step")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--sizes", default="16,64,256,1024", help="numbers of replicas; a quarter as many ranks")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    service = measure()
+    print(json.dumps({"service_seconds": {name: float(f"{value:.3g}") for name, value in asdict(service).items()}}), flush=True)
+    for size in (int(text) for text in asked.sizes.split(",")):
+        for age in (0, 1, 2, 4):
+            cluster = Cluster(size, max(1, size // 4), asked.seqs, service, age)
+            found = cluster.simulate(asked.steps)
+            line = {"replicas": size, "ranks": cluster.ranks, "age": age} | {k: float(f"{v:.4g}") for k, v in found.items()}
+            print(json.dumps(line), flush=True)
+    size = 16
+    while True:
+        found = Cluster(size, size // 4, asked.seqs, service, 2).simulate(4)
+        if found["driver_python"] > found["step_seconds"] / 2 or size >= 1 << 14:
+            break
+        size *= 2
+    print(json.dumps({"driver_is_half_of_a_step_at_replicas": size, "step_seconds": round(found["step_seconds"])}))
+
+
+if __name__ == "__main__":
+    main()
