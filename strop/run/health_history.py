@@ -1,14 +1,26 @@
-"""What the rules of health look at: the course of every metric, in as little memory for the millionth step as for the first."""
+"""What the rules of health look at, in as little memory for the millionth step as for the first, and what they say."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 
 FIRST, LAST, WINDOW, COURSE = 10, 32, 5, 256
 """Values kept from the beginning and from the end; steps that a median is taken over; points of the whole course."""
+
+SETTLED = 10
+"""Steps before anything is compared with the beginning."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a rule saw: in words, and the numbers it went by."""
+
+    message: str
+    values: dict[str, float]
 
 
 class Series:

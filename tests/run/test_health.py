@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import keys
+from strop.run import health_rules
 from strop.run.health import CALM, Health, Monitor, recorded, verdict
 from strop.run.health_history import COURSE, FIRST, LAST, Series
 from strop.run.health_rules import RULES
@@ -119,3 +124,14 @@ def test_lines_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "data": {"a": 1}}\n[]\n{"step": "x"}\n{"step": 2}\n\x00\n{"step": 3, "data": {"a": 2}}\n{"st')
     assert list(recorded(path)) == [({"a": 1}, 1), ({"a": 2}, 3)] and list(recorded(path, 2)) == [({"a": 1}, 1)]
     assert list(recorded(tmp_path / "nothing")) == []
+
+
+def test_advice_names_keys_that_exist() -> None:
+    known = {key.path for key in keys(ROOTS["ppo_trainer"])}
+    code = ast.parse((Path(health_rules.__file__).parent / "profile_report.py").read_text())
+    texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    sections = "actor|rollout|critic|trainer|data|algorithm|reward_model|actor_rollout_ref|ref"
+    asked = set(re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z]", " ".join([*(rule.advice for rule in RULES), *texts])))
+    assert len(asked) > 25
+    wrong = {key for key in asked if not any(f".{key}." in f".{path}." for path in known)}
+    assert not wrong
