@@ -117,6 +117,7 @@ def head_backward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bo
         return states * 2
     chunk = logits_at_a_time(shape, tokens.answered)
     narrow = chunk * numbers.compute // FLOAT32
-    slopes = (4 if entropy else 3) * chunk + 2 * narrow
+    before = tokens.answered > LOGITS // shape.vocabulary
+    slopes = (2 + entropy + before) * chunk + (1 + before) * narrow
     gradient = shape.embedding * trained
     return states + max(slopes, 2 * chunk + narrow + numbers.compute * gradient) + FLOAT32 * gradient

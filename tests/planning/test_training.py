@@ -22,7 +22,7 @@ from strop.planning.training import Placement, TrainedModel
 from strop.types import Batch
 
 SIZE = {
-    "vocab_size": 1024,
+    "vocab_size": 128,
     "hidden_size": 128,
     "intermediate_size": 512,
     "num_hidden_layers": 4,
