@@ -5,12 +5,14 @@
     python benchmarks/rollout.py --model FOLDER --engines native,vllm,vllm-mp --dtype bfloat16 --prompts 256 --tokens 256
 
 Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p, and the log-probs of its
-tokens. Engines take turns so that a noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum
-over the repeats), then the ratios of the native engine to the others.
+tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the model may end earlier. Engines take
+turns so that a noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats),
+then the ratios of the native engine to the others.
 
 `vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process; `vllm-mp` has the
 engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's rollout.name=vllm. With `-eager` at
-the end they do without compilation and CUDA graphs. Without `--model`, a random model of the shape that `--shape` names.
+the end they do without compilation and CUDA graphs. Without `--model`, a random model of the shape that `--shape` names; with
+`--questions FILE` the prompts are the questions of a JSON-lines file in the chat template of `--model`.
 """
 
 from __future__ import annotations
@@ -33,47 +35,94 @@ import torch
 from strop.rollout.base import Request, Sampling
 from strop.rollout.build import build_engine
 
-SMOLLM2 = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-}
+QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": SMOLLM2,
-    "qwen2.5-0.5b": {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": QWEN
+    | {
         "vocab_size": 151936,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
         "tie_word_embeddings": True,
+    },
+    "qwen2.5-1.5b": QWEN
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": QWEN
+    | {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
     },
 }
 
 
 def load(options: argparse.Namespace) -> Any:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = getattr(torch, options.dtype)
     if options.model is not None:
         return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
     torch.manual_seed(0)
+    config = AutoConfig.for_model(**SHAPES[options.shape])
     with torch.device(options.device):
-        return LlamaForCausalLM(LlamaConfig(**SHAPES[options.shape])).to(dtype).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
-    """Random tokens, with the lengths of grade-school questions in a chat template."""
+    """Questions, or random tokens with the lengths of grade-school questions in a chat template."""
     draw = random.Random(0)
-    return [[draw.randrange(vocabulary) for _ in range(draw.randint(*options.lengths))] for _ in range(options.prompts)]
+    if options.questions is None:
+        return [[draw.randrange(vocabulary) for _ in range(draw.randint(*options.lengths))] for _ in range(options.prompts)]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    with Path(options.questions).open() as file:
+        chats = [[{"role": "user", "content": json.loads(line)["question"]}] for _, line in zip(range(options.prompts), file)]
+    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+
+
+def limits(options: argparse.Namespace, asked: list[list[int]]) -> list[int]:
+    """The most new tokens of each prompt."""
+    draw = random.Random(1)
+    return [draw.randint(*options.ragged) if options.ragged else options.tokens for _ in asked]
+
+
+def longest(options: argparse.Namespace, asked: list[list[int]]) -> int:
+    return max(map(len, asked)) + max(limits(options, asked))
+
+
+def end_tokens(model: Any, options: argparse.Namespace) -> tuple[int, ...]:
+    if not options.ragged:
+        return ()
+    found = model.generation_config.eos_token_id if model.generation_config is not None else None
+    found = model.config.eos_token_id if found is None else found
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
 class Ours:
@@ -85,13 +134,14 @@ class Ours:
             model,
             enforce_eager=name.endswith("-eager"),
             max_num_seqs=options.max_num_seqs,
-            max_model_len=options.lengths[1] + options.tokens,
+            max_model_len=longest(options, asked),
             gpu_memory_utilization=options.vllm_memory if name.startswith("strop-vllm") else None,
             engine_kwargs={"vllm": {"python": options.vllm_python}} if options.vllm_python != sys.executable else None,
         )
         self.facts: dict[str, Any] = {}
-        self._requests = [Request(ids, n=options.samples) for ids in asked]
-        self._sampling = Sampling(max_tokens=options.tokens, ignore_eos=True)
+        most = limits(options, asked)
+        self._requests = [Request(ids, n=options.samples, max_tokens=limit) for ids, limit in zip(asked, most)]
+        self._sampling = Sampling(ignore_eos=not options.ragged, stop_ids=end_tokens(model, options))
         self._cuda, self._turn = options.device == "cuda", 0
 
     def __call__(self) -> tuple[int, float]:
@@ -111,7 +161,9 @@ class Ours:
 class Vllm:
     """vLLM in a process of its own; a call makes all completions and returns how many tokens in how many seconds."""
 
-    def __init__(self, name: str, folder: str, asked: list[list[int]], options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, folder: str, asked: list[list[int]], stop_ids: tuple[int, ...], options: argparse.Namespace
+    ) -> None:
         script = str(Path(__file__).with_name("rollout_vllm.py"))
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if "-mp" in name else "0"}
         defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
@@ -126,12 +178,15 @@ class Vllm:
             "model": folder,
             "prompts": asked,
             "samples": options.samples,
-            "tokens": options.tokens,
+            "limits": limits(options, asked),
+            "ignore_eos": not options.ragged,
+            "stop_ids": stop_ids,
             "dtype": options.dtype,
-            "max_model_len": options.lengths[1] + options.tokens,
+            "max_model_len": longest(options, asked),
             "max_num_seqs": options.max_num_seqs or 1024,
             "eager": name.endswith("-eager"),
             "memory": options.vllm_memory,
+            "settings": json.loads(options.vllm_settings),
         }
         self.facts = self._ask(json.dumps(work))
 
@@ -180,19 +235,45 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ragged", type=int, nargs=2, help="least and most new tokens, drawn for each prompt; may end earlier")
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
+    parser.add_argument("--questions", help="JSON lines with a question each, as prompts of --model")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM")
     parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
+    parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--save", help="JSON-lines file to which the lines are added")
     return parser.parse_args()
 
 
 def systems_of(model: Any, folder: str, asked: list[list[int]], options: argparse.Namespace) -> dict[str, System]:
     made: dict[str, System] = {}
     for name in options.engines.split(","):
-        made[name] = Vllm(name, folder, asked, options) if name.startswith("vllm") else Ours(name, model, asked, options)
+        if name.startswith("vllm"):
+            made[name] = Vllm(name, folder, asked, end_tokens(model, options), options)
+        else:
+            made[name] = Ours(name, model, asked, options)
     return made
+
+
+def describe(name: str, found: list[float], facts: dict[str, Any], asked_for: argparse.Namespace) -> dict[str, Any]:
+    lengths = "{}-{}".format(*asked_for.ragged) if asked_for.ragged else asked_for.tokens
+    return {
+        "engine": name,
+        "work": f"{asked_for.prompts}x{asked_for.samples}x{lengths}",
+        "model": Path(asked_for.model).name if asked_for.model else f"random {asked_for.shape}",
+        "dtype": asked_for.dtype,
+        "device": torch.cuda.get_device_name() if asked_for.device == "cuda" else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        **{f"vllm_{key}": value for key, value in facts.items()},
+        "tokens_per_second": round(statistics.median(found), 1),
+        "min": round(min(found), 1),
+        "max": round(max(found), 1),
+    }
 
 
 def main() -> None:
@@ -204,25 +285,16 @@ def main() -> None:
             model.save_pretrained(folder)
         systems = systems_of(model, asked_for.model or folder, asked, asked_for)
         rates = measure(systems, asked_for.repeats)
-    for name, found in rates.items():
-        line = {
-            "engine": name,
-            "work": f"{asked_for.prompts}x{asked_for.samples}x{asked_for.tokens}",
-            "model": asked_for.model or f"random {asked_for.shape}",
-            "dtype": asked_for.dtype,
-            "device": torch.cuda.get_device_name() if asked_for.device == "cuda" else platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            **{f"vllm_{key}": value for key, value in systems[name].facts.items()},
-            "tokens_per_second": round(statistics.median(found), 1),
-            "min": round(min(found), 1),
-            "max": round(max(found), 1),
-        }
-        print(json.dumps(line), flush=True)
+    lines = [describe(name, found, systems[name].facts, asked_for) for name, found in rates.items()]
     if "native" in rates:
         own = statistics.median(rates["native"])
-        print(json.dumps({f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"}))
+        ratios = {f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"}
+        lines.append({"work": lines[0]["work"], "model": lines[0]["model"], **ratios})
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    if asked_for.save:
+        with Path(asked_for.save).open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
     for system in systems.values():
         system.close()
 

@@ -29,18 +29,19 @@ def main() -> None:
         enforce_eager=work["eager"],
         gpu_memory_utilization=work["memory"],
         enable_prefix_caching=True,
+        **work["settings"],
     )
     settings: dict[str, Any] = {
         "n": work["samples"],
         "temperature": 1.0,
-        "max_tokens": work["tokens"],
-        "ignore_eos": True,
+        "ignore_eos": work["ignore_eos"],
+        "stop_token_ids": work["stop_ids"],
         "logprobs": 0,
         "detokenize": False,
     }
     if hasattr(vllm.SamplingParams, "flat_logprobs"):  # its fastest form of log-probs
         settings["flat_logprobs"] = True
-    sampling = vllm.SamplingParams(**settings)
+    sampling = [vllm.SamplingParams(max_tokens=limit, **settings) for limit in work["limits"]]
     prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
 
     def say(**facts: Any) -> None:
