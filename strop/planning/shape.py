@@ -21,8 +21,8 @@ class Family:
     """Norms over each head of queries and keys."""
     norms: int = 2
     """Norms of a layer."""
-    experts: str | None = None
-    """The key of config.json that counts experts."""
+    mixture: bool = False
+    """Feed-forward layers are mixtures of experts."""
     ties: bool = False
     """The output head is the embedding unless config.json says otherwise."""
 
@@ -38,9 +38,9 @@ FAMILIES = {
     "gemma3_text": Family(norms=4, head_norms=True, ties=True),
     "qwen2": Family(biased_inputs=True, biased_output=False),
     "qwen3": Family(head_norms=True),
-    "mixtral": Family(biased_inputs=False, biased_output=False, experts="num_local_experts"),
-    "qwen2_moe": Family(biased_inputs=True, biased_output=False, experts="num_experts"),
-    "qwen3_moe": Family(head_norms=True, experts="num_experts"),
+    "mixtral": Family(biased_inputs=False, biased_output=False, mixture=True),
+    "qwen2_moe": Family(biased_inputs=True, biased_output=False, mixture=True),
+    "qwen3_moe": Family(head_norms=True, mixture=True),
 }
 
 
@@ -187,7 +187,7 @@ def read_shape(config: Mapping[str, Any], *, where: str = "config.json", scalar:
         raise ValueError(f"{where} lacks {', '.join(missing)}, without which the size of the model is not known.")
     heads, layers = int(said["num_attention_heads"]), int(said["num_hidden_layers"])
     biased = bool(said.get("attention_bias", False))
-    experts = None if family.experts is None else _experts(said, kind, family.experts)
+    experts = _experts(said, kind, where) if family.mixture else None
     return Shape(
         hidden=int(said["hidden_size"]),
         layers=layers,
@@ -209,11 +209,18 @@ def read_shape(config: Mapping[str, Any], *, where: str = "config.json", scalar:
     )
 
 
-def _experts(said: Mapping[str, Any], kind: str, key: str) -> Experts:
+def _experts(said: Mapping[str, Any], kind: str, where: str) -> Experts:
+    count = said.get("num_experts") or said.get("num_local_experts")
+    width = said.get("intermediate_size" if kind == "mixtral" else "moe_intermediate_size")
+    chosen = said.get("num_experts_per_tok")
+    if not (count and width and chosen):
+        raise ValueError(
+            f"{where} does not say how many experts there are (num_experts), how wide, or how many a token visits."
+        )
     return Experts(
-        count=int(said.get(key) or 8),
-        chosen=int(said.get("num_experts_per_tok") or 2),
-        width=int(said["intermediate_size"] if kind == "mixtral" else said["moe_intermediate_size"]),
+        count=int(count),
+        chosen=int(chosen),
+        width=int(width),
         shared_width=int(said.get("shared_expert_intermediate_size") or 0) if kind == "qwen2_moe" else 0,
     )
 
