@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.catalog import ADVANTAGES, POLICY_LOSSES
+from strop.config.asynchrony import correction_of, old_from_engine
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,19 @@ class Role:
 def needs(config: Any) -> tuple[str, ...]:
     """What the advantage estimator must be given beside rewards and mask."""
     return tuple(ADVANTAGES.entry(config.algorithm.adv_estimator).facts["needs"])
+
+
+def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
+    """Whether log-probs must be known before the update. On-policy the update's own are the old ones: one forward less."""
+    correction = correction_of(config)
+    return (
+        not on_policy
+        or config.algorithm.use_kl_in_reward
+        or old_from_engine(config)
+        or correction.rollout_is is not None
+        or correction.rollout_rs is not None
+        or bool({"old_log_probs", "sum_pi_squared"} & set(needs(config)))
+    )
 
 
 def has_critic(config: Any) -> bool:

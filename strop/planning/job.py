@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.arithmetic import micro_batch, plan_ppo, plan_supervised
-from strop.config.objective import has_critic, has_reference, needs, uses_lora
+from strop.config.asynchrony import ahead_of, old_from_engine
+from strop.config.objective import has_critic, has_reference, needs, needs_old_log_probs, uses_lora
 from strop.planning.activations import Numbers, Tokens
 from strop.planning.devices import Device
 from strop.planning.known import shape_of
@@ -204,7 +205,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     tensor, sharing = actor.tensor_parallel_size, actor.ulysses_sequence_parallel_size
     plan = plan_ppo(config)
     prompt, response, step = rollout.prompt_length, rollout.response_length, plan.sequences_per_step
-    ahead = config.trainer.async_training.enable
+    ahead = ahead_of(config).beside
     lent = rollout.name == "native" and not ahead
     models = {"actor": _trained(model, actor.fsdp_config, actor.optim, cluster, tensor, lent=lent)}
     on_rank = max(1, math.ceil(step / plan.data_parallel))
@@ -225,7 +226,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
         "log_prob_max_token_len_per_gpu",
         rollout.log_prob_use_dynamic_bsz,
     )
-    if not plan.on_policy or config.algorithm.use_kl_in_reward:
+    if needs_old_log_probs(config, plan.on_policy) and not old_from_engine(config):
         passes.append(_pass("log_prob", "actor", cut, sequences=on_rank, **sizes, entropy=True))
     if has_reference(config):
         cut = dataclasses.replace(cut, path="actor_rollout_ref.ref", section=ref, dynamic=ref.log_prob_use_dynamic_bsz)
@@ -270,7 +271,7 @@ def _sampler(config: Any, cluster: Cluster, actor: TrainedModel, sequences: int)
     size = rollout.tensor_model_parallel_size
     numbers = dataclasses.replace(actor.numbers, master=actor.numbers.compute)
     baselines = config.data.train_batch_size if "greedy_baseline" in needs(config) else 0
-    beside = config.trainer.async_training.enable
+    beside = ahead_of(config).beside
     return Sampler(
         actor.shape,
         max(1, math.ceil((sequences + baselines) * size / cluster.ranks)),

@@ -30,19 +30,6 @@ RESAMPLING_STREAM = 0x5EED
 """Keeps the random numbers of resampling apart from those of shuffling."""
 
 
-def needs_old_log_probs(config: Any, on_policy: bool) -> bool:
-    """Whether log-probs must be known before the update. On-policy the update's own are the old ones: one forward less."""
-    correction = correction_of(config)
-    return (
-        not on_policy
-        or config.algorithm.use_kl_in_reward
-        or old_from_engine(config)
-        or correction.rollout_is is not None
-        or correction.rollout_rs is not None
-        or bool({"old_log_probs", "sum_pi_squared"} & set(needs(config)))
-    )
-
-
 def add_old_log_probs(batch: Batch, actor: Backend, config: Any, micro: MicroBatching, record: StepRecord) -> Batch:
     """Log-probs under the weights the step began with: recomputed, or the engine's own."""
     settings = config.actor_rollout_ref.actor

@@ -11,6 +11,7 @@ from strop.algorithms.kl import KLController
 from strop.backends.base import Backend, MicroBatching
 from strop.backends.nonfinite import NonFiniteLoss
 from strop.config.arithmetic import Plan
+from strop.config.objective import needs_old_log_probs
 from strop.data.loader import Loader
 from strop.trainer.collect import Collector
 from strop.trainer.experience import (
@@ -19,7 +20,6 @@ from strop.trainer.experience import (
     add_ref_log_probs,
     add_values,
     correct,
-    needs_old_log_probs,
     refuse_nonfinite,
     resample,
     shape_rewards,

@@ -74,6 +74,10 @@ def examine(loaded: Loaded) -> Report:
     elif is_supervised:
         report.plan = plan_supervised(config, rows)
     report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _disk(config)
+    if report.ok and (is_ppo or is_supervised):
+        from strop.trainer.preflight_memory import examine_memory
+
+        examine_memory(config, report)
     return report
 
 

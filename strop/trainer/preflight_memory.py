@@ -20,7 +20,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,
 
 def examine_memory(config: Any, report: Any) -> None:
     """Add what the planner says about the devices of this machine."""
-    device = local_device(config.trainer)
+    device = None if config.trainer.memory_check == "off" else local_device(config.trainer)
     if device is None:
         return
     cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
@@ -31,10 +31,10 @@ def examine_memory(config: Any, report: Any) -> None:
         return
     peak = advice.forecast.peak
     report.data["memory"] = f"about {peak.total / GIB:.1f} of {device.memory / GIB:.1f} GiB per device, in {peak.name}"
-    report.findings += findings(advice)
+    report.findings += findings(advice, refuse=config.trainer.memory_check == "refuse")
 
 
-def findings(advice: Advice) -> list[Finding]:
+def findings(advice: Advice, *, refuse: bool = True) -> list[Finding]:
     """A refusal where no micro-batch is small enough and the lack is beyond doubt; else a warning."""
     if advice.fits:
         return []
@@ -44,9 +44,9 @@ def findings(advice: Advice) -> list[Finding]:
     doubtful = found.peak.total <= found.memory * (1 + ACCURACY)
     key = advice.changes[0].key if advice.changes else "trainer.n_gpus_per_node"
     text = f"{complaint(advice)} `strop plan` shows every phase."
-    if found.job.cluster.device.is_cpu or by_size or doubtful:
+    if found.job.cluster.device.is_cpu or by_size or doubtful or not refuse:
         return [warning(key, text)]
-    return [error(key, text)]
+    return [error(key, f"{text} trainer.memory_check=warn starts it all the same.")]
 
 
 def local_device(trainer: Any) -> Device | None:

@@ -68,6 +68,9 @@ class Trainer:
     """Seeds everything: order of rows, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU where there is one."""
+    memory_check: str = setting("refuse", choices=("refuse", "warn", "off"))
+    """Before a run, compare what the planner forecasts (`strop plan`) with the memory of this machine's devices. refuse: do not
+    start what lacks memory beyond doubt; warn: only say so."""
     runtime: str = setting("auto", choices=("auto", "local", "ray"))
     """local: processes on this machine; ray: a cluster; auto: ray when nnodes > 1."""
     nnodes: int = setting(1, at_least=1)
