@@ -12,8 +12,10 @@ from statistics import median
 from strop.run.health_history import SETTLED, History, Sight
 from strop.run.health_machine import idle_device, memory_growth, stalled_phase
 
-ENTROPY_LEFT = 0.15
-"""Share of the first entropy below which a policy counts as certain."""
+ENTROPY_LEFT, ENTROPY_LEFT_FOR_NOTHING = 0.15, 0.3
+"""Share of the first entropy below which a policy counts as certain: where scores rose, and where they did not."""
+GAINED = 0.1
+"""Share of the range of scores that counts as a rise."""
 NOT_SOLVED = 0.8
 """Share of the reachable score below which certainty is premature."""
 KL_LIMIT = 1.0
@@ -61,15 +63,26 @@ def reached(history: History) -> float | None:
 
 def entropy_collapse(history: History) -> Sight | None:
     now, then, score = history.recent("actor/entropy"), history.first("actor/entropy"), reached(history)
-    if now is None or then is None or history.steps < SETTLED or then <= 0 or now > ENTROPY_LEFT * then:
+    if now is None or then is None or history.steps < SETTLED or then <= 0:
         return None
     if score is not None and score > NOT_SOLVED:  # certain because it is right
+        return None
+    if now > (ENTROPY_LEFT if gained(history) >= GAINED else ENTROPY_LEFT_FOR_NOTHING) * then:
         return None
     return Sight(
         f"Entropy fell from {then:.3g} to {now:.3g} while scores are far from the best seen: the policy repeats itself "
         "without having solved the task.",
         {"actor/entropy": now, "first": then},
     )
+
+
+def gained(history: History) -> float:
+    """What the mean score has risen by, as a share of the range of scores."""
+    now, first = history.recent("critic/score/mean"), history.first("critic/score/mean")
+    span = history.range("critic/score/min", "critic/score/max")
+    if now is None or first is None or span is None or span[0] == span[1]:
+        return 0.0
+    return (now - first) / (span[1] - span[0])
 
 
 def kl_runaway(history: History) -> Sight | None:
