@@ -39,8 +39,10 @@ class SwanlabTracker:
         self.run.log({**numbers, **texts}, step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        shown = ["\n\n".join(f"{key}:\n{value}" for key, value in row.items()) for row in rows]
-        self.run.log({"val/generations": [self.swanlab.Text(text) for text in shown]}, step=step)
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = self.swanlab.echarts.Table()
+        table.add(columns, [[str(row.get(key, "")) for key in columns] for row in rows])
+        self.run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
         self.run.finish()
