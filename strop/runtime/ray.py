@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,8 @@ class Cluster:
         else:
             arguments.pop("num_cpus", None)  # the cluster has what it has
         try:
+            if re.fullmatch(r"[^/]+:\d+", address):
+                Head(address).connect()  # at once; Ray itself tries for minutes
             self._ray.init(address=address, **arguments)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ValueError(
@@ -101,11 +104,20 @@ class Cluster:
 
     def run(self, program: str, arguments: Sequence[str]) -> Loss | None:
         """All ranks, once; the one that failed first, or None."""
-        with self._placed(self._demand()) as group, self._pool() as where:
-            agents = self._agents(group)
-            machines = self._machines(agents, group)
-            ends = self._start(agents, machines, program, arguments, where)
-            return self._watch(agents, machines, ends)
+        failures = self._ray.exceptions
+        try:
+            with self._placed(self._demand()) as group, self._pool() as where:
+                agents = self._agents(group)
+                machines = self._machines(agents, group)
+                runs = self._start(agents, machines, program, arguments, where)
+                return self._watch(agents, machines, runs)
+        except failures.RayActorError as error:  # a machine was lost before its rank had begun
+            return Loss(0, self.world, MACHINE_LOST, why=_short(error))
+        except failures.RayError as error:
+            raise ValueError(
+                f"A worker cannot start: {_short(error)} Strop must be installed on every machine of the cluster, or named in "
+                "ray_kwargs.ray_init.runtime_env."
+            ) from error
 
     # --- places ----------------------------------------------------------------------------------------------------------
 
@@ -191,11 +203,6 @@ class Cluster:
             machines = self._ray.get(asked, timeout=limit)
         except self._ray.exceptions.GetTimeoutError:
             raise ValueError(f"Workers did not come up within trainer.ray_wait_register_center_timeout={limit} s.") from None
-        except self._ray.exceptions.RayError as error:
-            raise ValueError(
-                f"A worker cannot start: {_short(error)} Strop must be installed on every machine of the cluster, or named in "
-                "ray_kwargs.ray_init.runtime_env."
-            ) from error
         check_machines(machines, versions())
         return machines
 
@@ -218,12 +225,9 @@ class Cluster:
                 .options(name=name, namespace=NAMESPACE, num_cpus=0)
                 .remote(self._recipe, places, self._trainer.ray_wait_register_center_timeout)
             )
-            try:
-                self._ray.get(pool.deaths.remote())  # its replicas are there
-                yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
-            except self._ray.exceptions.RayError as error:
-                raise ValueError(f"A rollout replica cannot start: {_short(error)}") from error
-            self._ray.kill(pool)  # after an error it ends with this process
+            self._ray.get(pool.deaths.remote())  # its replicas are there
+            yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
+            self._ray.kill(pool)  # after an error it ends with this process, or for want of a place
 
     # --- the ranks -------------------------------------------------------------------------------------------------------
 
@@ -238,7 +242,7 @@ class Cluster:
         shared = {
             **passed_on(os.environ),
             **more,
-            **self._settings.ray_init.get("runtime_env", {}).get("env_vars", {}),
+            **((self._settings.ray_init.get("runtime_env") or {}).get("env_vars") or {}),
             "WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(self._trainer.n_gpus_per_node),
             "MASTER_ADDR": machines[0].address,
@@ -321,13 +325,14 @@ class Head:
 
     def silent_for(self) -> float:
         """Seconds since it last took a connection."""
-        host, _, port = self.address.rpartition(":")
-        try:
-            with socket.create_connection((host, int(port)), timeout=1.0):
-                self._heard = time.monotonic()
-        except OSError:
-            pass
+        with suppress(OSError):
+            self.connect(timeout=1.0)
+            self._heard = time.monotonic()
         return time.monotonic() - self._heard
+
+    def connect(self, timeout: float = PATIENCE) -> None:
+        host, _, port = self.address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=timeout).close()
 
 
 def _short(error: BaseException) -> str:
