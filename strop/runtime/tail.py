@@ -13,7 +13,7 @@ LINES = 20
 
 
 class Tail:
-    def __init__(self, pipe: BinaryIO, pass_on: Callable[[str], None], keep_in: Path | None = None) -> None:
+    def __init__(self, pipe: BinaryIO, pass_on: Callable[[str], object], keep_in: Path | None = None) -> None:
         """Read `pipe` to its end in a thread; everything also goes to the file `keep_in`."""
         self._pipe, self._pass_on, self._keep_in = pipe, pass_on, keep_in
         self._lines: deque[str] = deque(maxlen=LINES)
