@@ -172,7 +172,17 @@ def complaint(advice: Advice) -> str:
         return f"{text} No setting helps on this many devices; {more.nodes} x {more.per_node} of them would do" + (
             f", with {settings}." if settings else "."
         )
-    return f"{text} No setting and no number of such devices helps: use shorter sequences, a smaller model, or model.lora_rank."
+    return f"{text} No setting and no number of such devices helps: {_last_resort(found)}."
+
+
+def _last_resort(found: Forecast) -> str:
+    """What may help where no knob does."""
+    engine = found.peak.roles.get("engine", {}).get("weights", 0)
+    if engine < found.memory / 2:
+        return "use shorter sequences, a smaller model, or model.lora_rank"
+    if found.job.engine != "native":
+        return f"beside {found.job.engine} every rank keeps a whole copy of the weights; rollout.name=native divides it"
+    return "every rank's engine has a whole copy of the weights, and mixtures of experts are not divided; take larger devices"
 
 
 def step_seconds(found: Forecast) -> float:

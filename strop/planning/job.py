@@ -20,6 +20,10 @@ from strop.planning.shape import Shape
 from strop.planning.training import Placement, TrainedModel
 
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+BORROWERS = ("native", "hf")
+"""Engines that sample from the actor's module; they are planned alike."""
+SLICERS = {"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.actor", "critic": "critic"}
+"""Which section says how many devices share the sequences of a role; the reference follows the actor."""
 REWARD_ROWS = 8
 """Sequences that a reward model in the run scores at a time."""
 
@@ -75,6 +79,8 @@ class Job:
     """Where the configuration of each role's sharding stands."""
     model_paths: dict[str, str] = field(default_factory=dict)
     """Where the configuration of each role's model stands."""
+    slicing: dict[str, str] = field(default_factory=dict)
+    """The key by which devices share the sequences of each role."""
     tempered: bool = False
 
 
@@ -206,7 +212,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     plan = plan_ppo(config)
     prompt, response, step = rollout.prompt_length, rollout.response_length, plan.sequences_per_step
     ahead = ahead_of(config).beside
-    lent = rollout.name == "native" and not ahead
+    lent = rollout.name in BORROWERS and not ahead
     models = {"actor": _trained(model, actor.fsdp_config, actor.optim, cluster, tensor, lent=lent)}
     on_rank = max(1, math.ceil(step / plan.data_parallel))
     sizes: dict[str, Any] = {"prompt": prompt, "response": response, "step": step, "sharing": sharing}
@@ -257,11 +263,12 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
         models,
         [*passes, update],
         _sampler(config, cluster, models["actor"], step),
-        engine=rollout.name,
+        engine="native" if rollout.name in BORROWERS else rollout.name,
         frees_cache=rollout.free_cache_engine,
         side_by_side=ahead,
         paths={"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.ref", "critic": "critic.model"},
         model_paths={"actor": "actor_rollout_ref.model"} | ({"critic": "critic.model"} if "critic" in models else {}),
+        slicing={role: f"{path}.ulysses_sequence_parallel_size" for role, path in SLICERS.items() if role in models},
         tempered=rollout.temperature not in (0.0, 1.0),
     )
 
@@ -304,7 +311,9 @@ def _supervised(config: Any, cluster: Cluster) -> Job:
         other = dataclasses.replace(model, path=config.ref.path)
         models["reference"] = _frozen(other, model.fsdp_config, cluster)
         passes.insert(0, _pass("ref", "reference", cut, **sizes))
-    return Job(cluster, models, passes, paths={"model": "model", "reference": "model"}, model_paths={"model": "model"})
+    slicing = dict.fromkeys(models, "ulysses_sequence_parallel_size")
+    paths = dict.fromkeys(models, "model")
+    return Job(cluster, models, passes, paths=paths, model_paths={"model": "model"}, slicing=slicing)
 
 
 def _has_own_reference(config: Any) -> bool:

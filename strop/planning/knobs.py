@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -38,13 +37,17 @@ def read(config: Any, key: str) -> Any:
 
 
 def changed(config: Any, *changes: Change) -> Any:
-    """A copy of the configuration with these settings."""
-    other = copy.deepcopy(config)
+    """The configuration with these settings; sections that change are copied, the others are shared."""
     for change in changes:
-        place, _, name = change.key.rpartition(".")
-        section = reduce(getattr, place.split("."), other)
-        assert any(field.name == name for field in dataclasses.fields(section)), change.key
-        setattr(section, name, change.value)
+        config = _with(config, change.key.split("."), change.value)
+    return config
+
+
+def _with(section: Any, path: list[str], value: Any) -> Any:
+    name, *rest = path
+    assert hasattr(section, name), name
+    other = copy.copy(section)
+    setattr(other, name, _with(getattr(section, name), rest, value) if rest else value)
     return other
 
 
@@ -76,6 +79,7 @@ def candidates(config: Any, cluster: Cluster, found: Forecast) -> Iterator[Chang
     if found.job.sampler is not None:
         yield from _engine(config, cluster, found, phase)
     yield from _checkpointing(config, found, phase)
+    yield from _slicing(config, cluster, found, phase)
     yield from _sharding(config, cluster, found)
 
 
@@ -139,6 +143,17 @@ def _checkpointing(config: Any, found: Forecast, phase: Phase) -> Iterator[Chang
     key = f"{path}.enable_gradient_checkpointing"
     if not read(config, key):
         yield Change(key, False, True, "activations are computed again in the backward pass")
+
+
+def _slicing(config: Any, cluster: Cluster, found: Forecast, phase: Phase) -> Iterator[Change]:
+    """Where one sequence is too long for a device, twice as many devices share it."""
+    key = found.job.slicing.get(phase.role or "")
+    if key is None:
+        return
+    model = found.job.models[phase.role or ""]
+    size = 2 * read(config, key)
+    if model.shape.heads % size == 0 and model.placement.tensor == 1 and cluster.per_node % size == 0:
+        yield Change(key, size // 2, size, f"{size} devices share each sequence")
 
 
 def _sharding(config: Any, cluster: Cluster, found: Forecast) -> Iterator[Change]:

@@ -7,10 +7,12 @@ import os
 import subprocess
 from typing import Any
 
+from strop.config.engine import engine_name
 from strop.config.rules import Finding, error, warning
 from strop.planning.advice import Advice, advise, complaint
 from strop.planning.devices import DEVICES, OTHER, Device
 from strop.planning.job import Cluster
+from strop.planning.knobs import Change, changed
 
 ACCURACY = 0.15
 """How far a forecast may be off: a run that lacks less than this is warned of and not refused."""
@@ -23,6 +25,11 @@ def examine_memory(config: Any, report: Any) -> None:
     device = None if config.trainer.memory_check == "off" else local_device(config.trainer)
     if device is None:
         return
+    if hasattr(config, "actor_rollout_ref"):
+        rollout = config.actor_rollout_ref.rollout
+        config = changed(
+            config, Change("actor_rollout_ref.rollout.name", rollout.name, engine_name(rollout), "what is installed")
+        )
     cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
     try:
         advice = advise(config, cluster)

@@ -134,3 +134,15 @@ def test_every_knob_is_turned_once():
 def test_a_size_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="fsdp_size=3 does not divide the 8 ranks"):
         job_of(configured("actor_rollout_ref.actor.fsdp_config.fsdp_size=3"), cluster())
+
+
+def test_sequences_too_long_for_one_device_are_shared():
+    config = configured("data.max_response_length=130000", TOKENS, "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
+    advice = advise(config, cluster())
+    assert "ulysses_sequence_parallel_size" in keys(advice), complaint(advice)
+    assert advise(changed(config, *advice.changes), cluster()).fits
+
+
+def test_what_no_knob_helps_is_explained():
+    advice = advise(configured("actor_rollout_ref.model.path=mixtral-8x7b"), cluster())
+    assert advice.hopeless and "mixtures of experts are not divided" in complaint(advice)
