@@ -41,6 +41,17 @@ def ahead_of(config: Any) -> Ahead:
     return Ahead(beside, cut, age, steps, between)
 
 
+def whole_step(leaves: dict[str, Any]) -> list[str]:
+    """verl's asynchronous files have data.train_batch_size=0: a step is then `require_batches` mini-batches. Fills that into
+    `leaves`, which the user set, and says so."""
+    path, mini = "trainer.async_training.", leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    if leaves.get("data.train_batch_size") != 0 or not isinstance(mini, int) or not any(key.startswith(path) for key in leaves):
+        return []
+    batches = leaves.get(f"{path}require_batches") or 1
+    leaves["data.train_batch_size"] = batches * mini
+    return [f"data.train_batch_size=0 is now {batches * mini}: {batches} mini-batches (require_batches) of {mini} prompts."]
+
+
 def in_words(config: Any) -> tuple[str, str] | None:
     """(how far ahead, what that means) for people; None: a step samples what it trains on."""
     ahead = ahead_of(config)
@@ -52,7 +63,7 @@ def in_words(config: Any) -> tuple[str, str] | None:
     weights = correction_of(config).rollout_is
     remedy = f"rollout_is={weights}" if weights else "the engine's log-probs" if old_from_engine(config) else "no correction"
     return (
-        f"{where}, at most {ahead.age:g} weight updates old",
+        f"{where}, at most {ahead.age:g} weight update{'' if ahead.age == 1 else 's'} old",
         f"{ahead.between_updates} prompts from one weight update ({every}) to the next, {interrupted}; {remedy}",
     )
 

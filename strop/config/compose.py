@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.aliases import flatten, nest, translate
+from strop.config.asynchrony import whole_step
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import keys
 from strop.config.typed import ConfigError, build, convert, unknown_key
@@ -65,6 +66,7 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     plain = plain_values(overrides) if config is search is None and root not in SETS_VALUES else None
     said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
     leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
+    notices += whole_step(leaves)
     if "plugins" in leaves:  # plugins may register the very names that are checked next
         load_plugins(convert(list[str], leaves["plugins"]))
     tree = resolve(_merge(asdict(kind()), nest(leaves)))

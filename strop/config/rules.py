@@ -324,6 +324,13 @@ def ahead(config: Any, loaded: Loaded) -> Findings:
             "a curriculum chooses rows by what came of the step before, but rows are drawn ahead of training. "
             f"Set {path}.max_policy_age=0, or do without data.sampler.",
         )
+    parts = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if parts > 1 and not holds_weights(config.actor_rollout_ref.rollout):
+        yield error(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"{parts} ranks sample together in the native engine, but with {path} each is interrupted at a moment of its own. "
+            "Set it to 1, or use an engine with weights of its own (vllm, sglang).",
+        )
     every = settings.trigger_parameter_sync_step
     if every > 1 and not plan.beside:
         yield warning(f"{path}.trigger_parameter_sync_step", f"{every} has no effect without {path}.enable=true.")

@@ -296,6 +296,8 @@ def window_for(ahead: Ahead, engine: Engine, loader: Any, total_steps: int) -> W
     """How far sampling runs ahead of training."""
     if not (ahead.beside or ahead.cut):
         return Window()
+    if ahead.beside and torch.cuda.is_available() and hasattr(engine, "stream"):
+        engine.stream = torch.cuda.Stream()
     return Window(
         ahead.between_updates,
         last_step=total_steps,

@@ -7,6 +7,8 @@ Whether answers are made when they are asked for, or ahead of training, is the w
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,9 +30,11 @@ from strop.trainer.record import StepRecord
 from strop.trainer.seeds import stream_seed
 from strop.trainer.shares import deal_prompts, merged_metrics, score_in_shares, told_to_all
 from strop.trainer.staleness import staleness
-from strop.trainer.surplus import Surplus, left_over
+from strop.trainer.surplus import ROUNDS, Surplus, left_over
 from strop.trainer.window import Answers, Draw, Numbered, Order, Window
 from strop.types import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
 
 
 class Scorer(Protocol):
@@ -110,8 +114,8 @@ class Collector:
     """By the engine they talk to."""
     _dealt: list[list[Numbered]] = field(default_factory=list)
     """What each rank was given last."""
-    _rounds: int = 0
-    """Of sampling; the same number on all ranks."""
+    _round: int = 0
+    """The number of that deal, the same on all ranks."""
     _episodes: list[Episode] = field(default_factory=list)
     """Since their numbers were last asked for."""
 
@@ -125,13 +129,17 @@ class Collector:
 
     def close(self) -> None:
         """End what runs ahead, the worker processes of the scorer, tools and the engine."""
+        alive = self.window.close()
         try:
-            self.window.close()
             self.scorer.close()
             for runner in self._runners.values():
                 runner.close()
         finally:
-            self.engine.close()
+            if alive:
+                self.engine.close()
+            else:  # it may never give back what closing waits for
+                log.error("The rollout engine does not end what it is doing; it is left behind.")
+                threading.Thread(target=self.engine.close, daemon=True).start()
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         """`prompts` scored groups, in the order they were drawn."""
@@ -224,6 +232,7 @@ class Collector:
         """What this rank answers of them; the same moment on all ranks."""
         dealt = deal_prompts([prompt for _, prompt in numbered], self.ranks, self.team)
         self._dealt = [[numbered[place] for place in places] for places in dealt]
+        self._round = next(ROUNDS) if self.ranks.world > 1 else 0
         return self._dealt[self.ranks.rank // self.team]
 
     def answer(self, numbered: Sequence[Numbered], step: int) -> Answers:
@@ -252,7 +261,7 @@ class Collector:
             seed = stream_seed(self.seed, step, prompt.index, group)
             return Request(prompt.ids, n, seed=seed, max_tokens=min(sampling.max_tokens, self.longest - len(prompt.ids)))
 
-        surplus = self._surplus(n)
+        surplus = self._surplus(n, sampling)
         if surplus is None:
             answered = list(prompts)
             answers = engine.generate([request(numbered) for numbered in prompts], sampling) if prompts else []
@@ -272,15 +281,14 @@ class Collector:
             for completion in completions
         ]
 
-    def _surplus(self, n: int) -> Surplus | None:
+    def _surplus(self, n: int, sampling: Sampling) -> Surplus | None:
         """What may be answered by any rank; None where all of it fits, or ranks answer at moments of their own."""
-        self._rounds += 1
         if self.rows < n or self.team > 1 or self.window.engine is not None or self.ranks.world == 1:
             return None
         if self.cast is not None and any(not self.cast.loops.batched(p.agent_name) for share in self._dealt for _, p in share):
             return None
         shares = left_over(self._dealt, self.rows // n)
-        return Surplus(self.ranks, f"sampling/{self._rounds}", shares) if any(shares) else None
+        return Surplus(self.ranks, f"{self._round}/{sampling.temperature}", shares) if any(shares) else None
 
     def _in_episodes(self, prompts: Sequence[Numbered], sampling: Sampling, n: int, step: int, engine: Engine) -> list[Episode]:
         if not prompts:

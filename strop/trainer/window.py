@@ -9,6 +9,7 @@ one draw after the other: the synchronous loop.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -147,13 +148,15 @@ class Window:
         self.used(order.draws)
         return order, answers
 
-    def close(self) -> None:
-        """End all threads. Returns even if the engine does not."""
+    def close(self) -> bool:
+        """End all threads, and return even if the engine does not; whether all of them ended."""
         if self.engine is not None:
             self.engine.end()
+        deadline = time.monotonic() + FAREWELL_SECONDS
         for thread in self._threads:
-            thread.join(FAREWELL_SECONDS)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._orders.clear()
+        return not any(thread.is_alive() for thread in self._threads)
 
     # --- running ahead ---------------------------------------------------------------------------------------------------
 

@@ -153,7 +153,9 @@ def _faster_rotary(own: Callable[..., Any]) -> Callable[..., Any]:
     from strop.rollout.native.kernels import rotary
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-        plain = not more and not options and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
+        # Another module of the same family may learn in another thread, and the kernel has no gradient.
+        plain = not torch.is_grad_enabled() and not more and not options
+        plain = plain and q.dim() == 4 and cos.dim() == 3 and q.dtype == k.dtype == cos.dtype
         if plain and q.is_cuda and q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.stride(-1) == k.stride(-1) == 1:
             return rotary(q, k, cos, sin)
         return own(q, k, cos, sin, *more, **options)

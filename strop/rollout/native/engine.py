@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +68,8 @@ class NativeEngine:
         self._unwanted: set[int] = set()
         """Numbers of tickets that are to end at the next step."""
         self._meter = Meter()
+        self.stream: torch.cuda.Stream | None = None
+        """Where its kernels run on a GPU; None: where everybody's do. With one of its own it samples while a trainer learns."""
         self.loan = Loan(model, self._lock, self._weights_changed)
         self._front = Front(self)
 
@@ -91,7 +94,7 @@ class NativeEngine:
                     left.pop()
                 else:
                     self.step()
-            with self._lock:
+            with self._lock, self._lane():
                 self._drop_unwanted()
         return [ticket.result() for ticket in tickets]
 
@@ -106,8 +109,12 @@ class NativeEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """What is running goes on under the new weights: its tokens stay, their keys and values are computed again."""
         with self._lock:
+            if self.stream is not None:
+                torch.cuda.current_stream().wait_stream(self.stream)
             self._weights_changed()
             copy_weights(self.model, weights if self._divided is None else self._divided.own(weights))
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream())
             self.version = version
             if self._batch is not None:
                 self._batch.version = version
@@ -152,7 +159,7 @@ class NativeEngine:
 
     def close(self) -> None:
         self.abort()
-        with self._lock:
+        with self._lock, self._lane():
             self._drop_unwanted()
             self._batch = None
         self._front.close()
@@ -201,7 +208,7 @@ class NativeEngine:
 
     def step(self) -> None:
         """One round for everybody. If the module fails, all tickets fail with it and the engine is empty again."""
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._lane():
             self._drop_unwanted()
             if self._batch is None or self._batch.idle:
                 return
@@ -218,6 +225,9 @@ class NativeEngine:
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for this one any more."""
         self._unwanted.add(ticket.number)
+
+    def _lane(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _ready(self) -> Batch:
         """The batch, once the module was measured; the budget of an empty cache is what memory there is now."""

@@ -72,7 +72,8 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # thread_local: a trainer in another thread may take memory meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 runner.step(rows, [(0, rows, longest)], used)
         except RuntimeError as error:
             self._refused = True
