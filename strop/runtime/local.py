@@ -24,6 +24,7 @@ import torch
 
 from strop.ranks import Ranks, SharedFailure
 from strop.run.heartbeat import log_of
+from strop.run.watchdog import HUNG
 from strop.runtime.failure import WAITED, Loss, describe, first_cause
 from strop.runtime.ray_agent import LAUNCHED
 from strop.runtime.tail import Tail
@@ -95,7 +96,17 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> Loss | None:
             time.sleep(0.05)
         failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.poll()}
     cause = first_cause(failed)
+    if failed[cause] == HUNG:
+        _ask_for_stacks(ranks)
     return Loss(cause, len(ranks), failed[cause], asked=bool(asked))
+
+
+def _ask_for_stacks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Of those that are still there: who waits for whom can be read from all stacks together."""
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGUSR1)
+    time.sleep(0.5)
 
 
 @contextlib.contextmanager

@@ -153,3 +153,28 @@ def test_one_process_on_this_machine_restarts_by_itself(overrides, tmp_path):
     assert run.end() == 0, run.said()
     assert "was ended by SIGKILL in phase" in run.said() and "Starting again from step 2; 0 restart(s) left." in run.said()
     assert_same_run(calm.folder, run.folder, 4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_run_starts_again(overrides, tmp_path):
+    """Rank 1 is stuck once, while it samples; rank 0 waits for it."""
+    stuck = f"""
+import os, time
+from pathlib import Path
+from strop.rollout.native.engine import NativeEngine
+mark, generate = Path("{tmp_path}/mark"), NativeEngine.generate
+def hang(): time.sleep(600)
+def once(self, *arguments, **named):
+    if os.environ.get("RANK") == "1" and not mark.exists():
+        mark.touch(); hang()
+    return generate(self, *arguments, **named)
+NativeEngine.generate = once
+"""
+    (tmp_path / "stuck.py").write_text(stuck)
+    words = [word for word in overrides if "default_local_dir" not in word]
+    more = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.phase_timeout=45", "trainer.max_restarts=1"]
+    run = Started([*words, *more, f"plugins=[{tmp_path}/stuck.py]"], tmp_path / "run")
+    assert run.end(300) == 0, run.said()
+    assert re.search(r"The run stood still: rank 1 \(host .*; 1 other rank\(s\) waited for it", run.said())
+    assert "in hang" in stacks_of(tmp_path / "run", 1).read_text()
+    assert "Starting again" in run.said()
