@@ -62,21 +62,19 @@ def mlp_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: in
     return shape.experts.chosen * one + router + 4 * c * shape.experts.shared_width // tensor
 
 
-def body_kept(shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1) -> int:
-    """All layers and the last norm. Checkpointed, a layer keeps what enters it and nothing else."""
-    sparse = shape.sparse_layers
+def layers_kept(shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1) -> int:
+    """All layers. Checkpointed, a layer keeps what enters it and nothing else."""
     if checkpointed:
-        layers = shape.layers * numbers.residual * shape.hidden
-    else:
-        layers = (shape.layers - sparse) * layer_kept(shape, numbers, tensor=tensor)
-        layers += sparse * layer_kept(shape, numbers, sparse=True, tensor=tensor) if sparse else 0
-    return tokens * (layers + norm_kept(shape.hidden, numbers))
+        return tokens * shape.layers * numbers.residual * shape.hidden
+    sparse = shape.sparse_layers
+    layers = (shape.layers - sparse) * layer_kept(shape, numbers, tensor=tensor)
+    return tokens * (layers + (sparse * layer_kept(shape, numbers, sparse=True, tensor=tensor) if sparse else 0))
 
 
-def answers_kept(shape: Shape, answered: int, numbers: Numbers) -> int:
-    """What the head and the loss keep: the picked states and a few numbers per response token."""
+def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers) -> int:
+    """Behind the layers: the last norm, the states that the head was given, a few numbers per response token for the loss."""
     width = FLOAT32 if shape.scalar else numbers.compute
-    return answered * (width * shape.hidden + LOSS_BYTES)
+    return tokens.all * norm_kept(shape.hidden, numbers) + tokens.answered * (width * shape.hidden + LOSS_BYTES)
 
 
 def layer_backward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:
@@ -88,11 +86,11 @@ def layer_backward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int =
 
 def layer_forward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:
     """The largest moment of a layer without a backward pass: three inner tensors, or the rotation of queries and keys, or a
-    norm in float32, beside the residual stream and what the norm gave."""
+    norm in float32. Beside it: what the norm gave, and the residual stream as it is, as it entered the layer and the model."""
     c = numbers.compute
     width = shape.width if not shape.sparse_layers or shape.experts is None else shape.experts.width * shape.experts.chosen
     inner = max(3 * c * width // tensor, 4 * c * (shape.queries + shape.keys) // tensor, 3 * FLOAT32 * shape.hidden)
-    return tokens * (inner + (numbers.residual + c) * shape.hidden)
+    return tokens * (inner + (3 * numbers.residual + c) * shape.hidden)
 
 
 def logits_at_a_time(shape: Shape, answered: int) -> int:
@@ -102,7 +100,7 @@ def logits_at_a_time(shape: Shape, answered: int) -> int:
 
 def head_forward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, tempered: bool) -> int:
     """Logits of a chunk with the shifted copy, its powers where entropy is wanted, and a scaled copy at temperatures but 1."""
-    states = tokens.all * numbers.residual * shape.hidden + answers_kept(shape, tokens.answered, numbers)
+    states = tokens.all * numbers.residual * shape.hidden + tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states
     return states + logits_at_a_time(shape, tokens.answered) * (2 + entropy + tempered)

@@ -11,6 +11,7 @@ from typing import Any
 
 from strop.config.arithmetic import micro_batch, plan_ppo, plan_supervised
 from strop.config.asynchrony import ahead_of, old_from_engine
+from strop.config.engine import prefill_tokens
 from strop.config.objective import has_critic, has_reference, needs, needs_old_log_probs, uses_lora
 from strop.planning.activations import Numbers, Tokens
 from strop.planning.devices import Device
@@ -287,7 +288,7 @@ def _sampler(config: Any, cluster: Cluster, actor: TrainedModel, sequences: int)
         samples=rollout.n,
         numbers=numbers,
         max_rows=rollout.max_num_seqs,
-        batch_tokens=rollout.max_num_batched_tokens,
+        batch_tokens=prefill_tokens(rollout.max_num_batched_tokens, on_cpu=cluster.device.is_cpu),
         share=rollout.gpu_memory_utilization,
         tensor=size,
         borrows=cluster.ranks == 1 and not beside,

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from strop.planning.activations import (
     Numbers,
     Tokens,
-    answers_kept,
-    body_kept,
+    end_kept,
     head_backward,
     head_forward,
     layer_backward,
     layer_forward,
     layer_kept,
+    layers_kept,
 )
 from strop.planning.shape import Shape
 
@@ -165,18 +165,18 @@ class TrainedModel:
 
     def moments_of_update(self, tokens: Tokens, *, accumulated: bool, entropy: bool) -> dict[str, Parts]:
         shape, numbers, tensor = self.shape, self.numbers, self.placement.tensor
-        kept = body_kept(shape, tokens.all, numbers, checkpointed=self.checkpointed, tensor=tensor)
-        kept += answers_kept(shape, tokens.answered, numbers)
-        again = tokens.all * layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor)
-        running = layer_backward(shape, tokens.all, numbers, tensor=tensor) + again * self.checkpointed
+        kept = layers_kept(shape, tokens.all, numbers, checkpointed=self.checkpointed, tensor=tensor)
+        running = layer_backward(shape, tokens.all, numbers, tensor=tensor)
+        if self.checkpointed:  # one layer in full; what enters it is kept already
+            again = layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor)
+            running += tokens.all * (again - numbers.residual * shape.hidden)
         whole = not self.lora_rank
         head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole)
-        last_kept = kept // shape.layers
         before = self.gradients if accumulated else 0
         return {
-            "head": self._parts(before, 0, kept + head),
+            "head": self._parts(before, 0, kept + end_kept(shape, tokens, numbers) + head),
             "last layer": self._parts(before, self._held(outputs=True), kept + running),
-            "first layer": self._parts(max(before, self._of_layers), self._held(outputs=True), last_kept + running),
+            "first layer": self._parts(max(before, self._of_layers), self._held(outputs=True), kept // shape.layers + running),
             "embedding": self._parts(self.gradients, self._held(outputs=False), 0),
         }
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strop.models.build import checkpoint_activations
 from strop.models.forward import response_outputs
 from strop.models.precision import widen_residual
-from strop.planning.activations import LOSS_BYTES, Numbers, answers_kept, body_kept
+from strop.planning.activations import LOSS_BYTES, Numbers, Tokens, end_kept, layers_kept
 from strop.planning.shape import read_shape
 from strop.types import Batch
 
@@ -68,7 +68,7 @@ def test_kept_activations_are_those_that_torch_saves(kind, dtype, checkpointed):
     shape, numbers = read_shape(config.to_dict()), Numbers(dtype.itemsize, 4, residual=4)
     tokens, answered = ROWS * (LENGTH - 1), ROWS * (LENGTH - PROMPT)
     # What losses keep is not part of this pass; the numbers per answer are less than a hundredth of it.
-    expected = body_kept(shape, tokens, numbers, checkpointed=checkpointed)
-    expected += answers_kept(shape, answered, numbers) - LOSS_BYTES * answered
+    expected = layers_kept(shape, tokens, numbers, checkpointed=checkpointed)
+    expected += end_kept(shape, Tokens(tokens, answered), numbers) - LOSS_BYTES * answered
     tolerance = 0.12 if kind == "qwen3_moe" else 0.04
     assert saved_bytes(model, batch_of()) == pytest.approx(expected, rel=tolerance)
