@@ -256,6 +256,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(line), flush=True)
     last = {
         "work": name,
+        "keys": options.set,
         "clock": options.clock,
         "threads": options.threads,
         "trl/strop": round(ratio, 2),

@@ -33,3 +33,8 @@ def replica_count(rollout: Any) -> int:
 def holds_weights(rollout: Any) -> bool:
     """The engine has a copy of the weights, which every update must bring."""
     return rollout.nnodes > 0 or bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"])
+
+
+def prefill_tokens(asked: int | None, *, on_cpu: bool) -> int:
+    """Prompt tokens that the native engine computes in one pass."""
+    return asked if asked is not None else 8192 if on_cpu else 32768

@@ -50,6 +50,20 @@ def test_gaps_are_closed_from_the_end() -> None:
     assert [s.request for s in scheduler.running] == [3, 1, 4]
 
 
+def test_newcomers_gather_while_the_queue_is_longer_than_the_free_rows() -> None:
+    scheduler = Scheduler(max_rows=16, budget=100_000, gather=1 / 4)
+    scheduler.add(s for r in range(24) for s in samples(r, 1))
+    assert len(seat(scheduler)) == 16, "an empty engine waits for nobody"
+    scheduler.release([0, 1, 2])
+    assert seat(scheduler) == [] and [s.request for s in scheduler.waiting] == list(range(16, 24))
+    scheduler.release([0])
+    assert [a.sample.request for a in seat(scheduler)] == [16, 17, 18, 19]
+    scheduler.release([0])
+    scheduler.waiting.clear()
+    scheduler.add(samples(99, 1))
+    assert [a.sample.request for a in seat(scheduler)] == [99], "where all of the queue finds room, nobody waits"
+
+
 def test_admission_stops_where_the_budget_ends() -> None:
     scheduler = Scheduler(max_rows=99, budget=200, block=10)
     scheduler.add(samples(0, 50, prompt=30, limit=100))
@@ -76,9 +90,12 @@ def test_the_youngest_rows_give_way_and_come_back_first() -> None:
     st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=12),
     st.integers(1, 6),
     st.integers(60, 200),
+    st.sampled_from([0.0, 1 / 8, 1 / 2]),
 )
-def test_everybody_finishes_within_the_budget(requests: list[tuple[int, int, int]], rows: int, budget: int) -> None:
-    scheduler = Scheduler(max_rows=rows, budget=budget, block=8)
+def test_everybody_finishes_within_the_budget(
+    requests: list[tuple[int, int, int]], rows: int, budget: int, gather: float
+) -> None:
+    scheduler = Scheduler(max_rows=rows, budget=budget, block=8, gather=gather)
     wanted = {}
     for number, (prompt, new, count) in enumerate(requests):
         for sample in samples(number, count, prompt, prompt + new):

@@ -206,8 +206,9 @@ class Rollout:
     """Devices of each of them."""
     pipeline_model_parallel_size: int = setting(1, at_least=1, at_most=1)
     """Pipeline-parallel size inside one engine; only 1."""
-    max_num_batched_tokens: int = setting(8192, at_least=1)
-    """Tokens per engine step."""
+    max_num_batched_tokens: int | None = setting(None, at_least=1)
+    """Tokens per engine step. null: the engine's choice. The native one computes up to 32,768 prompt tokens at once on a GPU,
+    because a pass costs tens of milliseconds of host time however few tokens it has, and 8,192 on a CPU."""
     max_num_seqs: int = setting(1024, at_least=1)
     """Sequences in flight."""
     enable_chunked_prefill: bool = setting(True)

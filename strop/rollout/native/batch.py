@@ -19,6 +19,8 @@ from strop.rollout.partial import merged
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN or infinity)"
 _STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
+_GATHER = {"cpu": 0.0, "cuda": 1 / 8}
+"""A pass over prompts costs a GPU the host time of several decode steps, however few they are; a CPU computes what there is."""
 _SMALLEST_PREFILL = 64
 
 Give = Callable[[Sample, Completion], None]
@@ -31,7 +33,7 @@ class Batch:
         self.runner, self.version = runner, 0
         self.after_step: Callable[[int], None] = lambda rows: None
         """Told how many rows each decode step had."""
-        self.scheduler = Scheduler(max_rows=max_rows, budget=0)
+        self.scheduler = Scheduler(max_rows=max_rows, budget=0, gather=_GATHER.get(runner.device.type, 0.0))
         self._keep, self._give, self._meter = keep, give, meter
         self._filled = 0
         """Rows whose tokens are on the device."""

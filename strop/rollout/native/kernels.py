@@ -155,7 +155,7 @@ def decode_attention(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         heads, group, key_size, value_size,
-        GROUP=max(16, triton.next_power_of_2(group)), KEY=triton.next_power_of_2(key_size), VALUE=padded, BLOCK=block,
+        GROUP=max(16, triton.next_power_of_2(group)), KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         WEIGHTS="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip

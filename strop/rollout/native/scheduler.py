@@ -71,9 +71,13 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, *, max_rows: int, budget: int, block: int = 64) -> None:
-        """`budget`: area of the cache in tokens. Capacities are multiples of `block`, which is also the headroom."""
-        self.max_rows, self.budget, self.block = max_rows, budget, block
+    def __init__(self, *, max_rows: int, budget: int, block: int = 64, gather: float = 0.0) -> None:
+        """`budget`: area of the cache in tokens. Capacities are multiples of `block`, which is also the headroom.
+
+        `gather`: while the queue is longer than the free rows, newcomers wait until they are this share of all rows, so that
+        few large passes compute their prompts instead of many small ones.
+        """
+        self.max_rows, self.budget, self.block, self.gather = max_rows, budget, block, gather
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.lengths: list[int] = []
@@ -103,6 +107,9 @@ class Scheduler:
                 break
             longest = need
             taken.append(self.waiting.popleft())
+        if self.running and self.waiting and len(taken) < self.gather * (len(self.running) + len(taken)):
+            self.waiting.extendleft(reversed(taken))
+            return []
         taken.sort(key=lambda sample: sample.length)
         self.running += taken
         self.lengths += [sample.length for sample in taken]
