@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.config.engine import prefill_tokens
 from strop.models.tensor_parallel import Divided
 from strop.rollout.base import Completion, Request, Sampling, check_request, failed
 from strop.rollout.native.batch import Batch
@@ -37,7 +38,7 @@ class NativeEngine:
         *,
         max_model_len: int | None = None,
         max_num_seqs: int = 1024,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int | None = None,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
         gpu_memory_utilization: float = 0.5,
@@ -46,6 +47,8 @@ class NativeEngine:
         seed: int = 0,
     ) -> None:
         """`cache_bytes`: memory of the cache; by default what `gpu_memory_utilization` leaves, or a quarter of the host's."""
+        device = next(model.parameters()).device
+        max_num_batched_tokens = prefill_tokens(max_num_batched_tokens, on_cpu=device.type == "cpu")
         if max_num_seqs < 1 or max_num_batched_tokens < 1:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1."
