@@ -147,10 +147,9 @@ def _stacks(path: Path, pid: int, patience: float) -> str:
 
 
 def main_thread(stacks: str) -> list[str]:
-    """The latest calls of the main thread, which faulthandler writes last or calls the current one."""
-    blocks = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stacks.strip())
-    chosen = next((block for block in blocks if block.startswith("Current thread")), blocks[-1])
-    frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', chosen)
+    """The latest calls of the main thread. faulthandler writes the newest thread first, so it is the last one."""
+    main = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stacks.strip())[-1]
+    frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', main)
     return [f"{_short(file)}:{line} {name}" for file, line, name in frames]
 
 

@@ -42,6 +42,7 @@ def workers(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     ]
     for process in started:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.3)  # from there to where it waits
     yield started
     for process in started:
         process.kill()
@@ -121,8 +122,8 @@ def test_runs_elsewhere_over_and_never_started(tmp_path: Path) -> None:
 
 def test_the_main_thread_is_found() -> None:
     text = (
-        'Thread 0x01 (most recent call first):\n  File "/a/b/lib/python3.11/threading.py", line 5 in wait\n\n'
-        'Current thread 0x02 (most recent call first):\n  File "/x/site-packages/torch/nn.py", line 3 in forward\n'
+        'Current thread 0x01 (most recent call first):\n  File "/a/b/lib/python3.11/threading.py", line 5 in wait\n\n'
+        'Thread 0x02 (most recent call first):\n  File "/x/site-packages/torch/nn.py", line 3 in forward\n'
         '  File "/home/me/strop/trainer/ppo.py", line 9 in fit\n'
     )
     assert main_thread(text) == ["torch/nn.py:3 forward", "strop/trainer/ppo.py:9 fit"]
