@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from strop.rollout.base import Completion, Engine, Request, Sampling
+from strop.rollout.base import Completion, Engine, EngineDied, Request, Sampling
 from strop.rollout.partial import continuation, joined
 
 if TYPE_CHECKING:
@@ -69,13 +69,18 @@ class Interruptible:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        self.engine.abort()
+        with suppress(EngineDied):
+            self.engine.abort()
 
     # --- the protocol ----------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         return self.engine.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.engine.version = version
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         answers = self._inside_of(lambda: self.engine.generate(requests, sampling))

@@ -129,10 +129,8 @@ class Window:
             yield
             return
         self.engine.go()
-        try:
-            yield
-        finally:
-            self.engine.stop()
+        yield
+        self.engine.stop()  # not after a failure: whoever closes the window ends what is running, and does not wait for long
 
     def take(self, draw: Draw, prompts: int, step: int, work: Work) -> tuple[Order, Answers]:
         """The oldest order of at least `prompts` prompts, answered (on this rank: its share)."""
