@@ -10,7 +10,7 @@ engine needs no gradients and runs a step many times, so there the same plan giv
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from strop.models.lora import has_adapters
@@ -79,9 +80,26 @@ def parallelize(model: Any, mesh: DeviceMesh) -> None:
         INPUTS: RowwiseParallel,
         PER_HEAD: lambda: SequenceParallel(sequence_dim=_HEAD_DIMENSION, use_local_output=True),
     }
-    plan = {name: styles[style]() for name, style in plan_of(model, mesh.size()).items()}
+    plan = plan_of(model, mesh.size())
     # Every rank has all numbers (or none: a hollow module), so nothing need be sent.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    parallelize_module(model, mesh, {name: styles[style]() for name, style in plan.items()}, src_data_rank=None)
+    for block in dict.fromkeys(name.rpartition(".")[0] for name, style in plan.items() if style == OUTPUTS):
+        model.get_submodule(block).register_forward_pre_hook(_enter_once(mesh), with_kwargs=True)
+
+
+def _enter_once(mesh: DeviceMesh) -> Callable[..., Any]:
+    """The states enter attention (or the gated block) as one DTensor instead of one per matrix: their gradients are then added
+    up over ranks once, and not for queries, keys and values apart."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def same(states: Tensor) -> Tensor:
+            return DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+
+        if args:
+            return (same(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": same(kwargs["hidden_states"])}
+
+    return enter
 
 
 def team_of(rank: int, world: int, size: int) -> Any:

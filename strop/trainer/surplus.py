@@ -6,6 +6,7 @@ taken by whoever has room first; the samples of a prompt have random streams of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from strop.ranks import Ranks
 from strop.types import Prompt
 
 Numbered = tuple[int, Prompt]
+ROUNDS = itertools.count()
+"""Numbers of the deals between ranks. All ranks deal equally often, and a claim lasts as long as they do."""
 
 
 @dataclass(frozen=True)
