@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from strop.planning.activations import Numbers, Tokens
-from strop.planning.assumptions import CONTEXT, FRAGMENTATION, WORKSPACE
+from strop.planning.assumptions import CONTEXT, SLACK, WORKSPACE
+from strop.planning.forecast import taken
 from strop.planning.known import KNOWN
 from strop.planning.rollout import Sampler
 from strop.planning.shape import Shape, read_shape
@@ -73,7 +74,14 @@ class Bench:
     def at_rest(self) -> int:
         return self.model.weights + self.model.optimizer * self.stepped + WORKSPACE
 
-    def measure(self, phase: str, work: Callable[[], Any], predicted: int, **facts: Any) -> None:
+    @property
+    def outside_passes(self) -> int:
+        return CONTEXT + SLACK + (self.sampler.recorded if self.kept_cache else 0)
+
+    def measure(self, phase: str, work: Callable[[], Any], parts: dict[str, int], outside: int, **facts: Any) -> None:
+        """`parts` come on top of what is at rest; `outside` is what torch's allocator does not count as allocated."""
+        predicted = self.at_rest + sum(parts.values())
+        lost = self.at_rest + sum(taken(part, size) for part, size in parts.items()) + outside
         cuda = self.device.type == "cuda"
         if cuda:
             gc.collect()
@@ -96,7 +104,7 @@ class Bench:
                 "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
                 "device_gib": round((total - free) / GIB, 3),
                 "outside_gib": round((total - free - torch.cuda.memory_reserved()) / GIB, 3),
-                "predicted_device_gib": round((predicted * FRAGMENTATION + CONTEXT) / GIB, 3),
+                "predicted_device_gib": round(lost / GIB, 3),
                 "device": torch.cuda.get_device_name(),
             }
         print(json.dumps({**line, "torch": torch.__version__}), flush=True)
@@ -148,13 +156,14 @@ def sample(bench: Bench) -> None:
     total = torch.cuda.get_device_properties(0).total_memory if bench.device.type == "cuda" else 64 * GIB
     cache = bench.sampler.cache(total, bench.at_rest)
     step = max(bench.sampler.decoding, bench.sampler.prefilling)
-    predicted = bench.at_rest + cache + bench.sampler.bookkeeping(cache) + step
+    parts = {"cache": cache + bench.sampler.bookkeeping(cache), "step": step}
     for round_ in ("rollout, first", "rollout"):
         engine.wake()
         bench.measure(
             round_,
             lambda: engine.generate(requests, sampling),
-            predicted,
+            parts,
+            CONTEXT + bench.sampler.recorded,
             sequences=bench.sampler.sequences,
             new_tokens=bench.sampler.sequences * ANSWER,
             predicted_cache_gib=round(cache / GIB, 3),
@@ -190,7 +199,8 @@ def ask(bench: Bench, tokens: int) -> None:
     bench.measure(
         "log_prob",
         lambda: bench.backend.forward(batch, ["log_probs", "entropy"], MicroBatching(max_tokens=tokens)),
-        bench.at_rest + bench.kept_cache + sum(parts.values()),
+        {**parts, "cache": bench.kept_cache},
+        bench.outside_passes,
         tokens=tokens,
     )
 
@@ -217,7 +227,8 @@ def learn(bench: Bench, tokens: int, micro_batches: int) -> None:
     bench.measure(
         f"update, {micro_batches} micro-batch" + "es" * (micro_batches > 1),
         update,
-        bench.at_rest + bench.kept_cache + sum(parts.values()),
+        {**parts, "cache": bench.kept_cache},
+        bench.outside_passes,
         tokens=tokens,
         parts_gib={part: round(size / GIB, 3) for part, size in parts.items()},
     )

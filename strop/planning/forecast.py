@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.planning.assumptions import CONTEXT, FRAGMENTATION, SAFE, SLEEPING_ENGINE, WORKSPACE
+from strop.planning.assumptions import CONTEXT, FRAGMENTATION, SAFE, SLACK, SLEEPING_ENGINE, WORKSPACE
 from strop.planning.job import Job, Pass
 from strop.planning.training import Parts
 
 PASSING = ("activations", "gathered", "step")
 """Parts that come and go within a phase; the allocator keeps a little more than they need."""
-OUTSIDE = ("context", "graphs")
+OUTSIDE = ("context", "graphs", "slack")
 """Parts that torch's allocator does not count as allocated."""
 
 
@@ -32,10 +32,10 @@ class Phase:
     @property
     def total(self) -> int:
         """What the device must have."""
-        return sum(_taken(part, size) for parts in self.roles.values() for part, size in parts.items())
+        return sum(taken(part, size) for parts in self.roles.values() for part, size in parts.items())
 
 
-def _taken(part: str, size: int) -> int:
+def taken(part: str, size: int) -> int:
     return int(size * FRAGMENTATION) if part in PASSING else size
 
 
@@ -112,6 +112,7 @@ def _sampling(job: Job, beside: dict[str, Parts]) -> tuple[Phase, int, int]:
         step, graphs = max(sampler.decoding, sampler.prefilling), sampler.recorded
         # Where the cache leaves too little for a step, the engine retreats to a smaller one.
         left = int(memory * SAFE - used - step * FRAGMENTATION - graphs)
+        left -= sampler.bookkeeping(max(0, left))
         cache = max(0, min(sampler.cache(memory, used), left))
         own = {
             "weights": sampler.weights,
@@ -161,7 +162,8 @@ def _passing(job: Job, one: Pass, beside: dict[str, Parts]) -> Phase:
         parts = model.update(one.tokens, accumulated=one.accumulated, entropy=one.entropy)
     else:
         parts = model.forward(one.tokens, entropy=one.entropy, tempered=job.tempered)
-    return Phase(one.phase, {**beside, one.role: {**model.present(learns=one.learns), **parts}}, one.role, one.key)
+    slack = {} if job.cluster.device.is_cpu else {"slack": SLACK}
+    return Phase(one.phase, {**beside, one.role: {**model.present(learns=one.learns), **parts, **slack}}, one.role, one.key)
 
 
 def _syncing(job: Job, beside: dict[str, Parts]) -> Phase:

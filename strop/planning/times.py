@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from strop.planning.activations import FLOAT32, layers_kept
 from strop.planning.assumptions import (
     ANSWER_SHARE,
-    DECODE_BANDWIDTH,
+    BANDWIDTH,
     DECODE_EFFICIENCY,
     DECODE_LAUNCH,
     DISK,
     HOST_LINK,
     HOST_MEMORY,
+    KEPT_TRAFFIC,
+    LOGIT_TRAFFIC,
     NODE_LINK,
+    PREFILL_EFFICIENCY,
+    PRODUCT_EFFICIENCY,
     SUM_LATENCY,
-    TRAINING_EFFICIENCY,
 )
+from strop.planning.devices import Device
 from strop.planning.forecast import Forecast
 from strop.planning.job import Cluster, Job, Pass
 from strop.planning.rollout import Sampler
@@ -55,8 +60,7 @@ def pass_seconds(one: Pass, job: Job) -> float:
     answered = int(one.total.answered * _share(job))
     tokens = one.total.all - one.total.answered + answered
     length = one.total.all // max(1, one.total.all // one.longest)
-    needed = worth * operations(model.shape, tokens, answered, length)
-    computing = needed / (job.cluster.ranks * job.cluster.device.flops * TRAINING_EFFICIENCY)
+    computing = worth * forward_seconds(model, job.cluster.device, tokens, answered, length) / job.cluster.ranks
     batches = max(1, round(tokens / job.cluster.ranks / one.tokens.all))
     exchanging = batches * exchange_seconds(model, job.cluster, learns=one.learns)
     stepping = one.updates * _host_step(model) if one.learns else 0.0
@@ -69,6 +73,15 @@ def _host_step(model: TrainedModel) -> float:
         return 0.0
     touched = model.numbers.master * (2 * (1 + model.moments) + 1) * model.trained
     return touched / model.placement.shards / HOST_MEMORY
+
+
+def forward_seconds(model: TrainedModel, device: Device, tokens: int, answered: int, length: int) -> float:
+    """A pass forward by one device: matrix products, and everything that only moves numbers."""
+    shape = model.shape
+    products = operations(shape, tokens, answered, length) / (device.flops * PRODUCT_EFFICIENCY)
+    layers = layers_kept(shape, tokens, model.numbers, checkpointed=False)
+    logits = 0 if shape.scalar else FLOAT32 * shape.vocabulary * answered
+    return products + (KEPT_TRAFFIC * layers + LOGIT_TRAFFIC * logits) / (device.bandwidth * BANDWIDTH)
 
 
 def exchange_seconds(model: TrainedModel, cluster: Cluster, *, learns: bool) -> float:
@@ -111,14 +124,14 @@ def sampling_seconds(sampler: Sampler, cluster: Cluster, rows: int) -> float:
     tail = sampler.response - mean
     device = cluster.device
     prompts = -(-sampler.sequences // sampler.samples) * sampler.prompt
-    prefill = operations(sampler.shape, prompts, 0, sampler.prompt) / (device.flops * TRAINING_EFFICIENCY) / sampler.tensor
+    prefill = operations(sampler.shape, prompts, 0, sampler.prompt) / (device.flops * PREFILL_EFFICIENCY) / sampler.tensor
     return prefill + full * decode_seconds(sampler, cluster, rows) + tail * decode_seconds(sampler, cluster, max(1, rows // 4))
 
 
 def decode_seconds(sampler: Sampler, cluster: Cluster, rows: int) -> float:
     """One token for each of `rows`: matrix products (by weights read or by operations), cache, logits, launches."""
     shape, device, c = sampler.shape, cluster.device, sampler.numbers.compute
-    bandwidth = device.bandwidth * DECODE_BANDWIDTH
+    bandwidth = device.bandwidth * BANDWIDTH
     met = shape.multiplied + shape.embedding
     read = min(shape.parameters, met * rows) if shape.experts else met
     products = max(c * read / bandwidth, 2.0 * met * rows / (device.flops * DECODE_EFFICIENCY)) / sampler.tensor

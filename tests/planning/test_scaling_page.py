@@ -10,7 +10,10 @@ from pathlib import Path
 
 from strop.trainer.main_plan import run
 
+from .test_measured import table
+
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+TABLE = re.compile(r"\| shape \| phase \|.*?\n\n", re.DOTALL)
 EXAMPLE = re.compile(r"```\n(strop plan (?:[^`]*\\\n)[^`]*?)\n```\n\n```\n([^`]*?)```", re.DOTALL)
 
 
@@ -22,6 +25,7 @@ def answer(command: str) -> str:
 
 
 def renewed(page: str) -> str:
+    page = TABLE.sub(lambda _: table() + "\n\n", page)
     return EXAMPLE.sub(lambda found: f"```\n{found[1]}\n```\n\n```\n{answer(found[1])}```", page)
 
 

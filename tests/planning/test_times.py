@@ -9,6 +9,7 @@ from strop.planning.devices import DEVICES, device_of
 from strop.planning.job import Cluster
 from strop.planning.known import shape_of
 from strop.planning.rollout import Sampler
+from strop.planning.training import TrainedModel
 
 
 @pytest.mark.parametrize("name, measured", [("qwen2.5-0.5b", 227e3), ("qwen2.5-1.5b", 107e3), ("qwen2.5-7b", 34.8e3)])
@@ -33,3 +34,10 @@ def test_devices_are_known_by_name_and_by_memory():
         device_of("a100-8")
     with pytest.raises(ValueError, match="give a unit, such as 80GiB"):
         device_of("80")
+
+
+def test_an_update_takes_as_long_as_was_measured():
+    """benchmarks/results/plan_memory.jsonl: 16 rows of 1,024 tokens of the 0.5B shape, checkpointed, 0.356 s on one H200."""
+    model = TrainedModel(shape_of("qwen2.5-0.5b"))
+    forward = times.forward_seconds(model, DEVICES["h200"], 16 * 1023, 16 * 768, 1024)
+    assert times.LEARN_AGAIN * forward == pytest.approx(0.356, rel=0.15)
