@@ -51,7 +51,7 @@ class _Exchange:
 class _Gather(_Exchange):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self.meetings.due():
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
         output_tensor.zero_()
         return None
 
@@ -59,7 +59,7 @@ class _Gather(_Exchange):
 class _Scatter(_Exchange):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         if self.meetings.due():
-            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+            return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
         output_tensor.zero_()
         return None
 

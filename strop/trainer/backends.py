@@ -55,7 +55,7 @@ class BackendMaker:
             "offload_activations": model.enable_activation_offload,
         }
         if self.ranks.world == 1:
-            park = {
+            park: dict[str, Any] = {
                 "park_model": (fsdp.param_offload or fsdp.offload_policy) and not lent,
                 "park_optimizer": fsdp.optimizer_offload or fsdp.offload_policy,
             }

@@ -192,7 +192,7 @@ def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Rank
     return roles
 
 
-def sharing(section: Any) -> dict[str, int]:
+def sharing(section: Any) -> dict[str, Any]:
     """How many neighbouring ranks share rows or weight matrices of a role."""
     return {
         "sequence_parallel": section.ulysses_sequence_parallel_size,
