@@ -13,16 +13,23 @@ With z = logits / temperature and p = softmax(z):
     d log π(a) / dz = onehot(a) - p       dH / dz = -p (log p + H)
 
 A label below zero (such as -100) is no token: its log-prob is 0 and has no gradient.
+
+On a GPU with Triton, the passes over a chunk are one kernel each way (row_kernels.py).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from strop.extras import MissingExtra, require
 
 CHUNK = 1024
 CACHED = 1 << 18  # numbers
@@ -131,9 +138,12 @@ class _FromHidden(torch.autograd.Function):
         want_entropy: bool,
     ) -> Any:
         numbers = _Rows(hidden, want_entropy)
-        logits = None
+        logits, kernels = None, _kernels(hidden)
         for at in _chunks(len(hidden), chunk):
             logits = head_logits(hidden[at], weight, bias)
+            if kernels is not None:
+                numbers.take(at, kernels.statistics(logits, labels[at], temperature=temperature, want_entropy=want_entropy))
+                continue
             for part, row in _parts(logits, at):
                 numbers.fill(row, _scaled(logits[part], temperature), labels[row])
         # No more than a chunk in all: kept, so that the backward pass need not compute it again.
@@ -153,16 +163,20 @@ class _FromHidden(torch.autograd.Function):
         # Summed over many chunks, so not in the dtype of the weights.
         grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
+        kernels = _kernels(hidden)
         for at in _chunks(len(hidden), ctx.chunk):
             logits = head_logits(hidden[at], weight, bias) if ctx.logits is None else ctx.logits
-            narrow = torch.empty_like(logits, dtype=hidden.dtype)
-            for part, r in _parts(logits, at):
-                z = _scaled(logits[part], ctx.temperature)
-                slope = _slope(z, labels[r], normaliser[r], _at(entropy, r), _at(grad_log_probs, r), _at(grad_entropy, r))
-                slope /= ctx.temperature
-                if grad_bias is not None:
-                    grad_bias += slope.sum(0)
-                narrow[part] = slope
+            numbers = (labels[at], normaliser[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            if kernels is not None and grad_bias is None:
+                narrow = kernels.slopes(logits, *numbers, temperature=ctx.temperature, dtype=hidden.dtype)
+            else:
+                narrow = torch.empty_like(logits, dtype=hidden.dtype)
+                for part in _cached_chunks(logits, len(logits)):
+                    z = _scaled(logits[part], ctx.temperature)
+                    slope = _slope(z, *(None if n is None else n[part] for n in numbers)).div_(ctx.temperature)
+                    if grad_bias is not None:
+                        grad_bias += slope.sum(0)
+                    narrow[part] = slope
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
             if grad_weight is not None:
@@ -181,6 +195,11 @@ class _Rows:
         self.entropy = fresh() if want_entropy else None
         # The largest z and the logarithm of Σ exp(z - largest): two numbers, for their sum would round small entropies away.
         self.normaliser = torch.stack([fresh(), fresh()], dim=-1)
+
+    def take(self, at: slice, found: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        self.log_probs[at], self.normaliser[at] = found[:2]
+        if self.entropy is not None:
+            self.entropy[at] = found[2]
 
     def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:
         """With s = z - max z and S = Σ exp(s): log π(a) = s_a - log S and H = log S - Σ s exp(s) / S, both terms positive."""
@@ -221,6 +240,41 @@ def _slope(
     if grad_log_probs is not None:
         slope.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs)
     return slope
+
+
+def _kernels(hidden: Tensor) -> ModuleType | None:
+    """The kernels of row_kernels.py, where they run and agree with this file."""
+    return _tried(hidden.device) if hidden.is_cuda and hidden.dtype != torch.float64 else None
+
+
+@cache
+def _tried(device: torch.device) -> ModuleType | None:
+    try:
+        kernels = require("strop.algorithms.row_kernels", extra="gpu", why="The fast output head on a GPU")
+        if kernels_agree(kernels, device):
+            return kernels
+        reason = "they do not give the numbers of plain torch on this device"
+    except (MissingExtra, RuntimeError, AttributeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+    warnings.warn(f"The kernels of the output head are off, which makes updates slower: {reason}.", stacklevel=3)
+    return None
+
+
+@torch.no_grad()
+def kernels_agree(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether the kernels give what this file computes, on some rows with everything that can occur in them."""
+    draw = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(6, 9001, generator=draw)).to(device)
+    logits[1, 7] = float("-inf")
+    labels = torch.tensor([0, 9000, -100, 4095, 4096, 3], device=device)
+    up, up_entropy = (torch.randn(6, generator=draw).to(device) for _ in range(2))
+    numbers, z = _Rows(logits, True), logits / 0.7
+    numbers.fill(slice(0, 6), z, labels)
+    expected = [numbers.log_probs, numbers.normaliser, numbers.entropy]
+    expected.append(_slope(z, labels, numbers.normaliser, numbers.entropy, up, up_entropy).div_(0.7))
+    found = list(kernels.statistics(logits, labels, temperature=0.7, want_entropy=True))
+    found.append(kernels.slopes(logits, labels, *found[1:], up, up_entropy, temperature=0.7, dtype=torch.float32))
+    return all(torch.allclose(a, b, rtol=2e-5, atol=2e-5) for a, b in zip(expected, found, strict=True) if a is not None)
 
 
 def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
