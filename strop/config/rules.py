@@ -436,7 +436,7 @@ def shared_matrices(config: Any) -> Findings:
     if size > 1 and engine_name(rollout) == "native" and rollout.multi_turn.enable:
         yield error(
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            f"{size}: the native engine holds conversations on one device. Set 1, or rollout.name=vllm.",
+            f"{size}: the native engine holds conversations on one device. Set 1, or use vLLM (name=vllm, installed).",
         )
     if size > 1 and engine_name(rollout) == "hf":
         yield error("actor_rollout_ref.rollout.tensor_model_parallel_size", f"{size}: rollout.name=hf samples on one device.")

@@ -28,30 +28,31 @@ OUTPUTS, INPUTS, PER_HEAD = "colwise", "rowwise", "replicated_with_grad_allreduc
 _HEAD_DIMENSION = 2  # states that a norm per head sees are [batch, tokens, heads, width]
 
 
-def plan_of(model: Any, size: int) -> dict[str, str]:
-    """How each divided module of the decoder's layers is divided, by name. Refuses a model or a `size` that does not fit."""
+def plan_of(model: Any, size: int, key: str = "tensor_parallel_size") -> dict[str, str]:
+    """How each divided module of the decoder's layers is divided, by name. Refuses a model or a `size` that does not fit, and
+    names the `key` behind it."""
     if has_adapters(model):
         raise ValueError(
-            f"tensor_parallel_size={size} does not go together with LoRA. Set it to 1: adapters are small, and frozen weights "
+            f"{key}={size} does not go together with LoRA. Set it to 1: adapters are small, and frozen weights "
             "are sharded by fsdp_config."
         )
     plan = getattr(model, "tp_plan", None) or {}
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in plan.items() if ".layers." in name}
     if not patterns:
-        raise ValueError(f"transformers has no tensor-parallel plan for {type(model).__name__}. Set tensor_parallel_size=1.")
+        raise ValueError(f"transformers has no tensor-parallel plan for {type(model).__name__}. Set {key}=1.")
     strange = sorted(set(patterns.values()) - {OUTPUTS, INPUTS, PER_HEAD})
     if strange:
         raise ValueError(
             f"{type(model).__name__} divides its layers in ways that are not supported ({', '.join(strange)}). Set "
-            "tensor_parallel_size=1; fsdp_config and ulysses_sequence_parallel_size divide it too."
+            f"{key}=1; fsdp_config and ulysses_sequence_parallel_size divide it too."
         )
     named = {name: module for name, module in model.named_modules() if ".layers." in name}
     found = {name: style for name in named for pattern, style in patterns.items() if pattern.fullmatch(name)}
-    _refuse_uneven(model, {name: named[name] for name in found}, found, size)
+    _refuse_uneven(model, {name: named[name] for name in found}, found, size, key)
     return found
 
 
-def _refuse_uneven(model: Any, modules: dict[str, nn.Module], plan: dict[str, str], size: int) -> None:
+def _refuse_uneven(model: Any, modules: dict[str, nn.Module], plan: dict[str, str], size: int, key: str) -> None:
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     counts = {"attention heads": heads, "key-value heads": getattr(config, "num_key_value_heads", None) or heads}
@@ -140,7 +141,7 @@ class Divided:
         self._tied: dict[str, str] = {}
         """Names of embeddings whose numbers the output head has too."""
         modules = dict(model.named_modules())
-        for name, style in plan_of(model, self.parts).items():
+        for name, style in plan_of(model, self.parts, "rollout.tensor_model_parallel_size").items():
             if style == OUTPUTS:
                 self._cut(name, modules[name], 0)
             elif style == INPUTS:
