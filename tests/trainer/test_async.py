@@ -83,7 +83,13 @@ def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahe
     assert 0 < max(steps[step]["staleness/max"] for step in steps if step) <= oldest
 
 
-@pytest.mark.parametrize("mode", [[*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], [*PARTIAL]], ids=["beside", "between"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param([*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], id="beside"),
+        pytest.param(PARTIAL, id="between", marks=pytest.mark.slow),
+    ],
+)
 def test_it_learns_what_the_synchronous_loop_learns(overrides, tmp_path, mode):
     """The reward of the synchronous test: say as many sevens as you can."""
     reward = tmp_path / "sevens.py"

@@ -81,7 +81,13 @@ def trained_rows(folder: Path, steps: range) -> list[list[int]]:
     return [[json.loads(line)["index"] for line in (folder / f"{s}.jsonl").read_text().splitlines()] for s in steps]
 
 
-@pytest.mark.parametrize("mode", [[*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], [*PARTIAL]], ids=["beside", "between"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param([*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], id="beside"),
+        pytest.param(PARTIAL, id="between", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_trains_every_row_once(overrides, tmp_path, mode):
     """Eight steps are one epoch: each of the 64 rows is trained once, in the order of a run that was never killed."""
     long = [*overrides, *QUIET, *mode, "trainer.total_training_steps=8", "trainer.save_freq=1"]
