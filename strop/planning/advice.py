@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop.planning.devices import Cluster
 from strop.planning.forecast import Forecast, forecast
-from strop.planning.job import Cluster, job_of
+from strop.planning.job import job_of
 from strop.planning.knobs import Change, can_share, candidates, changed, fits, lack, micro_sizes, only_starved, read, worst
 from strop.planning.times import seconds
 

@@ -24,6 +24,17 @@ class Device:
     is_cpu: bool = False
 
 
+@dataclass(frozen=True)
+class Cluster:
+    device: Device
+    nodes: int = 1
+    per_node: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+
 DEVICES = {
     device.name: device
     for device in (

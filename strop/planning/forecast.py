@@ -76,9 +76,10 @@ def forecast(job: Job) -> Forecast:
     cache, rows = 0, 0
     beside: dict[str, Parts] = {**base, **rest}
     if job.sampler is not None:
-        sampling, cache, rows = _sampling(job, beside)
+        sampling, cache, rows = _sampling(job, base if job.apart else beside)
         phases.append(sampling)
-        beside = {**beside, "engine": sampling.roles["engine"] if job.side_by_side else _asleep(job, cache)}
+        stays = sampling.roles["engine"] if job.side_by_side and not job.apart else _asleep(job, cache)
+        beside = {**beside, "engine": stays}
     if "reward" in job.models and job.sampler is not None:
         phases.append(_scoring(job, beside))
     phases += [_passing(job, one, beside) for one in job.passes]
@@ -122,22 +123,24 @@ def _sampling(job: Job, beside: dict[str, Parts]) -> tuple[Phase, int, int]:
         }
     else:
         cache = max(0, int(memory * sampler.share) - sampler.module - sampler.decoding)
-        own = {"weights": _copy(job) + sampler.module, "cache": cache, "step": sampler.decoding}
+        own = {"weights": _copy(job) * (not job.apart) + sampler.module, "cache": cache, "step": sampler.decoding}
     rows = sampler.rows(cache) or (1 if cache >= sampler.capacity * sampler.per_token else 0)
     phase = Phase("rollout", {**beside, "engine": own}, "engine", "actor_rollout_ref.rollout.gpu_memory_utilization")
     return phase, cache, rows
 
 
 def _copy(job: Job) -> int:
-    """The whole module that many ranks hold as the source of weights for an engine outside of it."""
+    """The whole module that each of many ranks holds as the source of weights for an engine outside of it."""
     assert job.sampler is not None
-    return 0 if job.sampler.borrows else job.sampler.numbers.compute * job.sampler.shape.parameters
+    return 0 if job.cluster.ranks == 1 else job.sampler.numbers.compute * job.sampler.shape.parameters
 
 
 def _asleep(job: Job, cache: int) -> Parts:
     """What the engine keeps on the device while the models learn."""
     sampler, memory = job.sampler, job.cluster.device.memory
     assert sampler is not None
+    if job.apart:
+        return {"weights": _copy(job)}
     if job.engine == "native":
         kept = sampler.kept(cache, memory, frees=job.frees_cache)
         graphs = sampler.recorded if kept else 0

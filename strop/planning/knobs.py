@@ -9,8 +9,9 @@ from functools import reduce
 from typing import Any
 
 from strop.planning.assumptions import SAFE
+from strop.planning.devices import Cluster
 from strop.planning.forecast import Forecast, Phase, forecast
-from strop.planning.job import Cluster, Pass, job_of
+from strop.planning.job import Pass, job_of
 from strop.planning.shape import Shape
 
 ROUND = 256

@@ -24,7 +24,8 @@ class Sampler:
     """Answers per prompt (rollout.n)."""
     numbers: Numbers = Numbers()
     max_rows: int = 1024
-    batch_tokens: int = 8192
+    batch_tokens: int = 32768
+    """Prompt tokens of one pass (max_num_batched_tokens)."""
     share: float = 0.5
     """gpu_memory_utilization."""
     tensor: int = 1

@@ -18,9 +18,9 @@ from strop.planning.assumptions import (
     PRODUCT_EFFICIENCY,
     SUM_LATENCY,
 )
-from strop.planning.devices import Device
+from strop.planning.devices import Cluster, Device
 from strop.planning.forecast import Forecast
-from strop.planning.job import Cluster, Job, Pass
+from strop.planning.job import Job, Pass
 from strop.planning.rollout import Sampler
 from strop.planning.shape import Shape
 from strop.planning.training import TrainedModel
@@ -145,7 +145,7 @@ def decode_seconds(sampler: Sampler, cluster: Cluster, rows: int) -> float:
 
 def sync_seconds(job: Job) -> float:
     actor = job.models["actor"]
-    if not actor.placement.sharded and job.engine == "native":
+    if not actor.placement.sharded and job.engine == "native" and not job.apart:
         return 0.0
     size = actor.numbers.compute * actor.shape.parameters
     return size / (link(job.cluster, actor.placement.shards) if actor.placement.sharded else job.cluster.device.link)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.planning.advice import advise, alternatives
-from strop.planning.devices import DEVICES, OTHER, device_of
-from strop.planning.job import Cluster
+from strop.planning.devices import DEVICES, OTHER, Cluster, device_of
 from strop.planning.table import as_text, as_values
 
 ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}

@@ -10,8 +10,7 @@ from typing import Any
 from strop.config.engine import engine_name
 from strop.config.rules import Finding, error, warning
 from strop.planning.advice import Advice, advise, complaint
-from strop.planning.devices import DEVICES, OTHER, Device
-from strop.planning.job import Cluster
+from strop.planning.devices import DEVICES, OTHER, Cluster, Device
 from strop.planning.knobs import Change, changed
 
 ACCURACY = 0.15

@@ -6,9 +6,9 @@ import pytest
 
 from strop.config.compose import load
 from strop.planning.advice import advise, alternatives, complaint
-from strop.planning.devices import device_of
+from strop.planning.devices import Cluster, device_of
 from strop.planning.forecast import forecast
-from strop.planning.job import Cluster, job_of
+from strop.planning.job import job_of
 from strop.planning.knobs import changed, fits
 from strop.planning.times import seconds
 
@@ -146,3 +146,11 @@ def test_sequences_too_long_for_one_device_are_shared():
 def test_what_no_knob_helps_is_explained():
     advice = advise(configured("actor_rollout_ref.model.path=mixtral-8x7b"), cluster())
     assert advice.hopeless and "mixtures of experts are not divided" in complaint(advice)
+
+
+def test_engines_on_devices_of_their_own_take_nothing_of_the_trainer_but_a_copy_of_the_weights():
+    apart = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8")
+    beside, away = (forecast(job_of(configured(*more), cluster())) for more in ((), apart))
+    here, there = (next(phase for phase in found.phases if phase.name == "rollout") for found in (beside, away))
+    assert "actor" in here.roles and "actor" not in there.roles
+    assert away.phases[-1].roles["engine"] == {"weights": 2 * away.job.models["actor"].shape.parameters}

@@ -25,7 +25,7 @@ def foretold(line: dict) -> tuple[float, float]:
     assert line["variant"] in ("checkpointed", "plain")
     shape = shape_of(f"qwen2.5-{line['shape']}")
     model = TrainedModel(shape, checkpointed=line["variant"] == "checkpointed")
-    sampler = Sampler(shape, 1024, 128, 256, samples=4)
+    sampler = Sampler(shape, 1024, 128, 256, samples=4, batch_tokens=8192)
     # The optimizer remembers nothing before the first update.
     stepped = not line["phase"].startswith("rollout") and not (line["phase"] == "log_prob" and line["tokens"] == 8192)
     rest = model.weights + model.optimizer * stepped + WORKSPACE

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.planning import times
-from strop.planning.devices import DEVICES, device_of
-from strop.planning.job import Cluster
+from strop.planning.devices import DEVICES, Cluster, device_of
 from strop.planning.known import shape_of
 from strop.planning.rollout import Sampler
 from strop.planning.training import TrainedModel

@@ -9,8 +9,7 @@ import pytest
 from strop.cli import dispatch
 from strop.config.compose import load
 from strop.planning.advice import advise
-from strop.planning.devices import device_of
-from strop.planning.job import Cluster
+from strop.planning.devices import Cluster, device_of
 from strop.trainer.preflight_memory import findings, local_device
 
 MODEL = "actor_rollout_ref.model.path=qwen2.5-7b"
