@@ -26,6 +26,8 @@ BASE = float(int(time.time()) - 600)
 QUESTION = "Mara packs 12 boxes with 4 cups each and gives away 7 cups. How many cups are left?"
 LETTERS = TextOf(lambda ids: "".join(chr(i) for i in ids))
 """A tokenizer whose tokens are characters."""
+LONG = TextOf(lambda ids: "0123456789" * len(ids))
+"""One whose tokens are ten characters each."""
 CONFIG = load(
     "ppo_trainer",
     [
@@ -114,7 +116,9 @@ def conversation(group: int, index: int) -> Trajectory:
     )
 
 
-def write_step(run: Path, split: str, step: int, answers: Sequence[Trajectory], *, trained: bool | None = None) -> Path:
+def write_step(
+    run: Path, split: str, step: int, answers: Sequence[Trajectory], *, trained: bool | None = None, texts: TextOf = LETTERS
+) -> Path:
     trained = split == "train" if trained is None else trained
     width = max(len(t.response) for t in answers)
     tables: dict[str, torch.Tensor] = {}
@@ -130,7 +134,7 @@ def write_step(run: Path, split: str, step: int, answers: Sequence[Trajectory], 
             "entropy": -log_probs.clamp(min=-3),
             "advantages": centred[:, None].expand(-1, width) * (log_probs != 0),
         }
-    return write_samples(run / FOLDER, split, step, sample_table(Job(split, step, answers, tables), LETTERS))
+    return write_samples(run / FOLDER, split, step, sample_table(Job(split, step, answers, tables), texts))
 
 
 def write_run(run: Path, *, steps: int = 40, shift: float = 0.0, config: dict[str, Any] | None = None) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from strop.run.heartbeat import Heartbeat
-from tests.board.scene import CONFIG, answer, line, metrics, serving, write_run, write_step
+from tests.board.scene import CONFIG, LONG, answer, line, metrics, serving, write_run, write_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'><b>bold</b> javascript:alert(1)"
@@ -285,14 +285,14 @@ def test_nothing_a_model_wrote_is_executed(browser: Any, tmp_path: Path) -> None
 
 def test_an_answer_of_five_megabytes_does_not_stop_the_page(browser: Any, tmp_path: Path) -> None:
     run = write_run(tmp_path / "long")
-    write_step(run, "train", 41, [answer("word " * 1_000_000, group=0), answer("short", group=0, score=0.0)])
+    write_step(run, "train", 41, [answer("x" * 500_000, prompt="?"), answer("short", score=0.0)], texts=LONG)
     with serving(tmp_path) as url:
         seen = Seen(browser, url, "/#/rollouts")
         seen.page.wait_for_selector("text=4,980,000 more characters")
         seen.page.get_by_role("button", name="Log-prob", exact=True).click()
-        seen.page.wait_for_selector("text=4,995,904 more tokens")
-        seen.page.get_by_role("button", name="4,995,904 more tokens").click()
-        seen.page.wait_for_selector("text=4,991,808 more tokens")
+        seen.page.wait_for_selector("text=495,904 more tokens")
+        seen.page.get_by_role("button", name="495,904 more tokens").click()
+        seen.page.wait_for_selector("text=491,808 more tokens")
         seen.close()
 
 

@@ -11,7 +11,7 @@ from strop.board.find import NotFound, RunFolder
 from strop.board.sample_file import Damaged
 from strop.board.samples import LONGEST_TEXT, MOST_TOKENS, Query, SampleFolder
 from strop.run.samples import FOLDER, ROWS_PER_GROUP
-from tests.board.scene import answer, groups_of, write_step
+from tests.board.scene import LONG, answer, groups_of, write_step
 
 
 @pytest.fixture
@@ -84,19 +84,16 @@ def test_what_is_not_there_is_said(run: Path) -> None:
 
 
 def test_huge_texts_come_in_pieces(tmp_path: Path) -> None:
-    huge = "0123456789" * 500_000
-    write_step(tmp_path, "train", 1, [answer("short", group=0), answer(huge, group=1), answer("short", group=2)])
+    made = [answer("short", group=0), answer("x" * 500_000, group=1), answer("short", group=2)]
+    write_step(tmp_path, "train", 1, made, texts=LONG)
     samples = folder(tmp_path)
     group = samples.group("train", 1, 1)
     response = group["samples"][0]["response"]
     assert response["length"] == 5_000_000 and len(response["text"]) == LONGEST_TEXT
-    assert samples.text("train", 1, 1, 0, "response", 4_999_990) == {
-        "text": "0123456789",
-        "start": 4_999_990,
-        "length": 5_000_000,
-    }
-    tokens = samples.tokens("train", 1, 1, 0, 4_999_999)
-    assert tokens["tokens"] == ["9"] and len(samples.tokens("train", 1, 1, 0, 0)["ids"]) == MOST_TOKENS
+    last = samples.text("train", 1, 1, 0, "response", 4_999_990)
+    assert last == {"text": "0123456789", "start": 4_999_990, "length": 5_000_000}
+    tokens = samples.tokens("train", 1, 1, 0, 499_999)
+    assert tokens["tokens"] == ["0123456789"] and len(samples.tokens("train", 1, 1, 0, 0)["ids"]) == MOST_TOKENS
     assert len(str(samples.page("train", 1, Query()))) < 3000
 
 
