@@ -125,9 +125,12 @@ class RayPool:
         self._handles[number][1].ask.remote(request, sampling).future().add_done_callback(settle)
         return answer
 
-    def mend(self, number: int) -> None:
-        life, _ = self._handles[number]
-        self._handles[number] = self._ray.get(self._keeper.mend.remote(number, life))
+    def life(self, number: int) -> int:
+        return self._handles[number][0]
+
+    def mend(self, number: int, life: int) -> None:
+        if life == self._handles[number][0]:
+            self._handles[number] = self._ray.get(self._keeper.mend.remote(number, life))
 
     def load(self, memory: np.ndarray, contents: str, version: int) -> Future[Any]:
         import json

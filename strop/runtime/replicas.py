@@ -43,8 +43,12 @@ class Pool(Protocol):
         """Fails with EngineDied when the replica is gone."""
         ...
 
-    def mend(self, number: int) -> None:
-        """Return when a replica that died has a successor with the current weights."""
+    def life(self, number: int) -> int:
+        """Which life of the replica is asked now."""
+        ...
+
+    def mend(self, number: int, life: int) -> None:
+        """Return when a replica whose `life` has ended has a successor with the current weights; many may wait for it."""
         ...
 
     def load(self, memory: np.ndarray, contents: str, version: int) -> Future[Any]:
@@ -85,6 +89,7 @@ class Replicas(OutsideEngine):
         with self._lock:
             number = min(self.mine, key=lambda place: self._work[place])
             self._work[number] += cost
+        life = self._pool.life(number)  # before it is asked: its successor must not be taken for the one that died
         asked = self._pool.ask(number, request, sampling)
 
         def settle(done: Answer) -> None:
@@ -92,16 +97,16 @@ class Replicas(OutsideEngine):
                 self._work[number] -= cost
             error = done.exception()
             if isinstance(error, EngineDied) and deaths < MOST_DEATHS:
-                self._menders.submit(self._again, number, request, sampling, answer, deaths + 1)
+                self._menders.submit(self._again, number, life, request, sampling, answer, deaths + 1)
                 return
             with suppress(InvalidStateError):  # whoever asked may have gone
                 answer.set_result(done.result()) if error is None else answer.set_exception(error)
 
         asked.add_done_callback(settle)
 
-    def _again(self, number: int, request: Request, sampling: Sampling, answer: Answer, deaths: int) -> None:
+    def _again(self, number: int, life: int, request: Request, sampling: Sampling, answer: Answer, deaths: int) -> None:
         try:
-            self._pool.mend(number)
+            self._pool.mend(number, life)
             with self._lock:
                 self._repeated += 1
             self._send(request, sampling, answer, deaths)

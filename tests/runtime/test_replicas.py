@@ -26,6 +26,7 @@ class FakePool:
     def __init__(self, size: int) -> None:
         self.size, self.deaths = size, 0
         self.asked: list[int] = []
+        self.lives = [0] * size
         self.dying: set[int] = set()
         self.weights: dict[str, torch.Tensor] = {}
         self.version, self.stamped = 0, 0
@@ -45,9 +46,15 @@ class FakePool:
             done.set_result([Completion([number], [0.0], "stop", self.version) for _ in range(request.n)])
         return done
 
-    def mend(self, number):
+    def life(self, number):
+        return self.lives[number]
+
+    def mend(self, number, life):
         with self.lock:
-            self.deaths += number in self.dying
+            if life != self.lives[number]:
+                return  # another request has seen to it
+            self.lives[number] += 1
+            self.deaths += 1
             self.dying.discard(number)
 
     def load(self, memory, contents, version):
@@ -112,8 +119,24 @@ def test_requests_outlive_their_replica(engine, pool):
     assert engine.stats()["repeated_requests"] == 0
 
 
+def test_a_successor_is_not_taken_for_the_one_that_died(engine, pool):
+    """All requests of a dead replica fail, some of them when it has a successor already."""
+    pool.hold = True
+    answers = [engine._submit(Request([1], seed=seed), SAMPLING) for seed in range(9)]
+    held, pool.hold = [done for number, done in pool.held if number == 0], False
+    assert len(held) == 3
+    for done in held:
+        done.set_exception(EngineDied("gone"))
+        time.sleep(0.2)
+    for number, done in pool.held:
+        if number:
+            done.set_result([Completion([number], [0.0], "stop")])
+    assert [answer.result(10)[0].finish for answer in answers] == ["stop"] * 9
+    assert pool.replaced() == 1 and engine.stats()["repeated_requests"] == 3
+
+
 def test_a_request_that_kills_every_replica_is_given_up(engine, pool):
-    pool.mend = lambda number: None
+    pool.mend = lambda number, life: None
     pool.dying = {0, 1, 2}
     with pytest.raises(EngineDied, match="gone"):
         engine.generate([Request([1])], SAMPLING)
@@ -121,7 +144,7 @@ def test_a_request_that_kills_every_replica_is_given_up(engine, pool):
 
 
 def test_a_pool_that_cannot_mend_tells_why(engine, pool):
-    def fail(number):
+    def fail(number, life):
         raise EngineDied("no place for another")
 
     pool.mend, pool.dying = fail, {0, 1, 2}
