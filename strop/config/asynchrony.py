@@ -34,8 +34,7 @@ def ahead_of(config: Any) -> Ahead:
     beside, cut = settings.enable, settings.partial_rollout
     if not (beside or cut):
         return Ahead(False, False, 0, 1, 0)
-    bounds = (settings.staleness_threshold, settings.queue_size, settings.max_policy_age)
-    age = next(bound for bound in bounds if bound is not None)
+    age = settings.max_policy_age if settings.staleness_threshold is None else settings.staleness_threshold
     steps = settings.trigger_parameter_sync_step if beside else 1
     between = math.floor((1 + age) * steps * config.data.train_batch_size) if age or steps > 1 else 0
     return Ahead(beside, cut, age, steps, between)

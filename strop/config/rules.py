@@ -304,12 +304,12 @@ def ahead(config: Any, loaded: Loaded) -> Findings:
         for key in sorted(key for key in said if key.startswith(path) and said[key] not in (False, None)):
             yield warning(key, f"{said[key]} has no effect without {path}.enable=true or {path}.partial_rollout=true.")
         return
-    bounds = [
-        name for name in ("staleness_threshold", "queue_size", "max_policy_age") if said.get(f"{path}.{name}") is not None
-    ]
-    if len({float(said[f"{path}.{name}"]) for name in bounds}) > 1:
-        listed = " and ".join(f"{name}={said[f'{path}.{name}']}" for name in bounds)
-        yield error(f"{path}.{bounds[0]}", f"{listed} are names of the same bound. Keep one of them.")
+    bounds = (settings.staleness_threshold, said.get(f"{path}.max_policy_age"))
+    if None not in bounds and bounds[0] != bounds[1]:
+        yield error(
+            f"{path}.staleness_threshold",
+            f"{bounds[0]:g} and max_policy_age={bounds[1]} are names of the same bound. Keep one.",
+        )
     prompts, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if settings.require_batches is not None and settings.require_batches * mini != prompts:
         yield error(

@@ -36,14 +36,14 @@ def findings(*overrides: str):
         ([], 0, 1, 0),
         ([ON], 64, 1, 1),
         ([ON, f"{ASYNC}max_policy_age=0"], 0, 1, 0),
-        ([ON, f"{ASYNC}queue_size=3"], 128, 1, 3),
+        ([ON, f"{ASYNC}max_policy_age=3"], 128, 1, 3),
         ([ON, f"{ASYNC}staleness_threshold=0.5"], 48, 1, 0.5),
         ([ON, f"{ASYNC}staleness_threshold=0.1", f"{ASYNC}trigger_parameter_sync_step=4"], 140, 4, 0.1),
         ([ON, f"{ASYNC}staleness_threshold=0", f"{ASYNC}trigger_parameter_sync_step=2"], 64, 2, 0),
         ([CUT, f"{ASYNC}trigger_parameter_sync_step=2"], 64, 1, 1),
     ],
 )
-def test_three_names_of_one_bound(overrides, prompts, steps, age):
+def test_two_names_of_one_bound(overrides, prompts, steps, age):
     ahead = ahead_of(config(*overrides))
     assert (ahead.between_updates, ahead.sync_steps, ahead.age) == (prompts, steps, age)
 
@@ -72,7 +72,12 @@ def test_the_plan_says_how_far_ahead():
 @pytest.mark.parametrize(
     ("overrides", "level", "key", "words"),
     [
-        ([ON, f"{ASYNC}queue_size=2", f"{ASYNC}max_policy_age=1"], "error", "queue_size", ["queue_size=2", "max_policy_age=1"]),
+        (
+            [ON, f"{ASYNC}staleness_threshold=2", f"{ASYNC}max_policy_age=1"],
+            "error",
+            "staleness_threshold",
+            ["2 and max_policy_age=1"],
+        ),
         (
             [ON, f"{ASYNC}require_batches=3"],
             "error",

@@ -22,8 +22,6 @@ class AsyncTraining:
     staleness_threshold: float | None = setting(None, at_least=0)
     """The same bound as a share: (1 + threshold) times the prompts that are trained on between two weight updates may be begun
     between them. Null: max_policy_age."""
-    queue_size: int | None = setting(None, at_least=1)
-    """The same bound under OpenRLHF's name: batches that sampling may be ahead. Null: max_policy_age."""
     partial_rollout: bool = setting(False)
     """Interrupt answers at a weight update and go on with them under the new weights; false waits for their end. Without
     `enable`: a step ends when its own answers are whole, and those begun for later steps are interrupted and kept."""
