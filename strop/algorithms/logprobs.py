@@ -166,14 +166,17 @@ class _FromHidden(torch.autograd.Function):
         kernels = _kernels(hidden)
         for at in _chunks(len(hidden), ctx.chunk):
             logits = head_logits(hidden[at], weight, bias) if ctx.logits is None else ctx.logits
-            numbers = (labels[at], normaliser[at], _at(entropy, at), _at(grad_log_probs, at), _at(grad_entropy, at))
+            numbers: list[Any] = [
+                None if n is None else n[at] for n in (labels, normaliser, entropy, grad_log_probs, grad_entropy)
+            ]
             if kernels is not None and grad_bias is None:
                 narrow = kernels.slopes(logits, *numbers, temperature=ctx.temperature, dtype=hidden.dtype)
             else:
                 narrow = torch.empty_like(logits, dtype=hidden.dtype)
                 for part in _cached_chunks(logits, len(logits)):
                     z = _scaled(logits[part], ctx.temperature)
-                    slope = _slope(z, *(None if n is None else n[part] for n in numbers)).div_(ctx.temperature)
+                    rows: list[Any] = [None if n is None else n[part] for n in numbers]
+                    slope = _slope(z, *rows).div_(ctx.temperature)
                     if grad_bias is not None:
                         grad_bias += slope.sum(0)
                     narrow[part] = slope
@@ -198,7 +201,7 @@ class _Rows:
 
     def take(self, at: slice, found: tuple[Tensor, Tensor, Tensor | None]) -> None:
         self.log_probs[at], self.normaliser[at] = found[:2]
-        if self.entropy is not None:
+        if self.entropy is not None and found[2] is not None:
             self.entropy[at] = found[2]
 
     def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:

@@ -29,6 +29,7 @@ from strop.config.schema.model import Fsdp, Optim
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.lora import has_adapters, merged_weights
+from strop.models.parts import quicken
 from strop.models.sequence_parallel import Slicing
 from strop.models.tensor_parallel import parallelize
 from strop.ranks import Ranks
@@ -74,6 +75,7 @@ class FsdpBackend(SingleBackend):
         for name, weight in module.named_parameters():
             kept = weight.requires_grad or HEAD in name.split(".")[:-1]
             weight.data = weight.data.to(master if kept else compute)
+        quicken(module, self.device, compute)
         meshes = make_meshes(self.device, ranks.world, settings.fsdp_size, tensor_parallel)
         if meshes.tensor is not None:
             parallelize(module, meshes.tensor)

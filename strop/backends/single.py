@@ -29,6 +29,7 @@ from strop.config.schema.model import Optim
 from strop.models.forward import response_outputs
 from strop.models.heads import HEAD
 from strop.models.lora import adapters_off, has_adapters, merged_weights
+from strop.models.parts import quicken
 from strop.models.sequence_parallel import Slicing
 from strop.ranks import Ranks
 from strop.types import Batch, pad_columns
@@ -74,6 +75,7 @@ class SingleBackend:
         keep = frozenset(name for name, _ in module.named_parameters() if HEAD in name.split(".")[:-1])
         module.to(self.device)
         self.weights = MasterWeights(module, compute=compute, master=master, keep=keep)
+        quicken(module)
         self.optimizer = None if optim is None else make_optimizer(self.weights.masters, optim)
         self.schedule = None if optim is None or self.optimizer is None else make_schedule(self.optimizer, optim)
         self.parking = Parking(self, model=park_model, optimizer=park_optimizer and optim is not None)

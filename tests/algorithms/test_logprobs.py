@@ -220,3 +220,12 @@ def test_fused_head_on_a_gpu_equals_the_plain_head_in_a_fraction_of_its_memory(d
     for a, b in zip(ours, theirs):
         assert (a.float() - b.float()).norm() <= loose * b.float().norm()
     assert our_memory < their_memory / 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernels_of_the_head_agree_with_plain_torch() -> None:
+    from strop.algorithms import row_kernels
+    from strop.algorithms.logprobs import kernels_agree
+
+    assert kernels_agree(row_kernels, torch.device("cuda"))

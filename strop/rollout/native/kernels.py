@@ -1,9 +1,9 @@
 """The parts of a decode step that plain torch spreads over dozens of small kernels, as one Triton kernel each.
 
 A decode step of a small model is bound by the number of kernels, not by what they compute. Here are: attention of one new
-token per row over the used part of its cache row (which also stores the new key and value), the draw of a token with its
-log-prob and the bookkeeping of the row, and three pieces that most decoders have: root-mean-square norm, rotary embedding and
-gated SiLU. Where plain torch rounds to the dtype of the model, so do these, so that they agree with the training pass.
+token per row over the used part of its cache row (which also stores the new key and value), and the draw of a token with its
+log-prob and the bookkeeping of the row. Where plain torch rounds to the dtype of the model, so do these, so that they agree
+with the training pass. The pieces that training has too are in models/kernels.py.
 
 This file needs Triton and is imported only where a GPU is.
 """
@@ -284,99 +284,3 @@ def draw(logits: Tensor, rows: Tensor, fields: dict[str, Tensor], *, temperature
         BLOCK=_DRAW_BLOCK, BLOCKS=triton.next_power_of_2(blocks), STOPS=triton.next_power_of_2(f["stops"].shape[1]),
         num_warps=4,
     )  # fmt: skip
-
-
-# --- pieces of a decoder ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _norm(x, weight, out, size, stride, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < size
-    values = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    scaled = values * tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-    narrow = scaled.to(x.dtype.element_ty).to(tl.float32)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, (narrow * factor).to(out.dtype.element_ty), mask=inside)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = None) -> Tensor:
-    """weight · x / sqrt(mean(x²) + eps) over the last axis, as Llama and its relatives define it."""
-    size = x.shape[-1]
-    flat = x.reshape(-1, size)
-    result = torch.empty(x.shape, dtype=out or torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    block = triton.next_power_of_2(size)
-    _norm[(len(flat),)](flat, weight, result, size, flat.stride(0), eps, BLOCK=block, num_warps=min(8, max(1, block // 512)))
-    return result
-
-
-@triton.jit
-def _rotate(x, out, row, token, x_row, x_token, x_head, tokens, heads, size, a_cos, b_cos, a_sin, b_sin,
-            HEADS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    half = size // 2
-    h, d = tl.arange(0, HEADS), tl.arange(0, HALF)
-    mask = (h[:, None] < heads) & (d[None, :] < half)
-    source = x + row * x_row + token * x_token + h[:, None] * x_head + d[None, :]
-    kind = x.dtype.element_ty
-    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    first = (a * a_cos).to(kind).to(tl.float32) - (b * a_sin).to(kind).to(tl.float32)
-    second = (b * b_cos).to(kind).to(tl.float32) + (a * b_sin).to(kind).to(tl.float32)
-    target = out + ((row * tokens + token) * heads + h[:, None]) * size + d[None, :]
-    tl.store(target, first.to(kind), mask=mask)
-    tl.store(target + half, second.to(kind), mask=mask)
-
-
-@triton.jit
-def _rotary(
-    q, k, cos, sin, q_out, k_out, tokens, q_heads, k_heads, size,
-    q_row, q_token, q_head, k_row, k_token, k_head, angle_row, angle_token,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) // tokens
-    token = tl.program_id(0).to(tl.int64) % tokens
-    d = tl.arange(0, HALF)
-    inside = d < size // 2
-    at = row * angle_row + token * angle_token + d
-    a_cos = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    b_cos = tl.load(cos + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    a_sin = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-    b_sin = tl.load(sin + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    _rotate(q, q_out, row, token, q_row, q_token, q_head, tokens, q_heads, size, a_cos, b_cos, a_sin, b_sin, Q_HEADS, HALF)
-    _rotate(k, k_out, row, token, k_row, k_token, k_head, tokens, k_heads, size, a_cos, b_cos, a_sin, b_sin, K_HEADS, HALF)
-
-
-def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """x · cos + rotate_half(x) · sin for queries and keys [B, heads, T, D] with angles [B or 1, T, D], in one go."""
-    batch, q_heads, tokens, size = query.shape
-    k_heads = key.shape[1]
-    q_out, k_out = query.new_empty(batch, tokens, q_heads, size), key.new_empty(batch, tokens, k_heads, size)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    _rotary[(batch * tokens,)](
-        query, key, cos, sin, q_out, k_out, tokens, q_heads, k_heads, size,
-        query.stride(0), query.stride(2), query.stride(1), key.stride(0), key.stride(2), key.stride(1),
-        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-        Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k_heads),
-        HALF=triton.next_power_of_2(size // 2), num_warps=4,
-        enable_fp_fusion=False,  # a fused multiply-add would skip a rounding that the training pass makes
-    )  # fmt: skip
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
-
-
-@triton.jit
-def _gate(gate, up, out, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    silu = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
-    tl.store(out + at, (silu * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
-
-
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    _gate[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=4)
-    return out
