@@ -139,7 +139,8 @@ def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
     numbers = Numbers(compute.itemsize, master.itemsize, residual=4)
     sequences = asked.prompts * asked.samples
     sampler = Sampler(shape, sequences, PROMPT, ANSWER, samples=asked.samples, numbers=numbers, records=device.type == "cuda")
-    model = TrainedModel(shape, numbers, checkpointed=checkpointed, lora_rank=LORA_RANK if variant == "lora" else 0)
+    rank = LORA_RANK if variant == "lora" else 0
+    model = TrainedModel(shape, numbers, checkpointed=checkpointed, lora_rank=rank, kernels=device.type == "cuda")
     return Bench(name, variant, asked, device, shape, backend, model, sampler)
 
 

@@ -98,24 +98,36 @@ def logits_at_a_time(shape: Shape, answered: int) -> int:
     return rows * shape.vocabulary * FLOAT32
 
 
-def head_forward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, tempered: bool) -> int:
-    """Logits of a chunk with the shifted copy, its powers where entropy is wanted, and a scaled copy at temperatures but 1."""
+def _chunks_before(shape: Shape, answered: int) -> bool:
+    """Whether the logits of another chunk are still there when those of the last are made."""
+    return answered > LOGITS // shape.vocabulary
+
+
+def head_forward(
+    shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, tempered: bool, kernels: bool = False
+) -> int:
+    """Logits of a chunk, and of the one before. Without kernels a shifted copy, its powers where entropy is wanted, and a
+    scaled copy at temperatures but 1."""
     states = tokens.all * numbers.residual * shape.hidden + tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states
-    return states + logits_at_a_time(shape, tokens.answered) * (2 + entropy + tempered)
+    copies = 1 + _chunks_before(shape, tokens.answered) if kernels else 2 + entropy + tempered
+    return states + logits_at_a_time(shape, tokens.answered) * copies
 
 
-def head_backward(shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool) -> int:
-    """Logits, slopes and their 16-bit copy, of this chunk and in part of the one before; the gradient of the head in float32
-    and the piece that is added to it; the gradient of the states. Entropy that is asked for has a slope even if the loss does
-    not use it."""
+def head_backward(
+    shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool, kernels: bool = False
+) -> int:
+    """Logits and 16-bit slopes, of this chunk and of the one before; without kernels float32 slopes too. The gradient of the
+    head in float32 and the piece that is added to it; the gradient of the states. Entropy that is asked for has a slope even if
+    the loss does not use it."""
     states = tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states * 2
-    chunk = logits_at_a_time(shape, tokens.answered)
+    chunk, before = logits_at_a_time(shape, tokens.answered), _chunks_before(shape, tokens.answered)
     narrow = chunk * numbers.compute // FLOAT32
-    before = tokens.answered > LOGITS // shape.vocabulary
-    slopes = (2 + entropy + before) * chunk + (1 + before) * narrow
+    wide = 0 if kernels else 1
+    slopes = (1 + before + wide * (1 + entropy)) * chunk + (1 + before) * narrow
     gradient = shape.embedding * trained
-    return states + max(slopes, 2 * chunk + narrow + numbers.compute * gradient) + FLOAT32 * gradient
+    adding = (1 + wide) * chunk + narrow + numbers.compute * gradient
+    return states + max(slopes, adding) + FLOAT32 * gradient

@@ -69,6 +69,7 @@ def trained(
         _placement(fsdp, cluster, tensor, lent=lent),
         checkpointed=model.enable_gradient_checkpointing,
         lora_rank=_lora_rank(model),
+        kernels=not cluster.device.is_cpu,
         moments=_moments(optim),
     )
 
@@ -77,4 +78,5 @@ def frozen(
     model: Any, fsdp: Any, cluster: Cluster, tensor: int = 1, *, scalar: bool = False, divided: bool = True
 ) -> TrainedModel:
     place = _placement(fsdp, cluster, tensor) if divided else Placement()
-    return TrainedModel(_shape(model, scalar=scalar), _numbers(model, fsdp, cluster.device, frozen=True), place, frozen=True)
+    numbers = _numbers(model, fsdp, cluster.device, frozen=True)
+    return TrainedModel(_shape(model, scalar=scalar), numbers, place, frozen=True, kernels=not cluster.device.is_cpu)

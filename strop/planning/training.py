@@ -63,6 +63,8 @@ class TrainedModel:
     frozen: bool = False
     checkpointed: bool = True
     lora_rank: int = 0
+    kernels: bool = False
+    """The head's passes over logits are kernels: on a GPU with Triton."""
     moments: int = 2
     """Numbers that the optimizer remembers of each weight: 2 for Adam."""
 
@@ -155,7 +157,7 @@ class TrainedModel:
     def forward(self, tokens: Tokens, *, entropy: bool = True, tempered: bool = False) -> Parts:
         """A pass without gradients: the largest layer, or the head."""
         layer = layer_forward(self.shape, tokens.all, self.numbers, tensor=self.placement.tensor)
-        head = head_forward(self.shape, tokens, self.numbers, entropy=entropy, tempered=tempered)
+        head = head_forward(self.shape, tokens, self.numbers, entropy=entropy, tempered=tempered, kernels=self.kernels)
         return {"gathered": self.gathered(backward=False), "activations": max(layer, head)}
 
     def update(self, tokens: Tokens, *, accumulated: bool, entropy: bool = False) -> Parts:
@@ -171,7 +173,7 @@ class TrainedModel:
             again = layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor)
             running += tokens.all * (again - numbers.residual * shape.hidden)
         whole = not self.lora_rank
-        head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole)
+        head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole, kernels=self.kernels)
         before = self.gradients if accumulated else 0
         return {
             "head": self._parts(before, 0, kept + end_kept(shape, tokens, numbers) + head),

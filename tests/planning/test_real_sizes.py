@@ -52,9 +52,23 @@ def wide_logits(hidden, weight, bias=None):
     return torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
 
 
+class Kernels:
+    """Takes the memory of algorithms/row_kernels.py."""
+
+    @staticmethod
+    def statistics(logits, labels, *, temperature, want_entropy):
+        rows = len(logits)
+        return torch.empty(rows, device="meta"), torch.empty(rows, 2, device="meta"), torch.empty(rows, device="meta")
+
+    @staticmethod
+    def slopes(logits, *numbers, temperature, dtype):
+        return torch.empty_like(logits, dtype=dtype)
+
+
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
+def as_on_a_gpu(monkeypatch, kernels):
     monkeypatch.setattr(logprobs, "head_logits", wide_logits)
+    monkeypatch.setattr(logprobs, "_kernels", lambda hidden: Kernels if kernels else None)
     AttentionInterface.register(PACKED, attention)
     yield
     AttentionInterface.register(PACKED, packed_attention)
@@ -86,12 +100,18 @@ def peak_of_update(config: dict, *, checkpointed: bool, rows: int, micro_batches
 
 
 @pytest.mark.parametrize(
-    "name, checkpointed, rows, micro_batches",
-    [("qwen2.5-0.5b", True, 16, 1), ("qwen2.5-0.5b", False, 8, 2), ("qwen2.5-7b", True, 8, 1)],
+    "name, checkpointed, rows, micro_batches, kernels",
+    [
+        ("qwen2.5-0.5b", True, 16, 1, False),
+        ("qwen2.5-0.5b", False, 8, 2, True),
+        ("qwen2.5-1.5b", True, 8, 1, True),
+        ("qwen2.5-7b", True, 8, 2, True),
+    ],
 )
-def test_updates_of_real_sizes_are_foretold(as_on_a_gpu, name, checkpointed, rows, micro_batches):
+def test_updates_of_real_sizes_are_foretold(as_on_a_gpu, name, checkpointed, rows, micro_batches, kernels):
     peak = peak_of_update(KNOWN[name], checkpointed=checkpointed, rows=rows, micro_batches=micro_batches)
-    model = TrainedModel(read_shape(KNOWN[name]), Numbers(2, 4, residual=4), checkpointed=checkpointed)
+    numbers = Numbers(2, 4, residual=4)
+    model = TrainedModel(read_shape(KNOWN[name]), numbers, checkpointed=checkpointed, kernels=kernels)
     tokens = Tokens(rows * (ROW - 1), rows * (ROW - PROMPT))
     parts = model.update(tokens, accumulated=micro_batches > 1, entropy=True)
     assert sum(parts.values()) == pytest.approx(peak, rel=0.06)
