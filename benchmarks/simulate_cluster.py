@@ -18,6 +18,7 @@ import math
 import pickle
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -169,7 +170,8 @@ class Cluster:
         replicas = [Replica(device.rows) for _ in range(self.replicas)]
         ends: list[float] = []
         tokens: list[int] = []
-        wall = paused = busy = driver = network = training = waiting = 0.0
+        wall = paused = since = 0.0
+        spent: Counter[str] = Counter()
 
         def order() -> None:
             """A step's samples, dealt to the replicas."""
@@ -183,33 +185,34 @@ class Cluster:
             tokens.append(total)
 
         for step in range(steps):
-            while len(ends) < min(steps, step + 1 + math.floor(self.age)):
+            if step == steps // 2:  # the window is full from here on
+                since, spent = wall, Counter()
+            while len(ends) < step + 1 + math.floor(self.age):
                 order()
             ready = max(wall, ends[step] + paused)
-            waiting += ready - wall
             python, wire = self.driver_seconds(tokens[step])
             learning = tokens[step] * device.train_seconds_per_token / self.ranks
-            wall = ready + python + wire + learning
-            driver, network, training = driver + python, network + wire, training + learning
-            busy += tokens[step] * device.token_seconds
+            spent += Counter(waiting=ready - wall, python=python, wire=wire, learning=learning, tokens=tokens[step])  # type: ignore[arg-type]
             again = device.rows * device.median / device.prefill_tokens_per_second if self.age else 0.0
-            wall, paused = wall + device.weights_seconds, paused + device.weights_seconds + again
+            wall = ready + python + wire + learning + device.weights_seconds
+            paused += device.weights_seconds + again
+        steps, wall = steps - steps // 2, wall - since
         return {
             "step_seconds": wall / steps,
-            "waiting_for_samples": waiting / steps,
-            "driver_python": driver / steps,
-            "driver_network": network / steps,
-            "training": training / steps,
+            "waiting_for_samples": spent["waiting"] / steps,
+            "driver_python": spent["python"] / steps,
+            "driver_network": spent["wire"] / steps,
+            "training": spent["learning"] / steps,
             "weights": device.weights_seconds,
-            "replica_rows_busy": busy / (self.replicas * device.rows * wall),
-            "tokens_per_second": sum(tokens) / wall,
+            "replica_rows_busy": spent["tokens"] * device.token_seconds / (self.replicas * device.rows * wall),
+            "tokens_per_second": spent["tokens"] / wall,
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqs", type=int, default=64, help="samples per replica and step")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--sizes", default="16,64,256,1024", help="numbers of replicas; a quarter as many ranks")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -223,8 +226,8 @@ def main() -> None:
             print(json.dumps(line), flush=True)
     size = 16
     while True:
-        found = Cluster(size, size // 4, asked.seqs, service, 2).simulate(4)
-        if found["driver_python"] > found["step_seconds"] / 2 or size >= 1 << 14:
+        found = Cluster(size, size // 4, asked.seqs, service, 2).simulate(8)
+        if found["driver_python"] > found["step_seconds"] / 2 or size >= 1 << 12:
             break
         size *= 2
     print(json.dumps({"driver_is_half_of_a_step_at_replicas": size, "step_seconds": round(found["step_seconds"])}))
