@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop.planning.assumptions import SAFE
 from strop.planning.devices import Cluster
 from strop.planning.forecast import Forecast, forecast
 from strop.planning.job import job_of
@@ -165,7 +166,10 @@ def complaint(advice: Advice) -> str:
             ((size, f"{role} {part}") for role, parts in phase.roles.items() for part, size in parts.items()), reverse=True
         )
         largest = ", ".join(f"{name} {size / GIB:.1f}" for size, name in parts[:3])
-        text = f"{phase.name} needs {phase.total / GIB:.1f} GiB, and the device has {memory:.1f} ({largest} GiB)."
+        has = f"the device has {memory:.1f}"
+        if phase.total <= found.memory:
+            has = f"of the device's {memory:.1f} a plan leaves {1 - SAFE:.0%} free"
+        text = f"{phase.name} needs {phase.total / GIB:.1f} GiB, and {has} ({largest} GiB)."
     if advice.changes:
         return f"{text} Set {' '.join(map(str, advice.changes))}."
     if advice.cluster is not None:
