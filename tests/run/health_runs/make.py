@@ -92,9 +92,6 @@ RECIPES: dict[str, Recipe] = {
     "broken_constant_score": _grpo(*_scorer("constant"), seed=5, expected="zero_variance_groups"),
     "broken_temperature": _grpo(seed=6, expected="rollout_mismatch", change=other_temperature),
     "broken_stale_engine": _grpo(seed=7, expected="rollout_mismatch", change=stale_engine),
-    "broken_too_many_epochs": _grpo(
-        f"{ACTOR}.ppo_epochs=10", f"{ACTOR}.optim.lr=1e-3", "trainer.total_training_steps=20", seed=8, expected="clip_fraction"
-    ),
     "broken_outlier_scores": Recipe(tuple(_scorer("outlier")), "rloo", seed=2, expected="gradient_spike"),
     "broken_length_reward": _grpo(*_scorer("longer"), "data.max_response_length=24", seed=2, expected="length_drift"),
     "broken_leak": _grpo(*_scorer("leaking"), seed=3, expected="memory_growth"),
