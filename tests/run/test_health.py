@@ -27,6 +27,7 @@ def alerts_of(name: str, tmp_path: Path) -> list[Any]:
     return verdict(path)
 
 
+SPAN = {"critic/score/min": 0.0, "critic/score/max": 1.0}
 HEALTHY = [name for name, recipe in RECIPES.items() if recipe.expected is None]
 BROKEN = {name: recipe.expected for name, recipe in RECIPES.items() if recipe.expected is not None}
 
@@ -135,3 +136,34 @@ def test_advice_names_keys_that_exist() -> None:
     assert len(asked) > 25
     wrong = {key for key in asked if not any(f".{key}." in f".{path}." for path in known)}
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "course"),
+    [
+        ("clip_fraction", lambda i: {"actor/pg_clipfrac": 0.1 if i < 10 else 0.45}),
+        ("reward_collapse", lambda i: {"critic/score/mean": 0.7 if i < 15 else 0.2, **SPAN}),
+        ("reward_saturation", lambda i: {"critic/score/mean": 0.99, "critic/zero_variance_groups": 0.95, **SPAN}),
+        ("kl_runaway", lambda i: {"actor/ppo_kl": 0.5}),
+        ("gradient_spike", lambda i: {"actor/grad_norm": 40.0 if i == 15 else 1.0}),
+        ("gradient_spike", lambda i: {"actor/grad_norm": 1.0, "critic/skipped_updates": float(i == 12)}),
+    ],
+)
+def test_courses_that_no_recorded_run_takes(name: str, course: Any) -> None:
+    monitor = Monitor()
+    found = [alert for i in range(1, 25) for alert in monitor.see({**step(), **course(i)}, i)]
+    assert [alert.name for alert in found] == [name]
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        lambda i: {"actor/pg_clipfrac": 0.25},
+        lambda i: {"critic/score/mean": 0.7 if i % 7 else 0.1, **SPAN},
+        lambda i: {"actor/grad_norm": 1.0 + 3.0 * (i % 5 == 0)},
+        lambda i: {"actor/entropy": 1.0 / i, "critic/score/mean": min(1.0, 0.4 + i / 20), **SPAN},
+    ],
+)
+def test_ordinary_courses_are_no_news(course: Any) -> None:
+    monitor = Monitor()
+    assert [alert for i in range(1, 40) for alert in monitor.see({**step(), **course(i)}, i)] == []
