@@ -1,6 +1,8 @@
 """A picture of benchmarks/rollout.py's results: tokens per second of every engine, one group of bars per work.
 
-python benchmarks/rollout_chart.py benchmarks/results/rollout_h200.jsonl benchmarks/results/rollout_h200.png
+    python benchmarks/rollout_chart.py benchmarks/results/rollout_h200.jsonl benchmarks/results/rollout_h200.png
+
+Needs matplotlib.
 """
 
 from __future__ import annotations
