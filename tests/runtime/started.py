@@ -79,11 +79,11 @@ class Started:
         return self.log.read_text()
 
 
-def assert_same_run(one: Path, other: Path, steps: int) -> None:
-    """Bit for bit: weights, and every number that is no clock."""
+def assert_same_run(one: Path, other: Path, steps: int, besides: tuple[str, ...] = ()) -> None:
+    """Bit for bit: weights, and every number that is no clock (and does not begin with `besides`)."""
     assert same(weights(one, steps), weights(other, steps))
     expected, found = metrics(one), metrics(other)
     assert expected.keys() == found.keys()
     for step, row in expected.items():
-        for name in (name for name in row if not name.startswith(CLOCKS)):
+        for name in (name for name in row if not name.startswith((*CLOCKS, *besides))):
             assert found[step][name] == row[name], (step, name)

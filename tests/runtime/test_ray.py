@@ -181,7 +181,8 @@ def kill_replicas(nodes: Nodes, settings: list[str], tmp_path: Path, times: int)
         victims.append(run.kill_child("Replica", nodes.raylets(), besides=victims))
     assert calm.end() == 0 and run.end() == 0, run.said()
     steps = max(metrics(calm.folder))
-    assert_same_run(calm.folder, run.folder, steps)
+    # The log-probs that a replica reports depend on which requests shared its batches, in the last bit; nothing is learnt from them.
+    assert_same_run(calm.folder, run.folder, steps, besides=("training/rollout_",))
     found = metrics(run.folder)
     assert found[steps]["rollout/replicas_replaced"] == times
     assert all(
