@@ -67,14 +67,12 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         arguments = {name: value for name, value in self._settings.ray_init.items() if value is not None}
-        address = arguments.pop("address", None) or os.environ.get("RAY_ADDRESS")
-        if address is None and self._trainer.nnodes > 1:
-            address = "auto"
-        self._own = address is None or address == "local"
+        named = arguments.pop("address", None) or os.environ.get("RAY_ADDRESS")
+        address = str(named or ("auto" if self._trainer.nnodes > 1 else "local"))
+        self._own = address == "local"
         arguments.setdefault("log_to_driver", False)
         arguments.setdefault("logging_level", logging.WARNING)
         if self._own:
-            address = "local"
             arguments.setdefault("include_dashboard", False)
             if "GPU" not in self._demand().per_node:
                 rollout = self._config.actor_rollout_ref.rollout if self._recipe else None
