@@ -109,8 +109,8 @@ def test_runs_are_listed_filtered_and_compared(seen: Seen) -> None:
 def open_page(seen: Seen, name: str) -> None:
     page = seen.page
     page.wait_for_selector(".runs-table tbody tr >> nth=2")
-    for name in ("grpo-lr1e-6", "grpo-lr5e-6"):
-        page.get_by_label(f"compare {name}").check()
+    for run in ("grpo-lr1e-6", "grpo-lr5e-6"):
+        page.get_by_label(f"compare {run}").check()
     page.get_by_role("link", name=name).click()
 
 
