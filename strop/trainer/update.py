@@ -143,8 +143,7 @@ class ActorUpdate:
         mine = [[None if table is None else table.cpu() for table in tables] for tables in self.captured]
         captured = [tables for share in ranks.gather(mine) for tables in share]
         if not captured:
-            return {}
-        assert batch.row_ids is not None
+            return None
         width = batch.mask.shape[1]
         ids, log_probs, entropy = zip(*captured)
 

@@ -29,7 +29,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def rollout(name: str, **own: Any) -> Any:
-    return SimpleNamespace(name=name, engine_kwargs={name: own})
+    return SimpleNamespace(name=name, nnodes=0, engine_kwargs={name: own})
 
 
 def test_an_engine_that_is_not_installed_gives_way_to_the_native_one(installed: set[str]) -> None:
