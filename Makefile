@@ -79,7 +79,7 @@ board:
 # Every page of the board in Debian's chromium (apt install chromium).
 test-browser: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
-	$(BIN)/pytest -m browser tests/board
+	$(BIN)/pytest -m browser -rs tests/board
 
 board-images: $(READY)
 	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board

@@ -3,8 +3,9 @@
     python benchmarks/board.py --samples 1000000 --readers 50 [--work DIR] [--browser]
 
 Prints one JSON line: seconds of each request to a server of its own (after a first one that warms nothing but the operating
-system's cache), what a browser waits for, and the server's memory before and after `--readers` readers ask at once while a run
-writes. Files are those of a run with trainer.samples_to_keep=128: 128 samples a step in groups of 8.
+system's cache), what a fresh browser waits for when the server was just started and when it was not, and the server's memory,
+every ten seconds, while `--readers` readers ask at once and a run writes. Files are those of a run with
+trainer.samples_to_keep=128: 128 samples a step in groups of 8.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from strop.run.samples import FOLDER, file_name, write_samples
 from strop.types import Prompt, Trajectory
 
 PER_STEP, GROUP, TOKENS, VARIANTS = 128, 8, 48, 24
+LOOK = 10.0
+"""Seconds from one look at the server's memory to the next."""
 TEXT = "so we add both numbers and carry the one then check that result twice before we answer it with care"
 WORDS = TEXT.split()
 
@@ -115,7 +118,7 @@ def one_reader(server: Server, steps: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def many_readers(server: Server, run_folder: Path, steps: int, readers: int, seconds: float) -> dict[str, float]:
+def many_readers(server: Server, run_folder: Path, steps: int, readers: int, seconds: float) -> dict[str, Any]:
     """Latencies and memory while readers ask at random and a run writes."""
     run = f"/api/runs/{json.loads(server.get('/api/runs')[1])['runs'][0]['id']}"
     until = time.monotonic() + seconds
@@ -158,6 +161,10 @@ def many_readers(server: Server, run_folder: Path, steps: int, readers: int, sec
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(readers)] + [threading.Thread(target=write)]
     for thread in threads:
         thread.start()
+    course = []
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(LOOK, left))
+        course.append(round(server.megabytes()))
     for thread in threads:
         thread.join()
     return {
@@ -166,6 +173,7 @@ def many_readers(server: Server, run_folder: Path, steps: int, readers: int, sec
         "median_s": round(statistics.median(taken), 3),
         "p95_s": round(statistics.quantiles(taken, n=20)[-1], 3),
         "mb_before": round(before),
+        "mb_every_10_s": course,
         "mb_after": round(server.megabytes()),
         "mb_peak": round(server.megabytes(peak=True)),
     }
@@ -187,6 +195,14 @@ def in_browser(server: Server) -> dict[str, float]:
     return {"first_paint_ms": round(paint), "samples_shown_ms": round(shown)}
 
 
+def in_new_server(root: Path) -> dict[str, float]:
+    server = Server(root)
+    try:
+        return in_browser(server)
+    finally:
+        server.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000)
@@ -204,7 +220,7 @@ def main() -> None:
             told: dict[str, Any] = {"samples": steps * PER_STEP, "files": steps, "disk_mb": round(size / 1e6)}
             told["seconds"] = one_reader(server, steps)
             if asked.browser:
-                told["browser"] = in_browser(server)
+                told["browser"] = {"just_started": in_new_server(Path(folder)), "later": in_browser(server)}
             told["readers"] = many_readers(server, run, steps, asked.readers, asked.seconds)
         finally:
             server.close()

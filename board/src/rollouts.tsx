@@ -80,19 +80,22 @@ export function RolloutsPage({ chosen }: { chosen: Chosen[] }) {
   );
 }
 
+const NEAR = 50;
+const FAR = 40;
+
+/** What a list of steps offers, newest first: all, or of a long run those around place `at` and some at even distances. A browser
+ * takes seconds to lay out a list of thousands. */
+function offered(steps: number[], at: number): number[] {
+  const stride = Math.ceil(steps.length / FAR);
+  const kept = steps.length <= 2 * NEAR + FAR ? steps : steps.filter((_, i) => Math.abs(i - at) <= NEAR || i % stride === 0);
+  return kept.toReversed();
+}
+
 /** Validation has the same prompts at every step, so there the reader stays with one. */
 function StepPicker({ steps, step, everywhere, stay }: { steps: number[]; step: number | null; everywhere: boolean; stay: boolean }) {
   const go = (next: string) => set({ step: next, at: "", ...(stay ? {} : { group: "" }) });
   const at = step === null ? steps.length : steps.indexOf(step);
-  const options = useMemo(
-    () =>
-      steps.toReversed().map((one) => (
-        <option key={one} value={one}>
-          step {one}
-        </option>
-      )),
-    [steps],
-  );
+  const options = useMemo(() => offered(steps, at), [steps, at]);
   const move = (by: number) => {
     const next = steps[Math.max(0, Math.min(steps.length - 1, at + by))];
     if (next !== undefined) go(String(next));
@@ -109,12 +112,33 @@ function StepPicker({ steps, step, everywhere, stay }: { steps: number[]; step: 
         onChange={(event) => go(event.currentTarget.value)}
       >
         <option value="all">all steps</option>
-        {options}
+        {options.map((one) => (
+          <option key={one} value={one}>{`step ${one}`}</option>
+        ))}
       </select>
       <button type="button" onClick={() => move(1)} disabled={everywhere || at >= steps.length - 1} title="next step (])" aria-label="next step">
         ›
       </button>
+      {options.length < steps.length && <StepField steps={steps} go={go} />}
     </div>
+  );
+}
+
+/** Leads to the kept step that is nearest to what was typed. */
+function StepField({ steps, go }: { steps: number[]; go: (step: string) => void }) {
+  return (
+    <input
+      type="number"
+      min={steps[0]}
+      max={steps.at(-1)}
+      placeholder="go to"
+      aria-label="go to step"
+      onChange={({ currentTarget }) => {
+        const wanted = currentTarget.valueAsNumber;
+        currentTarget.value = "";
+        if (!Number.isNaN(wanted)) go(String(steps.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best))));
+      }}
+    />
   );
 }
 

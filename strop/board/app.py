@@ -14,7 +14,7 @@ from strop.board import describe
 from strop.board.curves import MetricFile, MetricStore, curves
 from strop.board.find import METRICS, NotFound, Runs
 from strop.board.sample_file import SHOWN, SORTED, Damaged
-from strop.board.samples import SPLITS, Query, SampleFolder
+from strop.board.samples import Query, SampleFolder
 from strop.extras import require
 from strop.run.plain_json import to_json
 
@@ -91,8 +91,7 @@ class Board:
 
     def steps(self, ask: Ask) -> Any:
         """Steps of which samples are there."""
-        samples = self._samples(ask)
-        return {split: samples.steps(split) for split in SPLITS}
+        return self._samples(ask).steps()
 
     def groups(self, ask: Ask) -> Any:
         query = Query(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,9 @@ import numpy as np
 from strop.board.tail import Tail
 
 MOST_METRICS = 4000
+LARGEST_STEP = 1 << 53
+BLOCK = 256
+"""Lines that are turned into columns at once."""
 MOST_VALUES = 16_000_000
 """Over all runs in memory, 12 bytes each; the runs that nobody asked about for longest are forgotten first."""
 
@@ -45,29 +49,37 @@ class MetricFile:
         """Read what was added; call with the lock held."""
         if self.tail.replaced():
             self._clear()
+        names: tuple[str, ...] = ()
+        block: list[Iterable[Any]] = []
         for line in self.tail.new():
             step, time, data = line.get("step"), line.get("time"), line.get("data")
-            if not isinstance(step, int) or not isinstance(data, dict):
+            if not isinstance(step, int) or abs(step) > LARGEST_STEP or not isinstance(data, dict):
                 self.tail.damaged += 1
                 continue
+            if len(block) == BLOCK or names != tuple(data):
+                self._add(names, block)
+                names, block = tuple(data), []
             self.steps.append(step)
-            self.times.append(float(time) if isinstance(time, int | float) else float("nan"))
-            for name, value in data.items():
-                self._add(name, value)
+            self.times.append(math.nan if (when := _number(time)) is None else when)
+            block.append(data.values())
+        self._add(names, block)
 
-    def _add(self, name: str, value: Any) -> None:
-        if isinstance(value, str):
-            value = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(value)
-        if not isinstance(value, int | float):
-            return
-        column = self.columns.get(name)
-        if column is None:
-            if len(self.columns) >= MOST_METRICS:
-                return
-            column = self.columns[name] = Column()
-        column.rows.append(len(self.steps) - 1)
-        column.values.append(float(value))
-        self.size += 1
+    def _add(self, names: Sequence[str], block: Sequence[Iterable[Any]]) -> None:
+        """The latest lines, which all have these metrics: by columns, because a million values one by one take seconds."""
+        start = len(self.steps) - len(block)
+        for name, values in zip(names, zip(*block)):
+            column = self.columns.get(name)
+            if column is None and len(self.columns) >= MOST_METRICS:
+                continue
+            rows: Iterable[int] = range(start, len(self.steps))
+            if set(map(type, values)) != {float}:
+                rows, values = _numbers(start, values)
+            if values and column is None:
+                column = self.columns[name] = Column()
+            if column is not None:
+                column.rows.extend(rows)
+                column.values.extend(values)
+                self.size += len(values)
 
     def curve(self, name: str, points: int) -> dict[str, list[Any]] | None:
         column = self.columns.get(name)
@@ -121,6 +133,21 @@ def downsample(values: np.ndarray, points: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
+def _numbers(start: int, values: Iterable[Any]) -> tuple[list[int], tuple[float, ...]]:
+    """Lines, counted from `start`, whose value is a number or the name of one that JSON cannot write."""
+    found = [(row, number) for row, value in enumerate(values, start) if (number := _number(value)) is not None]
+    return [row for row, _ in found], tuple(number for _, number in found)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
 def _finite(values: np.ndarray) -> list[float | None]:
     """JSON has no NaN and no infinity: both are a gap in a curve."""
     return [value if finite else None for value, finite in zip(values.tolist(), np.isfinite(values).tolist())]
@@ -132,6 +159,7 @@ class MetricStore:
     def __init__(self, most: int = MOST_VALUES) -> None:
         self.most = most
         self._files: OrderedDict[Path, MetricFile] = OrderedDict()
+        self._standing: dict[Path, tuple[tuple[int, int, int], Any]] = {}
         self._lock = threading.Lock()
 
     def ask(self, path: Path, question: Callable[[MetricFile], Any]) -> Any:
@@ -144,6 +172,19 @@ class MetricStore:
             answer = question(file)
         self._forget()
         return answer
+
+    def standing(self, path: Path, question: Callable[[MetricFile], Any]) -> Any:
+        """The answer to what is asked of every run again and again, always the same question. It is kept while the file is as
+        it was, also when its values are forgotten: a list of more runs than fit into memory reads each of them once."""
+        try:
+            stat = path.stat()
+        except OSError:
+            return self.ask(path, question)
+        state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        known = self._standing.get(path)
+        if known is None or known[0] != state:
+            known = self._standing[path] = (state, self.ask(path, question))
+        return known[1]
 
     def _forget(self) -> None:
         with self._lock:

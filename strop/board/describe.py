@@ -14,7 +14,7 @@ from typing import Any
 
 from strop.board.curves import MetricFile, MetricStore
 from strop.board.find import ALERTS, CONFIG, METRICS, NotFound, RunFolder
-from strop.board.samples import SPLITS, SampleFolder
+from strop.board.samples import SampleFolder
 from strop.board.tail import Tail
 from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.run.heartbeat import FAILED, FINISHED, read_beats
@@ -42,7 +42,7 @@ def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
 
     tree, problem = attempt(lambda: read_config(run), ({}, None))
     damaged += [problem] if problem else []
-    headlines = attempt(lambda: store.ask(run.file(METRICS), _headlines), _headlines(MetricFile(run.path)))
+    headlines = dict(attempt(lambda: store.standing(run.file(METRICS), _headlines), _headlines(MetricFile(run.path))))
     if unreadable := headlines.pop("unreadable"):
         damaged.append(f"{METRICS}: {unreadable} lines cannot be read")
     total = pick(tree, "trainer.total_training_steps")
@@ -58,7 +58,7 @@ def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
         **_state(run, headlines, total if isinstance(total, int) else None),
         "alerts": attempt(lambda: len(alerts(run)["alerts"]), 0),
         "checkpoints": len(step_folders(run.path)),
-        "samples": attempt(lambda: {split: len(SampleFolder(run).steps(split)) for split in SPLITS}, {}),
+        "samples": attempt(lambda: {split: len(steps) for split, steps in SampleFolder(run).steps().items()}, {}),
         "damaged": damaged,
     }
 

@@ -7,6 +7,7 @@ files are looked through from the newest back for as long as SCAN_SECONDS allow;
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,13 +56,16 @@ class SampleFolder:
     def __init__(self, run: RunFolder):
         self.folder = run.file(FOLDER)
 
-    def steps(self, split: str) -> list[int]:
-        """Known from the names alone."""
+    def steps(self) -> dict[str, list[int]]:
+        """Steps of each split, known from the names of files alone."""
+        found: dict[str, list[int]] = {split: [] for split in SPLITS}
         try:
-            names = [parse_name(path.name) for path in self.folder.iterdir()]
+            names = os.listdir(self.folder)
         except OSError:
-            return []
-        return sorted(name[1] for name in names if name and name[0] == split)
+            return found
+        for split, step in filter(None, map(parse_name, names)):
+            found[split].append(step)
+        return {split: sorted(steps) for split, steps in found.items()}
 
     def page(self, split: str, step: int, query: Query) -> dict[str, Any]:
         """Some groups of one step."""
@@ -73,7 +77,7 @@ class SampleFolder:
     def scan(self, split: str, query: Query, start: tuple[int, int] | None) -> dict[str, Any]:
         """Groups of all steps, newest first, until a page is full or the time is over. `start` is (step, groups of it to pass
         over), as an earlier answer named it under `next`."""
-        steps = [step for step in reversed(self.steps(split)) if start is None or step <= start[0]]
+        steps = [step for step in reversed(self.steps().get(split, [])) if start is None or step <= start[0]]
         until = time.monotonic() + SCAN_SECONDS
         found: list[dict[str, Any]] = []
         damaged: list[str] = []
@@ -136,7 +140,7 @@ class SampleFolder:
         found: list[dict[str, Any]] = []
         damaged: list[str] = []
         until = time.monotonic() + 2 * SCAN_SECONDS
-        steps = self.steps(split)
+        steps = self.steps().get(split, [])
         while steps and time.monotonic() < until:
             step = steps.pop()
             try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strop.board.curves import MetricFile, MetricStore, downsample
+from strop.board.curves import BLOCK, MetricFile, MetricStore, downsample
 from tests.board.scene import BASE, line
 
 
@@ -50,11 +50,34 @@ def test_curves_have_the_steps_and_times_of_their_own_lines(tmp_path: Path) -> N
     json.dumps(file.curve("loss", 10), allow_nan=False)
 
 
+def test_blocks_of_lines_give_what_single_lines_give(tmp_path: Path) -> None:
+    """Metrics that come and go, numbers of every kind, and more lines than a block has."""
+    rng, path = np.random.default_rng(0), tmp_path / "metrics.jsonl"
+    odd = [1, True, None, "NaN", "text", [1], -2.5, 10**400, -(10**400), 1e300]
+    lines = []
+    for step in range(3 * BLOCK + 17):
+        data = {"every": step / 3, "whole": step} | ({"seldom": float(step)} if step % 7 == 0 else {})
+        lines.append(line(step, **data, **({"odd": odd[rng.integers(len(odd))]} if step % 300 > 200 else {})))
+    path.write_text("".join(lines))
+    at_once, bit_by_bit = read(path), MetricFile(tmp_path / "growing")
+    for text in lines:
+        with bit_by_bit.tail.path.open("a") as file:
+            file.write(text)
+        bit_by_bit.refresh()
+    assert at_once.columns == bit_by_bit.columns or str(at_once.columns) == str(bit_by_bit.columns)
+    assert at_once.size == bit_by_bit.size == sum(len(column.values) for column in at_once.columns.values())
+    assert list(at_once.columns["seldom"].rows) == list(range(0, len(lines), 7)) == list(at_once.columns["seldom"].values)
+    assert {float("inf"), float("-inf"), 1.0, -2.5, 1e300} < set(at_once.columns["odd"].values)
+
+
 def test_lines_of_another_shape_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": "one", "data": {}}\n{"step": 1}\n{"step": 1, "time": null, "data": {"a": 1}}\n')
+    huge = json.dumps({"step": 10**30, "time": 10**400, "data": {"a": 2}})
+    path.write_text(
+        f'{{"step": "one", "data": {{}}}}\n{{"step": 1}}\n{huge}\n{{"step": 1, "time": null, "data": {{"a": 1}}}}\n'
+    )
     file = read(path)
-    assert file.tail.damaged == 2 and file.curve("a", 5) == {"step": [1], "time": [None], "value": [1.0]}
+    assert file.tail.damaged == 3 and file.curve("a", 5) == {"step": [1], "time": [None], "value": [1.0]}
 
 
 def test_stacked_curves_share_their_steps_and_lose_no_second(tmp_path: Path) -> None:
@@ -90,3 +113,20 @@ def test_runs_that_nobody_asks_about_are_forgotten(tmp_path: Path) -> None:
         store.ask(tmp_path / run, lambda file: None)
     assert [path.name for path in store._files] == ["b", "c"]
     assert store.ask(tmp_path / "a", lambda file: file.latest("x")) == 99
+
+
+def test_a_list_of_more_runs_than_fit_into_memory_reads_each_once(tmp_path: Path) -> None:
+    store, asked = MetricStore(most=150), []
+
+    def steps(file: MetricFile) -> int:
+        asked.append(file.tail.path.name)
+        return len(file.steps)
+
+    for run in "abc":
+        (tmp_path / run).write_text("".join(line(step, x=step) for step in range(100)))
+    for _ in range(3):
+        assert [store.standing(tmp_path / run, steps) for run in "abc"] == [100, 100, 100]
+    assert asked == ["a", "b", "c"] and len(store._files) == 1
+    with (tmp_path / "a").open("a") as file:
+        file.write(line(100, x=1))
+    assert store.standing(tmp_path / "a", steps) == 101 and store.standing(tmp_path / "none", steps) == 0

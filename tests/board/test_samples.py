@@ -127,7 +127,7 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     (tmp_path / FOLDER / "train_000003.parquet").write_bytes(whole[:200] + b"\xff" * 400 + whole[600:])
     (tmp_path / FOLDER / "train_000009.parquet").write_bytes(b"")
     samples = folder(tmp_path)
-    assert samples.steps("train") == [1, 2, 3, 4, 9]
+    assert samples.steps()["train"] == [1, 2, 3, 4, 9]
     with pytest.raises(Damaged, match=r"train_000002\.parquet is damaged"):
         samples.page("train", 2, Query())
     page = samples.scan("train", Query(search="It is 4"), None)
