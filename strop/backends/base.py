@@ -18,6 +18,8 @@ class Outputs:
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    observed_entropy: Tensor | None = None
+    """Entropy without a gradient: what is only reported costs the backward pass nothing."""
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
@@ -65,7 +67,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        """Outputs named in `want` (log_probs, entropy, sum_pi_squared, values, scores), no gradient, on the CPU in fp32."""
+        """Outputs named in `want` (see response_outputs of models/forward.py), no gradient, on the CPU in fp32."""
         ...
 
     def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:

@@ -25,7 +25,7 @@ from strop.models.layout import NOTHING, Inputs, lay_out, rectangle
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
 
-LANGUAGE = ("log_probs", "entropy", "sum_pi_squared")
+LANGUAGE = ("log_probs", "entropy", "observed_entropy", "sum_pi_squared")
 """Outputs of a language model."""
 SCALAR = ("values", "scores")
 """Outputs of a value or reward model."""
@@ -47,8 +47,9 @@ def response_outputs(
     """The outputs named in `want`, [B, T] in float32 on the model's device, with gradients where the model has them.
 
     Column t speaks of the t-th response token, from the state before it; columns after a response are 0. `want` may name
-    log_probs, entropy, sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; scores of a
-    reward model, [B] and alone; auxiliary, the scalar load-balancing loss of a mixture of experts. `attention` names the
+    log_probs, entropy, observed_entropy (the same without a gradient, so that the backward pass does not compute its slope) and
+    sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; scores of a reward model, [B]
+    and alone; auxiliary, the scalar load-balancing loss of a mixture of experts. `attention` names the
     function of the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of logits
     exist at a time (None: 256 MiB of them). With `slicing` the ranks of a group share the row, and each is given all answers.
     """
@@ -78,7 +79,7 @@ def response_outputs(
     found = {}
     for name, column in zip(answer.names, result.unbind(-1), strict=True):
         table = torch.zeros(batch.mask.numel(), dtype=torch.float32, device=device)
-        column = column.detach() if name == "sum_pi_squared" else column
+        column = column.detach() if name in ("sum_pi_squared", "observed_entropy") else column
         found[name] = table.index_put((cells,), column.float()).view(batch.mask.shape)
     if "auxiliary" in want:
         if getattr(output, "aux_loss", None) is None:
@@ -228,7 +229,7 @@ class _LanguageAnswer(Answer):
             bias=bias,
             temperature=self.temperature,
             chunk=self.chunk,
-            want_entropy="entropy" in self.names,
+            want_entropy=self._wants_entropy,
         )
         squares = None
         if "sum_pi_squared" in self.names:
@@ -249,14 +250,17 @@ class _LanguageAnswer(Answer):
         return torch.cat([checkpoint(statistics, hidden, labels, use_reentrant=False) for hidden, labels in pieces])
 
     def _statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        log_probs, entropy = token_statistics(
-            logits, labels, temperature=self.temperature, want_entropy="entropy" in self.names
-        )
+        log_probs, entropy = token_statistics(logits, labels, temperature=self.temperature, want_entropy=self._wants_entropy)
         squares = sum_pi_squared(logits, temperature=self.temperature) if "sum_pi_squared" in self.names else None
         return self._columns(log_probs, entropy, squares)
 
+    @property
+    def _wants_entropy(self) -> bool:
+        return "entropy" in self.names or "observed_entropy" in self.names
+
     def _columns(self, log_probs: Tensor, entropy: Tensor | None, squares: Tensor | None) -> Tensor:
-        found = {"log_probs": log_probs, "entropy": entropy, "sum_pi_squared": squares}
+        observed = None if entropy is None else entropy.detach()
+        found = {"log_probs": log_probs, "entropy": entropy, "observed_entropy": observed, "sum_pi_squared": squares}
         return torch.stack([cast(Tensor, found[name]) for name in self.names], dim=-1)
 
 

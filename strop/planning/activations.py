@@ -119,8 +119,8 @@ def head_backward(
     shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool, kernels: bool = False
 ) -> int:
     """Logits and 16-bit slopes, of this chunk and of the one before; without kernels float32 slopes too. The gradient of the
-    head in float32 and the piece that is added to it; the gradient of the states. Entropy that is asked for has a slope even if
-    the loss does not use it."""
+    head in float32 and the piece that is added to it; the gradient of the states. `entropy`: the loss uses it, so it has a
+    slope."""
     states = tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states * 2

@@ -54,7 +54,11 @@ class ActorUpdate:
 
     def want(self) -> list[str]:
         actor = self.config.actor_rollout_ref.actor
-        wanted = {"entropy": actor.entropy_coeff or actor.calculate_entropy, "auxiliary": actor.aux_loss_coef}
+        wanted = {
+            "entropy": actor.entropy_coeff,
+            "observed_entropy": actor.calculate_entropy and not actor.entropy_coeff,
+            "auxiliary": actor.aux_loss_coef,
+        }
         return ["log_probs", *(name for name, on in wanted.items() if on)]
 
     def active(self, mini: Batch) -> Batch:
@@ -80,9 +84,10 @@ class ActorUpdate:
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             log_probs, mask = outputs.log_probs, micro.mask
+            entropies = outputs.observed_entropy if outputs.entropy is None else outputs.entropy
             assert log_probs is not None
             if micro.old_log_probs is None:
-                self._capture(micro, log_probs, outputs.entropy)
+                self._capture(micro, log_probs, entropies)
             found = policy_loss(self.loss_mode, **self._arguments(log_probs, micro))
             if self.observe is not None:
                 self.observe(micro, found.per_token)
@@ -94,13 +99,13 @@ class ActorUpdate:
                 kl = aggregate(kl_penalty(log_probs, micro.ref_log_probs, estimator=actor.kl_loss_type), mask, mode, totals)
                 total = total + actor.kl_loss_coef * kl
                 reported["actor/kl_loss"] = kl.detach()
-            if outputs.entropy is not None:
-                entropy = aggregate(outputs.entropy, mask, mode, shown)
+            if entropies is not None:
+                entropy = aggregate(entropies, mask, mode, shown)
                 if actor.entropy_coeff:
                     total = total - actor.entropy_coeff * entropy
                 reported["actor/entropy_loss"] = entropy.detach()
                 if micro.old_log_probs is None:  # nobody asked before the update
-                    reported["actor/entropy"] = token_mean(outputs.entropy, mask, shown)
+                    reported["actor/entropy"] = token_mean(entropies, mask, shown)
             if actor.aux_loss_coef and outputs.auxiliary is not None:
                 balance = outputs.auxiliary * (sum(micro.lengths) / whole)  # a mean over tokens, weighed by its share of them
                 total = total + actor.aux_loss_coef * balance

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from strop.algorithms import logprobs
 from strop.models.attention import PACKED, set_attention
 from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
 from strop.models.heads import new_scalar_model
@@ -138,3 +139,27 @@ def test_recurrent_models_are_not_packed():
     config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(ValueError, match=r"recurrent state.*use_remove_padding=False"):
         response_outputs(AutoModelForCausalLM.from_config(config), tiny_batch(), ["log_probs"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_entropy_that_is_only_observed_has_the_same_numbers_and_no_slope(family, monkeypatch):
+    """A gemma2 caps its logits, so its head is asked in another way."""
+    model, batch = tiny_model(family), tiny_batch()
+    slope, asked = logprobs._slope, []
+
+    def watched(*numbers):
+        asked.append(numbers[-1] is not None)
+        return slope(*numbers)
+
+    monkeypatch.setattr(logprobs, "_slope", watched)
+    outputs = {name: response_outputs(model, batch, ["log_probs", name]) for name in ("entropy", "observed_entropy")}
+    gradients = {}
+    for name, found in outputs.items():
+        asked.clear()
+        (found["log_probs"] * batch.advantages).sum().backward()
+        gradients[name] = gradient(model)
+        assert asked and all(asked) == (name == "entropy") == any(asked), name
+    assert torch.equal(outputs["entropy"]["entropy"], outputs["observed_entropy"]["observed_entropy"])
+    assert not outputs["observed_entropy"]["observed_entropy"].requires_grad
+    scale = gradients["entropy"].abs().max()
+    torch.testing.assert_close(gradients["observed_entropy"] / scale, gradients["entropy"] / scale, rtol=1e-5, atol=1e-6)
