@@ -48,7 +48,7 @@ quickstart: $(READY)
 	$(BIN)/strop quickstart
 
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow and not gpu and not vllm and not loggers and not browser'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
