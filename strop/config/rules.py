@@ -15,7 +15,8 @@ from strop.config.arithmetic import plan_ppo
 from strop.config.asynchrony import ahead_of, correction_of
 from strop.config.compose import Loaded
 from strop.config.engine import engine_name, holds_weights, missing_library
-from strop.config.objective import has_critic, has_reference, needs, objective
+from strop.config.objective import has_critic, has_reference, needs, objective, uses_lora
+from strop.config.pools import pools
 from strop.registry import did_you_mean
 
 OTHER_TRACKERS = ("clearml", "vemlp_wandb")
@@ -217,6 +218,13 @@ def replicas(config: Any, rollout: Any, size: int) -> Findings:
     key = "actor_rollout_ref.rollout.nnodes"
     if config.trainer.runtime == "local":
         yield error(key, f"{rollout.nnodes} machines that only sample need trainer.runtime=ray (or auto), not local.")
+    path = str(config.actor_rollout_ref.model.path)
+    if (path.endswith(".gguf") or path.lower() == "smollm2-135m") and engine_name(rollout) != "native":
+        yield error(
+            key,
+            f"{rollout.name} replicas read a Hugging Face folder, but model.path={path} is a GGUF file. Set "
+            "rollout.name=native, or convert the model first.",
+        )
     if size > 1 and engine_name(rollout) == "native":
         yield error(
             key,
@@ -225,6 +233,32 @@ def replicas(config: Any, rollout: Any, size: int) -> Findings:
         )
     elif rollout.n_gpus_per_node % size:
         yield error(key, f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.")
+
+
+def frozen_pools(config: Any, loaded: Loaded) -> Findings:
+    """Machines of the reference and of the reward model."""
+    ref, reward, own = config.actor_rollout_ref.ref, config.reward_model, pools(config)
+    key = "actor_rollout_ref.ref.nnodes"
+    if ref.nnodes and not has_reference(config):
+        yield warning(key, f"{ref.nnodes}, but the run has no reference (algorithm.use_kl_in_reward, actor.use_kl_loss).")
+    elif ref.nnodes and uses_lora(config):
+        yield error(key, f"{ref.nnodes}, but the reference of a LoRA run is the actor without its adapters. Set 0.")
+    if reward.enable_resource_pool and min(reward.nnodes, reward.n_gpus_per_node) < 1:
+        yield error(
+            "reward_model.enable_resource_pool",
+            f"true, with reward_model.nnodes={reward.nnodes} and n_gpus_per_node={reward.n_gpus_per_node}. Set both above 0.",
+        )
+    elif reward.enable_resource_pool and reward.judge.enable and not reward.judge.url:
+        yield error(
+            "reward_model.enable_resource_pool",
+            "true, but a judge that runs here shares the actor's devices. Serve it elsewhere (reward_model.judge.url), or "
+            "set false.",
+        )
+    elif reward.enable_resource_pool and "reward" not in own:
+        yield warning("reward_model.enable_resource_pool", "true, but the run has no reward model of its own.")
+    if config.trainer.runtime == "local" and own.keys() - {"rollout"}:
+        asked = " and ".join(f"the {role} model" for role in own if role != "rollout")
+        yield error("trainer.runtime", f"local, but {asked} asks for machines of its own. Set ray (or auto).")
 
 
 def engine(section: str, rollout: Any) -> Findings:
@@ -555,7 +589,16 @@ def reward_server(config: Any, loaded: Loaded) -> Findings:
         yield error("model.path", "not set. Name the folder of a reward model (`strop rm` makes one).")
 
 
-PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (inputs, batches, sampling, estimators, ahead, inert_values, run)
+PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (
+    inputs,
+    batches,
+    sampling,
+    frozen_pools,
+    estimators,
+    ahead,
+    inert_values,
+    run,
+)
 RULES: dict[str, tuple[Callable[[Any, Loaded], Findings], ...]] = {
     "ppo_trainer": PPO,
     "ppo_megatron_trainer": PPO,

@@ -11,6 +11,7 @@ from strop.config.arithmetic import micro_batch, plan_ppo, plan_supervised
 from strop.config.asynchrony import ahead_of, old_from_engine
 from strop.config.engine import prefill_tokens
 from strop.config.objective import has_critic, has_reference, needs, needs_old_log_probs, uses_lora
+from strop.config.pools import pools
 from strop.planning.activations import Tokens
 from strop.planning.devices import Cluster
 from strop.planning.roles import frozen, trained
@@ -131,13 +132,14 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     ahead = ahead_of(config).beside
     lent = rollout.name in BORROWERS and not ahead and not rollout.nnodes
     models = {"actor": trained(group.model, actor.fsdp_config, actor.optim, cluster, actor.tensor_parallel_size, lent=lent)}
-    if has_reference(config) and not uses_lora(config):
+    if has_reference(config) and not uses_lora(config) and "reference" not in pools(config):
         other = dataclasses.replace(group.model, **ref.model)
         models["reference"] = frozen(other, ref.fsdp_config, cluster, ref.tensor_parallel_size)
     if has_critic(config):
         size = critic.tensor_parallel_size
         models["critic"] = trained(critic.model, critic.model.fsdp_config, critic.optim, cluster, size, scalar=True)
-    if reward.model.path and not reward.remote_url and (reward.enable or (reward.judge.enable and not reward.judge.url)):
+    here = (reward.enable and "reward" not in pools(config)) or (reward.judge.enable and not reward.judge.url)
+    if reward.model.path and not reward.remote_url and here:
         models["reward"] = frozen(reward.model, reward.model.fsdp_config, cluster, scalar=reward.enable, divided=False)
     return Job(
         cluster,
@@ -171,7 +173,7 @@ def _passes(config: Any) -> list[Pass]:
     if needs_old_log_probs(config, plan.on_policy) and not old_from_engine(config):
         cut = _Cut("actor_rollout_ref.rollout", rollout, *names, rollout.log_prob_use_dynamic_bsz)
         passes.append(_pass("log_prob", "actor", cut, **whole, entropy=True))
-    if has_reference(config):
+    if has_reference(config) and "reference" not in pools(config):
         cut = _Cut("actor_rollout_ref.ref", ref, *names, ref.log_prob_use_dynamic_bsz)
         passes.append(_pass("ref", "actor" if uses_lora(config) else "reference", cut, **whole))
     if has_critic(config):

@@ -68,9 +68,9 @@ class Source:
 def source_of(model: Any, max_model_len: int | None) -> Source:
     """`model`: a Hugging Face module, adapters allowed, or the folder of one."""
     if isinstance(model, str | Path):
-        from transformers import AutoConfig
+        from strop.models.load import load_config, resolve
 
-        config = AutoConfig.from_pretrained(str(model))
+        config = load_config(resolve(str(model)))
         longest = longest_sequence(SimpleNamespace(config=config), max_model_len)
         return Source(str(model), longest, config.get_text_config().vocab_size)
     base = model.get_base_model() if has_adapters(model) else model

@@ -12,18 +12,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from strop.config.engine import replica_count
+from strop.config.pools import devices_of, pools
 from strop.errors import CRASHED
 from strop.extras import require
 from strop.run.heartbeat import workers_of
 from strop.runtime.failure import MACHINE_LOST, Loss, first_cause
 from strop.runtime.ray_agent import Agent, Ended, Machine, versions
+from strop.runtime.ray_frozen import copies_of
 from strop.runtime.ray_pool import POOL, Keeper
 from strop.runtime.ray_supply import Demand, check_machines, lacking, local_paths, passed_on
 from strop.runtime.replica import Recipe
@@ -55,9 +57,15 @@ class ClusterLost(ValueError):
 class Cluster:
     """A connection to a cluster, or a cluster of this machine alone, for as long as the block lasts."""
 
-    def __init__(self, config: Any, tree: Mapping[str, Any], recipe: Recipe | None = None) -> None:
-        """`recipe`: of rollout replicas on machines of their own."""
-        self._recipe = recipe
+    def __init__(
+        self,
+        config: Any,
+        tree: Mapping[str, Any],
+        recipe: Recipe | None = None,
+        frozen: Mapping[str, Callable[[], Any]] | None = None,
+    ) -> None:
+        """`recipe`: of rollout replicas on machines of their own. `frozen`: makers of models that have such, by role."""
+        self._recipe, self._frozen = recipe, frozen or {}
         self._config, self._trainer, self._settings = config, config.trainer, config.ray_kwargs
         self._tree = tree
         self._directory = Path(config.trainer.default_local_dir).expanduser().absolute()
@@ -75,8 +83,7 @@ class Cluster:
         if self._own:
             arguments.setdefault("include_dashboard", False)
             if "GPU" not in self._demand().per_node:
-                rollout = self._config.actor_rollout_ref.rollout if self._recipe else None
-                asked = self.world + (rollout.nnodes * rollout.n_gpus_per_node if rollout else 0)
+                asked = self.world + sum(map(devices_of, pools(self._config).values()))
                 arguments.setdefault("num_cpus", max(asked, os.cpu_count() or 1))
         else:
             arguments.pop("num_cpus", None)  # the cluster has what it has
@@ -104,10 +111,10 @@ class Cluster:
         """All ranks, once; the one that failed first, or None."""
         failures = self._ray.exceptions
         try:
-            with self._placed(self._demand()) as group, self._pool() as where:
+            with self._placed(self._demand()) as group, self._pool() as where, self._copies() as others:
                 agents = self._agents(group)
                 machines = self._machines(agents, group)
-                runs = self._start(agents, machines, program, arguments, where)
+                runs = self._start(agents, machines, program, arguments, {**where, **others})
                 return self._watch(agents, machines, runs)
         except failures.RayActorError as error:  # a machine was lost before its rank had begun
             return Loss(0, self.world, MACHINE_LOST, why=_short(error))
@@ -226,6 +233,19 @@ class Cluster:
             self._ray.get(pool.deaths.remote())  # its replicas are there
             yield {POOL: f"{self._ray.get_runtime_context().gcs_address} {NAMESPACE} {name}"}
             self._ray.kill(pool)  # after an error it ends with this process, or for want of a place
+
+    @contextmanager
+    def _copies(self) -> Iterator[dict[str, str]]:
+        """Frozen models that have machines of their own, while the block lasts; yields the variables that lead ranks there."""
+        with ExitStack() as opened:
+            found: dict[str, str] = {}
+            for role, make in self._frozen.items():
+                section = pools(self._config)[role]
+                group = opened.enter_context(self._placed(self._demand_of(section)))
+                places = [self._place(group, number // section.n_gpus_per_node) for number in range(devices_of(section))]
+                limit = self._trainer.ray_wait_register_center_timeout
+                found |= opened.enter_context(copies_of(role, make, places, NAMESPACE, limit))
+            yield found
 
     # --- the ranks -------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,14 @@ def ray_library() -> Any:
     return require("ray", extra="ray", why="A pool of rollout replicas")
 
 
+def cluster_of(address: str, namespace: str) -> Any:
+    """Ray, connected to the cluster that this rank's starter uses."""
+    ray = ray_library()
+    if not ray.is_initialized():
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    return ray
+
+
 class Keeper:
     """An actor; one call after the other."""
 
@@ -102,9 +110,7 @@ class RayPool:
 
     def __init__(self, where: str) -> None:
         address, namespace, name = where.split(" ")
-        self._ray: Any = ray_library()
-        if not self._ray.is_initialized():
-            self._ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+        self._ray = cluster_of(address, namespace)
         self._keeper = self._ray.get_actor(name, namespace=namespace)
         self._handles: list[tuple[int, Any]] = self._ray.get(self._keeper.handles.remote())
         self._waiters = ThreadPoolExecutor(2, thread_name_prefix="weights")

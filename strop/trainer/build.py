@@ -23,6 +23,7 @@ from strop.config.asynchrony import Ahead, ahead_of
 from strop.config.compose import Loaded
 from strop.config.engine import engine_name, holds_weights
 from strop.config.objective import has_critic, has_reference, needs, uses_lora
+from strop.config.pools import pools
 from strop.data.chat import Chat, stop_ids
 from strop.data.loader import build_loader
 from strop.data.prompts import build_prompts, chat_of
@@ -45,7 +46,7 @@ from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
 from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
 from strop.trainer.keeper import Keeper
-from strop.trainer.pool import replicas_for
+from strop.trainer.pool import far_reference, far_reward_model, replicas_for
 from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
 from strop.trainer.recording import RecordingTrainer
@@ -74,8 +75,8 @@ def build_ppo(loaded: Loaded, ranks: Ranks | None = None, kind: type[PpoTrainer]
     if ahead.off_policy:
         loader = DrawnAhead(loader)
     window = window_for(ahead, engine, loader, plan.total_steps)
-    collector = collector_for(config, engine, tokenizer, sampled, device, cast)
-    collector = dataclasses.replace(collector, ranks=ranks, window=window)
+    collector = collector_for(config, engine, tokenizer, sampled, device, cast, ranks)
+    collector = dataclasses.replace(collector, window=window)
     pretraining = build_pretraining(
         config, tokenizer, config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     )
@@ -171,7 +172,7 @@ def device_of(name: str) -> torch.device:
 def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Ranks | None = None) -> Roles:
     """Actor, critic and reference, as the configuration needs them."""
     model, actor, critic = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.critic
-    make = BackendMaker(device, total_steps, ranks or Ranks(), config.actor_rollout_ref.rollout.temperature or 1.0)
+    make = BackendMaker(device, total_steps, ranks or Ranks(), temperature_of(config))
     lent = not holds_weights(config.actor_rollout_ref.rollout)
     policy = make(
         build_policy, model, actor.fsdp_config, actor.strategy, actor.optim, actor.grad_clip, **sharing(actor), lent=lent
@@ -186,10 +187,20 @@ def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Rank
         if uses_lora(config):
             roles.reference = WithoutAdapters(policy)  # type: ignore[assignment]
         else:
-            ref = config.actor_rollout_ref.ref
-            other = dataclasses.replace(model, **ref.model)
-            roles.reference = make(build_reference, other, ref.fsdp_config, ref.strategy, **sharing(ref))
+            far = "reference" in pools(config)
+            roles.reference = far_reference(make.ranks) if far else reference_here(config, make)  # type: ignore[assignment]
     return roles
+
+
+def temperature_of(config: Any) -> float:
+    """Log-probs are those of the distribution that was sampled from."""
+    return config.actor_rollout_ref.rollout.temperature or 1.0
+
+
+def reference_here(config: Any, make: BackendMaker) -> SingleBackend:
+    ref = config.actor_rollout_ref.ref
+    other = dataclasses.replace(config.actor_rollout_ref.model, **ref.model)
+    return make(build_reference, other, ref.fsdp_config, ref.strategy, **sharing(ref))
 
 
 def sharing(section: Any) -> dict[str, Any]:
@@ -328,7 +339,13 @@ def sampling_for(rollout: Any, tokenizer: Any, module: Any) -> Sampling:
 
 
 def collector_for(
-    config: Any, engine: Engine, tokenizer: Any, module: Any, device: torch.device, cast: Cast | None = None
+    config: Any,
+    engine: Engine,
+    tokenizer: Any,
+    module: Any,
+    device: torch.device,
+    cast: Cast | None = None,
+    ranks: Ranks | None = None,
 ) -> Collector:
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     sampling = sampling_for(rollout, tokenizer, module)
@@ -337,11 +354,14 @@ def collector_for(
     if groups.enable:
         bounds = None if groups.range is None else (groups.range[0], groups.range[1])
         group_filter = GroupFilter(groups.metric or "score", bounds, groups.max_num_gen_batches)
-    reward = config.reward_model
-    model = judge = None
+    reward, ranks = config.reward_model, ranks or Ranks()
+    model: Any = None
+    judge = None
     if reward.judge.enable and not reward.judge.url:
         judge = judge_here(reward, device, prompt_length=2 * longest(rollout) + TEMPLATE_TOKENS)
-    if reward.enable and not reward.remote_url:
+    if "reward" in pools(config):
+        model = far_reward_model(ranks)
+    elif reward.enable and not reward.remote_url:
         model = load_model(reward, device=device, dtype=compute_dtype(reward.model.fsdp_config.dtype, device))
     scorer = build_scorer(
         reward,
@@ -365,6 +385,7 @@ def collector_for(
         cast=cast,
         weights=rollout.multi_turn.reward_weights,
         team=team_size(rollout),
+        ranks=ranks,
         rows=rollout.max_num_seqs if ENGINES.entry(engine_name(rollout)).facts["fed"] and not rollout.nnodes else 0,
     )
 

@@ -1,4 +1,4 @@
-"""Rollouts on machines of their own: what a replica is made of, and the engine that ranks ask."""
+"""Roles on machines of their own: what a rollout replica is made of, and whom ranks ask."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from strop.catalog import ENGINES
 from strop.config.engine import engine_name, replica_count
 from strop.ranks import Ranks
 from strop.rollout.base import Engine
+from strop.runtime.frozen import FarReference, FarScorer
 from strop.runtime.replica import Recipe
 
 
@@ -36,3 +37,15 @@ def replicas_for(config: Any, ranks: Ranks, longest: int) -> Engine:
     assert pool.size == replica_count(rollout)
     source = source_of(config.actor_rollout_ref.model.path, longest)
     return Replicas(source, pool, ranks, bucket_megabytes=rollout.checkpoint_engine.update_weights_bucket_megabytes)
+
+
+def far_reference(ranks: Ranks) -> FarReference:
+    from strop.runtime.ray_frozen import copies_of_this_run
+
+    return FarReference(copies_of_this_run("reference", "actor_rollout_ref.ref.nnodes"), ranks)
+
+
+def far_reward_model(ranks: Ranks) -> FarScorer:
+    from strop.runtime.ray_frozen import copies_of_this_run
+
+    return FarScorer(copies_of_this_run("reward", "reward_model.enable_resource_pool"), ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config.compose import Loaded
+from strop.config.pools import pools
 from strop.errors import CRASHED
 from strop.ranks import Ranks
 from strop.run.heartbeat import beating
@@ -38,8 +39,9 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
     directory = Path(trainer.default_local_dir).expanduser()
     if ray:
         from strop.runtime.ray import Cluster
+        from strop.trainer.frozen import frozen_models
 
-        with Cluster(loaded.config, loaded.tree(), _recipe(loaded.config)) as cluster:
+        with Cluster(loaded.config, loaded.tree(), _recipe(loaded.config), frozen_models(loaded.config)) as cluster:
             return supervise(lambda more: cluster.run(program, [*arguments, *more]), directory, trainer.max_restarts)
     if trainer.nnodes > 1:
         raise ValueError(
@@ -64,19 +66,14 @@ def uses_ray(config: Any) -> bool:
         return trainer.runtime == "ray"
     return (
         trainer.nnodes > 1
-        or _has_pool(config)
+        or bool(pools(config))
         or bool(config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS"))
     )
 
 
-def _has_pool(config: Any) -> bool:
-    section: Any = getattr(config, "actor_rollout_ref", None)
-    return section is not None and section.rollout.nnodes > 0
-
-
 def _recipe(config: Any) -> Recipe | None:
     """What rollout replicas are made of, where they have machines of their own."""
-    if not _has_pool(config):
+    if "rollout" not in pools(config):
         return None
     from strop.trainer.build import engine_settings
     from strop.trainer.pool import recipe_for

@@ -46,6 +46,9 @@ class Started:
             time.sleep(0.01)
         raise AssertionError(f"no such moment came: {read_beats(self.folder)}\n{self.said()}")
 
+    def pid_of(self, rank: int) -> int | None:
+        return next((beat.pid for beat in read_beats(self.folder) if beat.rank == rank), None)
+
     def kill(self, where: Callable[[Beat], bool]) -> Beat:
         beat = self.wait_for(where)
         os.kill(beat.pid, signal.SIGKILL)

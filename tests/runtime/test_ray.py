@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +14,11 @@ from typing import Any
 import pytest
 
 from strop.errors import CRASHED
-from tests.runtime.started import SAVE_AT_ONCE, Started, assert_same_run
+from tests.runtime.conftest import STEPS
+from tests.runtime.started import Started, assert_same_run
 from tests.trainer.runs import metrics
 
 pytest.importorskip("ray")
-
-STEPS = 6
-SETTINGS = [
-    "trainer.device=cpu",
-    f"trainer.total_training_steps={STEPS}",
-    "trainer.save_freq=2",
-    f"trainer.test_freq={STEPS}",
-    "trainer.logger=[file,console]",
-    SAVE_AT_ONCE,
-]
 
 
 class Nodes:
@@ -60,37 +52,6 @@ def nodes() -> Iterator[Nodes]:
     found.cluster.shutdown()
 
 
-REWARD = """
-import threading
-
-lock = threading.Lock()
-
-def with_lock(held):
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        with held:
-            return sum(letter in ground_truth for letter in solution_str) / 4
-    return compute_score
-
-compute_score = with_lock(lock)
-"""
-"""A function that cannot be pickled, which does not matter: every rank reads the file."""
-
-
-@pytest.fixture
-def settings(overrides: list[str], tmp_path: Path) -> list[str]:
-    (tmp_path / "reward.py").write_text(REWARD)
-    own = [*SETTINGS, f"custom_reward_function.path={tmp_path}/reward.py"]
-    replaced = {word.partition("=")[0] for word in [*own, "trainer.default_local_dir="]}
-    return [*(word for word in overrides if word.partition("=")[0] not in replaced), *own]
-
-
-@pytest.fixture
-def local_run(settings: list[str], tmp_path: Path) -> Path:
-    run = Started([*settings, "trainer.n_gpus_per_node=2"], tmp_path / "local")
-    assert run.end() == 0, run.said()
-    return run.folder
-
-
 def on(nodes: Nodes, *more: str) -> list[str]:
     return ["trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.cluster.address}", *more]
 
@@ -120,27 +81,27 @@ def test_an_undisturbed_run_is_told_like_one_on_this_machine(nodes, settings, lo
 
 @pytest.mark.slow
 def test_killing_at_random_moments_changes_nothing(nodes, settings, local_run, tmp_path):
-    """Ten workers and three nodes."""
+    """Ten workers and three nodes. A run that ends in between is followed by another; all of them end like `local_run`."""
     dice = random.Random(0)
-    run = Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / "run")
+    runs: list[Started] = []
+
+    def underway() -> Started:
+        if not runs or runs[-1].process.poll() is not None:
+            runs.append(Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / f"run{len(runs)}"))
+        return runs[-1]
+
     for turn in range(13):
-        seen = run.wait_for(lambda beat: beat.rank == 0)
-        time.sleep(dice.uniform(0, 12))
-        if run.process.poll() is not None:
-            run = Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / f"run{turn}")
-            run.wait_for(lambda beat: beat.rank == 0)
-        if turn % 4 == 3:
-            nodes.kill(dice.randrange(2))
-        else:
-            victim = dice.randrange(2)
-            run.kill(lambda beat, victim=victim: beat.rank == victim)
-        deadline = time.monotonic() + 120
-        while run.process.poll() is None and time.monotonic() < deadline:  # until the next attempt
-            if any(beat.pid != seen.pid for beat in [run.wait_for(lambda beat: beat.rank == 0)]):
-                break
+        underway().wait_for(lambda beat: beat.rank == 0)
+        time.sleep(dice.uniform(0, 8))
+        run, victim = underway(), dice.randrange(2)
+        seen = run.wait_for(lambda beat, victim=victim: beat.rank == victim)
+        nodes.kill(victim) if turn % 4 == 3 else os.kill(seen.pid, signal.SIGKILL)
+        while run.process.poll() is None and run.pid_of(seen.rank) == seen.pid:  # until the next attempt
             time.sleep(0.2)
-    assert run.end() == 0, run.said()
-    assert_same_run(local_run, run.folder, STEPS)
+    for run in runs:
+        assert run.end() == 0, run.said()
+        assert_same_run(local_run, run.folder, STEPS)
+    assert sum(run.said().count("Starting again") for run in runs) >= 13
 
 
 def test_what_a_cluster_lacks_is_said_in_seconds(nodes, settings, tmp_path):
@@ -188,6 +149,43 @@ def kill_replicas(nodes: Nodes, settings: list[str], tmp_path: Path, times: int)
     assert all(
         found[step]["rollout/weights_bytes"] > 0 and found[step]["rollout/weights_seconds"] > 0 for step in found if step
     )
+
+
+def test_frozen_models_on_machines_of_their_own_change_nothing(nodes, settings, task, tmp_path):
+    """A reference and a reward model, each on a node of its own and killed once: the numbers are those of one process."""
+    from transformers import AutoConfig
+
+    from strop.models.heads import new_scalar_model
+
+    new_scalar_model(AutoConfig.from_pretrained(task / "model")).save_pretrained(tmp_path / "judge")
+    models = [
+        *(word for word in settings if "custom_reward" not in word),
+        "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path}/judge",
+        f"reward_model.model.tokenizer_path={task}/model",
+        "reward_model.model.fsdp_config.dtype=float32",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+    ]
+    pools = [
+        "actor_rollout_ref.ref.nnodes=1",
+        "reward_model.enable_resource_pool=true",
+        "reward_model.nnodes=1",
+        "reward_model.n_gpus_per_node=1",
+        f"ray_kwargs.ray_init.address={nodes.cluster.address}",
+    ]
+    calm = Started(models, tmp_path / "calm")
+    nodes.workers.append(nodes.add())
+    try:
+        run = Started([*models, *pools], tmp_path / "run")
+        run.wait_for(lambda beat: beat.step >= 2)
+        first = run.kill_child("Frozen", nodes.raylets())
+        run.kill_child("Frozen", nodes.raylets(), besides=[first])
+        assert calm.end() == 0 and run.end() == 0, calm.said() + run.said()
+    finally:
+        nodes.cluster.remove_node(nodes.workers.pop())
+    assert_same_run(calm.folder, run.folder, STEPS)
+    assert metrics(run.folder)[STEPS]["actor/kl_loss"] > 0
 
 
 def test_a_cluster_that_goes_away_is_told_and_leaves_nobody_behind(settings, tmp_path, monkeypatch):

@@ -165,6 +165,10 @@ class Ref:
     """Devices that share each weight matrix."""
     ulysses_sequence_parallel_size: int = link("actor_rollout_ref.actor.ulysses_sequence_parallel_size", at_least=1)
     """Devices that share one sequence."""
+    nnodes: int = setting(0, at_least=0)
+    """Machines of its own, with a whole copy of the reference on each device (trainer.runtime=ray). 0: those of the actor."""
+    n_gpus_per_node: int = setting(1, at_least=1)
+    """Devices of each of them."""
     profiler: Profiler = section(Profiler)
     """Profiling of this role."""
     megatron: Megatron = section(Megatron)

@@ -135,7 +135,7 @@ class RewardModel:
     strategy: str = link("actor_rollout_ref.actor.strategy")
     """Backend that holds the model."""
     enable_resource_pool: bool = setting(False)
-    """Give the model devices of its own."""
+    """Give the model devices of its own, with a whole copy on each (trainer.runtime=ray)."""
     nnodes: int = setting(0, at_least=0)
     """Nodes of that pool."""
     n_gpus_per_node: int = setting(8, at_least=0)
