@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
 
@@ -45,6 +46,20 @@ class Turn:
     """assistant where the policy sampled it; else what the environment is called: tool, user ..."""
     start: int
     end: int
+
+
+class TokenArrays(NamedTuple):
+    """The tokens of one or many trajectories, in the precision of a batch: what is made of all of them is made of arrays."""
+
+    response: np.ndarray
+    mask: np.ndarray
+    log_probs: np.ndarray
+
+    @staticmethod
+    def of(response: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> TokenArrays:
+        import numpy as np
+
+        return TokenArrays(np.array(response, np.int32), np.array(mask, np.int8), np.array(log_probs, np.float32))
 
 
 @dataclass
@@ -86,6 +101,15 @@ class Trajectory:
     def reward(self) -> float | None:
         """Everything it earned, on the way and at the end; None when it could not be scored."""
         return None if self.score is None else self.score + sum(self.turn_rewards.values())
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(self.mask)
+
+    @property
+    def arrays(self) -> TokenArrays:
+        return TokenArrays.of(self.response, self.mask, self.log_probs)
 
     def __post_init__(self) -> None:
         assert len(self.response) == len(self.mask) == len(self.log_probs), (
@@ -221,13 +245,13 @@ def pad_columns(values: Tensor, width: int) -> Tensor:
     return pad(values, (0, width - values.shape[1])) if values.shape[1] < width else values
 
 
-def rows_of(lists: Sequence[Sequence[float]], width: int) -> Tensor:
-    """Lists of numbers as [B, width] float32, with zeros behind the end of each."""
+def rows_of(rows: Sequence[Sequence[float] | np.ndarray], width: int) -> Tensor:
+    """Rows of numbers as [B, width] float32, with zeros behind the end of each."""
     import numpy as np
     import torch
 
-    table = np.zeros((len(lists), width), dtype=np.float32)
-    for row, values in zip(table, lists):
+    table = np.zeros((len(rows), width), dtype=np.float32)
+    for row, values in zip(table, rows):
         row[: len(values)] = values
     return torch.from_numpy(table)
 
@@ -237,10 +261,12 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     import numpy as np
     import torch
 
-    width = max((len(t.response) for t in trajectories), default=0)
-    scores = torch.zeros(len(trajectories), width)
-    for row, t in zip(scores, trajectories):
-        earned = dict.fromkeys([len(t.response) - 1], t.score) if t.score is not None and t.response else {}
+    arrays = [t.arrays for t in trajectories]
+    lengths = [len(one.mask) for one in arrays]
+    width = max(lengths, default=0)
+    scores = np.zeros((len(trajectories), width), dtype=np.float32)
+    for row, t, length in zip(scores, trajectories, lengths):
+        earned = {length - 1: t.score} if t.score is not None and length else {}
         for position, reward in t.turn_rewards.items():
             earned[position] = earned.get(position, 0.0) + reward
         for position, reward in earned.items():
@@ -249,16 +275,19 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     groups = torch.tensor([t.group for t in trajectories])
     # A failed sample is nobody's peer: alone in a group, its missing score moves no baseline.
     groups[failed] = -1 - torch.arange(int(failed.sum()))
-    mask = rows_of([t.mask for t in trajectories], width)
+    mask = rows_of([one.mask for one in arrays], width)
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
+    prompts = {id(t.prompt): t.prompt for t in trajectories}
+    asked = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
+    whole = [np.concatenate([asked[id(t.prompt)], one.response], dtype=np.int64) for t, one in zip(trajectories, arrays)]
     return Batch(
         baselines=None if None in baselines else torch.tensor(baselines),
-        sequences=[torch.from_numpy(np.array(t.prompt.ids + t.response, dtype=np.int64)) for t in trajectories],
+        sequences=[torch.from_numpy(sequence) for sequence in whole],
         prompt_lengths=torch.tensor([len(t.prompt.ids) for t in trajectories]),
         mask=mask,
         groups=groups,
-        rollout_log_probs=rows_of([t.log_probs for t in trajectories], width),
-        scores=scores,
+        rollout_log_probs=rows_of([one.log_probs for one in arrays], width),
+        scores=torch.from_numpy(scores),
         row_ids=torch.arange(len(trajectories)),
     )

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -191,7 +192,10 @@ class Collector:
     def _told(self, made: list[Trajectory], order: Order, first: int) -> list[Trajectory]:
         """What all ranks made of an order, with its groups numbered from `first`."""
         known = dict(enumerate(order.prompts, order.first))
-        return [replace(t, group=t.group - order.first + first) for t in told_to_all(made, known, self.ranks, self.team)]
+        told = [copy(t) for t in told_to_all(made, known, self.ranks, self.team)]
+        for t in told:
+            t.group += first - order.first
+        return told
 
     def _scored(self, report: Any) -> dict[str, float]:
         """How scoring went over all draws of the step: counts add up, means weigh by samples."""

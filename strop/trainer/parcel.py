@@ -3,47 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
-from strop.types import Prompt, Trajectory
+from strop.types import Prompt, TokenArrays, Trajectory
+
+STAYS = ("prompt", *TokenArrays._fields)
+"""What does not travel in the rest of a trajectory: tokens go as arrays, and prompts, which may have images, are known
+everywhere."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Tokens travel as three arrays: every rank unpacks those of all ranks, and lists of numbers cost it several times more.
+    """Tokens travel as three arrays and stay arrays on arrival: every rank is told those of all ranks, so whatever is done with
+    them one by one is done for the whole cluster."""
 
-    Prompts, which may have images, are known everywhere and do not travel.
-    """
-
-    rest: list[Trajectory]
+    rest: list[dict[str, Any]]
     """Everything but tokens and prompts."""
     lengths: list[int]
-    ids: np.ndarray
-    mask: np.ndarray
-    log_probs: np.ndarray
-    """In the precision of a batch."""
+    tokens: TokenArrays
+    """Of all trajectories, one after the other."""
 
     @staticmethod
     def of(made: Sequence[Trajectory]) -> Parcel:
-        nobody = Prompt(-1, [], [], "")
-
-        def joined(rows: Sequence[Sequence[float]], kind: type) -> np.ndarray:
-            return np.concatenate([np.empty(0, kind), *(np.array(row, kind) for row in rows)])
-
+        arrays = [t.arrays for t in made]
+        names = [field.name for field in fields(Trajectory) if field.name not in STAYS]
         return Parcel(
-            rest=[replace(t, prompt=nobody, response=[], mask=[], log_probs=[]) for t in made],
-            lengths=[len(t.response) for t in made],
-            ids=joined([t.response for t in made], np.int32),
-            mask=joined([t.mask for t in made], np.int8),
-            log_probs=joined([t.log_probs for t in made], np.float32),
+            rest=[{name: getattr(t, name) for name in names} for t in made],
+            lengths=[len(one.mask) for one in arrays],
+            tokens=TokenArrays(*(np.concatenate(column) for column in zip(TokenArrays.of([], [], []), *arrays))),
         )
 
     def trajectories(self, prompts: Mapping[int, Prompt]) -> Iterator[Trajectory]:
-        ids, mask, log_probs = self.ids.tolist(), self.mask.tolist(), self.log_probs.tolist()
         start = 0
-        for t, length in zip(self.rest, self.lengths, strict=True):
-            own = slice(start, start + length)
-            yield replace(t, prompt=prompts[t.group], response=ids[own], mask=mask[own], log_probs=log_probs[own])
+        for rest, length in zip(self.rest, self.lengths, strict=True):
+            own = TokenArrays(*(column[start : start + length] for column in self.tokens))
+            yield Arrived.of(own, prompt=prompts[rest["group"]], **rest)
             start += length
+
+
+class Arrived(Trajectory):
+    """A trajectory whose tokens are arrays. Who asks for a list of them gets one, which then is what counts."""
+
+    _came: TokenArrays
+
+    @classmethod
+    def of(cls, tokens: TokenArrays, **rest: Any) -> Arrived:
+        arrived = cls.__new__(cls)
+        vars(arrived).update(rest, _came=tokens)
+        return arrived
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there yet."""
+        if name not in TokenArrays._fields:
+            raise AttributeError(name)
+        vars(self)[name] = getattr(self._came, name).tolist()
+        return vars(self)[name]
+
+    @property
+    def sampled(self) -> int:
+        return int(np.count_nonzero(self.arrays.mask))
+
+    @property
+    def arrays(self) -> TokenArrays:
+        return self._came if vars(self).keys().isdisjoint(TokenArrays._fields) else super().arrays
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Trajectory)
+        return same and all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Trajectory))
+
+    __hash__ = None  # type: ignore[assignment]  # as every trajectory

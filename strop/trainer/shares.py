@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,11 +34,9 @@ def deal_prompts(prompts: Sequence[Prompt], ranks: Ranks, team: int = 1) -> list
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    import zlib
-
     code = 0
     for prompt in prompts:
-        code = zlib.crc32(repr((prompt.index, prompt.ids)).encode(), code)
+        code = zlib.crc32(array("q", [prompt.index, *prompt.ids]), code)
     return f"rows {[prompt.index for prompt in prompts[:4]]}... (checksum {code:08x})"
 
 

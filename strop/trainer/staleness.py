@@ -9,7 +9,7 @@ from strop.types import Trajectory
 
 def ages(trajectory: Trajectory, step: int) -> list[tuple[int, int]]:
     """(age, sampled tokens) in order; the weights that step `step` begins with are those of version step - 1, of age 0."""
-    stretches = trajectory.versions or [(trajectory.version, sum(trajectory.mask))]
+    stretches = trajectory.versions or [(trajectory.version, trajectory.sampled)]
     return [(step - 1 - version, count) for version, count in stretches]
 
 
