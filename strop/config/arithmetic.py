@@ -162,7 +162,7 @@ class SupervisedPlan:
 def plan_supervised(config: Any, rows: int | None = None) -> SupervisedPlan:
     data, trainer = config.data, config.trainer
     devices = trainer.nnodes * trainer.n_gpus_per_node
-    ranks = max(1, devices // config.ulysses_sequence_parallel_size)
+    ranks = max(1, devices // (config.ulysses_sequence_parallel_size * config.tensor_parallel_size))
     local = max(1, math.ceil(data.train_batch_size / ranks))
     micro = None if data.use_dynamic_bsz else micro_batch(data, "micro_batch_size", local, ranks)
     steps = None if rows is None else rows // data.train_batch_size

@@ -114,8 +114,13 @@ def backend_of(config: Any, make: BackendMaker) -> SingleBackend:
     """The model in training: a language model, or one with a scalar head for rewards."""
     build: Callable[..., Any] = build_critic if isinstance(config, RmTrainer) else build_policy
     settings = dataclasses.replace(config.model, use_remove_padding=config.use_remove_padding)
-    optim, size = config.optim, config.ulysses_sequence_parallel_size
-    return make(build, settings, settings.fsdp_config, settings.strategy, optim, optim.clip_grad, size)
+    optim = config.optim
+    return make(build, settings, settings.fsdp_config, settings.strategy, optim, optim.clip_grad, **_sharing(config))
+
+
+def _sharing(config: Any) -> dict[str, Any]:
+    """How many ranks share a row or a matrix; a reference as the model in training."""
+    return {"sequence_parallel": config.ulysses_sequence_parallel_size, "tensor_parallel": config.tensor_parallel_size}
 
 
 def reference_of(config: Any, model: SingleBackend, make: BackendMaker) -> Forward | None:
@@ -133,8 +138,7 @@ def reference_of(config: Any, model: SingleBackend, make: BackendMaker) -> Forwa
     if same and config.loss.precompute_ref:
         return model.forward
     settings = dataclasses.replace(config.model, path=config.ref.path, use_remove_padding=config.use_remove_padding)
-    size = config.ulysses_sequence_parallel_size
-    frozen = make(build_reference, settings, settings.fsdp_config, settings.strategy, sequence_parallel=size)
+    frozen = make(build_reference, settings, settings.fsdp_config, settings.strategy, **_sharing(config))
     if not config.ref.param_offload:
         return frozen.forward
     frozen.offload()

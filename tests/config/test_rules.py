@@ -186,3 +186,18 @@ def test_a_lent_actor_cannot_be_parked():
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert "no effect on one device" in warnings(f"{key}=true")[key]
     assert key not in warnings(f"{key}=true", "trainer.n_gpus_per_node=2")
+
+
+def test_what_shared_matrices_of_supervised_training_do_not_go_together_with():
+    base, key = ["model.path=m", "data.train_files=f", "trainer.n_gpus_per_node=4"], "tensor_parallel_size"
+
+    def of(*overrides):
+        return errors(*overrides, base=base, root="sft_trainer")
+
+    assert of(f"{key}=2") == {}
+    assert "3 does not divide the 4 devices" in of(f"{key}=3")[key]
+    assert "share matrices or rows, not both" in of(f"{key}=2", "ulysses_sequence_parallel_size=2")[key]
+    assert "LoRA" in of(f"{key}=2", "model.lora_rank=8")[key]
+    # Two ranks are a team: four devices share a batch by two, not by four.
+    assert of(f"{key}=2", "data.train_batch_size=6") == {}
+    assert "shared by 4 ranks" in of("data.train_batch_size=6")["data.train_batch_size"]

@@ -14,17 +14,28 @@ from tests.trainer.supervised_runs import VERBS, make_task, metrics, settings, w
 PLAIN = ["optim.optimizer=SGD", "optim.lr=0.1"]
 """AdamW makes full steps of gradients that are 0 but for rounding."""
 MORE = {"sft": ["ulysses_sequence_parallel_size=2"], "rm": [], "dpo": ["loss.precompute_ref=true"]}
+ASKED = {"sft": [], "rm": [], "dpo": ["loss.precompute_ref=false"]}
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_supervised_training_is_that_of_one_process(verb, tmp_path):
+    assert_alike(verb, MORE[verb], tmp_path)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_shared_matrices_teach_what_one_process_teaches(verb, tmp_path):
+    """DPO asks its reference, which is shared alike, in every step."""
+    assert_alike(verb, ["tensor_parallel_size=2", *ASKED[verb]], tmp_path)
+
+
+def assert_alike(verb: str, more: list[str], tmp_path: Path) -> None:
     place = Path(here().from_lead(str(tmp_path)))
     if here().lead:
         make_task(place)
         build_supervised_trainer(load(f"{verb}_trainer", [*settings(place, place / "one", verb), *PLAIN])).fit()
     here().gather(None)
     world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.enable_ema=true"]
-    asked = [*settings(place, place / "many", verb), *PLAIN, *world, *MORE[verb]]
+    asked = [*settings(place, place / "many", verb), *PLAIN, *world, *more]
     build_supervised_trainer(load(f"{verb}_trainer", asked), ranks=here()).fit()
     here().gather(None)
     if here().lead:

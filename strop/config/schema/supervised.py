@@ -210,6 +210,9 @@ class Supervised:
     """The run."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that share one sequence. Needs use_remove_padding."""
+    tensor_parallel_size: int = setting(1, at_least=1)
+    """Devices that share each weight matrix, by the plan that transformers ships for the model. It must divide the attention
+    heads and the key-value heads. Not together with LoRA or ulysses_sequence_parallel_size."""
     use_remove_padding: bool = link("model.use_remove_padding")
     """Pack rows without padding tokens."""
     global_profiler: GlobalProfiler = section(GlobalProfiler)
