@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from strop.backends.determinism import use_deterministic_kernels
 from strop.backends.single import SingleBackend
 from strop.config.schema.model import Fsdp, Model, Optim
 from strop.models.build import attention_of, build_critic, compute_dtype, dtype_of, stored_dtype
@@ -42,6 +43,8 @@ class BackendMaker:
         engine samples from a module that is `lent` to it, which therefore stays on its device."""
         if optim is not None and optim.total_training_steps < 1:
             optim = dataclasses.replace(optim, total_training_steps=self.total_steps)
+        if fsdp.full_determinism:
+            use_deterministic_kernels()
         compute = compute_dtype(fsdp.dtype, self.device)
         common: dict[str, Any] = {
             "optim": optim,

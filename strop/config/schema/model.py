@@ -198,7 +198,8 @@ class Fsdp:
     seed: int = inert(42, "trainer.seed seeds everything")
     """Seed of this model."""
     full_determinism: bool = setting(False)
-    """Only deterministic kernels."""
+    """Only kernels that give the same bits in every run, for the whole process of a model that asks for it. Slower on a GPU; an
+    operation for which torch has none is named in a warning. A CPU gives the same bits anyway."""
     use_orig_params: bool = inert(False, "FSDP2 always keeps the original parameters")
     """FSDP1 option."""
     forward_only: bool = inert(False, "the role decides whether a model is trained")
