@@ -442,6 +442,20 @@ def run(config: Any, loaded: Loaded) -> Findings:
             )
 
 
+def tensor_parallel(key: str, section: Any, model: Any, devices: int) -> Findings:
+    """What sharing the matrices of one model does not go together with."""
+    size, sp = section.tensor_parallel_size, section.ulysses_sequence_parallel_size
+    if size > 1 and sp > 1:
+        yield error(
+            key,
+            f"{size} with ulysses_sequence_parallel_size={sp}: ranks share matrices or rows, not both. Set one of them to 1.",
+        )
+    if size > 1 and (model.lora_rank or model.lora_adapter_path):
+        yield error(key, f"{size} does not go together with LoRA. Set it to 1.")
+    if devices % size:
+        yield error(key, f"{size} does not divide the {devices} devices.")
+
+
 def shared_matrices(config: Any) -> Findings:
     """What tensor parallelism does not go together with."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -450,17 +464,7 @@ def shared_matrices(config: Any) -> Findings:
         ("actor_rollout_ref.actor", actor, config.actor_rollout_ref.model),
         ("critic", config.critic, config.critic.model),
     ):
-        size = section.tensor_parallel_size
-        if size > 1 and section.ulysses_sequence_parallel_size > 1:
-            yield error(
-                f"{path}.tensor_parallel_size",
-                f"{size} with ulysses_sequence_parallel_size={section.ulysses_sequence_parallel_size}: ranks share matrices or "
-                "rows, not both. Set one of them to 1.",
-            )
-        if size > 1 and (model.lora_rank or model.lora_adapter_path):
-            yield error(f"{path}.tensor_parallel_size", f"{size} does not go together with LoRA. Set it to 1.")
-        if devices % size:
-            yield error(f"{path}.tensor_parallel_size", f"{size} does not divide the {devices} devices.")
+        yield from tensor_parallel(f"{path}.tensor_parallel_size", section, model, devices)
     if devices == 1 and actor.fsdp_config.param_offload and not holds_weights(rollout):
         yield warning(
             "actor_rollout_ref.actor.fsdp_config.param_offload",
@@ -510,11 +514,12 @@ def supervised(config: Any, loaded: Loaded) -> Findings:
     if not config.data.train_files:
         yield error("data.train_files", "not set. Name one or more parquet, json or jsonl files.")
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    sp = config.ulysses_sequence_parallel_size
+    sp, tp = config.ulysses_sequence_parallel_size, config.tensor_parallel_size
+    yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
     if devices % sp:
         yield error("ulysses_sequence_parallel_size", f"{sp} does not divide the {devices} devices.")
-    elif config.data.train_batch_size % (devices // sp):
-        ranks = devices // sp
+    elif devices % (sp * tp) == 0 and config.data.train_batch_size % (devices // (sp * tp)):
+        ranks = devices // (sp * tp)
         yield error(
             "data.train_batch_size",
             f"{config.data.train_batch_size} rows cannot be shared by {ranks} ranks. "

@@ -179,8 +179,12 @@ def _passes(config: Any) -> list[Pass]:
     if has_critic(config):
         passes += _critic_passes(config, whole, plan.prompts_per_step)
     cut = _Cut("actor_rollout_ref.actor", actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz)
-    entropy = bool(actor.entropy_coeff or actor.calculate_entropy)
-    learning = {"learns": True, "entropy": entropy, "times": actor.ppo_epochs, "updates": plan.updates_per_epoch}
+    learning = {
+        "learns": True,
+        "entropy": bool(actor.entropy_coeff),
+        "times": actor.ppo_epochs,
+        "updates": plan.updates_per_epoch,
+    }
     return [*passes, _pass("update_actor", "actor", cut, **sizes, sequences=plan.sequences_per_device, **learning)]
 
 
@@ -225,14 +229,14 @@ def _supervised(config: Any, cluster: Cluster) -> Job:
     pairs = hasattr(data, "chosen_key")
     scalar = pairs and hasattr(config.loss, "margin")
     rows = 2 if pairs else 1
-    models = {"model": trained(model, model.fsdp_config, config.optim, cluster, scalar=scalar)}
+    models = {"model": trained(model, model.fsdp_config, config.optim, cluster, config.tensor_parallel_size, scalar=scalar)}
     cut = _Cut("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
     sizes: dict[str, Any] = {"prompt": 1, "response": max(1, data.max_length - 1), "step": rows * data.train_batch_size}
     sizes |= {"sharing": config.ulysses_sequence_parallel_size, "sequences": rows * plan.rows_per_device}
     passes = [_pass("update", "model", cut, **sizes, learns=True)]
     if _has_own_reference(config):
         other = dataclasses.replace(model, path=config.ref.path)
-        models["reference"] = frozen(other, model.fsdp_config, cluster)
+        models["reference"] = frozen(other, model.fsdp_config, cluster, config.tensor_parallel_size)
         passes.insert(0, _pass("ref", "reference", cut, **sizes))
     slicing = dict.fromkeys(models, "ulysses_sequence_parallel_size")
     paths = dict.fromkeys(models, "model")
