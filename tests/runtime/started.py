@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from strop.run.heartbeat import Beat, read_beats
 from tests.trainer.runs import metrics, same, weights
 
 CLOCKS = ("timing", "perf/", "reward/seconds",
           "val-aux/reward/seconds", "memory/", "system/", "rollout/")  # fmt: skip
 """Metrics that differ from run to run: clocks, and what engines say of themselves."""
+
+TOLERANCE = 1e-5
 
 SAVE_AT_ONCE = "actor_rollout_ref.actor.checkpoint.async_save=false"
 """So that it is known which checkpoints are there when a run is killed."""
@@ -45,9 +49,6 @@ class Started:
                     return beat
             time.sleep(0.01)
         raise AssertionError(f"no such moment came: {read_beats(self.folder)}\n{self.said()}")
-
-    def pid_of(self, rank: int) -> int | None:
-        return next((beat.pid for beat in read_beats(self.folder) if beat.rank == rank), None)
 
     def kill(self, where: Callable[[Beat], bool]) -> Beat:
         beat = self.wait_for(where)
@@ -90,3 +91,16 @@ def assert_same_run(one: Path, other: Path, steps: int, besides: tuple[str, ...]
     for step, row in expected.items():
         for name in (name for name in row if not name.startswith((*CLOCKS, *besides))):
             assert found[step][name] == row[name], (step, name)
+
+
+def assert_near_run(one: Path, other: Path, steps: int) -> None:
+    """Up to the order in which numbers are added: weights, and every number that is no clock and not counted per rank."""
+    expected, found = weights(one, steps), weights(other, steps)
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert (weight - found[name]).abs().max() <= TOLERANCE * weight.abs().max(), name
+    ours, theirs = metrics(other), metrics(one)
+    assert ours.keys() == theirs.keys()
+    for step, row in theirs.items():
+        for name in (name for name in row if not name.startswith((*CLOCKS, "global_seqlen"))):
+            assert ours[step][name] == pytest.approx(row[name], rel=TOLERANCE, abs=2e-5), (step, name)
