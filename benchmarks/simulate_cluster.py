@@ -5,8 +5,8 @@
 What the Python of this project costs each rank per prompt, request and token is measured on this machine, on the functions that
 a run calls. Devices are assumed (see ASSUMED). The simulation then lets replicas sample long-tailed answers in rows, ranks take
 what the window hands out, and everybody wait for whom they wait in a run. The cluster grows with its work: `--seqs` samples per
-replica in each step. One JSON line for the service times, one per size and way of training, and the size at which a rank's own
-work would take half of a step.
+replica in each step. One JSON line for the service times, one per size and way of training, and the size (a power of two times
+the largest of them) at which a rank's own work would take half of a step, since nothing else of a step grows with the cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from strop.trainer.shares import _fingerprint
 from strop.trainer.staleness import staleness
 from strop.types import Prompt, batch_of
 
-PROMPT, ANSWER, SAMPLES = 256, 1024, 8
+PROMPT, SAMPLES = 256, 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Service:
     prompt: float
     """Per prompt of the step: dealt and compared by every rank."""
     request: float
-    """Per own request: asked, answered, made into trajectories (8 samples of 1,024 tokens)."""
+    """Per own request: asked, answered, made into trajectories (8 samples)."""
     own_token: float
     """Per own token: packed for the others."""
     token: float
@@ -68,6 +68,10 @@ class Assumed:
     median: float = 1500.0
     spread: float = 1.0
     longest: int = 16384
+
+    def answer(self, draw: random.Random) -> int:
+        """Tokens of one answer: most are short, and a batch is as wide as the longest."""
+        return min(self.longest, int(self.median * math.exp(self.spread * draw.gauss(0.0, 1.0))) + 1)
 
 
 ASSUMED = Assumed()
@@ -102,7 +106,7 @@ def measure(groups: int = 32) -> Service:
     prompts = [Prompt(i, [draw.randrange(150_000) for _ in range(PROMPT)], [], "x") for i in range(groups)]
 
     def completion() -> Completion:
-        ids = [draw.randrange(150_000) for _ in range(ANSWER)]
+        ids = [draw.randrange(150_000) for _ in range(ASSUMED.answer(draw))]
         return Completion(ids, [-draw.random() for _ in ids], "stop")
 
     answers = [[completion() for _ in range(SAMPLES)] for _ in prompts]
@@ -126,7 +130,7 @@ def measure(groups: int = 32) -> Service:
         assert batch.scores is not None
         estimate("grpo", rewards=batch.scores, mask=batch.mask, groups=torch.unique(batch.groups, return_inverse=True)[1])
 
-    tokens = groups * SAMPLES * ANSWER
+    tokens = sum(len(t.response) for t in made)
     return Service(
         prompt=best(lambda: _fingerprint(prompts)) / groups,
         request=best(ask) / groups,
@@ -178,7 +182,7 @@ class Cluster:
             last, total = 0.0, 0
             for replica in replicas:
                 for _ in range(self.seqs):
-                    length = min(device.longest, int(device.median * math.exp(device.spread * draw.gauss(0.0, 1.0))) + 1)
+                    length = device.answer(draw)
                     last = max(last, replica.run(wall - paused, length * device.token_seconds))
                     total += length
             ends.append(last)
@@ -224,13 +228,18 @@ def main() -> None:
             found = cluster.simulate(asked.steps)
             line = {"replicas": size, "ranks": cluster.ranks, "age": age} | {k: float(f"{v:.4g}") for k, v in found.items()}
             print(json.dumps(line), flush=True)
-    size = 16
+    print(json.dumps(half_of_a_step(cluster, found)))
+
+
+def half_of_a_step(cluster: Cluster, found: dict[str, float]) -> dict[str, int]:
+    """Where the Python of a rank takes as long as everything else in a step, given what was `found` for a cluster."""
+    rest = found["step_seconds"] - found["driver_python"]
+    tokens = found["tokens_per_second"] * found["step_seconds"] / cluster.replicas
     while True:
-        found = Cluster(size, size // 4, asked.seqs, service, 2).simulate(8)
-        if found["driver_python"] > found["step_seconds"] / 2 or size >= 1 << 12:
-            break
-        size *= 2
-    print(json.dumps({"driver_is_half_of_a_step_at_replicas": size, "step_seconds": round(found["step_seconds"])}))
+        python, _ = cluster.driver_seconds(int(tokens * cluster.replicas))
+        if python > rest:
+            return {"driver_is_half_of_a_step_at_replicas": cluster.replicas, "step_seconds": round(python + rest)}
+        cluster = replace(cluster, replicas=2 * cluster.replicas, ranks=2 * cluster.ranks)
 
 
 if __name__ == "__main__":
