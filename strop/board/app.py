@@ -1,4 +1,4 @@
-"""The web application: a few routes that read. Sync functions run in worker threads, so a slow disk holds up nobody else."""
+"""The web application: a few routes that read. Answers are made in threads, so a slow disk holds up nobody else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.board import describe
+from strop.board.crew import QUICK, SEARCHING, Crew
 from strop.board.curves import MetricFile, MetricStore, curves
 from strop.board.find import METRICS, NotFound, Runs
 from strop.board.sample_file import SHOWN, SORTED, Damaged
@@ -26,8 +27,6 @@ LARGEST_PAGE = 100
 LONGEST_SEARCH = 200
 FRESH = 1.0
 """Seconds for which a list of runs is taken as it is."""
-READERS = 4
-"""Requests that read samples at the same time; the others wait. Memory is bounded by this and not by the number of readers."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -48,7 +47,6 @@ class Board:
     def __init__(self, root: Path):
         self.runs = Runs(root)
         self.store = MetricStore()
-        self.readers = threading.BoundedSemaphore(READERS)
         self._listing = threading.Lock()
         self._listed: tuple[float, Any] = (0.0, None)
 
@@ -102,35 +100,34 @@ class Board:
             limit=ask.number("limit", 30, most=LARGEST_PAGE),
         )
         samples, split = self._samples(ask), ask.path("split")
-        with self.readers:
-            if ask.text("step", 20):
-                try:
-                    return samples.page(split, ask.number("step", 0), query)
-                except Damaged as damaged:
-                    return {"damaged": [str(damaged)]}
-            start = (ask.number("from", 0), query.offset) if ask.text("from", 20) else None
-            return samples.scan(split, query, start)
+        if ask.text("step", 20):
+            try:
+                return samples.page(split, ask.number("step", 0), query)
+            except Damaged as damaged:
+                return {"damaged": [str(damaged)]}
+        start = (ask.number("from", 0), query.offset) if ask.text("from", 20) else None
+        return samples.scan(split, query, start)
 
     def group(self, ask: Ask) -> Any:
-        with self.readers:
-            return self._samples(ask).group(ask.path("split"), ask.path("step"), ask.path("group"))
+        return self._samples(ask).group(ask.path("split"), ask.path("step"), ask.path("group"))
 
     def tokens(self, ask: Ask) -> Any:
         place = (ask.path("split"), ask.path("step"), ask.path("group"), ask.path("sample"))
-        with self.readers:
-            return self._samples(ask).tokens(*place, ask.number("start", 0))
+        return self._samples(ask).tokens(*place, ask.number("start", 0))
 
     def text(self, ask: Ask) -> Any:
         place = (ask.path("split"), ask.path("step"), ask.path("group"), ask.path("sample"))
-        with self.readers:
-            return self._samples(ask).text(*place, ask.path("column"), ask.number("start", 0))
+        return self._samples(ask).text(*place, ask.path("column"), ask.number("start", 0))
 
     def history(self, ask: Ask) -> Any:
-        with self.readers:
-            return self._samples(ask).history(ask.path("split"), ask.path("index"), ask.text("source", 1000))
+        return self._samples(ask).history(ask.path("split"), ask.path("index"), ask.text("source", 1000))
 
     def _samples(self, ask: Ask) -> SampleFolder:
         return SampleFolder(self.runs.get(ask.path("run")))
+
+    def searches(self, question: Callable[[Ask], Any], ask: Ask) -> bool:
+        """Whether an answer takes many files."""
+        return question == self.history or (question == self.groups and not ask.request.query_params.get("step"))
 
     def routes(self) -> dict[str, Callable[[Ask], Any]]:
         run, at = "/api/runs/{run}", "/api/runs/{run}/samples/{split}"
@@ -191,11 +188,13 @@ def build_app(root: Path, *, token: str | None = None, hosts: tuple[str, ...] = 
     applications, routing = _starlette("applications"), _starlette("routing")
     responses, static = _starlette("responses"), _starlette("staticfiles")
     compress = _starlette("middleware.gzip").GZipMiddleware
-    board = Board(root)
+    board, quick, searching = Board(root), Crew(QUICK), Crew(SEARCHING)
 
     def answers(question: Callable[[Ask], Any]) -> Callable[[Any], Any]:
-        def endpoint(request: Any) -> Any:
-            status, body = answer(question, Ask(request))
+        async def endpoint(request: Any) -> Any:
+            ask = Ask(request)
+            crew = searching if board.searches(question, ask) else quick
+            status, body = await crew.answer(lambda: answer(question, ask), request)
             return responses.Response(body, status, media_type="application/json")
 
         return endpoint

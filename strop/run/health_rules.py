@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from strop.run.health_history import SETTLED, History, Sight
+from strop.run.health_history import LAST, SETTLED, History, Sight
 from strop.run.health_machine import idle_device, memory_growth, stalled_phase
 
 ENTROPY_LEFT, ENTROPY_LEFT_FOR_NOTHING = 0.15, 0.3
@@ -40,6 +40,8 @@ HARMFUL_CRITIC, USELESS_CRITIC = -0.5, 0.01
 PATIENCE = 30
 MISMATCH_LIMIT = 0.01
 """Mean difference of probabilities between engine and trainer; rounding of bfloat16 stays below 0.005."""
+MISMATCH_PER_UPDATE = 0.1
+"""What each weight update between sampling and training may add to it."""
 
 Look = Callable[[History], Sight | None]
 
@@ -213,12 +215,24 @@ def value_failure(history: History) -> Sight | None:
 
 
 def rollout_mismatch(history: History) -> Sight | None:
-    gap = history.recent("training/rollout_probs_diff_mean", 3)
-    if gap is None or gap < MISMATCH_LIMIT:
+    """Where samples are older than the weights, these have moved since; what is as young as they are tells engine and trainer
+    apart."""
+    name = "training/rollout_probs_diff_mean"
+    gaps, ages = history.last(name, LAST), history.last("staleness/mean", LAST)
+    young = [gap for gap, age in zip(gaps, ages) if age == 0] if ages else gaps
+    if young and (len(young) >= 3 or any(ages)) and (gap := median(young[-3:])) > MISMATCH_LIMIT:
+        said = "on average, for samples of the same weights" if any(ages) else "on average"
+        return _differ(gap, said, {name: gap})
+    gap, age = history.recent(name, 3) or 0.0, history.recent("staleness/mean", 3) or 0.0
+    if not any(ages) or gap <= MISMATCH_LIMIT + MISMATCH_PER_UPDATE * age:
         return None
+    return _differ(gap, f"on average, which samples that are {age:.2g} updates old do not explain", {name: gap, "age": age})
+
+
+def _differ(gap: float, said: str, values: dict[str, float]) -> Sight:
     return Sight(
-        f"The engine that samples and the trainer that learns differ by {gap:.3g} in the probability of a token, on average.",
-        {"training/rollout_probs_diff_mean": gap},
+        f"The engine that samples and the trainer that learns differ by {gap:.3g} in the probability of tokens, {said}.",
+        values,
     )
 
 

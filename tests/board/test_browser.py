@@ -192,6 +192,27 @@ def test_keys_walk_through_prompts_and_steps(seen: Seen) -> None:
         page.wait_for_selector(what)
 
 
+def test_a_step_of_a_long_run_is_found(browser: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "long")
+    whole = (run / "samples" / "train_000040.parquet").read_bytes()
+    for step in range(41, 700):
+        if step % 10 != 3:
+            (run / "samples" / f"train_{step:06d}.parquet").write_bytes(whole)
+    with serving(tmp_path) as url:
+        seen = Seen(browser, url, "/#/rollouts")
+        page, step = seen.page, seen.page.get_by_label("step", exact=True)
+        page.wait_for_selector("h2:has-text('step 699')")
+        assert 90 < step.locator("option").count() < 150
+        page.get_by_label("go to step").fill("333")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("h2:has-text('step 332')")
+        assert step.input_value() == "332" and page.get_by_label("go to step").input_value() == ""
+        page.keyboard.press("Escape")
+        page.keyboard.press("]")
+        page.wait_for_selector("h2:has-text('step 334')")
+        seen.close()
+
+
 def test_two_steps_of_one_validation_prompt_are_compared(seen: Seen) -> None:
     page = seen.page
     page.get_by_role("link", name="Rollouts").click()

@@ -27,6 +27,7 @@ def alerts_of(name: str, tmp_path: Path) -> list[Any]:
     return verdict(path)
 
 
+GAP = "training/rollout_probs_diff_mean"
 SPAN = {"critic/score/min": 0.0, "critic/score/max": 1.0}
 HEALTHY = [name for name, recipe in RECIPES.items() if recipe.expected is None]
 BROKEN = {name: recipe.expected for name, recipe in RECIPES.items() if recipe.expected is not None}
@@ -145,6 +146,9 @@ def test_advice_names_keys_that_exist() -> None:
         ("reward_collapse", lambda i: {"critic/score/mean": 0.7 if i < 15 else 0.2, **SPAN}),
         ("reward_saturation", lambda i: {"critic/score/mean": 0.99, "critic/zero_variance_groups": 0.95, **SPAN}),
         ("kl_runaway", lambda i: {"actor/ppo_kl": 0.5}),
+        ("rollout_mismatch", lambda i: {GAP: 0.03}),
+        ("rollout_mismatch", lambda i: {GAP: 0.03, "staleness/mean": float(i > 1)}),
+        ("rollout_mismatch", lambda i: {GAP: 0.0 if i == 1 else 0.2, "staleness/mean": float(i > 1)}),
         ("gradient_spike", lambda i: {"actor/grad_norm": 40.0 if i == 15 else 1.0}),
         ("gradient_spike", lambda i: {"actor/grad_norm": 1.0, "critic/skipped_updates": float(i == 12)}),
     ],
@@ -159,6 +163,8 @@ def test_courses_that_no_recorded_run_takes(name: str, course: Any) -> None:
     "course",
     [
         lambda i: {"actor/pg_clipfrac": 0.25},
+        lambda i: {GAP: 0.0 if i == 1 else 0.05, "staleness/mean": float(i > 1)},
+        lambda i: {GAP: 0.03 if i == 9 else 0.002},
         lambda i: {"critic/score/mean": 0.7 if i % 7 else 0.1, **SPAN},
         lambda i: {"actor/grad_norm": 1.0 + 3.0 * (i % 5 == 0)},
         lambda i: {"actor/entropy": 1.0 / i, "critic/score/mean": min(1.0, 0.4 + i / 20), **SPAN},
