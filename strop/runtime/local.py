@@ -158,6 +158,11 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
             )
         torch.cuda.set_device(place)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if os.environ.get("MASTER_PORT") == "0":
+        raise ValueError(
+            f"Rank {rank} of {world} was told to meet the others at port 0 (MASTER_PORT), which is none. Start ranks of one "
+            "machine by torchrun --standalone, which chooses a free port, or name one by --master-port."
+        )
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

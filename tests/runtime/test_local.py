@@ -63,6 +63,13 @@ def test_a_port_in_use_is_named(monkeypatch):
             pass
 
 
+def test_no_port_at_all_is_an_error_and_not_a_wait(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"Rank 1 of 2 .* port 0 .*torchrun --standalone"):
+        local.joined(2, torch.device("cpu"), timeout=60).__enter__()
+
+
 def test_sizes_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -77,7 +84,7 @@ def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
     from tests.trainer.runs import metrics, run
 
     where = f"trainer.default_local_dir={tmp_path}/ranks"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     done = subprocess.run(
         [*command, "strop.trainer.main_ppo", *overrides, where, "trainer.n_gpus_per_node=2", "trainer.device=cpu"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
