@@ -73,5 +73,3 @@ class Arrived(Trajectory):
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Trajectory)
         return same and all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Trajectory))
-
-    __hash__ = None  # type: ignore[assignment]  # as every trajectory
