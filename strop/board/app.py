@@ -50,7 +50,7 @@ class Board:
         self._listing = threading.Lock()
         self._listed: tuple[float, Any] = (0.0, None)
 
-    def list_runs(self, ask: Ask) -> Any:
+    def list_runs(self, ask: Ask | None = None) -> Any:
         """Every reader asks for this every few seconds: one answer serves all who ask at about the same time."""
         with self._listing:
             until, listed = self._listed
@@ -179,8 +179,8 @@ class Ask:
         return str(value)
 
 
-def build_app(root: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> Any:
-    """The application over the runs under `root`.
+def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> Any:
+    """The application that answers for a board.
 
     Without a token only requests that name one of `hosts` are answered: a page of another site that points its own name at this
     machine gets nothing.
@@ -188,7 +188,7 @@ def build_app(root: Path, *, token: str | None = None, hosts: tuple[str, ...] = 
     applications, routing = _starlette("applications"), _starlette("routing")
     responses, static = _starlette("responses"), _starlette("staticfiles")
     compress = _starlette("middleware.gzip").GZipMiddleware
-    board, quick, searching = Board(root), Crew(QUICK), Crew(SEARCHING)
+    quick, searching = Crew(QUICK), Crew(SEARCHING)
 
     def answers(question: Callable[[Ask], Any]) -> Callable[[Any], Any]:
         async def endpoint(request: Any) -> Any:

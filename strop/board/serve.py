@@ -7,10 +7,11 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from strop.board.app import LOCAL, build_app
+from strop.board.app import LOCAL, Board, build_app
 from strop.extras import require
 
 PORT = 8700
@@ -26,13 +27,16 @@ def main(arguments: Sequence[str]) -> int:
     token = checked_token(asked.token or os.environ.get(TOKEN_VARIABLE), asked.host)
     uvicorn = require("uvicorn", extra="board", why="strop board")
     shown = f"[{asked.host}]" if ":" in asked.host else asked.host
-    app = build_app(root, token=token, hosts=(*LOCAL, shown))
+    board = Board(root)
+    app = build_app(board, token=token, hosts=(*LOCAL, shown))
     door = _listen(asked.host, asked.port)
     port = door.getsockname()[1]
     sys.stdout.write(f"The board of {root.resolve()}: http://{shown}:{port}/{'?token=' + token if token else ''}\n")
     if not token:
         sys.stdout.write(f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}\n")
     sys.stdout.flush()
+    # Metrics are read while somebody opens a browser.
+    threading.Thread(target=board.list_runs, name="first look", daemon=True).start()
     uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", server_header=False)).run(sockets=[door])
     return 0
 

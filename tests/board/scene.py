@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import uvicorn
 
-from strop.board.app import build_app
+from strop.board.app import Board, build_app
 from strop.config.compose import load
 from strop.run.checkpoint import save
 from strop.run.sample_table import Job, TextOf, sample_table
@@ -200,7 +200,7 @@ def groups_of(step: int) -> list[Trajectory]:
 def serving(root: Path, **options: Any) -> Iterator[str]:
     """A real server on a real port; its address."""
     server = uvicorn.Server(
-        uvicorn.Config(build_app(root, **options), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        uvicorn.Config(build_app(Board(root), **options), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
