@@ -44,7 +44,7 @@ class Parcel:
             start += length
 
 
-class Arrived(Trajectory):
+class Arrived(Trajectory):  # noqa: PLW1641 -- like every trajectory it has no hash
     """A trajectory whose tokens are arrays. Who asks for a list of them gets one, which then is what counts."""
 
     _came: TokenArrays
