@@ -31,6 +31,7 @@ KEPT = (
     "timing_s/",
     "perf/",
     "rollout/seconds",
+    "staleness/",
     "val-core/",
 )
 REF = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.001"]
@@ -68,6 +69,7 @@ def _grpo(*overrides: str, seed: int = 1, expected: str | None = None, change: A
 
 
 ACTOR = "actor_rollout_ref.actor"
+AHEAD = "trainer.async_training.enable=true"
 RECIPES: dict[str, Recipe] = {
     "healthy_grpo": _grpo(),
     "healthy_grpo_seed_2": _grpo(seed=2),
@@ -83,6 +85,7 @@ RECIPES: dict[str, Recipe] = {
     "healthy_reinforce_plus_plus": Recipe(algorithm="reinforce_plus_plus"),
     "healthy_remax": Recipe(algorithm="remax"),
     "healthy_slow_lr": _grpo(f"{ACTOR}.optim.lr=1e-4", seed=7),
+    "healthy_ahead": _grpo(AHEAD, seed=9),
     "broken_lr_too_high": _grpo(*REF, f"{ACTOR}.optim.lr=2e-2", seed=8, expected="kl_runaway"),
     "broken_hackable_reward": _grpo(*_scorer("hackable"), seed=2, expected="reward_hacking"),
     "broken_entropy_sign": _grpo(f"{ACTOR}.entropy_coeff=-2.0", seed=3, expected="entropy_collapse"),
