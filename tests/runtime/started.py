@@ -16,8 +16,8 @@ from strop.run.heartbeat import Beat, read_beats
 from tests.trainer.runs import metrics, same, weights
 
 CLOCKS = ("timing", "perf/", "reward/seconds",
-          "val-aux/reward/seconds", "memory/", "system/", "rollout/")  # fmt: skip
-"""Metrics that differ from run to run: clocks, and what engines say of themselves."""
+          "val-aux/reward/seconds", "memory/", "system/", "rollout/", "health/")  # fmt: skip
+"""Metrics that differ from run to run: clocks, what engines say of themselves, and alerts, some of which watch clocks and memory."""
 
 TOLERANCE = 1e-5
 
