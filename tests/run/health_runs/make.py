@@ -86,6 +86,9 @@ RECIPES: dict[str, Recipe] = {
     "healthy_remax": Recipe(algorithm="remax"),
     "healthy_slow_lr": _grpo(f"{ACTOR}.optim.lr=1e-4", seed=7),
     "healthy_ahead": _grpo(AHEAD, seed=9),
+    "healthy_ahead_of_two_updates": _grpo(
+        AHEAD, "trainer.async_training.partial_rollout=true", "trainer.async_training.max_policy_age=2", seed=10
+    ),
     "broken_lr_too_high": _grpo(*REF, f"{ACTOR}.optim.lr=2e-2", seed=8, expected="kl_runaway"),
     "broken_hackable_reward": _grpo(*_scorer("hackable"), seed=2, expected="reward_hacking"),
     "broken_entropy_sign": _grpo(f"{ACTOR}.entropy_coeff=-2.0", seed=3, expected="entropy_collapse"),
@@ -96,6 +99,14 @@ RECIPES: dict[str, Recipe] = {
     "broken_temperature": _grpo(seed=6, expected="rollout_mismatch", change=other_temperature),
     "broken_stale_engine": _grpo(seed=7, expected="rollout_mismatch", change=stale_engine),
     "broken_outlier_scores": Recipe(tuple(_scorer("outlier")), "rloo", seed=2, expected="gradient_spike"),
+    "broken_too_many_epochs": _grpo(
+        f"{ACTOR}.ppo_mini_batch_size=16",
+        f"{ACTOR}.ppo_epochs=4",
+        f"{ACTOR}.optim.lr=2e-3",
+        "trainer.total_training_steps=12",
+        seed=3,
+        expected="clip_fraction",
+    ),
     "broken_length_reward": _grpo(*_scorer("longer"), "data.max_response_length=24", seed=2, expected="length_drift"),
     "broken_leak": _grpo(*_scorer("leaking"), seed=3, expected="memory_growth"),
     "broken_slow_scorer": _grpo(*_scorer("sleeping"), "trainer.total_training_steps=15", seed=4, expected="idle_device"),
