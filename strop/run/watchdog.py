@@ -10,7 +10,9 @@ import contextlib
 import faulthandler
 import logging
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
@@ -25,6 +27,8 @@ HUNG = 75
 ORPHANED = 76
 """Exit code of a worker whose starter is gone."""
 ROUND = 1.0
+MOST_STACKS = 100
+"""faulthandler stops after so many threads."""
 SPARE = 30.0
 """Seconds that the timer outside the interpreter gives on top."""
 
@@ -80,6 +84,16 @@ def _write_stacks(beat: Beat, still: float, stacks: TextIO) -> None:
     stacks.write(f"\n--- {beat} for {still:.0f} s\n")
     stacks.flush()
     faulthandler.dump_traceback(stacks, all_threads=True)
+    if threading.active_count() >= MOST_STACKS:
+        stacks.write(_main_stack())
+        stacks.flush()
+
+
+def _main_stack() -> str:
+    """The main thread as faulthandler writes it: it comes last, and behind many others not at all."""
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    calls = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n' for frame in reversed(frames)]
+    return "".join([f"\nThread 0x{threading.main_thread().ident:016x} (most recent call first):\n", *calls])
 
 
 def _say_and_end(beat: Beat, timeout: float, where: str) -> None:

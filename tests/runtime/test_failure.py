@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -134,7 +135,27 @@ def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
         heart.beat(2, "testing")
         time.sleep(0.6)
     assert caplog.text.count("in phase 'testing' of step 2 for 0 s: what it does is written in") == 1
-    assert "time.sleep" in stacks_of(tmp_path, 0).read_text() or "test_failure" in stacks_of(tmp_path, 0).read_text()
+    assert "test_a_slow_phase_is_told_once" in stacks_of(tmp_path, 0).read_text()
+
+
+def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch):
+    from strop.run import watchdog
+
+    monkeypatch.setattr(watchdog, "ROUND", 0.05)
+    over = threading.Event()
+    crowd = [threading.Thread(target=over.wait, daemon=True) for _ in range(120)]
+    for thread in crowd:
+        thread.start()
+    try:
+        with beating(tmp_path) as heart, watchdog.watched(heart, watchdog.Limits(warning=0.1)):
+            heart.beat(2, "testing")
+            time.sleep(0.6)
+    finally:
+        over.set()
+        for thread in crowd:
+            thread.join()
+    last = stacks_of(tmp_path, 0).read_text().rpartition("(most recent call first):")[2]
+    assert "test_the_main_thread_is_written_however_many_there_are" in last
 
 
 def test_a_worker_ends_when_its_starter_is_gone(tmp_path):
