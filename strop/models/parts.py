@@ -202,7 +202,8 @@ def _same(plain: Callable[[], list[Tensor]], quick: Callable[[], list[Tensor]]) 
     try:
         return all(_close(a, b) for a, b in zip(expected, quick(), strict=True))
     except Exception as error:  # noqa: BLE001 - a compiler may refuse in many ways; plain torch always works
-        warnings.warn(f"A kernel does not run here, plain torch does its work: {str(error).splitlines()[0]}", stacklevel=2)
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"A kernel does not run here, plain torch does its work: {reason}", stacklevel=2)
         return False
 
 

@@ -11,6 +11,7 @@ gathering them and wait until they are there.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from strop.ranks import Ranks
@@ -182,9 +184,5 @@ def mine(size: int, ranks: Ranks) -> list[int]:
 
 
 def _used(table: list[dict[str, Any]]) -> int:
-    import math
-
-    import torch
-
     last = table[-1]
     return last["at"] + math.prod(last["shape"]) * getattr(torch, last["dtype"]).itemsize

@@ -229,3 +229,18 @@ def test_the_kernels_of_the_head_agree_with_plain_torch() -> None:
     from strop.algorithms.logprobs import kernels_agree
 
     assert kernels_agree(row_kernels, torch.device("cuda"))
+
+
+def test_a_head_whose_kernels_do_not_compile_is_computed_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from strop.algorithms import logprobs
+
+    class Refused(Exception):
+        """What compilers raise need not be a RuntimeError, nor say anything."""
+
+    def refuse(*_: object) -> bool:
+        raise Refused
+
+    monkeypatch.setattr(logprobs, "require", lambda *_, **__: logprobs)
+    monkeypatch.setattr(logprobs, "kernels_agree", refuse)
+    with pytest.warns(UserWarning, match="kernels of the output head are off.*: Refused"):
+        assert logprobs._tried.__wrapped__(torch.device("cpu")) is None
