@@ -3,9 +3,12 @@
     python benchmarks/board.py --samples 1000000 --readers 50 [--work DIR] [--browser]
 
 Prints one JSON line: seconds of each request to a server of its own (after a first one that warms nothing but the operating
-system's cache), what a fresh browser waits for when the server was just started and when it was not, and the server's memory,
-every ten seconds, while `--readers` readers ask at once and a run writes. Files are those of a run with
-trainer.samples_to_keep=128: 128 samples a step in groups of 8.
+system's cache), what a fresh browser waits for when the server was just started and when it was not, and how long `--readers`
+readers wait for searches and for everything else while a run writes, with the server's memory every ten seconds. Files are
+those of a run with trainer.samples_to_keep=128: 128 samples a step in groups of 8.
+
+A reader does what the pages do: asks for the list of runs and for what is on its screen every four seconds, opens something
+after a pause of `--pause` seconds on average, and types searches, most of them its own, some for what is nowhere.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,10 @@ from strop.types import Prompt, Trajectory
 PER_STEP, GROUP, TOKENS, VARIANTS = 128, 8, 48, 24
 LOOK = 10.0
 """Seconds from one look at the server's memory to the next."""
+POLL, WRITE = 4.0, 1.0
+"""Seconds from one time that a page asks by itself to the next; from one step of the run that writes to the next."""
+MOST_ANSWERS = 8
+"""After which a reader gives up a search that has found nothing."""
 TEXT = "so we add both numbers and carry the one then check that result twice before we answer it with care"
 WORDS = TEXT.split()
 
@@ -115,50 +123,112 @@ def one_reader(server: Server, steps: int) -> dict[str, float]:
     seconds, body = server.get(f"{run}/samples/train?search=nowhere%20to%20be%20found")
     found["search_all_steps_one_answer"] = seconds
     found["search_steps_per_answer"] = steps - json.loads(body)["left"]
+    start = time.perf_counter()
+    while (place := json.loads(body)["next"]) is not None:
+        text = {"search": "nowhere to be found", "from": place[0], "offset": place[1]}
+        body = server.get(query(f"{run}/samples/train", **text))[1]
+    found["search_all_steps_to_the_end"] = seconds + time.perf_counter() - start
+    found["search_all_steps_again"] = server.get(f"{run}/samples/train?search=nowhere%20to%20be%20found%20either")[0]
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def many_readers(server: Server, run_folder: Path, steps: int, readers: int, seconds: float) -> dict[str, Any]:
-    """Latencies and memory while readers ask at random and a run writes."""
-    run = f"/api/runs/{json.loads(server.get('/api/runs')[1])['runs'][0]['id']}"
-    until = time.monotonic() + seconds
-    taken: list[float] = []
-    errors: list[str] = []
+class Reader:
+    """One who looks at the board, and what it had to wait for: seconds by kind of request."""
+
+    def __init__(self, server: Server, run: str, steps: int, seed: int, pause: float):
+        self.server, self.run, self.steps, self.pause = server, run, steps, pause
+        self.rng = random.Random(seed)
+        self.name = f"reader {seed}"
+        self.waited: dict[str, list[float]] = {"search": [], "other": []}
+        self.errors: list[str] = []
+        self.samples = f"/api/runs/{run}/samples"
+        self.curves = f"/api/curves?run={run}&metric=critic/score/mean&metric=metric/1"
+        self.screen = self.curves
+
+    def live(self, until: float) -> None:
+        polled = time.monotonic() - POLL * self.rng.random()
+        act = time.monotonic() + self._pause()
+        while (now := time.monotonic()) < until:
+            if now >= polled + POLL:
+                polled = now
+                self.get("/api/runs")
+                self.get(self.screen)
+            elif now >= act:
+                self.rng.choice([self.browse, self.browse, self.read_tokens, self.look_at_curves, self.search])()
+                act = time.monotonic() + self._pause()
+            else:
+                time.sleep(min(polled + POLL, act) - now)
+
+    def _pause(self) -> float:
+        return self.pause * (0.5 + self.rng.random())
+
+    def browse(self) -> None:
+        self.screen = self.samples
+        step = self.rng.randint(1, self.steps)
+        self.get(f"{self.samples}/train?step={step}&sort=worst")
+        self.get(f"{self.samples}/train/{step}/{self.rng.randint(0, 15)}")
+
+    def read_tokens(self) -> None:
+        self.get(f"{self.samples}/train/{self.rng.randint(1, self.steps)}/1/0/tokens")
+
+    def look_at_curves(self) -> None:
+        self.screen = self.curves
+        self.get(self.curves)
+
+    def search(self) -> None:
+        """Typed in two goes, and followed over the steps until something is found, or for MOST_ANSWERS."""
+        text, show = self.rng.choice(
+            [
+                (" ".join(self.rng.sample(WORDS, 3)), "all"),
+                (f"{self.rng.choice(WORDS)} nowhere {self.rng.randint(0, 9)}", "all"),
+                (self.name, "all"),
+                ("carry the one", "failed"),
+            ]
+        )
+        self.get(query(f"{self.samples}/train", search=text[: len(text) // 2], show=show), "search")
+        place: dict[str, Any] = {}
+        for _ in range(MOST_ANSWERS):
+            found = self.get(query(f"{self.samples}/train", search=text, show=show, **place), "search")
+            if found is None or found["groups"] or found["next"] is None:
+                return
+            place = {"from": found["next"][0], "offset": found["next"][1]}
+
+    def get(self, path: str, kind: str = "other") -> Any:
+        try:
+            seconds, body = self.server.get(path)
+        except OSError as error:
+            self.errors.append(f"{path}: {error}")
+            return None
+        self.waited[kind].append(seconds)
+        return json.loads(body) if kind == "search" else None
+
+
+def query(path: str, **values: Any) -> str:
+    return f"{path}?{urllib.parse.urlencode(values)}"
+
+
+def write(run_folder: Path, steps: int, until: float) -> None:
+    """A run that writes a step every WRITE seconds."""
     original = (run_folder / FOLDER / file_name("train", 1)).read_bytes()
+    step = steps
+    while time.monotonic() < until:
+        step += 1
+        with (run_folder / "metrics.jsonl").open("a") as file:
+            file.write(metric_line(step))
+        aside = run_folder / FOLDER / ".new"
+        aside.write_bytes(original)
+        aside.rename(run_folder / FOLDER / file_name("train", step))
+        time.sleep(WRITE)
 
-    def read(seed: int) -> None:
-        rng = random.Random(seed)
-        while time.monotonic() < until:
-            step = rng.randint(1, steps)
-            path = rng.choice(
-                [
-                    "/api/runs",
-                    f"{run}/samples/train?step={step}&sort=worst",
-                    f"{run}/samples/train/{step}/{rng.randint(0, 15)}",
-                    f"{run}/samples/train/{step}/1/0/tokens",
-                    f"/api/curves?run={run.rsplit('/', 1)[1]}&metric=critic/score/mean&metric=metric/1",
-                    f"{run}/samples/train?search=carry%20the%20one&show=failed",
-                ]
-            )
-            try:
-                taken.append(server.get(path)[0])
-            except OSError as error:
-                errors.append(f"{path}: {error}")
-            time.sleep(rng.random())
 
-    def write() -> None:
-        step = steps
-        while time.monotonic() < until:
-            step += 1
-            with (run_folder / "metrics.jsonl").open("a") as file:
-                file.write(metric_line(step))
-            aside = run_folder / FOLDER / ".new"
-            aside.write_bytes(original)
-            aside.rename(run_folder / FOLDER / file_name("train", step))
-            time.sleep(0.2)
-
+def many_readers(server: Server, run_folder: Path, steps: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """Latencies and memory while readers look around and a run writes."""
+    run = json.loads(server.get("/api/runs")[1])["runs"][0]["id"]
+    until = time.monotonic() + asked.seconds
+    readers = [Reader(server, run, steps, seed, asked.pause) for seed in range(asked.readers)]
     before = server.megabytes()
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(readers)] + [threading.Thread(target=write)]
+    threads = [threading.Thread(target=reader.live, args=(until,)) for reader in readers]
+    threads.append(threading.Thread(target=write, args=(run_folder, steps, until)))
     for thread in threads:
         thread.start()
     course = []
@@ -167,16 +237,23 @@ def many_readers(server: Server, run_folder: Path, steps: int, readers: int, sec
         course.append(round(server.megabytes()))
     for thread in threads:
         thread.join()
+    kinds = {kind: [seconds for reader in readers for seconds in reader.waited[kind]] for kind in ("other", "search")}
     return {
-        "requests": len(taken),
-        "errors": len(errors),
-        "median_s": round(statistics.median(taken), 3),
-        "p95_s": round(statistics.quantiles(taken, n=20)[-1], 3),
+        "readers": asked.readers,
+        "pause_s": asked.pause,
+        "errors": [error for reader in readers for error in reader.errors][:10],
+        **{kind: waits(taken) for kind, taken in kinds.items()},
         "mb_before": round(before),
         "mb_every_10_s": course,
         "mb_after": round(server.megabytes()),
         "mb_peak": round(server.megabytes(peak=True)),
     }
+
+
+def waits(taken: list[float]) -> dict[str, float]:
+    twentieths = statistics.quantiles(taken, n=20)
+    found = {"median_s": statistics.median(taken), "p95_s": twentieths[-1], "longest_s": max(taken)}
+    return {"requests": len(taken)} | {name: round(value, 3) for name, value in found.items()}
 
 
 def in_browser(server: Server) -> dict[str, float]:
@@ -208,6 +285,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--readers", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--pause", type=float, default=3, help="seconds from one click of a reader to the next, on average")
     parser.add_argument("--work", type=Path)
     parser.add_argument("--browser", action="store_true")
     asked = parser.parse_args()
@@ -221,7 +299,7 @@ def main() -> None:
             told["seconds"] = one_reader(server, steps)
             if asked.browser:
                 told["browser"] = {"just_started": in_new_server(Path(folder)), "later": in_browser(server)}
-            told["readers"] = many_readers(server, run, steps, asked.readers, asked.seconds)
+            told["readers"] = many_readers(server, run, steps, asked)
         finally:
             server.close()
     print(json.dumps(told))

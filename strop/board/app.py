@@ -7,13 +7,17 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.board import describe
-from strop.board.crew import QUICK, SEARCHING, Crew
-from strop.board.curves import MetricFile, MetricStore, curves
+from strop.board.crew import LONGEST_TURN, QUICK, SEARCHING, Crew
+from strop.board.curves import MetricFile, curves
 from strop.board.find import METRICS, NotFound, Runs
+from strop.board.listing import Listings
+from strop.board.metric_store import MetricStore
+from strop.board.misses import Misses
 from strop.board.sample_file import SHOWN, SORTED, Damaged
 from strop.board.samples import Query, SampleFolder
 from strop.extras import require
@@ -47,6 +51,8 @@ class Board:
     def __init__(self, root: Path):
         self.runs = Runs(root)
         self.store = MetricStore()
+        self.listings = Listings()
+        self.misses = Misses()
         self._listing = threading.Lock()
         self._listed: tuple[float, Any] = (0.0, None)
 
@@ -55,7 +61,7 @@ class Board:
         with self._listing:
             until, listed = self._listed
             if listed is None or time.monotonic() >= until:
-                found = [describe.summary(run, self.store) for run in self.runs.all().values()]
+                found = [describe.summary(run, self.store, self.listings) for run in self.runs.all().values()]
                 listed = {"root": self.runs.root.name, "runs": found}
                 self._listed = (time.monotonic() + FRESH, listed)
         return listed
@@ -106,7 +112,7 @@ class Board:
             except Damaged as damaged:
                 return {"damaged": [str(damaged)]}
         start = (ask.number("from", 0), query.offset) if ask.text("from", 20) else None
-        return samples.scan(split, query, start)
+        return samples.scan(split, query, start, ask.seconds)
 
     def group(self, ask: Ask) -> Any:
         return self._samples(ask).group(ask.path("split"), ask.path("step"), ask.path("group"))
@@ -120,10 +126,10 @@ class Board:
         return self._samples(ask).text(*place, ask.path("column"), ask.number("start", 0))
 
     def history(self, ask: Ask) -> Any:
-        return self._samples(ask).history(ask.path("split"), ask.path("index"), ask.text("source", 1000))
+        return self._samples(ask).history(ask.path("split"), ask.path("index"), ask.text("source", 1000), ask.seconds)
 
     def _samples(self, ask: Ask) -> SampleFolder:
-        return SampleFolder(self.runs.get(ask.path("run")))
+        return SampleFolder(self.runs.get(ask.path("run")), self.listings, self.misses)
 
     def searches(self, question: Callable[[Ask], Any], ask: Ask) -> bool:
         """Whether an answer takes many files."""
@@ -150,6 +156,9 @@ class Board:
 
 class Ask:
     """A request's values, each within its limits."""
+
+    seconds = LONGEST_TURN
+    """That an answer may take which looks through many files."""
 
     def __init__(self, request: Any):
         self.request = request
@@ -194,7 +203,7 @@ def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] 
         async def endpoint(request: Any) -> Any:
             ask = Ask(request)
             crew = searching if board.searches(question, ask) else quick
-            status, body = await crew.answer(lambda: answer(question, ask), request)
+            status, body = await crew.answer(f"{request.url.path}?{request.url.query}", partial(answer, question, ask), request)
             return responses.Response(body, status, media_type="application/json")
 
         return endpoint
@@ -212,8 +221,9 @@ def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] 
     return Guard(app, token, hosts, responses)
 
 
-def answer(question: Callable[[Ask], Any], ask: Ask) -> tuple[int, str]:
+def answer(question: Callable[[Ask], Any], ask: Ask, seconds: float) -> tuple[int, str]:
     """Status and JSON."""
+    ask.seconds = seconds
     try:
         return 200, _json(question(ask))
     except NotFound as missing:

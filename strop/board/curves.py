@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +19,6 @@ MOST_METRICS = 4000
 LARGEST_STEP = 1 << 53
 BLOCK = 256
 """Lines that are turned into columns at once."""
-MOST_VALUES = 16_000_000
-"""Over all runs in memory, 12 bytes each; the runs that nobody asked about for longest are forgotten first."""
 
 
 @dataclass
@@ -49,9 +46,12 @@ class MetricFile:
         """Read what was added; call with the lock held."""
         if self.tail.replaced():
             self._clear()
+        self.take(self.tail.new())
+
+    def take(self, lines: Iterable[dict[str, Any]]) -> None:
         names: tuple[str, ...] = ()
         block: list[Iterable[Any]] = []
-        for line in self.tail.new():
+        for line in lines:
             step, time, data = line.get("step"), line.get("time"), line.get("data")
             if not isinstance(step, int) or abs(step) > LARGEST_STEP or not isinstance(data, dict):
                 self.tail.damaged += 1
@@ -151,45 +151,6 @@ def _number(value: Any) -> float | None:
 def _finite(values: np.ndarray) -> list[float | None]:
     """JSON has no NaN and no infinity: both are a gap in a curve."""
     return [value if finite else None for value, finite in zip(values.tolist(), np.isfinite(values).tolist())]
-
-
-class MetricStore:
-    """Metric files in memory, within MOST_VALUES."""
-
-    def __init__(self, most: int = MOST_VALUES) -> None:
-        self.most = most
-        self._files: OrderedDict[Path, MetricFile] = OrderedDict()
-        self._standing: dict[Path, tuple[tuple[int, int, int], Any]] = {}
-        self._lock = threading.Lock()
-
-    def ask(self, path: Path, question: Callable[[MetricFile], Any]) -> Any:
-        """Bring the file up to date and ask it something."""
-        with self._lock:
-            file = self._files.setdefault(path, MetricFile(path))
-            self._files.move_to_end(path)
-        with file.lock:
-            file.refresh()
-            answer = question(file)
-        self._forget()
-        return answer
-
-    def standing(self, path: Path, question: Callable[[MetricFile], Any]) -> Any:
-        """The answer to what is asked of every run again and again, always the same question. It is kept while the file is as
-        it was, also when its values are forgotten: a list of more runs than fit into memory reads each of them once."""
-        try:
-            stat = path.stat()
-        except OSError:
-            return self.ask(path, question)
-        state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        known = self._standing.get(path)
-        if known is None or known[0] != state:
-            known = self._standing[path] = (state, self.ask(path, question))
-        return known[1]
-
-    def _forget(self) -> None:
-        with self._lock:
-            while len(self._files) > 1 and sum(file.size for file in self._files.values()) > self.most:
-                self._files.popitem(last=False)
 
 
 def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool = False) -> dict[str, Any]:

@@ -12,15 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from strop.board.curves import MetricFile, MetricStore
+from strop.board.curves import MetricFile
 from strop.board.find import ALERTS, CONFIG, METRICS, NotFound, RunFolder
-from strop.board.samples import SampleFolder
+from strop.board.listing import Listings
+from strop.board.metric_store import MetricStore
 from strop.board.tail import Tail
 from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.run.heartbeat import FAILED, FINISHED, read_beats
 from strop.run.layout import read_latest, step_folders, step_of
 from strop.run.manifest import NAME as MANIFEST
 from strop.run.manifest import DamagedCheckpoint, read_manifest, verify
+from strop.run.samples import FOLDER
 
 QUIET = 900.0
 """Seconds without a line after which a run that does not say it is over counts as stopped."""
@@ -29,7 +31,7 @@ MOST_ALERTS = 500
 HEADLINES = ("critic/score/mean", "train/loss", "val/loss", "response_length/mean", "actor/entropy", "perf/throughput")
 
 
-def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
+def summary(run: RunFolder, store: MetricStore, listings: Listings) -> dict[str, Any]:
     """The line of a run in the list."""
     damaged: list[str] = []
 
@@ -58,7 +60,7 @@ def summary(run: RunFolder, store: MetricStore) -> dict[str, Any]:
         **_state(run, headlines, total if isinstance(total, int) else None),
         "alerts": attempt(lambda: len(alerts(run)["alerts"]), 0),
         "checkpoints": len(step_folders(run.path)),
-        "samples": attempt(lambda: {split: len(steps) for split, steps in SampleFolder(run).steps().items()}, {}),
+        "samples": attempt(lambda: {split: len(steps) for split, steps in listings.steps(run.file(FOLDER)).items()}, {}),
         "damaged": damaged,
     }
 

@@ -97,10 +97,13 @@ def opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 def groups_of(file: pq.ParquetFile, show: str, sort: str, search: str) -> pa.Table:
     """One row per group, those asked for, in the order asked for."""
+    wanted = _groups_with(file, search) if search else None
+    if wanted is not None and not wanted:
+        return pa.table({"group": pa.array([], pa.int64())})
     table = file.read(GROUP_FACTS, use_threads=False)
     table = table.append_column("row", pa.array(range(table.num_rows), pa.int64()))
-    if search:
-        table = table.filter(pc.is_in(table["group"], pa.array(sorted(_groups_with(file, search)), pa.int64())))
+    if wanted is not None:
+        table = table.filter(pc.is_in(table["group"], pa.array(sorted(wanted), pa.int64())))
     groups = table.group_by("group", use_threads=False).aggregate(_SUMS)
     if SHOWN[show] is not None:
         groups = groups.filter(SHOWN[show])

@@ -1,15 +1,16 @@
 """Pages of samples: only the columns and row groups that a page shows are read.
 
 A step is one file whose name tells split and step, so a million samples cost no more to open than a thousand. Over all steps,
-files are looked through from the newest back for as long as SCAN_SECONDS allow; the answer says where to go on.
+files are looked through from the newest back until the time of an answer is over; it says where to go on.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from strop.board.crew import LONGEST_TURN
 from strop.board.find import NotFound, RunFolder
+from strop.board.listing import SPLITS, Listings
+from strop.board.misses import Misses, Wanted
 from strop.board.sample_file import (
     SAMPLE_FACTS,
     TEXTS,
@@ -31,14 +35,12 @@ from strop.board.sample_file import (
     rows_of,
 )
 from strop.run.sample_table import TOKEN_TABLES
-from strop.run.samples import FOLDER, file_name, parse_name
+from strop.run.samples import FOLDER, file_name
 
-SCAN_SECONDS = 0.8
 LONGEST_TEXT = 20_000
 """Characters of a text in one answer; the rest is asked for piece by piece."""
 PREVIEW = 240
 MOST_TOKENS = 4096
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -53,19 +55,14 @@ class Query:
 class SampleFolder:
     """The samples of a run."""
 
-    def __init__(self, run: RunFolder):
+    def __init__(self, run: RunFolder, listings: Listings | None = None, misses: Misses | None = None):
         self.folder = run.file(FOLDER)
+        self._listings = listings or Listings()
+        self._misses = misses or Misses()
 
     def steps(self) -> dict[str, list[int]]:
         """Steps of each split, known from the names of files alone."""
-        found: dict[str, list[int]] = {split: [] for split in SPLITS}
-        try:
-            names = os.listdir(self.folder)
-        except OSError:
-            return found
-        for split, step in filter(None, map(parse_name, names)):
-            found[split].append(step)
-        return {split: sorted(steps) for split, steps in found.items()}
+        return {split: steps.tolist() for split, steps in self._listings.steps(self.folder).items()}
 
     def page(self, split: str, step: int, query: Query) -> dict[str, Any]:
         """Some groups of one step."""
@@ -74,28 +71,34 @@ class SampleFolder:
             shown = groups.slice(query.offset, query.limit)
             return {"total": groups.num_rows, "groups": _described(file, shown, step)}
 
-    def scan(self, split: str, query: Query, start: tuple[int, int] | None) -> dict[str, Any]:
+    def scan(
+        self, split: str, query: Query, start: tuple[int, int] | None = None, seconds: float = LONGEST_TURN
+    ) -> dict[str, Any]:
         """Groups of all steps, newest first, until a page is full or the time is over. `start` is (step, groups of it to pass
         over), as an earlier answer named it under `next`."""
-        steps = [step for step in reversed(self.steps().get(split, [])) if start is None or step <= start[0]]
-        until = time.monotonic() + SCAN_SECONDS
+        steps = [step for step in reversed(self._known(split)) if start is None or step <= start[0]]
+        without = self._misses.of(Wanted(self.folder, split, query.show, query.search))
+        until = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
         damaged: list[str] = []
         for place, step in enumerate(steps):
             if len(found) >= query.limit or (place and time.monotonic() > until):
                 return {"groups": found, "damaged": damaged, "left": len(steps) - place, "next": (step, 0)}
+            identity = self._identity(split, step)
+            if identity is None or without.has(step, identity):
+                continue
             skip = start[1] if start is not None and step == start[0] else 0
             try:
                 with self._open(split, step) as file:
                     groups = groups_of(file, query.show, query.sort, query.search) if may_have(file, query.show) else None
-                    if groups is None:
-                        continue
-                    shown = groups.slice(skip, query.limit - len(found))
-                    found += _described(file, shown, step)
+                    shown = [] if groups is None else groups.slice(skip, query.limit - len(found))
+                    found += [] if groups is None else _described(file, shown, step)
             except Damaged as error:
                 damaged.append(str(error))
                 continue
-            if groups.num_rows > skip + shown.num_rows:
+            if groups is None or not groups.num_rows:
+                without.add(step, identity)
+            elif groups.num_rows > skip + shown.num_rows:
                 after = (step, skip + shown.num_rows)
                 return {"groups": found, "damaged": damaged, "left": len(steps) - place, "next": after}
         return {"groups": found, "damaged": damaged, "left": 0, "next": None}
@@ -135,29 +138,47 @@ class SampleFolder:
         cut = {name: None if found is None else found.slice(start, MOST_TOKENS).to_pylist() for name, found in lists.items()}
         return {"start": start, "length": len(lists["ids"]), **cut}
 
-    def history(self, split: str, index: int, source: str) -> dict[str, Any]:
+    def history(self, split: str, index: int, source: str, seconds: float = LONGEST_TURN) -> dict[str, Any]:
         """What one row of the data scored at every step at which it was kept."""
+        without = self._misses.of(Wanted(self.folder, split, row=(index, source)))
         found: list[dict[str, Any]] = []
         damaged: list[str] = []
-        until = time.monotonic() + 2 * SCAN_SECONDS
-        steps = self.steps().get(split, [])
+        until = time.monotonic() + 2 * seconds
+        steps = list(self._known(split))
         while steps and time.monotonic() < until:
             step = steps.pop()
+            identity = self._identity(split, step)
+            if identity is None or without.has(step, identity):
+                continue
             try:
                 with self._open(split, step) as file:
-                    found += _scores_of(file, step, index, source)
+                    scores = _scores_of(file, step, index, source)
             except Damaged as error:
                 damaged.append(str(error))
+                continue
+            found += scores
+            if not scores:
+                without.add(step, identity)
         return {"steps": found[::-1], "damaged": damaged, "left": len(steps)}
+
+    def _known(self, split: str) -> Sequence[int]:
+        return self.steps().get(split, [])
+
+    def _identity(self, split: str, step: int) -> int | None:
+        """What tells this file from one that replaces it; None where there is no file, or a link, which is not followed."""
+        try:
+            facts = os.lstat(f"{self.folder}/{file_name(split, step)}")
+        except OSError:
+            return None
+        return hash((facts.st_ino, facts.st_size, facts.st_mtime_ns)) if stat.S_ISREG(facts.st_mode) else None
 
     @contextmanager
     def _open(self, split: str, step: int) -> Iterator[pq.ParquetFile]:
         if split not in SPLITS:
             raise NotFound(f"There are samples of {' and '.join(SPLITS)}, not of {split[:40]!r}.")
-        path = self.folder / file_name(split, step)
-        if path.is_symlink() or not path.is_file():
+        if self._identity(split, step) is None:
             raise NotFound(f"No {split} samples of step {step} are here.")
-        with opened(path) as file:
+        with opened(self.folder / file_name(split, step)) as file:
             yield file
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from strop.board.curves import BLOCK, MetricFile, MetricStore, downsample
+from strop.board.curves import BLOCK, MetricFile, downsample
+from strop.board.metric_store import LONG, MetricStore, glance
 from tests.board.scene import BASE, line
 
 
@@ -130,3 +133,45 @@ def test_a_list_of_more_runs_than_fit_into_memory_reads_each_once(tmp_path: Path
     with (tmp_path / "a").open("a") as file:
         file.write(line(100, x=1))
     assert store.standing(tmp_path / "a", steps) == 101 and store.standing(tmp_path / "none", steps) == 0
+
+
+def test_nobody_waits_for_a_long_file_of_which_a_list_needs_the_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, store = tmp_path / "metrics.jsonl", MetricStore()
+    lines = [line(step, score=step, **({"rare": 7} if step == 5 else {})) for step in range(20_000)]
+    path.write_text("".join(lines) + '{"half')
+    reading, go_on = threading.Event(), threading.Event()
+    refresh = MetricFile.refresh
+
+    def slow(file: MetricFile) -> None:
+        reading.set()
+        go_on.wait(10)
+        refresh(file)
+
+    monkeypatch.setattr(MetricFile, "refresh", slow)
+
+    def told(file: MetricFile) -> tuple[object, ...]:
+        return file.steps[0], file.steps[-1], file.latest("score"), file.tail.offset, file.latest("rare")
+
+    size = path.stat().st_size
+    assert size > LONG
+    for _ in range(3):
+        assert store.standing(path, told) == (0, 19_999, 19_999, size, None)
+    assert reading.wait(10)
+    go_on.set()
+    until = time.monotonic() + 10
+    while store.standing(path, told)[-1] is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert store.standing(path, told) == (0, 19_999, 19_999, size, 7)
+    with path.open("a") as file:
+        file.write('": 1}\n' + line(20_000, score=1))
+    assert store.standing(path, told)[1:3] == (20_000, 1)
+
+
+def test_a_glance_reads_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(step, x=step) for step in range(5)) + "nonsense\n" + line(5, x=5))
+    assert list(glance(path).steps) == [0, 1, 2, 3, 4, 5]
+    path.write_text(line(0, x=0))
+    assert list(glance(path).steps) == [0]
+    path.write_text("")
+    assert list(glance(path).steps) == []

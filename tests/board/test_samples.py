@@ -111,11 +111,10 @@ def test_a_scan_over_all_steps_finds_everything_once(tmp_path: Path) -> None:
     assert samples.scan("train", Query(search="nowhere"), None) == {"groups": [], "damaged": [], "left": 0, "next": None}
 
 
-def test_a_scan_stops_in_time_and_says_where_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_stops_in_time_and_says_where_to_go_on(tmp_path: Path) -> None:
     for step in range(1, 4):
         write_step(tmp_path, "train", step, groups_of(step))
-    monkeypatch.setattr("strop.board.samples.SCAN_SECONDS", 0.0)
-    page = folder(tmp_path).scan("train", Query(show="failed"), None)
+    page = folder(tmp_path).scan("train", Query(show="failed"), None, seconds=0.0)
     assert [group["step"] for group in page["groups"]] == [3] and page["next"] == (2, 0) and page["left"] == 2
 
 
