@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,14 @@ class NonFiniteLoss(ValueError):
 
     def __init__(self, rows: list[int], causes: list[str], loss: float, ranks: Sequence[int] = ()):
         self.rows, self.causes = rows, causes
+        self._made_of = rows, causes, loss, ranks
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         why = f" Not finite in them: {', '.join(causes)}." if causes else ""
         shown = ", ".join(map(str, rows[:16])) + (f" and {len(rows) - 16} more" if len(rows) > 16 else "")
         super().__init__(f"The loss{where} is {loss} because of rows {shown}.{why} This update was not made.")
+
+    def __reduce__(self) -> tuple[type[NonFiniteLoss], tuple[Any, ...]]:
+        return NonFiniteLoss, self._made_of
 
 
 def suspects(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[list[int], list[str]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.asynchrony import in_words
+from strop.config.pools import devices_of, pools
 
 DERIVED_MICRO_BATCH = 8
 """Sequences per forward when a configuration names none: small enough for memory, large enough to keep a device busy."""
@@ -80,8 +81,10 @@ def plan_ppo(config: Any, rows: int | None = None, role: str = "actor") -> Plan:
     """The plan of a ppo_trainer configuration; `rows` is the number of training rows when it is known."""
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     section = actor if role == "actor" else config.critic
-    devices = trainer.nnodes * trainer.n_gpus_per_node
-    parallel = max(1, devices // (actor.ulysses_sequence_parallel_size * actor.tensor_parallel_size))
+    apart = role == "critic" and "critic" in pools(config)
+    devices = devices_of(section if apart else trainer)
+    sharing = section if apart else actor
+    parallel = max(1, devices // (sharing.ulysses_sequence_parallel_size * sharing.tensor_parallel_size))
     prompts, n, mini = config.data.train_batch_size, rollout.n, section.ppo_mini_batch_size
     per_epoch = math.ceil(prompts / mini)
     updates = per_epoch * section.ppo_epochs

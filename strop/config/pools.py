@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.config.objective import has_reference, uses_lora
+from strop.config.objective import has_critic, has_reference, uses_lora
 
 
 def pools(config: Any) -> dict[str, Any]:
@@ -16,6 +16,7 @@ def pools(config: Any) -> dict[str, Any]:
     asked = {
         "rollout": (group.rollout, group.rollout.nnodes > 0),
         "reference": (group.ref, group.ref.nnodes > 0 and has_reference(config) and not uses_lora(config)),
+        "critic": (config.critic, config.critic.nnodes > 0 and has_critic(config)),
         "reward": (reward, reward.enable_resource_pool and reward.enable and not reward.remote_url),
     }
     return {role: section for role, (section, own) in asked.items() if own}

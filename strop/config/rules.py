@@ -16,7 +16,7 @@ from strop.config.asynchrony import ahead_of, correction_of
 from strop.config.compose import Loaded
 from strop.config.engine import engine_name, holds_weights, missing_library
 from strop.config.objective import has_critic, has_reference, needs, objective, uses_lora
-from strop.config.pools import pools
+from strop.config.pools import devices_of, pools
 from strop.registry import did_you_mean
 
 OTHER_TRACKERS = ("clearml", "vemlp_wandb")
@@ -235,14 +235,16 @@ def replicas(config: Any, rollout: Any, size: int) -> Findings:
         yield error(key, f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.")
 
 
-def frozen_pools(config: Any, loaded: Loaded) -> Findings:
-    """Machines of the reference and of the reward model."""
+def own_pools(config: Any, loaded: Loaded) -> Findings:
+    """Machines of the reference, of the critic and of the reward model."""
     ref, reward, own = config.actor_rollout_ref.ref, config.reward_model, pools(config)
     key = "actor_rollout_ref.ref.nnodes"
     if ref.nnodes and not has_reference(config):
         yield warning(key, f"{ref.nnodes}, but the run has no reference (algorithm.use_kl_in_reward, actor.use_kl_loss).")
     elif ref.nnodes and uses_lora(config):
         yield error(key, f"{ref.nnodes}, but the reference of a LoRA run is the actor without its adapters. Set 0.")
+    if "critic" in own and config.trainer.record_steps:
+        yield error("critic.nnodes", f"{config.critic.nnodes}: trainer.record_steps stores what one process learns. Set 0.")
     if reward.enable_resource_pool and min(reward.nnodes, reward.n_gpus_per_node) < 1:
         yield error(
             "reward_model.enable_resource_pool",
@@ -460,11 +462,12 @@ def shared_matrices(config: Any) -> Findings:
     """What tensor parallelism does not go together with."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    for path, section, model in (
-        ("actor_rollout_ref.actor", actor, config.actor_rollout_ref.model),
-        ("critic", config.critic, config.critic.model),
+    of_critic = devices_of(config.critic) if "critic" in pools(config) else devices
+    for path, section, model, shared_by in (
+        ("actor_rollout_ref.actor", actor, config.actor_rollout_ref.model, devices),
+        ("critic", config.critic, config.critic.model, of_critic),
     ):
-        yield from tensor_parallel(f"{path}.tensor_parallel_size", section, model, devices)
+        yield from tensor_parallel(f"{path}.tensor_parallel_size", section, model, shared_by)
     if devices == 1 and actor.fsdp_config.param_offload and not holds_weights(rollout):
         yield warning(
             "actor_rollout_ref.actor.fsdp_config.param_offload",
@@ -598,7 +601,7 @@ PPO: tuple[Callable[[Any, Loaded], Findings], ...] = (
     inputs,
     batches,
     sampling,
-    frozen_pools,
+    own_pools,
     estimators,
     ahead,
     inert_values,

@@ -135,7 +135,7 @@ def _reinforcement(config: Any, cluster: Cluster) -> Job:
     if has_reference(config) and not uses_lora(config) and "reference" not in pools(config):
         other = dataclasses.replace(group.model, **ref.model)
         models["reference"] = frozen(other, ref.fsdp_config, cluster, ref.tensor_parallel_size)
-    if has_critic(config):
+    if has_critic(config) and "critic" not in pools(config):
         size = critic.tensor_parallel_size
         models["critic"] = trained(critic.model, critic.model.fsdp_config, critic.optim, cluster, size, scalar=True)
     here = (reward.enable and "reward" not in pools(config)) or (reward.judge.enable and not reward.judge.url)
@@ -176,7 +176,7 @@ def _passes(config: Any) -> list[Pass]:
     if has_reference(config) and "reference" not in pools(config):
         cut = _Cut("actor_rollout_ref.ref", ref, *names, ref.log_prob_use_dynamic_bsz)
         passes.append(_pass("ref", "actor" if uses_lora(config) else "reference", cut, **whole))
-    if has_critic(config):
+    if has_critic(config) and "critic" not in pools(config):
         passes += _critic_passes(config, whole, plan.prompts_per_step)
     cut = _Cut("actor_rollout_ref.actor", actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz)
     learning = {

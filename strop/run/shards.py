@@ -32,6 +32,12 @@ class SavedTensor:
     shape: tuple[int, ...]
     pieces: list[tuple[tuple[int, ...], Any]] = field(default_factory=list)
     """Where each begins, and a view of it in its file."""
+    name: str = ""
+    files: list[Path] = field(default_factory=list)
+    """Where it can be found again: that is what travels when it is sent to another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _found_again, (self.name, self.files)
 
     def read(self, region: Region | None = None) -> Tensor:
         """The whole tensor, or a part of it, in memory of its own."""
@@ -59,21 +65,26 @@ class SavedTensor:
         return result
 
 
-def open_tensors(files: Iterable[Path]) -> dict[str, SavedTensor]:
-    """Every tensor in these files by name; pieces of one tensor are found by its name."""
+def open_tensors(files: Iterable[Path], only: str | None = None) -> dict[str, SavedTensor]:
+    """Every tensor in these files by name, or `only` that one; pieces of one tensor are found by its name."""
     found: dict[str, SavedTensor] = {}
     for file in files:
         opened: Any = safe_open(file, framework="pt")
         offsets = json.loads((opened.metadata() or {}).get(_OFFSETS, "{}"))
-        for name in opened.keys():  # noqa: SIM118 - not a mapping
+        for name in opened.keys() if only is None else [only]:
             view = opened.get_slice(name)
             shape = view.get_shape()
             start = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
             ends = tuple(begin + size for begin, size in zip(start, shape))
-            known = found.setdefault(name, SavedTensor(ends))
+            known = found.setdefault(name, SavedTensor(ends, name=name))
             known.shape = tuple(max(pair) for pair in zip(known.shape, ends))
             known.pieces.append((start, view))
+            known.files.append(file)
     return found
+
+
+def _found_again(name: str, files: list[Path]) -> SavedTensor:
+    return open_tensors(files, only=name)[name]
 
 
 @dataclass(frozen=True)

@@ -38,17 +38,23 @@ class Question:
     ids: np.ndarray
     """All sequences, one after the other."""
     lengths: np.ndarray
-    prompt_lengths: np.ndarray
-    mask: np.ndarray
+    tables: dict[str, np.ndarray]
+    """Other fields of the batch."""
 
     @staticmethod
-    def of(batch: Batch) -> Question:
+    def of(batch: Batch, fields: Sequence[str] = ("prompt_lengths", "mask")) -> Question:
         ids = torch.cat(batch.sequences).numpy()
-        return Question(ids, np.array(batch.lengths), batch.prompt_lengths.numpy(), batch.mask.numpy())
+        return Question(ids, np.array(batch.lengths), {name: getattr(batch, name).numpy() for name in fields})
+
+    @staticmethod
+    def whole(batch: Batch) -> Question:
+        """With everything that is known of the batch, since a loss may look at any of it."""
+        known = [name for name, value in vars(batch).items() if value is not None and name != "sequences"]
+        return Question.of(batch, known)
 
     def batch(self) -> Batch:
         sequences = torch.tensor(self.ids).split(self.lengths.tolist())
-        return Batch(list(sequences), torch.tensor(self.prompt_lengths), torch.tensor(self.mask))
+        return Batch(list(sequences), **{name: torch.tensor(table) for name, table in self.tables.items()})
 
 
 class Frozen:

@@ -24,8 +24,10 @@ from strop.errors import CRASHED
 from strop.extras import require
 from strop.run.heartbeat import workers_of
 from strop.runtime.failure import MACHINE_LOST, Loss, first_cause
+from strop.runtime.learners import Make
 from strop.runtime.ray_agent import Agent, Ended, Machine, versions
 from strop.runtime.ray_frozen import copies_of
+from strop.runtime.ray_learners import learners_of
 from strop.runtime.ray_pool import POOL, Keeper
 from strop.runtime.ray_supply import Demand, check_machines, lacking, local_paths, passed_on
 from strop.runtime.replica import Recipe
@@ -63,9 +65,11 @@ class Cluster:
         tree: Mapping[str, Any],
         recipe: Recipe | None = None,
         frozen: Mapping[str, Callable[[], Any]] | None = None,
+        learning: Mapping[str, Make] | None = None,
     ) -> None:
-        """`recipe`: of rollout replicas on machines of their own. `frozen`: makers of models that have such, by role."""
-        self._recipe, self._frozen = recipe, frozen or {}
+        """`recipe`: of rollout replicas on machines of their own. `frozen` and `learning`: makers of models that have such, by
+        role."""
+        self._recipe, self._frozen, self._learning = recipe, frozen or {}, learning or {}
         self._config, self._trainer, self._settings = config, config.trainer, config.ray_kwargs
         self._tree = tree
         self._directory = Path(config.trainer.default_local_dir).expanduser().absolute()
@@ -111,7 +115,7 @@ class Cluster:
         """All ranks, once; the one that failed first, or None."""
         failures = self._ray.exceptions
         try:
-            with self._placed(self._demand()) as group, self._pool() as where, self._copies() as others:
+            with self._placed(self._demand()) as group, self._pool() as where, self._models() as others:
                 agents = self._agents(group)
                 machines = self._machines(agents, group)
                 runs = self._start(agents, machines, program, arguments, {**where, **others})
@@ -193,16 +197,18 @@ class Cluster:
             remote.options(**self._place(group, rank // per_node), max_concurrency=4).remote(rank) for rank in range(self.world)
         ]
 
+    def _addresses(self, group: Any, section: Any) -> list[str]:
+        """How the cluster knows the machine of each device."""
+        known = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        places = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
+        return [known[places[number // section.n_gpus_per_node]] for number in range(devices_of(section))]
+
     def _machines(self, agents: Sequence[Any], group: Any) -> list[Machine]:
         """Where the agents are; they must see what this machine sees."""
         workers_of(self._directory).mkdir(parents=True, exist_ok=True)
         paths = [*dict.fromkeys(local_paths(self._tree)), str(workers_of(self._directory))]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
-        places = self._ray.util.placement_group_table(group)["bundles_to_node_id"]
-        asked = [
-            agent.machine.remote(addresses[places[rank // self._trainer.n_gpus_per_node]], os.getcwd(), paths)
-            for rank, agent in enumerate(agents)
-        ]
+        addresses = self._addresses(group, self._trainer)
+        asked = [agent.machine.remote(address, os.getcwd(), paths) for agent, address in zip(agents, addresses, strict=True)]
         limit = self._trainer.ray_wait_register_center_timeout
         try:
             machines = self._ray.get(asked, timeout=limit)
@@ -235,16 +241,23 @@ class Cluster:
             self._ray.kill(pool)  # after an error it ends with this process, or for want of a place
 
     @contextmanager
-    def _copies(self) -> Iterator[dict[str, str]]:
-        """Frozen models that have machines of their own, while the block lasts; yields the variables that lead ranks there."""
+    def _models(self) -> Iterator[dict[str, str]]:
+        """Models that have machines of their own, while the block lasts; yields the variables that lead ranks there."""
+        limit = self._trainer.ray_wait_register_center_timeout
         with ExitStack() as opened:
             found: dict[str, str] = {}
-            for role, make in self._frozen.items():
+            for role in [*self._frozen, *self._learning]:
                 section = pools(self._config)[role]
                 group = opened.enter_context(self._placed(self._demand_of(section)))
                 places = [self._place(group, number // section.n_gpus_per_node) for number in range(devices_of(section))]
-                limit = self._trainer.ray_wait_register_center_timeout
-                found |= opened.enter_context(copies_of(role, make, places, NAMESPACE, limit))
+                if role in self._frozen:
+                    made = copies_of(role, self._frozen[role], places, NAMESPACE, limit)
+                else:
+                    seats = [
+                        (address, self._local_rank(n, section)) for n, address in enumerate(self._addresses(group, section))
+                    ]
+                    made = learners_of(role, self._learning[role], places, seats, NAMESPACE, limit)
+                found |= opened.enter_context(made)
             yield found
 
     # --- the ranks -------------------------------------------------------------------------------------------------------
@@ -272,14 +285,14 @@ class Cluster:
                 list(arguments),
                 machine.address,
                 str(self._directory),
-                {**shared, "RANK": str(rank), "LOCAL_RANK": self._local_rank(rank)},
+                {**shared, "RANK": str(rank), "LOCAL_RANK": self._local_rank(rank, self._trainer)},
             )
             for rank, (agent, machine) in enumerate(zip(agents, machines, strict=True))
         ]
 
-    def _local_rank(self, rank: int) -> str:
+    def _local_rank(self, rank: int, section: Any) -> str:
         """Ray shows each of its workers the one GPU that it was given."""
-        return "0" if self._on_gpus() else str(rank % self._trainer.n_gpus_per_node)
+        return "0" if self._on_gpus() else str(rank % section.n_gpus_per_node)
 
     def _watch(self, agents: Sequence[Any], machines: Sequence[Machine], runs: Sequence[Any]) -> Loss | None:
         """Until all ranks have ended. One that fails gives the others a while, then they are stopped."""

@@ -46,7 +46,7 @@ from strop.trainer.collect import Collector, GroupFilter
 from strop.trainer.export import exports, masters_of
 from strop.trainer.judge import TEMPLATE_TOKENS, judge_here
 from strop.trainer.keeper import Keeper
-from strop.trainer.pool import far_reference, far_reward_model, replicas_for
+from strop.trainer.pool import far_critic, far_reference, far_reward_model, replicas_for
 from strop.trainer.ppo import PpoTrainer, Roles
 from strop.trainer.pretrain import build_pretraining
 from strop.trainer.recording import RecordingTrainer
@@ -171,18 +171,17 @@ def device_of(name: str) -> torch.device:
 
 def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Ranks | None = None) -> Roles:
     """Actor, critic and reference, as the configuration needs them."""
-    model, actor, critic = config.actor_rollout_ref.model, config.actor_rollout_ref.actor, config.critic
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     make = BackendMaker(device, total_steps, ranks or Ranks(), temperature_of(config))
     lent = not holds_weights(config.actor_rollout_ref.rollout)
     policy = make(
         build_policy, model, actor.fsdp_config, actor.strategy, actor.optim, actor.grad_clip, **sharing(actor), lent=lent
     )
     roles = Roles(policy)
-    if has_critic(config):
-        own = critic.model
-        roles.critic = make(
-            build_critic, own, own.fsdp_config, critic.strategy, critic.optim, critic.grad_clip, **sharing(critic)
-        )
+    if "critic" in pools(config):
+        roles.critic = far_critic(config, make.ranks, make.temperature, total_steps)
+    elif has_critic(config):
+        roles.critic = critic_here(config, make)
     if has_reference(config):
         if uses_lora(config):
             roles.reference = WithoutAdapters(policy)  # type: ignore[assignment]
@@ -195,6 +194,11 @@ def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Rank
 def temperature_of(config: Any) -> float:
     """Log-probs are those of the distribution that was sampled from."""
     return config.actor_rollout_ref.rollout.temperature or 1.0
+
+
+def critic_here(config: Any, make: BackendMaker) -> SingleBackend:
+    critic, own = config.critic, config.critic.model
+    return make(build_critic, own, own.fsdp_config, critic.strategy, critic.optim, critic.grad_clip, **sharing(critic))
 
 
 def reference_here(config: Any, make: BackendMaker) -> SingleBackend:

@@ -28,6 +28,7 @@ from strop.run.resume import Resumed, delete, resume
 from strop.run.retention import Keep
 from strop.run.samples import Known, SampleWriter
 from strop.run.tracking import Run, Trackers, start
+from strop.runtime.learners import FarBackend
 from strop.trainer.evidence import batch_rows, write_evidence
 from strop.trainer.record import StepRecord
 from strop.types import Batch, Trajectory
@@ -142,12 +143,14 @@ class Keeper:
         return found.step if found else 0
 
     def _found(self) -> Resumed | None:
-        """The checkpoint to go on from. Rank 0 chooses and examines it; with many ranks, models are read piece by piece."""
+        """The checkpoint to go on from. Rank 0 chooses and examines it; with many ranks, or a model elsewhere,
+        models are read piece by piece."""
         settings = self.config.trainer
         only = selector({role: self._load_contents(role) for role in self.contents})
 
         def later(part: str) -> bool:
-            return self.ranks.world > 1 and part.partition("/")[0] in self.models
+            model = self.models.get(part.partition("/")[0])
+            return model is not None and (self.ranks.world > 1 or isinstance(model, FarBackend))
 
         def choose() -> Resumed | None:
             mode, path, copies = settings.resume_mode, settings.resume_from_path, settings.default_hdfs_dir

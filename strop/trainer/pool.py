@@ -7,9 +7,11 @@ from typing import Any
 
 from strop.catalog import ENGINES
 from strop.config.engine import engine_name, replica_count
+from strop.models.build import build_critic
 from strop.ranks import Ranks
 from strop.rollout.base import Engine
 from strop.runtime.frozen import FarReference, FarScorer
+from strop.runtime.learners import FarBackend
 from strop.runtime.replica import Recipe
 
 
@@ -40,12 +42,20 @@ def replicas_for(config: Any, ranks: Ranks, longest: int) -> Engine:
 
 
 def far_reference(ranks: Ranks) -> FarReference:
-    from strop.runtime.ray_frozen import copies_of_this_run
+    from strop.runtime.ray_frozen import RayCopies
 
-    return FarReference(copies_of_this_run("reference", "actor_rollout_ref.ref.nnodes"), ranks)
+    return FarReference(RayCopies("reference", "actor_rollout_ref.ref.nnodes"), ranks)
 
 
 def far_reward_model(ranks: Ranks) -> FarScorer:
-    from strop.runtime.ray_frozen import copies_of_this_run
+    from strop.runtime.ray_frozen import RayCopies
 
-    return FarScorer(copies_of_this_run("reward", "reward_model.enable_resource_pool"), ranks)
+    return FarScorer(RayCopies("reward", "reward_model.enable_resource_pool"), ranks)
+
+
+def far_critic(config: Any, ranks: Ranks, temperature: float, total_steps: int) -> FarBackend:
+    from strop.runtime.ray_learners import RayLearners
+
+    key = "critic.nnodes"
+    module = build_critic(config.critic.model, weights=False)
+    return FarBackend(RayLearners("critic", key), ranks, module, temperature, total_steps, key)

@@ -39,9 +39,10 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
     directory = Path(trainer.default_local_dir).expanduser()
     if ray:
         from strop.runtime.ray import Cluster
-        from strop.trainer.frozen import frozen_models
+        from strop.trainer.frozen import frozen_models, learning_models
 
-        with Cluster(loaded.config, loaded.tree(), _recipe(loaded.config), frozen_models(loaded.config)) as cluster:
+        config = loaded.config
+        with Cluster(config, loaded.tree(), _recipe(config), frozen_models(config), learning_models(config)) as cluster:
             return supervise(lambda more: cluster.run(program, [*arguments, *more]), directory, trainer.max_restarts)
     if trainer.nnodes > 1:
         raise ValueError(

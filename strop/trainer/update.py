@@ -190,19 +190,28 @@ class CriticUpdate:
 
     def loss(self, mini: Batch, active: Batch) -> Loss:
         critic = self.config.critic
-        totals = Totals.of(mini.mask, width=self.width)
+        return CriticLoss(critic.cliprange_value, critic.loss_agg_mode, Totals.of(mini.mask, width=self.width), self.observe)
 
-        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-            assert outputs.values is not None and micro.values is not None and micro.returns is not None
-            found = value_loss(outputs.values, micro.values, micro.returns, micro.mask, clip_range=critic.cliprange_value)
-            if self.observe is not None:
-                self.observe(micro, found.per_token)
-            total = aggregate(found.per_token, micro.mask, critic.loss_agg_mode, totals)
-            reported = {"critic/vf_loss": total.detach(), "critic/vpred_mean": token_mean(outputs.values, micro.mask, totals)}
-            reported |= {f"critic/{name}": token_mean(values, micro.mask, totals) for name, values in found.metrics.items()}
-            return total, reported
 
-        return loss
+@dataclass(frozen=True)
+class CriticLoss:
+    """A `Loss` that can be sent to where the critic lives."""
+
+    clip_range: float
+    mode: str
+    totals: Totals
+    observe: Observe | None = None
+
+    def __call__(self, outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        values, mask, totals = outputs.values, micro.mask, self.totals
+        assert values is not None and micro.values is not None and micro.returns is not None
+        found = value_loss(values, micro.values, micro.returns, mask, clip_range=self.clip_range)
+        if self.observe is not None:
+            self.observe(micro, found.per_token)
+        total = aggregate(found.per_token, mask, self.mode, totals)
+        reported = {"critic/vf_loss": total.detach(), "critic/vpred_mean": token_mean(values, mask, totals)}
+        reported |= {f"critic/{name}": token_mean(table, mask, totals) for name, table in found.metrics.items()}
+        return total, reported
 
 
 def update(

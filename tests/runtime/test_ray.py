@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from strop.config.compose import load
 from strop.errors import CRASHED
@@ -212,6 +213,75 @@ def test_frozen_models_on_machines_of_their_own_change_nothing(nodes, settings, 
         nodes.cluster.remove_node(nodes.workers.pop())
     assert_same_run(calm.folder, run.folder, STEPS)
     assert metrics(run.folder)[STEPS]["actor/kl_loss"] > 0
+
+
+def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, monkeypatch):
+    """Two of them make the updates that one process makes, from one object in the store."""
+    import ray
+
+    from strop.backends.base import MicroBatching
+    from strop.ranks import Ranks
+    from strop.runtime.ray_learners import LearnerLost, learners_of
+    from strop.trainer.backends import BackendMaker
+    from strop.trainer.build import critic_here
+    from strop.trainer.frozen import learning_models
+    from strop.trainer.pool import far_critic
+    from strop.trainer.update import CriticUpdate
+    from tests.models.tiny import tiny_batch
+
+    config = load("ppo_trainer", [*overrides, *GAE, "critic.nnodes=2", "trainer.device=cpu"]).config
+    batch, micro = tiny_batch(vocabulary=12), MicroBatching(rows=2)
+    batch = batch.replace(values=batch.advantages, returns=batch.advantages + 1)
+    ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level="ERROR")
+    places, seats = [{"num_cpus": 1}] * 2, [("127.0.0.1", "0")] * 2
+    try:
+        with learners_of("critic", learning_models(config)["critic"], places, seats, "strop", 60) as variables:
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            here = critic_here(config, BackendMaker(torch.device("cpu"), total_steps=4))
+            far = far_critic(config, Ranks(), 1.0, total_steps=4)
+            for critic in (here, far):
+                critic.reported = critic.forward_backward(
+                    batch, ["values"], CriticUpdate(config, width=9).loss(batch, batch), micro
+                )
+                critic.reported["norm"] = critic.step().grad_norm
+                critic.advance_schedule()
+            assert far.reported == pytest.approx(here.reported, rel=1e-5)
+            torch.testing.assert_close(far.state_dict(), here.state_dict(), rtol=1e-5, atol=1e-6)
+            found, expected = (critic.forward(batch, ["values"], micro).values for critic in (far, here))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            os.kill(far._team._machines[1][1], signal.SIGKILL)
+            with pytest.raises(LearnerLost, match=r"Learner 1 of 2 of the critic \(host \S+, process \d+\) is gone"):
+                far.forward(batch, ["values"], micro)
+    finally:
+        ray.shutdown()
+
+
+GAE = ["algorithm.adv_estimator=gae", "critic.optim.lr=1e-3", "critic.ppo_mini_batch_size=4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machines", "victims"), [(1, 0), (1, 1), (2, 1)])
+def test_a_critic_on_machines_of_its_own_changes_nothing(nodes, settings, tmp_path, machines, victims):
+    """One learner gives the numbers of one process, bit for bit, also when it was killed; two add up in another order."""
+    calm = Started([*settings, *GAE], tmp_path / "calm")
+    address = f"ray_kwargs.ray_init.address={nodes.cluster.address}"
+    nodes.workers.append(nodes.add())
+    try:
+        run = Started([*settings, *GAE, address, f"critic.nnodes={machines}", "trainer.max_restarts=1"], tmp_path / "run")
+        if victims:
+            run.wait_for(lambda beat: beat.step == 4)
+            pid = run.kill_child("Learner", nodes.raylets())
+        assert calm.end() == 0 and run.end() == 0, calm.said() + run.said()
+    finally:
+        nodes.cluster.remove_node(nodes.workers.pop())
+    if victims:
+        lost = rf"Learner [01] of {machines} of the critic \(host \S+, process {pid}\) is gone"
+        assert re.search(lost, run.said()), run.said()
+        assert "Starting again from step 2; 0 restart(s) left." in run.said()
+    compare = assert_same_run if machines == 1 else assert_near_run
+    compare(calm.folder, run.folder, STEPS)
+    assert metrics(run.folder)[STEPS]["critic/vf_loss"] > 0
 
 
 @pytest.mark.slow

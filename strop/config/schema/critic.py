@@ -76,6 +76,10 @@ class Critic:
     """Devices that share each weight matrix while training. Not together with LoRA or ulysses_sequence_parallel_size."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that share one sequence. Needs use_remove_padding."""
+    nnodes: int = setting(0, at_least=0)
+    """Machines of its own, whose devices share the critic and learn together (trainer.runtime=ray). 0: those of the actor."""
+    n_gpus_per_node: int = setting(1, at_least=1)
+    """Devices of each of them."""
     checkpoint: Checkpoint = section(Checkpoint)
     """Contents of checkpoints."""
     profiler: Profiler = section(Profiler)
