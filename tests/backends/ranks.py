@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from strop.backends.fsdp import FsdpBackend
 from strop.ranks import Ranks
 from strop.runtime.local import is_rank, joined
+from tests.forked import Forked
 
 
 @functools.cache
@@ -33,17 +36,26 @@ def maker() -> dict[str, Callable[..., Any]] | None:
     return {"fsdp": functools.partial(FsdpBackend, ranks=here())} if is_rank() else None
 
 
-START = """
-import sys
-from strop.runtime.local import launch
-sys.exit(launch([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *sys.argv[2:]], int(sys.argv[1])))
-"""
-
-
 def pytest_as_ranks(world: int, arguments: Sequence[str], timeout: float = 300) -> str:
-    """Run tests once per rank; what they printed, when all of them pass."""
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(world), *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout
+    """Run tests once per rank; what the first rank printed, when all of them pass."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the meeting point is ours
+    }
+    words = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(world)]
+        ranks = [Forked("pytest", words, logs[rank], **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+        deadline = time.monotonic() + timeout
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for rank in ranks:  # nobody waits for one that is gone
+            rank.kill()
+            rank.wait()
+        said = [log.read_text() for log in logs]
+    assert codes == [0] * world, f"exit codes {codes}\n" + "\n".join(text[-4000:] for text in said)
+    return said[0]

@@ -7,8 +7,6 @@ import json
 import logging
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from strop.config.compose import load
 from strop.run.nsys import INSIDE, options, wrapped
 from strop.run.profile import Profiling
 from strop.run.profile_report import levers, main, report
+from tests import forked
 
 
 def config(*overrides: str) -> Any:
@@ -120,12 +119,7 @@ def test_the_run_becomes_the_same_command_under_nsys(tmp_path: Path) -> None:
     fake.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     keys = ["global_profiler.tool=nsys", "trainer.profile_steps=[1]", f"global_profiler.save_path={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "strop.trainer.main_ppo", *keys],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = forked.run("strop.trainer.main_ppo", keys, tmp_path, PATH=path)
     assert done.returncode == 0, done.stderr
     called = (tmp_path / "called").read_text().splitlines()
     assert called[0] == "profile" and called[-len(keys) - 2 :] == ["-m", "strop.trainer.main_ppo", *keys]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.run.heartbeat import Beat, read_beats
+from tests.forked import Forked
 from tests.trainer.runs import metrics, same, weights
 
 CLOCKS = ("timing", "perf/", "reward/seconds",
@@ -32,10 +33,16 @@ class Started:
         """`before`: a command that runs it somewhere else."""
         self.folder = folder
         self.log = folder.with_suffix(".log")
+        words = ["ppo", *settings, f"trainer.default_local_dir={folder}"]
+        environment = {"OMP_NUM_THREADS": "1", **environment}
+        self.process: Forked | subprocess.Popen[bytes]
+        if not before:
+            self.process = Forked("strop.cli", words, self.log, **environment)
+            return
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-m", "strop.cli", "ppo", *settings, f"trainer.default_local_dir={folder}"],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                [*before, sys.executable, "-m", "strop.cli", *words],
+                env={**os.environ, **environment},
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )

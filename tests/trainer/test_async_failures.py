@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from strop.config.compose import load
 from strop.trainer import window
 from strop.trainer.build import build_ppo
+from tests import forked
+from tests.forked import Forked
 from tests.trainer.runs import metrics, run
 from tests.trainer.test_async import ASYNC, BESIDE, PARTIAL
 
@@ -93,22 +90,13 @@ def test_a_killed_run_trains_every_row_once(overrides, tmp_path, mode):
     long = [*overrides, *QUIET, *mode, "trainer.total_training_steps=8", "trainer.save_freq=1"]
     run(long, f"trainer.default_local_dir={tmp_path}/whole", f"trainer.rollout_data_dir={tmp_path}/whole_said")
     killed, said = tmp_path / "killed", tmp_path / "killed_said"
-    command = [sys.executable, "-m", "strop.trainer.main_ppo", *long]
-    command += [f"trainer.default_local_dir={killed}", f"trainer.rollout_data_dir={said}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    try:
-        deadline = time.time() + 120
-        while not (killed / "global_step_3").exists() and process.poll() is None and time.time() < deadline:
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert (killed / "global_step_3").exists()
+    command = [*long, f"trainer.default_local_dir={killed}", f"trainer.rollout_data_dir={said}"]
+    first = Forked("strop.trainer.main_ppo", command, tmp_path / "first.log")
+    first.kill_when((killed / "global_step_3").exists)
     assert json.loads((killed / "global_step_3" / "data.json").read_text())["position"] == 24, (
         "rewound to the oldest not trained"
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    done = forked.run("strop.trainer.main_ppo", command, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = trained_rows(said, range(1, 9))
     assert rows == trained_rows(tmp_path / "whole_said", range(1, 9))

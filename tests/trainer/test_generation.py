@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import fsspec
@@ -22,6 +18,7 @@ from strop.models.heads import new_scalar_model
 from strop.trainer import generation, generation_model
 from strop.trainer.generation import generate
 from strop.trainer.main_generation import run
+from tests.forked import Forked
 
 SETTINGS = ["rollout.prompt_length=8", "rollout.response_length=6", "rollout.dtype=float32", "trainer.device=cpu"]
 
@@ -109,16 +106,9 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
 
 def test_a_real_kill(asked, tmp_path):
     answered(asked, f"data.output_path={tmp_path}/whole.parquet")
-    words = [sys.executable, "-m", "strop.trainer.main_generation", *asked, "data.batch_size=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Forked("strop.trainer.main_generation", [*asked, "data.batch_size=2"], tmp_path / "killed.log")
     parts = tmp_path / "out.parquet.parts"
-    deadline = time.monotonic() + 100
-    while len(list(parts.glob("0*.json")) if parts.is_dir() else []) < 3:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill_when(lambda: parts.is_dir() and len(list(parts.glob("0*.json"))) >= 3)
     assert not (tmp_path / "out.parquet").exists()
     summary = answered(asked)
     assert 0 < summary.fresh.rows < 64

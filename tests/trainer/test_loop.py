@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 
+from tests import forked
+from tests.forked import Forked
 from tests.trainer.runs import run, same, weights
 
 SEVENS = """
@@ -65,18 +62,10 @@ def test_a_killed_run_goes_on_to_the_same_weights(overrides, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     long = [*overrides, "trainer.total_training_steps=6", "trainer.save_freq=1", "trainer.test_freq=-1"]
     run(long, f"trainer.default_local_dir={whole}")
-    command = [sys.executable, "-m", "strop.trainer.main_ppo", *long, f"trainer.default_local_dir={killed}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    try:
-        deadline = time.time() + 120
-        while not (killed / "global_step_2").exists() and process.poll() is None and time.time() < deadline:
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert (killed / "global_step_2").exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    command = [*long, f"trainer.default_local_dir={killed}"]
+    first = Forked("strop.trainer.main_ppo", command, tmp_path / "first.log")
+    first.kill_when((killed / "global_step_2").exists)
+    done = forked.run("strop.trainer.main_ppo", command, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert same(weights(whole, 6), weights(killed, 6))
 

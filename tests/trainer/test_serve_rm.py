@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from strop.config.compose import load
 from strop.models.heads import RewardStatistics, new_scalar_model, set_reward_statistics
 from strop.rewards.server import _listen, load_judge
 from strop.trainer.tiny import tiny_tokenizer
+from tests.forked import Forked
 from tests.trainer.runs import run
 
 
@@ -42,23 +40,15 @@ def judge(task, tmp_path_factory) -> Path:
 class Served:
     """The command in a process of its own."""
 
-    def __init__(self, *words: str):
-        command = [sys.executable, "-m", "strop.cli", "serve-rm", "server.port=0", "server.dtype=float32", *words]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
-        self.lines: list[str] = []
-        self.found = threading.Event()
-        threading.Thread(target=self._listen, daemon=True).start()
-        assert self.found.wait(120), self.lines
-        self.url = next(match[0] for line in self.lines if (match := re.search(r"http://\S+", line)))
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if "answers at" in line:
-                self.found.set()
-        self.found.set()
+    def __init__(self, folder: Path, *words: str):
+        log = folder / "serve-rm.log"
+        command = ["serve-rm", "server.port=0", "server.dtype=float32", *words]
+        self.process = Forked("strop.cli", command, log, OMP_NUM_THREADS="1")
+        deadline = time.monotonic() + 120
+        while not (said := re.search(r"answers at .*?(http://\S+)", log.read_text() if log.exists() else "")):
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.01)
+        self.url = said[1]
 
     def get(self, path: str) -> dict:
         with urllib.request.urlopen(self.url.replace("/get_reward", path), timeout=30) as reply:
@@ -66,8 +56,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(judge) -> Iterator[Served]:
-    server = Served(f"model.path={judge}")
+def served(judge, tmp_path_factory) -> Iterator[Served]:
+    server = Served(tmp_path_factory.mktemp("served"), f"model.path={judge}")
     yield server
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(timeout=30) in (0, -signal.SIGTERM)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import select
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,22 +16,17 @@ from strop.config.compose import load
 from strop.trainer.logs import OneLine
 from strop.trainer.preflight import examine
 from strop.trainer.preflight_print import lines
+from tests.forked import Forked
 from tests.trainer.runs import run
 
 SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logger=console"]
 
 
-def command(overrides):
-    return [sys.executable, "-m", "strop.cli", "ppo", *overrides, *SHORT]
-
-
-def environment(**more):
-    quiet = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")}
-    return {**quiet, "OMP_NUM_THREADS": "1", **more}
-
-
 def test_a_log_file_gets_plain_lines(overrides):
-    done = subprocess.run(command(overrides), capture_output=True, text=True, timeout=120, env=environment())
+    command = [sys.executable, "-m", "strop.cli", "ppo", *overrides, *SHORT]
+    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in said[:3]] == ["plan", "objective", "roles"]
@@ -41,19 +38,18 @@ def test_a_log_file_gets_plain_lines(overrides):
 
 def test_a_terminal_gets_tables_and_the_live_view(overrides):
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command(overrides), stdout=theirs, stderr=theirs, env=environment(TERM="xterm-256color", COLUMNS="160", LINES="60")
-    )
-    os.close(theirs)
+    terminal = {"TERM": "xterm-256color", "COLUMNS": "160", "LINES": "60"}
+    process = Forked("strop.cli", ["ppo", *overrides, *SHORT], Path(os.ttyname(theirs)), **terminal)
     said = b""
     try:
-        while piece := os.read(ours, 65536):
-            said += piece
-    except OSError:  # how Linux says that the other end is closed
-        pass
+        while process.poll() is None or select.select([ours], [], [], 0)[0]:
+            if select.select([ours], [], [], 0.05)[0]:
+                said += os.read(ours, 65536)
     finally:
+        process.kill()
         os.close(ours)
-    assert process.wait(timeout=60) == 0, said[-2000:]
+        os.close(theirs)
+    assert process.poll() == 0, said[-2000:]
     text = said.decode()
     assert "ready to run" in text and "sequences per step" in text
     assert "strop / default" in text and "2/2" in text and "response length" in text

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.data.files import open_rows
 from strop.trainer.supervised_progress import Progress
+from tests import forked
+from tests.forked import Forked
 from tests.trainer.runs import same
 from tests.trainer.supervised_runs import VERBS, build, lines, make_task, settings, train, weights
 
@@ -131,18 +128,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(task, tmp_path, verb):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     base = [*settings(task, tmp_path, verb), "trainer.save_freq=1", "trainer.total_epochs=4"]
     train(verb, base, f"trainer.default_local_dir={whole}")
-    command = [sys.executable, "-m", f"strop.trainer.main_{verb}", *base, f"trainer.default_local_dir={killed}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    try:
-        deadline = time.time() + 120
-        while not (killed / "global_step_2").exists() and process.poll() is None and time.time() < deadline:
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert (killed / "global_step_2").exists() and not (killed / "global_step_16").exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    command = [*base, f"trainer.default_local_dir={killed}"]
+    first = Forked(f"strop.trainer.main_{verb}", command, tmp_path / "first.log")
+    first.kill_when((killed / "global_step_2").exists)
+    assert not (killed / "global_step_16").exists()
+    done = forked.run(f"strop.trainer.main_{verb}", command, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert same(weights(whole, 16), weights(killed, 16))
 

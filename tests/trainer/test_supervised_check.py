@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from strop.cli import dispatch
 from strop.config.compose import load
 from strop.trainer.preflight import examine
 from strop.trainer.tiny import tiny_tokenizer
+from tests import forked
 from tests.trainer.runs import metrics
 from tests.trainer.supervised_runs import lines, make_task, settings, sums, train
 
@@ -178,9 +175,8 @@ def test_openrlhf_commands_run(small, tmp_path, verb, monkeypatch):
 
 
 def test_the_verbs_from_a_shell(small, tmp_path):
-    command = [sys.executable, "-m", "strop.cli", "sft", *settings(small, tmp_path, "sft"), "trainer.logger=console"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    command = ["sft", *settings(small, tmp_path, "sft"), "trainer.logger=console"]
+    done = forked.run("strop.cli", command, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     said = done.stdout.splitlines()
     assert said[0].startswith("plan: ") and "total steps 8" in said[0]
@@ -188,7 +184,5 @@ def test_the_verbs_from_a_shell(small, tmp_path):
     assert [line.split(" ")[0] for line in said if line.startswith("step:")] == [f"step:{step}" for step in range(9)]
     last = said[-1]
     assert "perf/throughput:" in last and "perf/eta_s:0" in last and "val/loss:" in last
-    broken = subprocess.run(
-        [*command, "data.response_key=anwser"], capture_output=True, text=True, timeout=120, env=environment
-    )
+    broken = forked.run("strop.cli", [*command, "data.response_key=anwser"], tmp_path)
     assert broken.returncode == 1 and "no column 'anwser'" in broken.stderr and "Traceback" not in broken.stderr
