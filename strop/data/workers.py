@@ -6,6 +6,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +17,8 @@ class Workers:
     """`count` processes; what they run is `function(dataset, argument)`, a function of a module."""
 
     def __init__(self, dataset: Any, count: int):
-        # Fresh processes and no forks: tokenizers and torch run threads, which do not survive a fork.
-        context = multiprocessing.get_context("spawn")
         self.count = count
-        self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_receive, initargs=(dataset,))
+        self._pool = ProcessPoolExecutor(count, mp_context=_context(), initializer=_receive, initargs=(dataset,))
 
     def submit(self, function: Callable[[Any, Any], Any], argument: Any) -> Future[Any]:
         return self._pool.submit(_call, function, argument)
@@ -56,6 +55,16 @@ class Ahead:
 
 def items(dataset: Sequence[Any], places: Sequence[int]) -> list[Any]:
     return [dataset[place] for place in places]
+
+
+def _context() -> BaseContext:
+    """No forks of this process: tokenizers and torch run threads, which do not survive one. A server that has imported what
+    workers need and done nothing else is forked instead, where there are forks: seconds and memory are spent once."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["strop.data.prompts", "transformers.models.auto.tokenization_auto"])
+    return context
 
 
 _dataset: list[Any] = []  # of a worker process
