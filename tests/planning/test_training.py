@@ -77,13 +77,13 @@ def backend_of(dtype: torch.dtype, *, checkpointed: bool, tied: bool) -> tuple[S
     return backend, TrainedModel(read_shape(config.to_dict()), numbers, checkpointed=checkpointed)
 
 
-def batch_of(rows: int) -> Batch:
+def batch_of(rows: int, length: int = LENGTH) -> Batch:
     draw = torch.Generator().manual_seed(0)
     return Batch(
-        sequences=list(torch.randint(3, SIZE["vocab_size"], (rows, LENGTH), generator=draw)),
+        sequences=list(torch.randint(3, SIZE["vocab_size"], (rows, length), generator=draw)),
         prompt_lengths=torch.full((rows,), PROMPT),
-        mask=torch.ones(rows, LENGTH - PROMPT),
-        advantages=torch.randn(rows, LENGTH - PROMPT, generator=draw),
+        mask=torch.ones(rows, length - PROMPT),
+        advantages=torch.randn(rows, length - PROMPT, generator=draw),
     )
 
 
@@ -97,7 +97,7 @@ def loss(outputs, piece):
 def test_weights_gradients_and_optimizer_are_those_of_the_backend(dtype):
     backend, model = backend_of(dtype, checkpointed=True, tied=True)
     assert sum(p.nbytes for p in {*backend.module.parameters(), *backend.weights.masters.values()}) == model.weights
-    backend.forward_backward(batch_of(1), ["log_probs"], loss, MicroBatching(rows=1))
+    backend.forward_backward(batch_of(1, length=4), ["log_probs"], loss, MicroBatching(rows=1))  # whatever passes through it
     assert sum(g.nbytes for g in backend.weights.gradients) == model.gradients
     backend.step()
     moments = [t for state in backend.optimizer.state.values() for t in state.values() if t.dim()]
