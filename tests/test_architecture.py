@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "strop"
@@ -52,6 +53,7 @@ ONE_HOME = {
 }
 
 
+@functools.cache
 def imports(file: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in a file, those inside functions too, and lazy ones by `require("module", ...)`."""
     found = []

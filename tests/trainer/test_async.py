@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.runs import run, same, weights
-from tests.trainer.test_loop import SEVENS
+from tests.trainer.test_loop import AT_ONCE, SEVENS
 
 ASYNC = "trainer.async_training."
 BESIDE = [f"{ASYNC}enable=true"]
@@ -21,15 +21,19 @@ def numbers(step: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in step.items() if not name.startswith(NOT_OF_THE_RUN) and "second" not in name}
 
 
-@pytest.mark.parametrize("mode", [BESIDE, PARTIAL, [*BESIDE, *PARTIAL]], ids=["beside", "partial", "both"])
-@pytest.mark.parametrize("more", [[], ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]])
-def test_with_age_zero_it_is_the_synchronous_loop_bit_for_bit(overrides, tmp_path, mode, more):
+REMAX = ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]
+
+
+@pytest.mark.parametrize("more", [[], REMAX])
+def test_with_age_zero_it_is_the_synchronous_loop_bit_for_bit(overrides, tmp_path, more):
     plain = run(overrides, *more, f"trainer.default_local_dir={tmp_path}/plain")
-    ahead = run(overrides, *more, *mode, f"{ASYNC}max_policy_age=0", f"trainer.default_local_dir={tmp_path}/ahead")
-    assert same(weights(tmp_path / "plain", 4), weights(tmp_path / "ahead", 4))
-    for step in range(5):
-        assert numbers(plain[step]) == numbers(ahead[step])
-    assert all(ahead[step]["staleness/max"] == 0 for step in range(1, 5))
+    for name, mode in {"beside": BESIDE, "partial": PARTIAL, "both": [*BESIDE, *PARTIAL]}.items():
+        folder = tmp_path / name
+        ahead = run(overrides, *more, *mode, f"{ASYNC}max_policy_age=0", f"trainer.default_local_dir={folder}")
+        assert same(weights(tmp_path / "plain", 4), weights(folder, 4)), name
+        for step in range(5):
+            assert numbers(plain[step]) == numbers(ahead[step]), name
+        assert all(ahead[step]["staleness/max"] == 0 for step in range(1, 5)), name
 
 
 @pytest.mark.parametrize("more", [[], PARTIAL], ids=["waits", "cuts"])
@@ -98,6 +102,7 @@ def test_it_learns_what_the_synchronous_loop_learns(overrides, tmp_path, mode):
         f"custom_reward_function.path={reward}",
         "actor_rollout_ref.actor.optim.lr=5e-3",
         "actor_rollout_ref.rollout.n=8",
+        *AT_ONCE,
     ]
     learning += ["trainer.total_training_steps=25", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     last = []

@@ -15,6 +15,8 @@ SEVENS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return solution_str.count("7") / 4
 """
+AT_ONCE = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64", "critic.ppo_micro_batch_size_per_gpu=64"]
+"""One pass per update."""
 
 
 def test_an_on_policy_step_has_ratio_one_and_exact_log_probs(overrides):
@@ -82,6 +84,7 @@ def test_the_reward_rises(overrides, tmp_path, estimator):
         "actor_rollout_ref.actor.optim.lr=5e-3",
         "critic.optim.lr=1e-2",
         "actor_rollout_ref.rollout.n=8",
+        *AT_ONCE,
         "trainer.total_training_steps=25",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",

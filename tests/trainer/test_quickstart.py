@@ -1,4 +1,5 @@
-"""The quickstart learns with every algorithm it offers: its own model and task at small size, the ordinary loop, three seeds."""
+"""The quickstart learns with every algorithm it offers: its own model and task at small size, the ordinary loop; two more seeds in
+the slow tests."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def keys(prepared: Path, out: Path, algorithm: str, seed: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("algorithm", [name for name in quickstart.ALGORITHMS if name != "grpo"])
 def test_every_algorithm_rises(algorithm: str, seed: int, prepared: Path, tmp_path: Path) -> None:
     quickstart.train(keys(prepared, tmp_path, algorithm, seed))

@@ -44,7 +44,7 @@ def test_a_replay_is_equal_bit_for_bit_and_recording_changes_nothing(overrides, 
 
 
 def test_a_changed_constant_of_the_loss_is_found_in_the_update_alone(overrides, tmp_path, monkeypatch):
-    run(overrides, *PPO, "trainer.record_steps=[2]")
+    run(overrides, *PPO, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
     from strop.trainer import update
 
     real = update.policy_loss
@@ -62,7 +62,7 @@ def test_a_changed_constant_of_the_loss_is_found_in_the_update_alone(overrides, 
 
 
 def test_a_change_before_the_update_does_not_spread(overrides, tmp_path, monkeypatch, capsys):
-    run(overrides, *PPO, "trainer.record_steps=[2]")
+    run(overrides, *PPO, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
     real = experience.estimate
 
     def nudged(*arguments, **named):
@@ -79,7 +79,7 @@ def test_a_change_before_the_update_does_not_spread(overrides, tmp_path, monkeyp
 
 
 def test_other_samples_do_not_spread_either(overrides, tmp_path, monkeypatch):
-    run(overrides, "trainer.record_steps=[2]")
+    run(overrides, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
     from strop.trainer.collect import Collector
 
     real = Collector.collect
