@@ -215,6 +215,7 @@ def test_frozen_models_on_machines_of_their_own_change_nothing(nodes, settings, 
     assert metrics(run.folder)[STEPS]["actor/kl_loss"] > 0
 
 
+@pytest.mark.slow
 def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, monkeypatch):
     """Two of them make the updates that one process makes, from one object in the store."""
     import ray
