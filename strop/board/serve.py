@@ -35,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     if not token:
         sys.stdout.write(f"From another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}\n")
     sys.stdout.flush()
+    # Nobody waits long for the thread that reads metrics.
+    sys.setswitchinterval(0.0005)
     # Metrics are read while somebody opens a browser.
     threading.Thread(target=board.list_runs, name="first look", daemon=True).start()
     uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", server_header=False)).run(sockets=[door])

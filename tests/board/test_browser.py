@@ -262,7 +262,7 @@ def test_dark_by_the_system_and_by_hand(browser: Any, url: str) -> None:
     page.wait_for_selector(".tokens .text span.minus")
     seen.shot("rollouts-dark")
     page.keyboard.press("t")
-    page.wait_for_function("document.documentElement.dataset.theme === 'light'")
+    page.wait_for_selector("html[data-theme=light]")
     assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") != dark
     seen.close()
 
