@@ -38,6 +38,9 @@ function stacked(data: uPlot.AlignedData): uPlot.AlignedData {
   return [data[0], ...rows] as uPlot.AlignedData;
 }
 
+/** The last value that is there: what a legend shows while nobody points at the chart. */
+const last = <T,>(values: ArrayLike<T | null | undefined>): T | null => Array.from(values).findLast((value) => value != null) ?? null;
+
 const xLabel = (axis: Axis) => (value: number) =>
   axis === "step" ? number(value) : axis === "relative" ? duration(value) : new Date(value * 1000).toLocaleTimeString("sv").slice(0, 5);
 
@@ -63,7 +66,7 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
       ],
       legend: { show: true, live: true, markers: { width: 0, fill: (_, i) => lines[i - 1]?.colour ?? "" } },
       series: [
-        { label: axis === "step" ? "step" : "time", value: (_, one) => (one === null ? "" : show(one)) },
+        { label: axis === "step" ? "step" : "time", value: (_, one) => (plain[0].length ? show(one ?? last(plain[0])!) : "") },
         ...lines.map((line, i) => ({
           label: line.label,
           stroke: line.colour,
@@ -74,7 +77,7 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
           spanGaps: true,
           points: { show: line.x.length <= FEW, size: 5, fill: line.colour },
           value: (_: uPlot, __: unknown, ___: number, at: number | null) =>
-            at === null ? "" : `${number((plain[i + 1][at] as number | null | undefined) ?? null)}${props.unit ?? ""}`,
+            `${number((at === null ? last(plain[i + 1]) : plain[i + 1][at]) ?? null)}${props.unit ?? ""}`,
         })),
       ],
       // Painted from the top of the pile down, so that lower areas stay visible.

@@ -214,6 +214,7 @@ function Browser({ base, split, step, steps }: { base: string; split: Split; ste
           </button>
         ))}
         {listed.waiting && <div class="waiting" aria-busy="true" />}
+        {listed.waiting && listed.left > 0 && <p class="quiet small looking">{number(listed.left)} steps left to look through</p>}
         {!listed.waiting && !listed.groups.length && !listed.damaged.length && (
           <Empty title="Nothing matches">No prompt {step === null ? "of any step" : "of this step"} is of this kind.</Empty>
         )}
@@ -226,6 +227,9 @@ function Browser({ base, split, step, steps }: { base: string; split: Split; ste
       <div class="group-pane">
         <Problem text={group.error} />
         <Damaged files={group.data?.damaged} />
+        {!place && listed.damaged.length > 0 && (
+          <Empty title="This step cannot be read">Its file is damaged. Other steps are not affected.</Empty>
+        )}
         {group.data?.samples && <GroupView key={path} group={group.data} base={base} split={split} steps={steps} />}
       </div>
     </div>
