@@ -7,21 +7,24 @@ VLLM   := .venv-vllm
 SGLANG := .venv-sglang
 LOGGERS := .venv-loggers
 
-.PHONY: quickstart test test-loggers test-vllm test-slow lint docs board board-images test-browser clean
+# What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-slow lint docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	# torch first and alone: an unconstrained resolve may fetch gigabytes of CUDA libraries.
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# torch first and alone: an unconstrained resolve may fetch gigabytes of CUDA libraries. Compiled is what is imported.
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 # vLLM pins other versions of what the project uses, so it lives in an environment of its own.
 $(VLLM)/.ready: constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-vllm.txt
 	touch $@
 
@@ -47,11 +50,17 @@ $(LOGGERS)/.ready: $(READY)
 quickstart: $(READY)
 	$(BIN)/strop quickstart
 
-test: lint
+test: lint unit
+
+unit: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
+
+# All that one engine can show, and a run; not a second architecture, nor names of arguments.
+test-vllm-core: $(READY) $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name' tests/rollout tests/trainer/test_engines.py
 
 test-loggers: $(LOGGERS)/.ready
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/run

@@ -26,21 +26,6 @@ ROOT = Path(__file__).parents[2]
 GREEDY = Sampling(temperature=0, max_tokens=6)
 
 
-def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_with_its_last_words() -> None:
-    model = engines.model("vllm")
-    engine = engines.build("vllm", model)
-    assert isinstance(engine, VllmEngine)
-    pid = engine._host.pid
-    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-    started = time.monotonic()
-    with pytest.raises(EngineDied, match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command"):
-        engine.generate([Request(PROMPT, n=200) for _ in range(50)], Sampling(max_tokens=120))
-    with pytest.raises(EngineDied, match=f"id {pid}"):
-        engine.generate([Request(PROMPT)], GREEDY)
-    assert time.monotonic() - started < 60
-    engines.forget(model)
-
-
 def test_weights_in_small_buckets_arrive_whole_and_on_the_way() -> None:
     """Requests that are running go on with the new weights, and say which tokens came from which."""
     model = engines.model("vllm")
@@ -83,6 +68,22 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest_name() 
 def test_an_interpreter_without_vllm_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"needs the package 'vllm'.*pip install 'strop\[vllm\]'"):
         build_engine("vllm", tiny.make(), engine_kwargs={"vllm": {"python": sys.executable}})
+
+
+def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_with_its_last_words() -> None:
+    """After those that share its engine."""
+    model = engines.model("vllm")
+    engine = engines.build("vllm", model)
+    assert isinstance(engine, VllmEngine)
+    pid = engine._host.pid
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(EngineDied, match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command"):
+        engine.generate([Request(PROMPT, n=200) for _ in range(50)], Sampling(max_tokens=120))
+    with pytest.raises(EngineDied, match=f"id {pid}"):
+        engine.generate([Request(PROMPT)], GREEDY)
+    assert time.monotonic() - started < 60
+    engines.forget(model)
 
 
 @pytest.mark.slow
