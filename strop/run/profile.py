@@ -19,19 +19,11 @@ from typing import Any
 
 import torch
 
+from strop.run.profiled import ROLES, enabled, is_profiled
+
 log = logging.getLogger(__name__)
 
 STEP = "step"
-ROLES = {
-    "gen": "actor_rollout_ref.rollout",
-    "old_log_prob": "actor_rollout_ref.actor",
-    "update_actor": "actor_rollout_ref.actor",
-    "ref": "actor_rollout_ref.ref",
-    "values": "critic",
-    "update_critic": "critic",
-    "reward": "reward_model",
-}
-"""Whose work a phase is."""
 Stop = Callable[[], None]
 
 
@@ -57,12 +49,10 @@ class Profiling:
         settings = getattr(config, "global_profiler", None)
         if settings is None or not settings.tool or not settings.steps:
             return cls()
-        roles = {name: section for name, section in _role_profilers(config).items() if section.enable}
-        chosen = list(roles.values())
-        wanted = {rank for section in chosen for rank in section.ranks} or {0}
-        if rank not in wanted and not any(section.all_ranks for section in chosen):
+        if not is_profiled(config, rank):
             return cls()
-        tools = [section.tool_config for section in chosen]
+        roles = enabled(config)
+        tools = [section.tool_config for section in roles.values()]
         nsys = settings.global_tool_config.nsys
         discrete = nsys.discrete if settings.tool == "nsys" else any(tool.torch.discrete for tool in tools)
         phases = frozenset(phase for phase, role in ROLES.items() if not roles or role in roles) if discrete else None
@@ -173,16 +163,3 @@ class Profiling:
             log.info("Snapshot of the allocator: open %s at https://pytorch.org/memory_viz.", target)
 
         return stop
-
-
-def _role_profilers(config: Any) -> dict[str, Any]:
-    """The `profiler` section of every role that has one."""
-    found = {}
-    for role in {*ROLES.values(), "actor_rollout_ref", ""}:
-        section: Any = config
-        for part in filter(None, role.split(".")):
-            section = getattr(section, part, None)
-        profiler = getattr(section, "profiler", None)
-        if hasattr(profiler, "tool_config"):
-            found[role] = profiler
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ WARM_UP = 2
 OUTSIDE = ("testing", "save_checkpoint")
 """Phases between steps."""
 PARTS_OF_OTHERS = ("step", "agent_loop")
+ONE_ANSWER = 2
+"""Turns of a prompt and its answer."""
 WORTH_SAYING = 0.03
 """Share of the whole that a lever must be able to save."""
 
@@ -72,22 +75,15 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 def levers(phases: Mapping[str, float], metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[Lever]:
     """What could be saved, by phase. Each estimate is the most that its cause can account for."""
-    return [*_sampling(phases, metrics), *_scoring(phases), *_passes(phases, metrics, config), *_around(phases, config)]
+    return [*_sampling(phases, metrics, config), *_scoring(phases), *_passes(phases, metrics, config), *_around(phases, config)]
 
 
-def _sampling(phases: Mapping[str, float], metrics: Mapping[str, float]) -> list[Lever]:
+def _sampling(phases: Mapping[str, float], metrics: Mapping[str, float], config: Mapping[str, Any]) -> list[Lever]:
     seconds = phases.get("gen", 0.0)
     engine = min(metrics.get("rollout/seconds", seconds), seconds)
     found = []
     if seconds - engine > 0.1 * seconds:
-        found.append(
-            Lever(
-                seconds - engine,
-                "the engine waits during generation (tools, environments, preparing requests)",
-                "make tools faster or give them a shorter time limit; more conversations at once; "
-                "trainer.async_training.enable=true",
-            )
-        )
+        found.append(_around_the_engine(seconds - engine, metrics))
     occupancy = metrics.get("rollout/occupancy")
     if occupancy is not None and occupancy < 0.7:
         longest, usual = metrics.get("response_length/max", 0.0), metrics.get("response_length/mean", 1.0)
@@ -110,11 +106,16 @@ def _sampling(phases: Mapping[str, float], metrics: Mapping[str, float]) -> list
         )
     share = metrics.get("rollout/prefill_share", 0.0)
     if share > 0.3:
+        cached = config.get("actor_rollout_ref", {}).get("rollout", {}).get("enable_prefix_caching")
+        reused = (
+            f", of which {metrics['rollout/prefix_reuse']:.0%} was known already" if "rollout/prefix_reuse" in metrics else ""
+        )
+        turn = "shorter prompts, more samples of each (rollout.n)"
         found.append(
             Lever(
                 share * engine,
-                f"{share:.0%} of sampling goes into prompts",
-                "rollout.enable_prefix_caching=true; shorter prompts",
+                f"{share:.0%} of sampling goes into prompts{reused}",
+                turn if cached else f"rollout.enable_prefix_caching=true; {turn}",
             )
         )
     if engine and not found:
@@ -127,6 +128,21 @@ def _sampling(phases: Mapping[str, float], metrics: Mapping[str, float]) -> list
             )
         )
     return found
+
+
+def _around_the_engine(seconds: float, metrics: Mapping[str, float]) -> Lever:
+    if metrics.get("num_turns/max", math.inf) > ONE_ANSWER:
+        return Lever(
+            seconds,
+            "the engine waits during generation (tools, environments, preparing requests)",
+            "make tools faster or give them a shorter time limit; more conversations at once; "
+            "trainer.async_training.enable=true",
+        )
+    return Lever(
+        seconds,
+        "requests and answers are prepared while the engine waits",
+        "trainer.async_training.enable=true does it while the model is trained; the larger the model, the less it matters",
+    )
 
 
 def _scoring(phases: Mapping[str, float]) -> list[Lever]:

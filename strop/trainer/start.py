@@ -15,7 +15,7 @@ from strop.config.pools import pools
 from strop.errors import CRASHED
 from strop.ranks import Ranks
 from strop.run.heartbeat import beating
-from strop.run.nsys import under_nsys
+from strop.run.nsys import INSIDE, under_nsys
 from strop.run.watchdog import Limits, watched
 from strop.runtime.failure import Loss
 from strop.runtime.local import LAUNCHED, is_rank, joined, run_ranks
@@ -28,9 +28,11 @@ Train = Callable[[Loaded, Ranks, Report | None], None]
 
 def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) -> int:
     """Examine and train. `program` is the module that makes a rank of itself when it is started with the same `arguments`."""
-    if is_rank():
-        return _as_rank(loaded, train)
     command, ray = [sys.executable, "-m", program, *arguments], uses_ray(loaded.config)
+    if is_rank():
+        if ray or LAUNCHED not in os.environ:  # whoever started it was not under nsys
+            under_nsys(command, loaded.config, int(os.environ["RANK"]))
+        return _as_rank(loaded, train)
     if not ray:
         under_nsys(command, loaded.config)
     report = require(loaded)
@@ -90,7 +92,8 @@ def _as_rank(loaded: Loaded, train: Train) -> int:
     section: Any = getattr(config, "actor_rollout_ref", None)
     timeout = 600.0 if section is None else float(section.nccl_timeout)
     directory, rank = Path(config.trainer.default_local_dir).expanduser(), int(os.environ["RANK"])
-    starter = int(os.environ[LAUNCHED]) if LAUNCHED in os.environ else None
+    # A rank that started itself again under nsys is a child of that.
+    starter = os.getppid() if INSIDE in os.environ else int(os.environ[LAUNCHED]) if LAUNCHED in os.environ else None
     with beating(directory, rank, devices) as heart, watched(heart, _limits(config.trainer), starter):
         try:
             with joined(devices, device, timeout=timeout) as ranks:

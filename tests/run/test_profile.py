@@ -107,6 +107,15 @@ def test_nsys_gets_the_options_of_the_worker(tmp_path: Path, monkeypatch: pytest
     assert command is not None and command[:2] == [str(fake), "profile"] and command[-3:] == ["python", "-m", "x"]
     assert {"--capture-range=cudaProfilerApi", "--capture-range-end=repeat-shutdown:2", "--kill=none"} <= set(command)
     assert wrapped(["python"], config("global_profiler.steps=[3]")) is None
+    many = config(
+        *keys, "trainer.nnodes=2", "global_profiler.global_tool_config.nsys.controller_nsight_options={stats: 'true'}"
+    )
+    alone, rank = wrapped(["python"], many), wrapped(["python"], many, rank=0)
+    assert alone is not None and "--stats=true" in alone
+    assert rank is not None and "--stats=true" not in rank and "--capture-range=cudaProfilerApi" in rank
+    assert wrapped(["python"], many, rank=1) is None
+    both = config(*keys, "actor_rollout_ref.actor.profiler.enable=true", "actor_rollout_ref.actor.profiler.all_ranks=true")
+    assert wrapped(["python"], both, rank=1) is not None
     monkeypatch.setenv(INSIDE, "1")
     assert wrapped(["python"], config(*keys)) is None
     assert options({"trace": "nvtx", "sample": None}, 1) == ["--trace=nvtx"]
@@ -123,6 +132,23 @@ def test_the_run_becomes_the_same_command_under_nsys(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     called = (tmp_path / "called").read_text().splitlines()
     assert called[0] == "profile" and called[-len(keys) - 2 :] == ["-m", "strop.trainer.main_ppo", *keys]
+
+
+def test_a_rank_on_a_cluster_starts_itself_again_under_nsys(tmp_path: Path) -> None:
+    fake = tmp_path / "nsys"
+    fake.write_text(f'#!/bin/sh\nprintf "%s\\n" "$STROP_UNDER_NSYS" "$RANK" "$@" > {tmp_path}/called\n')
+    fake.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    keys = [
+        "trainer.runtime=ray",
+        "global_profiler.tool=nsys",
+        "trainer.profile_steps=[1]",
+        f"global_profiler.save_path={tmp_path}",
+    ]
+    done = forked.run("strop.trainer.main_ppo", keys, tmp_path, PATH=path, RANK="0", WORLD_SIZE="2", STROP_LAUNCHED="1")
+    assert done.returncode == 0, done.stderr
+    called = (tmp_path / "called").read_text().splitlines()
+    assert called[:3] == ["1", "0", "profile"] and called[-len(keys) - 2 :] == ["-m", "strop.trainer.main_ppo", *keys]
 
 
 def rows(folder: Path, steps: list[dict[str, float]], settings: dict[str, Any] | None = None) -> Path:
@@ -165,7 +191,16 @@ def test_levers_go_by_the_numbers() -> None:
         {"old_log_prob": 0.6, "update_actor": 1.0}, settings={"algorithm": {"use_kl_in_reward": True}}
     )
     assert "partial_rollout" in first({"gen": 10.0}, {"rollout/seconds": 10.0, "rollout/occupancy": 0.2})
-    assert "tools" in first({"gen": 10.0}, {"rollout/seconds": 3.0})
+    assert (
+        "tools"
+        in first({"gen": 10.0}, {"rollout/seconds": 3.0})
+        == first({"gen": 10.0}, {"rollout/seconds": 3.0, "num_turns/max": 5})
+    )
+    assert "tools" not in first({"gen": 10.0}, {"rollout/seconds": 3.0, "num_turns/max": 2})
+    prompts = {"rollout/seconds": 9.0, "rollout/prefill_share": 0.8}
+    assert "enable_prefix_caching" in first({"gen": 9.0}, prompts)
+    cached = {"actor_rollout_ref": {"rollout": {"enable_prefix_caching": True}}}
+    assert first({"gen": 9.0}, prompts, cached).startswith("shorter prompts")
     assert "enable_gradient_checkpointing=false" in first(
         {"update_actor": 10.0}, settings={"actor_rollout_ref": {"model": {"enable_gradient_checkpointing": True}}}
     )
