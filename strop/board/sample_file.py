@@ -95,11 +95,16 @@ def opened(path: Path) -> Iterator[pq.ParquetFile]:
         raise Damaged(f"{path.name} is damaged: {str(error)[:200]}") from error
 
 
+NO_GROUPS = pa.table({"group": pa.array([], pa.int64())})
+
+
 def groups_of(file: pq.ParquetFile, show: str, sort: str, search: str) -> pa.Table:
     """One row per group, those asked for, in the order asked for."""
+    if not may_have(file, show):
+        return NO_GROUPS
     wanted = _groups_with(file, search) if search else None
     if wanted is not None and not wanted:
-        return pa.table({"group": pa.array([], pa.int64())})
+        return NO_GROUPS
     table = file.read(GROUP_FACTS, use_threads=False)
     table = table.append_column("row", pa.array(range(table.num_rows), pa.int64()))
     if wanted is not None:

@@ -28,7 +28,6 @@ from strop.board.sample_file import (
     TEXTS,
     Damaged,
     groups_of,
-    may_have,
     opened,
     pieces_with,
     read_rows,
@@ -90,13 +89,13 @@ class SampleFolder:
             skip = start[1] if start is not None and step == start[0] else 0
             try:
                 with self._open(split, step) as file:
-                    groups = groups_of(file, query.show, query.sort, query.search) if may_have(file, query.show) else None
-                    shown = [] if groups is None else groups.slice(skip, query.limit - len(found))
-                    found += [] if groups is None else _described(file, shown, step)
+                    groups = groups_of(file, query.show, query.sort, query.search)
+                    shown = groups.slice(skip, query.limit - len(found))
+                    found += _described(file, shown, step)
             except Damaged as error:
                 damaged.append(str(error))
                 continue
-            if groups is None or not groups.num_rows:
+            if not groups.num_rows:
                 without.add(step, identity)
             elif groups.num_rows > skip + shown.num_rows:
                 after = (step, skip + shown.num_rows)
