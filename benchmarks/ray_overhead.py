@@ -98,11 +98,9 @@ def kind_of(command: str) -> str:
         "ray::Agent": "agent",
         "gcs_server": "gcs_server",
         "raylet/raylet": "raylet",
-        "runtime_env/agent": "runtime_env_agent",
-        "dashboard/agent": "dashboard_agent",
         "log_monitor": "log_monitor",
-        "ray::": "idle_workers",
-        "default_worker": "idle_workers",
+        "ray::": "node_agents_and_idle_workers",
+        "default_worker": "node_agents_and_idle_workers",
     }
     return next((name for sign, name in signs.items() if sign in command), "other")
 
@@ -117,9 +115,11 @@ def watch(runs: dict[str, subprocess.Popen[bytes]], folder: Path) -> dict[str, f
         if failed:
             raise RuntimeError((folder / f"{failed[0]}.log").read_text()[-3000:])
         if runs["ray"].poll() is None and len(steps_of(folder, "ray")) >= WARM and len(steps_of(folder, "local")) >= WARM:
-            if before is None:
-                before, began = used_by(runs["ray"].pid), time.monotonic()
-            after, latest = used_by(runs["ray"].pid), time.monotonic()
+            now = used_by(runs["ray"].pid)
+            if "rank" in now:  # else Ray is about to end its processes
+                after, latest = now, time.monotonic()
+                if before is None:
+                    before, began = after, latest
         time.sleep(0.5)
     assert before is not None
     return {name: round((after[name] - before.get(name, 0.0)) / (latest - began), 4) for name in sorted(after)}
