@@ -18,7 +18,7 @@ from strop.board.listing import Listings
 from strop.board.metric_store import MetricStore
 from strop.board.tail import Tail
 from strop.config.arithmetic import plan_ppo, plan_supervised
-from strop.run.heartbeat import FAILED, FINISHED, read_beats
+from strop.run.heartbeat import FINISHED, read_beats
 from strop.run.layout import read_latest, step_folders, step_of
 from strop.run.manifest import NAME as MANIFEST
 from strop.run.manifest import DamagedCheckpoint, read_manifest, verify
@@ -81,7 +81,7 @@ def _headlines(file: MetricFile) -> dict[str, Any]:
 def _state(run: RunFolder, metrics: dict[str, Any], total: int | None) -> dict[str, Any]:
     """finished, failed, running or stopped, and the phase of a run that runs."""
     beats = read_beats(run.path)
-    if any(beat.phase == FAILED for beat in beats):
+    if any(beat.failed for beat in beats):
         return {"state": "failed", "phase": None}
     if beats and all(beat.phase == FINISHED for beat in beats):
         return {"state": "finished", "phase": None}

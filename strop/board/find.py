@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from strop.run.layout import LATEST, step_of
+from strop.run.layout import LATEST, RECORDED, step_of
 from strop.run.samples import FOLDER
 
 METRICS, CONFIG, ALERTS = "metrics.jsonl", "metrics.config.json", "alerts.jsonl"
@@ -84,7 +84,7 @@ def is_run(folders: list[str], files: list[str]) -> bool:
 
 
 def _never_a_run(name: str) -> bool:
-    return name.startswith(".") or name.partition(".")[0] == FOLDER or step_of(Path(name)) is not None
+    return name == RECORDED or name.startswith(".") or name.partition(".")[0] == FOLDER or step_of(Path(name)) is not None
 
 
 def _id(name: str) -> str:

@@ -13,9 +13,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from strop.run.health import ALERTS, recorded
 from strop.run.heartbeat import Beat, read_beats, stacks_of, workers_of
@@ -24,7 +26,9 @@ PATIENCE = 3.0
 """Seconds to wait for stacks; they are written by the signal handler, even when Python itself is stuck."""
 SHOWN_FRAMES = 8
 FRESH = 120.0
-"""Seconds in one phase that nobody need worry about."""
+"""Seconds in one phase that nobody need worry about, where it is not known how long it usually takes."""
+SHORT, LONG = 15.0, 10.0
+"""Where it is: so many seconds, or so many times as long as usual."""
 QUEUES = ("queue", "in_flight", "occupancy", "preemptions", "cache_use", "pending")
 """Parts of the names of metrics that say how much is waiting."""
 
@@ -52,6 +56,12 @@ class Diagnosis:
     """Since that step was logged."""
     waiting: dict[str, float] = field(default_factory=dict)
     alerts: int = 0
+    usual: dict[str, float] = field(default_factory=dict)
+    """Seconds that phases take, by name."""
+
+    def stands_still(self, patient: Patient) -> bool:
+        usual = self.usual.get(patient.beat.phase)
+        return patient.seconds > (FRESH if usual is None else max(SHORT, LONG * usual))
 
     @property
     def behind(self) -> Patient | None:
@@ -79,7 +89,17 @@ def examine(run: Path, patience: float = PATIENCE) -> Diagnosis:
         last_seconds=time.time() - path.stat().st_mtime if last is not None else None,
         waiting=waiting,
         alerts=len(alerts.read_text().splitlines()) if alerts.exists() else 0,
+        usual=_usual([metrics for metrics, _ in rows]),
     )
+
+
+def _usual(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How long phases take, each by the middle one of its times."""
+    times: dict[str, list[float]] = {}
+    for name, value in (pair for row in rows for pair in row.items()):
+        if name.startswith("timing_s/") and isinstance(value, int | float):
+            times.setdefault(name.removeprefix("timing_s/"), []).append(float(value))
+    return {phase: median(found) for phase, found in times.items()}
 
 
 def _is_queue(name: str) -> bool:
@@ -187,19 +207,26 @@ def conclusion(found: Diagnosis) -> str:
     if gone:
         who = ", ".join(str(patient.beat.rank) for patient in gone)
         return f"The process of rank {who} is gone without a word (killed, or out of memory); the same command resumes the run."
+    failed = [patient.beat for patient in found.patients if patient.beat.failed]
+    if failed:
+        written = stacks_of(found.run, failed[0].rank)
+        stacks = f" Its last stacks are in {written}." if written.exists() and written.stat().st_size else ""
+        return "The run failed: " + ", ".join(map(str, failed)) + f".{stacks}"
     if all(patient.state == "over" for patient in found.patients):
         return "The run is over: " + ", ".join(sorted({patient.beat.phase for patient in found.patients})) + "."
     behind = found.behind
     assert behind is not None
-    if behind.seconds < FRESH:
+    if not found.stands_still(behind):
         return "It moves: nothing has stood still for long."
     peers = [patient for patient in found.patients if patient is not behind and patient.beat.step >= behind.beat.step]
     others = {patient.beat.phase for patient in peers}
     waits = f" The others wait in {', '.join(sorted(others))}." if others - {behind.beat.phase} else ""
+    usual = found.usual.get(behind.beat.phase)
+    than = "" if usual is None else f", which usually takes {usual:.2g} s"
     where = "" if behind.state != "elsewhere" else f" Run this command on {behind.beat.host} for its stacks."
     return (
         f"Rank {behind.beat.rank} has been in {behind.beat.phase!r} of step {behind.beat.step} for "
-        f"{duration(behind.seconds)}; its stack says where.{waits}{where}"
+        f"{duration(behind.seconds)}{than}; its stack says where.{waits}{where}"
     )
 
 
@@ -223,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def well(found: Diagnosis) -> bool:
-    """Whether nobody is gone, and everybody moves or is done."""
-    if any(patient.state == "gone" for patient in found.patients):
+    """Whether nobody is gone or has failed, and everybody moves or is done."""
+    if any(patient.state == "gone" or patient.beat.failed for patient in found.patients):
         return False
-    return found.behind is None or found.behind.seconds < FRESH
+    return found.behind is None or not found.stands_still(found.behind)

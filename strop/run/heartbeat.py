@@ -40,10 +40,15 @@ class Beat:
 
     @property
     def over(self) -> bool:
-        return self.phase == FINISHED or self.phase.startswith(FAILED)
+        return self.phase == FINISHED or self.failed
+
+    @property
+    def failed(self) -> bool:
+        return self.phase.startswith(FAILED)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host}, process {self.pid}) in phase {self.phase!r} of step {self.step}"
+        phase = self.phase.removeprefix(FAILED)
+        return f"rank {self.rank} (host {self.host}, process {self.pid}) in phase {phase!r} of step {self.step}"
 
 
 def workers_of(directory: Path) -> Path:

@@ -27,6 +27,8 @@ from strop.run.manifest import DamagedCheckpoint, Manifest, read_manifest
 log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
+RECORDED = "recorded"
+"""Folder of a run with the steps that were stored whole; each has a checkpoint of its own."""
 _STEP = re.compile(r"global_step_(\d+)")
 _SAVING, _REPLACED, _REMOVING = ".saving_", ".replaced_", ".removing_"
 

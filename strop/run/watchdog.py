@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from strop.run.health import tell_stall
-from strop.run.heartbeat import Beat, Heartbeat, stacks_of
+from strop.run.heartbeat import FAILED, Beat, Heartbeat, stacks_of
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ def _watch(heart: Heartbeat, limits: Limits, starter: int | None, stacks: TextIO
             faulthandler.dump_traceback_later(max(limits.timeout - still, 0) + SPARE, exit=True, file=stacks)
         if limits.timeout and still > limits.timeout:
             _write_stacks(beat, still, stacks)
+            heart.beat(beat.step, f"{FAILED}{beat.phase}")
             _say_and_end(beat, limits.timeout, stacks.name)
         if limits.warning and still > limits.warning and beat is not told:
             told = beat

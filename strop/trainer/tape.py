@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from strop.backends.base import Backend
+from strop.run.layout import RECORDED
 from strop.run.tree import split
 from strop.types import Batch, Prompt, Trajectory, Turn, pad_columns
 
@@ -43,11 +44,11 @@ UNLIKE = ("reward/seconds",)
 
 
 def folder_of(run: Path, step: int) -> Path:
-    return run / "recorded" / f"step_{step}"
+    return run / RECORDED / f"step_{step}"
 
 
 def recorded_steps(run: Path) -> list[int]:
-    names = (path.name.removeprefix("step_") for path in (run / "recorded").glob("step_*"))
+    names = (path.name.removeprefix("step_") for path in (run / RECORDED).glob("step_*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from strop.board.serve import checked_token, main
+from strop.run.heartbeat import Heartbeat
 from tests.board.scene import CONFIG, answer, line, metrics, serving, write_run, write_step
 
 TOKEN = "correct-horse-battery-staple"
@@ -260,3 +261,18 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
         assert len({run["id"] for run in found.values()}) == 4
         for run in found.values():
             assert ask(url, f"/api/runs/{quote(run['id'])}/config")[0] == 200
+
+
+def test_how_a_run_stands_by_what_its_workers_last_said(tmp_path: Path) -> None:
+    for name, phases in {"well": ["gen", "reward"], "over": ["finished"] * 2, "bad": ["finished", "failed in gen"]}.items():
+        write_run(tmp_path / name, steps=3)
+        for rank, phase in enumerate(phases):
+            (tmp_path / name / "workers").mkdir(exist_ok=True)
+            Heartbeat(tmp_path / name, rank, 2).beat(3, phase)
+    (tmp_path / "well" / "recorded" / "step_2" / "global_step_1").mkdir(parents=True)
+    with serving(tmp_path) as url:
+        assert {name: (run["state"], run["phase"]) for name, run in runs(url).items()} == {
+            "well": ("running", "gen"),
+            "over": ("finished", None),
+            "bad": ("failed", None),
+        }

@@ -118,6 +118,25 @@ def test_runs_elsewhere_over_and_never_started(tmp_path: Path) -> None:
     (workers_of(tmp_path) / "rank_1.json").write_text("torn")
     assert [beat.rank for beat in read_beats(tmp_path)] == [0]
     assert main([str(tmp_path)]) == 0 and "The run is over: finished." in render(examine(tmp_path))
+    (workers_of(tmp_path) / "rank_1.json").write_text(json.dumps({**base, "rank": 1, "host": "far", "phase": "failed in gen"}))
+    told = "The run failed: rank 1 (host far, process 1) in phase 'gen' of step 4."
+    assert main([str(tmp_path)]) == 1 and render(examine(tmp_path)).endswith(told + "\n")
+    (workers_of(tmp_path) / "rank_1.stacks").write_text("Thread 0x01")
+    assert conclusion(examine(tmp_path)).endswith("Its last stacks are in " + str(workers_of(tmp_path) / "rank_1.stacks") + ".")
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds", "still"), [("reward", 30, True), ("gen", 600, False), ("gen", 4000, True), ("save", 90, False)]
+)
+def test_what_is_long_goes_by_what_is_usual(tmp_path: Path, phase: str, seconds: float, still: bool) -> None:
+    lines = [{"step": step, "data": {"timing_s/reward": 0.02, "timing_s/gen": 300.0 + step}} for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    beat = {"rank": 0, "world": 1, "host": "far", "pid": 1, "step": 4, "phase": phase, "since": time.time() - seconds}
+    workers_of(tmp_path).mkdir()
+    (workers_of(tmp_path) / "rank_0.json").write_text(json.dumps(beat))
+    told = conclusion(examine(tmp_path))
+    assert told.startswith(f"Rank 0 has been in '{phase}'" if still else "It moves"), told
+    assert ("usually takes 0.02 s" in told) == (phase == "reward")
 
 
 def test_the_main_thread_is_found() -> None:
