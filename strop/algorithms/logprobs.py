@@ -140,6 +140,7 @@ class _FromHidden(torch.autograd.Function):
         numbers = _Rows(hidden, want_entropy)
         logits, kernels = None, _kernels(hidden)
         for at in _chunks(len(hidden), chunk):
+            del logits  # or two chunks would exist while the next is made
             logits = head_logits(hidden[at], weight, bias)
             if kernels is not None:
                 numbers.take(at, kernels.statistics(logits, labels[at], temperature=temperature, want_entropy=want_entropy))
@@ -180,10 +181,12 @@ class _FromHidden(torch.autograd.Function):
                     if grad_bias is not None:
                         grad_bias += slope.sum(0)
                     narrow[part] = slope
+            del logits
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
             if grad_weight is not None:
-                grad_weight += narrow.T @ hidden[at]
+                _add_product(grad_weight, narrow.T, hidden[at])
+            del narrow
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None
 
 
@@ -293,6 +296,14 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
             logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
             return logits if bias is None else logits.add_(bias)
         return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. 16-bit numbers on a GPU are added by the product itself, which sums in float32 anyway."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

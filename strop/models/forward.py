@@ -29,8 +29,8 @@ LANGUAGE = ("log_probs", "entropy", "observed_entropy", "sum_pi_squared")
 """Outputs of a language model."""
 SCALAR = ("values", "scores")
 """Outputs of a value or reward model."""
-_LOGITS = 2**26
-"""Logits that exist at a time."""
+_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""Logits that exist at a time. Each chunk adds to the gradient of the whole head, for which a GPU wants many rows."""
 
 
 def response_outputs(
@@ -51,7 +51,8 @@ def response_outputs(
     sum_pi_squared (no gradient) of a language model, at `temperature`; values of a value model; scores of a reward model, [B]
     and alone; auxiliary, the scalar load-balancing loss of a mixture of experts. `attention` names the
     function of the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of logits
-    exist at a time (None: 256 MiB of them). With `slicing` the ranks of a group share the row, and each is given all answers.
+    exist at a time (None: 256 MiB of them on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a group share the row, and
+    each is given all answers.
     """
     strange = sorted(set(want) - {*LANGUAGE, *SCALAR, "auxiliary"})
     if strange or not set(want) - {"auxiliary"}:
@@ -211,7 +212,7 @@ class _LanguageAnswer(Answer):
             raise ValueError(f"{type(model).__name__} has no language-model head; log-probs need a causal language model.")
         self.names, self.states, self.labels = names, states, labels
         self.temperature = temperature
-        self.chunk = chunk or max(1, _LOGITS // len(self.head.weight))
+        self.chunk = chunk or max(1, _LOGITS.get(states.device.type, 2**26) // len(self.head.weight))
         if not head_is_plain(model):
             self.model, self.after = model, self._from_own_logits
             self.picked = states.new_empty(0)

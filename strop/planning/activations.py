@@ -1,7 +1,7 @@
 """What a pass over a model keeps for its backward pass, and what it needs for a moment. Bytes on one rank.
 
-The terms follow the operations of the models as transformers writes them (each keeps its inputs) and of `models/forward.py`.
-A test compares them with what torch really keeps.
+The terms follow the operations of the models as transformers writes them (each keeps its inputs) and of `models/forward.py`,
+or with `kernels` those of `models/kernels.py`. A test compares them with what torch really keeps.
 """
 
 from __future__ import annotations
@@ -35,46 +35,52 @@ class Tokens:
     """Response tokens, whose states reach the head."""
 
 
-def norm_kept(size: int, numbers: Numbers) -> int:
-    """Per token: the input in float32, the normalised input in its own dtype."""
-    return size * (FLOAT32 + numbers.residual) + FLOAT32
+def norm_kept(size: int, numbers: Numbers, *, kernels: bool = False) -> int:
+    """Per token: the input in float32, the normalised input in its own dtype. A kernel keeps the input as it came."""
+    return size * numbers.residual + (0 if kernels else FLOAT32 * (size + 1))
 
 
-def layer_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1) -> int:
+def layer_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False) -> int:
     """Bytes per token that one layer keeps. `tensor` ranks share heads and inner sizes."""
     c = numbers.compute
     queries, keys = shape.queries // tensor, shape.keys // tensor
-    norms = shape.norms * norm_kept(shape.hidden, numbers) + 2 * c * shape.hidden
+    norms = shape.norms * norm_kept(shape.hidden, numbers, kernels=kernels) + 2 * c * shape.hidden
     attention = c * (2 * queries + 2 * keys) + FLOAT32 * shape.heads // tensor
     if shape.head_norms:
-        attention += (queries + keys) * (FLOAT32 + c) + FLOAT32 * (shape.heads + shape.key_heads) // tensor
-    return norms + attention + mlp_kept(shape, numbers, sparse=sparse, tensor=tensor)
+        attention += (queries + keys) * c
+        attention += 0 if kernels else FLOAT32 * (queries + keys + (shape.heads + shape.key_heads) // tensor)
+    return norms + attention + mlp_kept(shape, numbers, sparse=sparse, tensor=tensor, kernels=kernels)
 
 
-def mlp_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1) -> int:
-    """Gate, its activation, the other half and their product; of a mixture, for every expert a token visits."""
+def mlp_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False) -> int:
+    """Gate, its activation, which a kernel does not keep, the other half and their product; of a mixture, for every expert a
+    token visits."""
     c = numbers.compute
     if not sparse:
-        return 4 * c * shape.width // tensor
+        return (3 if kernels else 4) * c * shape.width // tensor
     assert shape.experts is not None
     one = 4 * c * shape.experts.width // tensor + 2 * c * shape.hidden
     router = 2 * FLOAT32 * shape.experts.count
     return shape.experts.chosen * one + router + 4 * c * shape.experts.shared_width // tensor
 
 
-def layers_kept(shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1) -> int:
+def layers_kept(
+    shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1, kernels: bool = False
+) -> int:
     """All layers. Checkpointed, a layer keeps what enters it and nothing else."""
     if checkpointed:
         return tokens * shape.layers * numbers.residual * shape.hidden
     sparse = shape.sparse_layers
-    layers = (shape.layers - sparse) * layer_kept(shape, numbers, tensor=tensor)
-    return tokens * (layers + (sparse * layer_kept(shape, numbers, sparse=True, tensor=tensor) if sparse else 0))
+    layers = (shape.layers - sparse) * layer_kept(shape, numbers, tensor=tensor, kernels=kernels)
+    if sparse:
+        layers += sparse * layer_kept(shape, numbers, sparse=True, tensor=tensor, kernels=kernels)
+    return tokens * layers
 
 
-def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers) -> int:
+def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers, *, kernels: bool = False) -> int:
     """Behind the layers: the last norm, the states that the head was given, a few numbers per response token for the loss."""
     width = FLOAT32 if shape.scalar else numbers.compute
-    return tokens.all * norm_kept(shape.hidden, numbers) + tokens.answered * (width * shape.hidden + LOSS_BYTES)
+    return tokens.all * norm_kept(shape.hidden, numbers, kernels=kernels) + tokens.answered * (width * shape.hidden + LOSS_BYTES)
 
 
 def layer_backward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:
@@ -98,36 +104,26 @@ def logits_at_a_time(shape: Shape, answered: int) -> int:
     return rows * shape.vocabulary * FLOAT32
 
 
-def _chunks_before(shape: Shape, answered: int) -> bool:
-    """Whether the logits of another chunk are still there when those of the last are made."""
-    return answered > LOGITS // shape.vocabulary
-
-
 def head_forward(
     shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, tempered: bool, kernels: bool = False
 ) -> int:
-    """Logits of a chunk, and of the one before. Without kernels a shifted copy, its powers where entropy is wanted, and a
-    scaled copy at temperatures but 1."""
+    """Logits of a chunk. Without kernels a shifted copy, its powers where entropy is wanted, and a scaled copy at temperatures
+    but 1."""
     states = tokens.all * numbers.residual * shape.hidden + tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states
-    copies = 1 + _chunks_before(shape, tokens.answered) if kernels else 2 + entropy + tempered
+    copies = 1 if kernels else 2 + entropy + tempered
     return states + logits_at_a_time(shape, tokens.answered) * copies
 
 
 def head_backward(
     shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool, kernels: bool = False
 ) -> int:
-    """Logits and 16-bit slopes, of this chunk and of the one before; without kernels float32 slopes too. The gradient of the
-    head in float32 and the piece that is added to it; the gradient of the states. `entropy`: the loss uses it, so it has a
-    slope."""
+    """Logits and 16-bit slopes of a chunk; without kernels float32 slopes too. The gradient of the head in float32; the
+    gradient of the states. `entropy`: the loss uses it, so it has a slope."""
     states = tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states * 2
-    chunk, before = logits_at_a_time(shape, tokens.answered), _chunks_before(shape, tokens.answered)
-    narrow = chunk * numbers.compute // FLOAT32
-    wide = 0 if kernels else 1
-    slopes = (1 + before + wide * (1 + entropy)) * chunk + (1 + before) * narrow
-    gradient = shape.embedding * trained
-    adding = (1 + wide) * chunk + narrow + numbers.compute * gradient
-    return states + max(slopes, adding) + FLOAT32 * gradient
+    chunk = logits_at_a_time(shape, tokens.answered)
+    slopes = chunk + chunk * numbers.compute // FLOAT32 + (0 if kernels else (1 + entropy) * chunk)
+    return states + slopes + FLOAT32 * shape.embedding * trained

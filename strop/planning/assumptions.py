@@ -20,8 +20,8 @@ FRAGMENTATION = 1.1
 """What torch reserves over what passes need at their peak, because freed blocks do not fit what comes next."""
 SAFE = 0.97
 """Share of a device's memory that a plan may use; a plan above it is called tight, one above 1 hopeless."""
-LOGITS = 2**26
-"""Logits that exist at a time (models/forward.py), each in float32."""
+LOGITS = 2**28
+"""Logits that exist at a time on a GPU (models/forward.py), each in float32."""
 ENGINE_SAFE = 0.9
 """Share of the free memory that the native engine dares to take for its cache (rollout/native/memory.py)."""
 HOST_SHARE = 4

@@ -64,7 +64,7 @@ class TrainedModel:
     checkpointed: bool = True
     lora_rank: int = 0
     kernels: bool = False
-    """The head's passes over logits are kernels: on a GPU with Triton."""
+    """Norms, gates and the head's passes over logits are kernels: on a GPU with Triton."""
     moments: int = 2
     """Numbers that the optimizer remembers of each weight: 2 for Adam."""
 
@@ -167,16 +167,17 @@ class TrainedModel:
 
     def moments_of_update(self, tokens: Tokens, *, accumulated: bool, entropy: bool) -> dict[str, Parts]:
         shape, numbers, tensor = self.shape, self.numbers, self.placement.tensor
-        kept = layers_kept(shape, tokens.all, numbers, checkpointed=self.checkpointed, tensor=tensor)
+        kernels = self.kernels
+        kept = layers_kept(shape, tokens.all, numbers, checkpointed=self.checkpointed, tensor=tensor, kernels=kernels)
         running = layer_backward(shape, tokens.all, numbers, tensor=tensor)
         if self.checkpointed:  # one layer in full; what enters it is kept already
-            again = layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor)
+            again = layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor, kernels=kernels)
             running += tokens.all * (again - numbers.residual * shape.hidden)
         whole = not self.lora_rank
-        head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole, kernels=self.kernels)
+        head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole, kernels=kernels)
         before = self.gradients if accumulated else 0
         return {
-            "head": self._parts(before, 0, kept + end_kept(shape, tokens, numbers) + head),
+            "head": self._parts(before, 0, kept + end_kept(shape, tokens, numbers, kernels=kernels) + head),
             "last layer": self._parts(before, self._held(outputs=True), kept + running),
             "first layer": self._parts(max(before, self._of_layers), self._held(outputs=True), kept // shape.layers + running),
             "embedding": self._parts(self.gradients, self._held(outputs=False), 0),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.planning.activations import Tokens
+from strop.planning.activations import Numbers, Tokens
 from strop.planning.assumptions import CONTEXT, GIB, SLACK, WORKSPACE
 from strop.planning.forecast import taken
 from strop.planning.known import shape_of
@@ -22,10 +22,12 @@ ROW, ROW_PROMPT = 1024, 256
 
 def foretold(line: dict) -> tuple[float, float]:
     """GiB that torch hands out at the peak, and GiB that the device loses, as the planner says."""
-    assert line["variant"] in ("checkpointed", "plain")
     shape = shape_of(f"qwen2.5-{line['shape']}")
-    model = TrainedModel(shape, checkpointed=line["variant"] == "checkpointed")
-    sampler = Sampler(shape, 1024, 128, 256, samples=4, batch_tokens=8192)
+    variant = line["variant"]
+    numbers = Numbers(master=2 if variant == "bf16" else 4)
+    rank = 32 if variant == "lora" else 0
+    model = TrainedModel(shape, numbers, checkpointed=variant != "plain", lora_rank=rank, kernels=True)
+    sampler = Sampler(shape, 1024, 128, 256, samples=4, numbers=numbers)
     # The optimizer remembers nothing before the first update.
     stepped = not line["phase"].startswith("rollout") and not (line["phase"] == "log_prob" and line["tokens"] == 8192)
     rest = model.weights + model.optimizer * stepped + WORKSPACE
