@@ -184,13 +184,15 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 @triton.jit
-def _gate(gate, up, out, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+def _gate(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(gate + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_row + at, mask=inside, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
     silu = (x / (1 + tl.exp(-x))).to(kind).to(tl.float32)
-    tl.store(out + at, (silu * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)).to(kind), mask=inside)
+    tl.store(out + row * width + at, (silu * factor).to(kind), mask=inside)
 
 
 @triton.jit
@@ -210,16 +212,17 @@ def _gate_back(grad, gate, up, grad_gate, grad_up, total, BLOCK: tl.constexpr):
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        _gate[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=4)
+        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        gates, ups = _rows(gate), _rows(up)
+        rows, width = gates.shape
+        _gate[(rows, triton.cdiv(width, 1024))](gates, ups, out, width, gates.stride(0), ups.stride(0), BLOCK=1024, num_warps=4)
         ctx.save_for_backward(gate, up)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up = ctx.saved_tensors
+        gate, up = (part.contiguous() for part in ctx.saved_tensors)
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         _gate_back[(triton.cdiv(gate.numel(), 2048),)](
             grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel(), BLOCK=2048, num_warps=4

@@ -60,6 +60,7 @@ def seated() -> Rows:
     found, index = Rows(DEVICE), torch.arange(64, device=DEVICE)
     found.resize(64, 20, 0, 3)
     found.fields["length"][:] = index % 15 + 1
+    found.fields["given"][:] = (index % 5 == 2) * 11
     found.fields["limit"][:] = 12 + index % 8
     found.fields["state"][:] = (index % 7 == 3).long()
     found.fields["stream"][:] = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(3)).to(DEVICE)

@@ -69,7 +69,7 @@ def test_greedy_samples_of_a_prompt_are_computed_once() -> None:
 
 def test_families_part_exactly_where_tokens_differ() -> None:
     families = twins.Families()
-    numbers = torch.tensor(families.of_samples([Sample(0, 0, [1], 9), Sample(0, 1, [1], 9), Sample(1, 0, [1], 9)]))
+    numbers = torch.tensor(families.of_samples([Sample(0, 0, [1], 9), Sample(0, 1, [1], 9), Sample(1, 0, [1], 9)], [False] * 3))
     assert numbers[0] == numbers[1] != numbers[2]
     agreed = families.parted(numbers, torch.tensor([7, 7, 7]))
     assert agreed[0] == agreed[1] != agreed[2]
@@ -77,5 +77,5 @@ def test_families_part_exactly_where_tokens_differ() -> None:
     assert found is not None and found.first.tolist() == [0, 2] and found.which.tolist() == [0, 0, 1]
     parted = families.parted(agreed, torch.tensor([7, 8, 7]))
     assert len(set(parted.tolist())) == 3 and families.twins(parted) is None
-    late = families.of_samples([Sample(0, 2, [1], 9), Sample(0, 3, [1], 9, tokens=[7])])
+    late = families.of_samples([Sample(0, 2, [1], 9), Sample(0, 3, [1], 9, tokens=[7])], [False] * 2)
     assert not set(late) & set(parted.tolist()) and len(set(late)) == 2

@@ -21,6 +21,8 @@ _NOT_NUMBERS = "the model's logits are not numbers (NaN or infinity)"
 _STEPS_BETWEEN_LOOKS = {"cpu": 1, "cuda": 16}
 _GATHER = {"cpu": 0.0, "cuda": 1 / 8}
 """A pass over prompts costs a GPU the host time of several decode steps, however few they are; a CPU computes what there is."""
+_FEED = {"cpu": 0, "cuda": 64}
+"""For the same reason the few tokens of a conversation's next turn ride along with decode steps."""
 _SMALLEST_PREFILL = 64
 
 Give = Callable[[Sample, Completion], None]
@@ -33,7 +35,8 @@ class Batch:
         self.runner, self.version = runner, 0
         self.after_step: Callable[[int], None] = lambda rows: None
         """Told how many rows each decode step had."""
-        self.scheduler = Scheduler(max_rows=max_rows, budget=0, gather=_GATHER.get(runner.device.type, 0.0))
+        kind = runner.device.type
+        self.scheduler = Scheduler(max_rows=max_rows, budget=0, gather=_GATHER.get(kind, 0.0), feed=_FEED.get(kind, 0))
         self._keep, self._give, self._meter = keep, give, meter
         self._filled = 0
         """Rows whose tokens are on the device."""

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from strop.rollout.native.accelerated import kernels
+
 Index = Tensor | slice
 
 
@@ -67,9 +69,13 @@ class Cache:
         if not sources:
             return
         source, target = (torch.tensor(list(rows), device=self.device) for rows in (sources, targets))
+        fast, aside = kernels(self.device.type), not set(sources).isdisjoint(targets)
         for held in (self.keys, self.values):
             for rows in held.values():
-                rows[target, :, :length] = rows[source, :, :length]
+                if fast is not None:
+                    fast.copy_rows(rows, source, target, length, aside=aside)
+                else:
+                    rows[target, :, :length] = rows[source, :, :length]
 
     def clear(self, rows: Sequence[int]) -> None:
         for held in (self.keys, self.values):

@@ -1,4 +1,5 @@
-"""What a module wears while the engine has it on loan: rollout attention, evaluation mode, and on a GPU a wide head.
+"""What a module wears while the engine has it on loan: rollout attention, evaluation mode, and on a GPU a wide head and
+joined products.
 
 The output head gives float32 logits, because bf16 has steps of 1/8 at the usual size of a logit. Small parts run as kernels
 here as in training (models/parts.py), which is not taken off again.
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from strop.models.parts import quicken
 from strop.rollout.native.attention import NAME
+from strop.rollout.native.joined import Joined, joined_forwards
 
 
 @contextmanager
@@ -38,18 +40,24 @@ def on_loan(model: Any, changes: Changes | None = None) -> Iterator[None]:
 
 
 class Changes:
-    """What a model wears besides: a head that gives float32 logits. Found once; put on and taken off for each loan."""
+    """What a model wears besides: see above. Found once; put on and taken off for each loan."""
 
     def __init__(self, model: nn.Module) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self._joined: list[Joined] = []
         if next(model.parameters()).device.type != "cuda":
             return
         quicken(model)
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if type(head) is nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16):
             self._forwards.append((head, _wide_head(head)))
+        for part, forward, product in joined_forwards(model):
+            self._forwards.append((part, forward))
+            self._joined.append(product)
 
     def put_on(self) -> None:
+        for product in self._joined:
+            product.lay_out()
         for part, forward in self._forwards:
             part.forward = forward
 

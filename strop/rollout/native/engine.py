@@ -67,6 +67,8 @@ class NativeEngine:
         self._batch: Batch | None = None
         self._tickets: dict[int, Ticket] = {}
         self._arrivals = 0
+        self._settings: tuple[Sampling, Sampling] | None = None
+        """The newest settings, as they were given and as samples have them: most requests of a batch come with the same."""
         self._abort_below = 0
         self._unwanted: set[int] = set()
         """Numbers of tickets that are to end at the next step."""
@@ -188,7 +190,9 @@ class NativeEngine:
                 return ticket
             self._tickets[number] = ticket
             seed = stream(self.seed, number) if request.seed is None else request.seed
-            settings = replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
+            if self._settings is None or self._settings[0] is not sampling:
+                self._settings = sampling, replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
+            settings = self._settings[1]
             prompt = list(request.ids)
             for index in range(ticket.count):
                 name = stream(seed, request.first + index)

@@ -174,6 +174,43 @@ def _splits(programs: int, capacity: int, window: int | None, device: torch.devi
     return splits
 
 
+# --- moving rows ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _copy(
+    source, target, sources, targets, source_row, source_head, target_row, target_head, count,
+    GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    from_row, to_row = pair, pair
+    if GATHER:
+        from_row = tl.load(sources + pair)
+    if SCATTER:
+        to_row = tl.load(targets + pair)
+    numbers = tl.load(source + from_row * source_row + head * source_head + at, mask=inside)
+    tl.store(target + to_row * target_row + head * target_head + at, numbers, mask=inside)
+
+
+def copy_rows(cache: Tensor, sources: Tensor, targets: Tensor, length: int, *, aside: bool) -> None:
+    """The first `length` positions of some rows of `cache` [rows, heads, capacity, D] to others, all at once. `aside`: some
+    targets are sources too, so all are put aside first."""
+    _, heads, _, size = cache.shape
+    count = length * size
+    grid = (len(sources), heads, triton.cdiv(count, 4096))
+    row, head = cache.stride(0), cache.stride(1)
+    if not aside:
+        _copy[grid](cache, cache, sources, targets, row, head, row, head, count, GATHER=True, SCATTER=True, BLOCK=4096)
+        return
+    held = cache.new_empty(len(sources), heads, length, size)
+    between = held.stride(0), held.stride(1)
+    _copy[grid](cache, held, sources, targets, row, head, *between, count, GATHER=True, SCATTER=False, BLOCK=4096)
+    _copy[grid](held, cache, sources, targets, *between, row, head, count, GATHER=False, SCATTER=True, BLOCK=4096)
+
+
 # --- the draw of a token ---------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +245,8 @@ def _uniform(stream, position):
 
 @triton.jit
 def _draw(
-    logits, rows, temperatures, tops, totals, places, tokens, log_probs, stops, lengths, limits, states, streams, greedys,
-    vocabulary, stride, blocks, width, stop_count,
+    logits, rows, temperatures, tops, totals, places, tokens, log_probs, stops, lengths, givens, limits, states, streams,
+    greedys, vocabulary, stride, blocks, width, stop_count,
     TEMPERATURE: tl.constexpr, GREEDY: tl.constexpr, ALL_GREEDY: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
@@ -249,14 +286,16 @@ def _draw(
     token = tl.where(valid, token, 0)
     z_token = tl.load(logits + at * stride + token).to(tl.float32) / temperature
     log_prob = z_token - highest - tl.log(mass).to(tl.float32)
-    tl.store(tokens + row * width + length, token)
-    tl.store(log_probs + row * width + length, log_prob)
+    given = length < tl.load(givens + row)
+    tl.store(tokens + row * width + length, token, mask=given == 0)
+    tl.store(log_probs + row * width + length, log_prob, mask=given == 0)
     stop = tl.arange(0, STOPS)
     ends = tl.load(stops + row * stop_count + stop, mask=stop < stop_count, other=-1)
     stopped = tl.sum((ends == token).to(tl.int32), 0) > 0
     state = tl.load(states + row)
     after = tl.where(length + 1 >= tl.load(limits + row), _LENGTH, _RUNNING)
     after = tl.where(stopped, _STOP, after)
+    after = tl.where(given, _RUNNING, after)
     after = tl.where(valid, after, _ERROR)
     running = state == _RUNNING
     tl.store(states + row, tl.where(running, after.to(tl.int64), state))
@@ -278,8 +317,8 @@ def draw(logits: Tensor, rows: Tensor, fields: dict[str, Tensor], *, temperature
     )  # fmt: skip
     f = fields
     _draw[(count,)](
-        logits, rows, f["temperature"], tops, totals, places, f["tokens"], f["log_probs"], f["stops"], f["length"], f["limit"],
-        f["state"], f["stream"], f["greedy"], vocabulary, stride, blocks, f["tokens"].shape[1], f["stops"].shape[1],
+        logits, rows, f["temperature"], tops, totals, places, f["tokens"], f["log_probs"], f["stops"], f["length"], f["given"],
+        f["limit"], f["state"], f["stream"], f["greedy"], vocabulary, stride, blocks, f["tokens"].shape[1], f["stops"].shape[1],
         TEMPERATURE=temperature, GREEDY=greedy, ALL_GREEDY=all_greedy,
         BLOCK=_DRAW_BLOCK, BLOCKS=triton.next_power_of_2(blocks), STOPS=triton.next_power_of_2(f["stops"].shape[1]),
         num_warps=4,

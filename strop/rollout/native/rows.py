@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strop.rollout.base import Sampling
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, uniforms
-from strop.rollout.native.scheduler import Sample
+from strop.rollout.native.scheduler import Admission, Sample
 from strop.rollout.native.twins import Families, Twins
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
@@ -43,6 +44,7 @@ class Rows:
             "log_probs": ((rows, capacity + 1), real, 0),
             "stops": ((rows, stops), whole, -1),
             "length": ((rows,), whole, 1),
+            "given": ((rows,), whole, 0),
             "limit": ((rows,), whole, 1),
             "state": ((rows,), whole, LENGTH),
             "stream": ((rows,), whole, 0),
@@ -67,16 +69,19 @@ class Rows:
     def stops(self) -> int:
         return self.fields["stops"].shape[1]
 
-    def fill(self, rows: Sequence[int], samples: Sequence[Sample], streams: Sequence[int]) -> None:
-        """Seat samples; their tokens so far are written, the next one is theirs to sample."""
-        index = torch.tensor(list(rows), device=self.device)
+    def fill(self, admissions: Sequence[Admission], streams: Sequence[int]) -> None:
+        """Seat samples; their tokens so far are written, the next one is theirs to sample. A row that is fed goes on behind
+        what it shares, and gets the tokens it has already as if they were sampled."""
+        rows, samples = [a.row for a in admissions], [a.sample for a in admissions]
+        index = torch.tensor(rows, device=self.device)
         settings: list[Sampling] = [s.settings for s in samples]
         columns: dict[str, list[float] | list[int] | list[bool]] = {
-            "length": [s.length for s in samples],
+            "length": [a.shared + 1 if a.fed else a.sample.length for a in admissions],
+            "given": [s.length for s in samples],
             "limit": [s.limit for s in samples],
             "state": [RUNNING for _ in samples],
             "stream": list(streams),
-            "family": self._families.of_samples(samples),
+            "family": self._families.of_samples(samples, [a.fed for a in admissions]),
             "top_k": [s.top_k if s.top_k > 0 else ALL for s in settings],
             "greedy": [s.temperature == 0 for s in settings],
             "temperature": [s.temperature or 1.0 for s in settings],
@@ -90,9 +95,13 @@ class Rows:
         blank = [-1] * self.stops
         stops = [blank if s.ignore_eos else (list(s.stop_ids) + blank)[: self.stops] for s in settings]
         self.fields["stops"][index] = torch.tensor(stops, device=self.device)
-        width = max(s.length for s in samples)
-        tokens = [[*s.prompt, *s.tokens, *[0] * (width - s.length)] for s in samples]
-        self.fields["tokens"][index, :width] = torch.tensor(tokens, device=self.device)
+        tokens = np.zeros((len(samples), max(s.length for s in samples)), dtype=np.int64)
+        prompts = {id(s.prompt): s.prompt for s in samples}  # samples of a request have the same list
+        arrays = {key: np.array(prompt, dtype=np.int64) for key, prompt in prompts.items()}
+        for line, one in zip(tokens, samples):
+            line[: len(one.prompt)] = arrays[id(one.prompt)]
+            line[len(one.prompt) : one.length] = one.tokens
+        self.fields["tokens"][index, : tokens.shape[1]] = torch.from_numpy(tokens).to(self.device)
         for row, one in zip(rows, samples):
             if one.tokens:
                 self.fields["log_probs"][row, len(one.prompt) : one.length] = torch.tensor(one.log_probs, device=self.device)
@@ -105,6 +114,7 @@ class Rows:
                 field[target] = field[source]
         self.fields["state"][left:] = LENGTH
         self.fields["length"][left:] = 1
+        self.fields["given"][left:] = 0
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The newest token of each row, and its position."""
@@ -113,7 +123,7 @@ class Rows:
 
     def knobs(self, samples: Sequence[Sample]) -> dict[str, bool | int]:
         """Which settings any of these samples uses: what `advance` need not do for a whole batch."""
-        settings: set[Sampling] = {s.settings for s in samples}
+        settings: set[Sampling] = set({id(s.settings): s.settings for s in samples}.values())
         greedy = {s.temperature == 0 for s in settings}
         ks = [s.top_k if s.top_k > 0 else ALL for s in settings]
         return {
@@ -155,10 +165,12 @@ class Rows:
             seen = f["tokens"][rows][:, :longest].where(columns < length[:, None], f["tokens"][rows][:, :1])
             penalised = penalise(logits, seen, f["penalty"][rows])
         draw = sample(logits, uniforms(f["stream"][rows], length), knobs, penalised)
-        f["tokens"][rows, length] = draw.tokens
-        f["log_probs"][rows, length] = draw.log_probs
+        given = length < f["given"][rows]
+        f["tokens"][rows, length] = torch.where(given, f["tokens"][rows, length], draw.tokens)
+        f["log_probs"][rows, length] = torch.where(given, f["log_probs"][rows, length], draw.log_probs)
         stopped = (draw.tokens[:, None] == f["stops"][rows]).any(-1)
         after = torch.where(stopped, STOP, torch.where(length + 1 >= f["limit"][rows], LENGTH, RUNNING))
+        after = torch.where(given, RUNNING, after)
         after = torch.where(draw.valid, after, ERROR)
         alive = state == RUNNING
         f["state"][rows] = torch.where(alive, after, state)
@@ -174,8 +186,9 @@ class Rows:
         return self._families.twins(self.fields["family"][:count])
 
     def look(self, count: int) -> tuple[list[int], list[int]]:
-        """State and length of the first rows, on the host."""
-        both = torch.stack([self.fields["state"][:count], self.fields["length"][:count]]).tolist()
+        """State and length of the first rows, on the host. A row that is still fed has the length it is fed up to."""
+        length = torch.maximum(self.fields["length"][:count], self.fields["given"][:count])
+        both = torch.stack([self.fields["state"][:count], length]).tolist()
         return both[0], both[1]
 
     def read(self, places: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
@@ -183,5 +196,6 @@ class Rows:
         if not places:
             return []
         rows, width = torch.tensor([row for row, _, _ in places], device=self.device), max(end for _, _, end in places)
-        tokens, log_probs = (self.fields[name][rows, :width].tolist() for name in ("tokens", "log_probs"))
-        return [(tokens[i][a:b], log_probs[i][a:b]) for i, (_, a, b) in enumerate(places)]
+        # numpy makes Python numbers several times faster than torch.
+        tokens, log_probs = (self.fields[name][rows, :width].cpu().numpy() for name in ("tokens", "log_probs"))
+        return [(tokens[i, a:b].tolist(), log_probs[i, a:b].tolist()) for i, (_, a, b) in enumerate(places)]

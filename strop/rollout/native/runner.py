@@ -75,9 +75,9 @@ class Runner:
         """
         if self._graphs is not None:
             self._graphs.check(self.model)
-        self.rows.fill([a.row for a in admissions], [a.sample for a in admissions], streams)
+        self.rows.fill(admissions, streams)
         followers: dict[int, list[Admission]] = {}
-        own = [a for a in admissions if a.leader is None]
+        own = [a for a in admissions if a.leader is None and not a.fed]
         for admission in admissions:
             if admission.leader is not None:
                 followers.setdefault(admission.leader, []).append(admission)

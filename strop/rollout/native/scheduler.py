@@ -45,6 +45,8 @@ class Sample:
     """Sampled tokens that the listener was told of already."""
     holder: Holder | None = None
     """How others find what its row holds; None where another row of the same tokens stands for it."""
+    fed: bool = False
+    """Its row began without the last tokens of its sequence: see `Admission.fed`."""
 
     @property
     def length(self) -> int:
@@ -68,16 +70,19 @@ class Admission:
     """The donor, or the leader's, is seated at the same time: it is computed first."""
     leader: int | None = None
     """A row seated at the same time with the very same tokens; even its logits are shared."""
+    fed: bool = False
+    """It lacks so little that decode steps take it along: they give it its next token instead of sampling one."""
 
 
 class Scheduler:
-    def __init__(self, *, max_rows: int, budget: int, block: int = 64, gather: float = 0.0) -> None:
+    def __init__(self, *, max_rows: int, budget: int, block: int = 64, gather: float = 0.0, feed: int = 0) -> None:
         """`budget`: area of the cache in tokens. Capacities are multiples of `block`, which is also the headroom.
 
         `gather`: while the queue is longer than the free rows, newcomers wait until they are this share of all rows, so that
-        few large passes compute their prompts instead of many small ones.
+        few large passes compute their prompts instead of many small ones. `feed`: most tokens that a sequence whose beginning
+        is computed may lack to get them in decode steps.
         """
-        self.max_rows, self.budget, self.block, self.gather = max_rows, budget, block, gather
+        self.max_rows, self.budget, self.block, self.gather, self.feed = max_rows, budget, block, gather, feed
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self.lengths: list[int] = []
@@ -121,7 +126,7 @@ class Scheduler:
         Also the moves (from, to) of ended sequences that are in their way. Moves, and copies from donors that are not `later`,
         are to be done all at once: both name rows as they are now.
         """
-        siblings = {sample.request: row for row, sample in enumerate(self.running[:first])}
+        siblings = {sample.request: row for row, sample in enumerate(self.running[:first]) if not sample.fed}
         leaders: dict[tuple[int, ...], Admission] = {}
         fresh = Prefixes()
         admissions = []
@@ -133,9 +138,16 @@ class Scheduler:
                 admissions.append(Admission(sample, row, later=leader.later, leader=leader.row))
                 continue
             sample.holder = Holder(row, sequence, marks(sequence), sample.lasting)
-            leaders[sequence] = self._donor(sample, sample.holder, siblings.get(sample.request), fresh)
-            admissions.append(leaders[sequence])
-            if not leaders[sequence].later:
+            admission = self._donor(sample, sample.holder, siblings.get(sample.request), fresh)
+            admissions.append(admission)
+            sample.fed = admission.fed
+            if admission.fed:
+                # What decode steps are yet to compute cannot be copied by others.
+                computed = sequence[: admission.shared]
+                sample.holder = Holder(row, computed, marks(computed), sample.lasting)
+            else:
+                leaders[sequence] = admission
+            if not admission.later:
                 fresh.add(sample.holder)
         for admission in admissions:
             if admission.sample.holder is not None:
@@ -154,7 +166,8 @@ class Scheduler:
         if beside is not None and beside.shared >= shared + _WORTH_WAITING:
             donor, shared, later = beside.holder.row, beside.shared, True
         # The last token is always computed: its logits are needed.
-        return Admission(sample, own.row, donor, min(shared, len(own.tokens) - 1), later)
+        shared = min(shared, len(own.tokens) - 1)
+        return Admission(sample, own.row, donor, shared, later, fed=0 < len(own.tokens) - shared <= self.feed and shared > 0)
 
     def shape(self, spare: int = 0) -> tuple[int, int]:
         """Rows and columns the cache should have: room to the end for all rows and some more, if that fits the budget.

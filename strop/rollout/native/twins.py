@@ -34,12 +34,13 @@ class Families:
         self._alike = False
         """Whether any two rows may still hold the same tokens."""
 
-    def of_samples(self, samples: Sequence[Sample]) -> list[int]:
-        """Numbers for samples that are seated together: one for those that have nothing but the prompt of a request."""
+    def of_samples(self, samples: Sequence[Sample], fed: Sequence[bool]) -> list[int]:
+        """Numbers for samples that are seated together: one for those that have nothing but the prompt of a request. Those that
+        are fed are not at the end of theirs yet, and each is alone."""
         known: dict[int, int] = {}
         numbers = []
-        for sample in samples:
-            number = self._next if sample.tokens else known.setdefault(sample.request, self._next)
+        for sample, alone in zip(samples, fed):
+            number = self._next if sample.tokens or alone else known.setdefault(sample.request, self._next)
             self._next += number == self._next
             numbers.append(number)
         self._alike = True
