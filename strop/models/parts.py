@@ -2,7 +2,8 @@
 
 They are a handful of formulas that most decoders share, written in a dozen kernels each. `quicken` gives the modules that have
 such a part a class of their own, whose forward is the kernel. But only where kernel and part were seen to give the same
-numbers and gradients; whatever they do not match stays as it is. Weights, names and the state dict do not change.
+numbers and gradients; whatever they do not match stays as it is. Weights, names and the state dict do not change. Residual sums
+move into the products beside them (residual.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from strop.extras import MissingExtra, require
 from strop.models.precision import narrows
+from strop.models.residual import fuse_residual
 
 DEVICES = ("cuda",)
 _ROTARY = "apply_rotary_pos_emb"
@@ -35,7 +37,10 @@ def quicken(model: nn.Module, device: torch.device | None = None, dtype: torch.d
     """Let the parts of `model` that can do so run as kernels. `device` and `dtype`: where it computes, if not where it is."""
     first = next(model.parameters())
     device, dtype = device or first.device, dtype or first.dtype
-    if device.type not in DEVICES or dtype == torch.float64 or _kernels() is None:
+    if device.type not in DEVICES or dtype == torch.float64:
+        return
+    fuse_residual(model)
+    if _kernels() is None:
         return
     for part in model.modules():
         for kind_of, make, twin_of in ((_norm_kind, _quick_norm, _norm_twin), (_gated_kind, _quick_gated, _gated_twin)):
@@ -53,6 +58,18 @@ def quicken(model: nn.Module, device: torch.device | None = None, dtype: torch.d
         _quicken_rotary(sys.modules[name], device, dtype)
 
 
+def runs_as_kernel(part: nn.Module) -> bool:
+    return getattr(type(part), "runs_as_kernel", False)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up as one kernel, for parts that run as one."""
+    kernels = _kernels()
+    assert kernels is not None
+    out: Tensor = kernels.gated_silu(gate, up)
+    return out
+
+
 @cache
 def _kernels() -> ModuleType | None:
     try:
@@ -63,7 +80,7 @@ def _kernels() -> ModuleType | None:
 
 
 def _plain(part: nn.Module) -> bool:
-    return "forward" not in part.__dict__ and not getattr(type(part), "runs_as_kernel", False)
+    return "forward" not in part.__dict__ and not runs_as_kernel(part)
 
 
 # --- norms -------------------------------------------------------------------------------------------------------------------
