@@ -42,12 +42,13 @@ def memory_growth(history: History) -> Sight | None:
         return None
     third = len(held) // 3
     early, middle, late = (median(held[i * third : (i + 1) * third]) for i in range(3))
-    grown, steady = held[-1] - early, late - middle > 0.5 * (middle - early) > 0
+    now = median(held[-SETTLED:])  # a save takes memory for a moment
+    grown, steady = now - early, late - middle > 0.5 * (middle - early) > 0
     if not steady or grown < GROWTH_GB or grown < GROWTH_SHARE * early:
         return None
     return Sight(
-        f"This process holds {held[-1]:.2f} GiB, {grown:.2f} more than after its first steps, and grows steadily.",
-        {"perf/process_memory_gb": held[-1], "first": early},
+        f"This process holds {now:.2f} GiB, {grown:.2f} more than after its first steps, and grows steadily.",
+        {"perf/process_memory_gb": now, "first": early},
     )
 
 
