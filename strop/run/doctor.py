@@ -204,14 +204,16 @@ def render(found: Diagnosis) -> str:
 def conclusion(found: Diagnosis) -> str:
     """In one sentence, what to make of it."""
     gone = [patient for patient in found.patients if patient.state == "gone"]
+    failed = [patient.beat for patient in found.patients if patient.beat.failed]
+    told = [f"The run failed: {', '.join(map(str, failed))}."] if failed else []
     if gone:
         who = ", ".join(str(patient.beat.rank) for patient in gone)
-        return f"The process of rank {who} is gone without a word (killed, or out of memory); the same command resumes the run."
-    failed = [patient.beat for patient in found.patients if patient.beat.failed]
+        told.append(f"The process of rank {who} is gone without a word (killed, or out of memory).")
+        return " ".join([*told, "The same command resumes the run."])
     if failed:
-        written = stacks_of(found.run, failed[0].rank)
-        stacks = f" Its last stacks are in {written}." if written.exists() and written.stat().st_size else ""
-        return "The run failed: " + ", ".join(map(str, failed)) + f".{stacks}"
+        stacks = stacks_of(found.run, failed[0].rank)
+        told += [f"Its last stacks are in {stacks}."] if stacks.exists() and stacks.stat().st_size else []
+        return " ".join(told)
     if all(patient.state == "over" for patient in found.patients):
         return "The run is over: " + ", ".join(sorted({patient.beat.phase for patient in found.patients})) + "."
     behind = found.behind

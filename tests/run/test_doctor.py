@@ -85,7 +85,8 @@ def test_one_that_was_killed_is_named(tmp_path: Path, workers) -> None:
     workers[0].wait()
     found = examine(tmp_path)
     assert [patient.state for patient in found.patients] == ["gone", "running"]
-    assert "The process of rank 0 is gone without a word" in conclusion(found)
+    told = "The process of rank 0 is gone without a word (killed, or out of memory). The same command resumes the run."
+    assert conclusion(found) == told
 
 
 def test_a_stranger_with_the_same_number_is_left_alone(tmp_path: Path) -> None:
