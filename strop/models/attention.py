@@ -157,9 +157,7 @@ def packed_attention(
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    kernel = (
-        _varlen_kernel() if q.is_cuda and not softcap and not dropout and q.dtype in (torch.bfloat16, torch.float16) else None
-    )
+    kernel = None if softcap or dropout else varlen_kernel(q)
     if kernel is not None:
         return kernel(q, k, v, packing, scaling, window)[None], None
     pieces = [_attend_group(q, k, v, group, scaling, dropout, window, softcap) for group in packing.groups]
@@ -211,6 +209,12 @@ def _capped_attention(
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
+"""Queries, keys and values [N, heads, D] of a packed row, its layout, the scale of scores and a sliding window."""
+
+
+def varlen_kernel(query: Tensor) -> Kernel | None:
+    """Causal attention over packed rows in one kernel, for queries of this kind, where there is one."""
+    return _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
 
 
 @functools.cache

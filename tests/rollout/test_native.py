@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.native import NativeEngine
+from strop.rollout.native import NativeEngine, attention
 from tests.rollout import tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], list(range(1, 60)), [3, 4, 5, 6, 7, 8]]
@@ -210,3 +211,35 @@ def test_the_cache_keeps_its_size_when_batches_of_different_shapes_take_turns() 
         assert engine._batch is not None
         sizes.append((engine._batch.runner.cache.rows, engine._batch.runner.cache.capacity))
     assert sizes[0] == (8, 64) and sizes[1] == sizes[2] == sizes[3] == (8, 128)
+
+
+@pytest.mark.parametrize("kind, used", [("llama", True), ("mistral_window", True), ("gemma2_softcap", False)])
+def test_a_kernel_over_packed_prompts_changes_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, used: bool) -> None:
+    """As on a GPU, with plain torch in the place of the kernel: whole prompts go through it, what goes on does not."""
+    model = tiny.make(kind)
+    requests = [Request(p, n=2, seed=i) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])]
+    sampling = Sampling(max_tokens=8)
+    expected = NativeEngine(model).generate(requests, sampling)
+    sizes: list[int] = []
+
+    def kernel(q: Any, k: Any, v: Any, packing: Any, scale: float | None, window: int | None) -> Any:
+        sizes.append(len(q))
+        bounds = packing.bounds.tolist()
+        parts = []
+        for start, end in pairwise(bounds):
+            places = torch.arange(end - start)
+            distance = places[:, None] - places
+            mask = (distance >= 0) & (distance < (window or end - start))
+            heads = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+            out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(attention, "varlen_kernel", lambda query: kernel)
+    engine = NativeEngine(model)
+    assert ids(engine.generate(requests, sampling)) == ids(expected)
+    assert bool(sizes) == used
+    del sizes[:]
+    longer = [Request([*requests[-1].ids, *expected[-1][0].ids, 9, 9], seed=5)]
+    found = engine.generate(longer, sampling)
+    assert ids(found) == ids(NativeEngine(model, enable_prefix_caching=False).generate(longer, sampling))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from strop.models.attention import Packing, varlen_kernel
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.cache import Cache
 from strop.rollout.native.twins import Twins
@@ -133,11 +135,23 @@ class Prefill:
         self.positions = torch.tensor([at for piece in pieces for at in range(piece.start, piece.end)], device=device)
         self.rows = torch.tensor([piece.row for piece in pieces for _ in piece.tokens], device=device)
         self.last = torch.tensor([offset + len(p.tokens) - 1 for offset, p in zip(offsets, pieces)], device=device)
-        self.groups = [_Group(members, device) for members in _alike(list(zip(offsets, pieces)))]
+        self._members, self._device = list(zip(offsets, pieces)), device
+        bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
+        self._packing = Packing((), None, bounds, max(len(piece.tokens) for piece in pieces))
+        self._fresh = all(piece.start == 0 for piece in pieces)
+
+    @cached_property
+    def groups(self) -> list[_Group]:
+        return [_Group(members, self._device) for members in _alike(self._members)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         self.cache.write(layer, self.rows, self.positions, k, v)
+        plain = self._fresh and flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]
+        kernel = varlen_kernel(q) if plain else None
+        if kernel is not None:
+            window = flavour.window if flavour.window is not None and flavour.window < self._packing.longest else None
+            return kernel(q, k, v, self._packing, flavour.scale, window)[None]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for group in self.groups:
             queries = q[group.take].transpose(1, 2)
