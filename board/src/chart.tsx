@@ -1,7 +1,7 @@
 // A chart: lines over each other, or areas on top of each other. uPlot draws, this feeds it.
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
-import { duration, number } from "./format";
+import { brief, duration, number } from "./format";
 
 export interface Line {
   label: string;
@@ -41,6 +41,16 @@ function stacked(data: uPlot.AlignedData): uPlot.AlignedData {
 /** The last value that is there: what a legend shows while nobody points at the chart. */
 const last = <T,>(values: ArrayLike<T | null | undefined>): T | null => Array.from(values).findLast((value) => value != null) ?? null;
 
+/** Distances between ticks of a step axis: there is no half step. */
+const WHOLE = [...Array(10).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
+
+/** Pixels for the texts of an axis. */
+const room = (texts: string[] | null) => Math.max(44, 14 + 6.5 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
+
+/** A range for a line that is flat. */
+const around = (value: number | null): [number, number] =>
+  value === null ? [0, 1] : value === 0 ? [0, 1] : [value - Math.abs(value) / 10, value + Math.abs(value) / 10];
+
 const xLabel = (axis: Axis) => (value: number) =>
   axis === "step" ? number(value) : axis === "relative" ? duration(value) : new Date(value * 1000).toLocaleTimeString("sv").slice(0, 5);
 
@@ -59,16 +69,16 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
       height: props.height ?? 190,
       padding: [10, 10, 0, 0],
       cursor: { y: false, sync: props.sync ? { key: props.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: stack ? { range: (_, __, top) => [0, top * 1.05] } : {} },
+      scales: { x: { time: false }, y: { range: (_, low, high) => (stack ? [0, high * 1.05] : low === high ? around(low) : uPlot.rangeNum(low, high, 0.1, true)) } },
       axes: [
-        { ...shared, size: 24, values: (_, ticks) => ticks.map(show) },
-        { ...shared, size: 52, values: (_, ticks) => ticks.map((one) => number(one)) },
+        { ...shared, size: 24, values: (_, ticks) => ticks.map(show), incrs: axis === "step" ? WHOLE : undefined },
+        { ...shared, size: (_, texts) => room(texts), values: (_, ticks) => ticks.map((one) => number(one)) },
       ],
       legend: { show: true, live: true, markers: { width: 0, fill: (_, i) => lines[i - 1]?.colour ?? "" } },
       series: [
         { label: axis === "step" ? "step" : "time", value: (_, one) => (plain[0].length ? show(one ?? last(plain[0])!) : "") },
         ...lines.map((line, i) => ({
-          label: line.label,
+          label: brief(line.label),
           stroke: line.colour,
           width: line.faint ? 1 : 1.6,
           alpha: line.faint ? 0.25 : 1,

@@ -19,12 +19,20 @@ export function ConfigPage({ chosen }: { chosen: Chosen[] }) {
   const which = (settings.which ?? (shown.length > 1 ? "different" : "all")) as "different" | "all";
   const words = (settings.find ?? "").toLowerCase().split(/\s+/).filter(Boolean);
   const keys = [...new Set(configs.flatMap((config) => Object.keys(config?.values ?? {})))].sort();
+  // A run that has no configuration at all differs from the others in nothing that is worth a line.
+  const written = configs.map((config) => config !== null && Object.keys(config.values).length > 0);
   const texts = (key: string) => configs.map((config) => (config && key in config.values ? value(config.values[key]) : undefined));
   const wanted = keys.filter((key) => {
     const found = texts(key);
-    if (which === "different" && shown.length > 1 && found.every((text) => text === found[0])) return false;
+    const there = found.filter((_, i) => written[i]);
+    if (which === "different" && shown.length > 1 && there.every((text) => text === there[0])) return false;
     return words.every((word) => `${key} ${found.join(" ")}`.toLowerCase().includes(word));
   });
+  const plans = (
+    <div class="plans">
+      {configs.map((config, i) => config?.plan && <Plan key={shown[i].run.id} one={shown[i]} plan={config.plan} />)}
+    </div>
+  );
   return (
     <>
       <div class="bar">
@@ -37,9 +45,7 @@ export function ConfigPage({ chosen }: { chosen: Chosen[] }) {
       {configs.map((config, i) => (
         <Damaged key={shown[i].run.id} files={config?.damaged.map((text) => `${shown[i].run.name}: ${text}`)} />
       ))}
-      <div class="plans">
-        {configs.map((config, i) => config?.plan && <Plan key={shown[i].run.id} one={shown[i]} plan={config.plan} />)}
-      </div>
+      {which === "all" && plans}
       {keys.length > 0 && !wanted.length && (
         <Empty title={which === "different" ? "No differences" : "No key matches"}>
           {which === "different" ? "These runs have the same configuration." : "Parts of keys and of values will do."}
@@ -75,6 +81,7 @@ export function ConfigPage({ chosen }: { chosen: Chosen[] }) {
           </tbody>
         </table>
       )}
+      {which === "different" && plans}
       {chosen.length > MOST && <p class="quiet more">{MOST} of {chosen.length} runs are compared.</p>}
     </>
   );

@@ -53,6 +53,12 @@ export function plural(count: number, one: string): string {
   return `${number(count)} ${one}${count === 1 ? "" : "s"}`;
 }
 
+/** A long name without its middle: what names have in common is mostly at the beginning, what tells them apart at the end. */
+export function brief(name: string, most = 28): string {
+  const end = Math.ceil((most - 1) * 0.65);
+  return name.length <= most ? name : `${name.slice(0, most - 1 - end)}…${name.slice(-end)}`;
+}
+
 export function lastPart(path: string | null): string {
   return path ? (path.replace(/\/+$/, "").split("/").pop() ?? path) : "–";
 }

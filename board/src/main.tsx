@@ -4,6 +4,7 @@ import { type Run, useAnswer } from "./api";
 import { CheckpointsPage } from "./checkpoints";
 import { ConfigPage } from "./config";
 import { CurvesPage } from "./curves";
+import { brief } from "./format";
 import { HealthPage } from "./health";
 import { focusSearch, HELP, useKeys } from "./keys";
 import { Border, colourOf, Dot, Empty, Problem } from "./parts";
@@ -88,7 +89,7 @@ function App() {
             chosen.map(({ run, colour }) => (
               <span class="chip" key={run.id} title={run.name}>
                 <Dot colour={colour} />
-                <span>{run.name}</span>
+                <span>{brief(run.name)}</span>
               </span>
             ))}
         </div>
