@@ -11,6 +11,7 @@ gathering them and wait until they are there.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 import time
@@ -30,8 +31,12 @@ from strop.rollout.buckets import Buckets
 from strop.rollout.outside import Answer, OutsideEngine
 from strop.rollout.source import Source
 
+log = logging.getLogger(__name__)
+
 MOST_DEATHS = 20
 """Deaths of replicas that one request survives: it may be the one that kills them."""
+MOST_BARREN = 3
+"""Lives of a replica in a row that may end without a single answer: what is wrong then is not chance."""
 AHEAD = 2
 """Buckets on their way at once: one is packed while another is read."""
 
@@ -74,6 +79,8 @@ class Replicas(OutsideEngine):
         self._pool, self._ranks = pool, ranks or Ranks()
         self.mine = mine(pool.size, self._ranks)
         self._work = dict.fromkeys(self.mine, 0)
+        self._barren: dict[int, list[int]] = {number: [] for number in self.mine}
+        """Lives of each replica that have ended since it last answered."""
         self._lock = threading.Lock()
         self._menders = ThreadPoolExecutor(max(4, len(self.mine)), thread_name_prefix="mender")
         self._buckets = Buckets(bucket_megabytes)
@@ -95,16 +102,28 @@ class Replicas(OutsideEngine):
         asked = self._pool.ask(number, request, sampling)
 
         def settle(done: Answer) -> None:
+            error = done.exception()
             with self._lock:
                 self._work[number] -= cost
-            error = done.exception()
-            if isinstance(error, EngineDied) and deaths < MOST_DEATHS:
+            if self._may_ask_again(number, life, error) and deaths < MOST_DEATHS:
                 self._menders.submit(self._again, number, life, request, sampling, answer, deaths + 1)
                 return
             with suppress(InvalidStateError):  # whoever asked may have gone
                 answer.set_result(done.result()) if error is None else answer.set_exception(error)
 
         asked.add_done_callback(settle)
+
+    def _may_ask_again(self, number: int, life: int, error: BaseException | None) -> bool:
+        """Whether the replica has died, and a successor may do better."""
+        with self._lock:
+            barren = self._barren[number]
+            if not isinstance(error, EngineDied):
+                barren.clear()
+                return False
+            if life not in barren:
+                log.warning("Replica %d is gone, its requests are asked again: %s", number, str(error)[-600:])
+                barren.append(life)
+            return len(barren) < MOST_BARREN
 
     def _again(self, number: int, life: int, request: Request, sampling: Sampling, answer: Answer, deaths: int) -> None:
         try:

@@ -15,7 +15,7 @@ from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.buckets import read_bucket
 from strop.rollout.source import Source
 from strop.runtime.replica import Feed, Recipe, Replica
-from strop.runtime.replicas import MOST_DEATHS, Replicas, mine
+from strop.runtime.replicas import MOST_BARREN, MOST_DEATHS, Replicas, mine
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -141,6 +141,25 @@ def test_a_request_that_kills_every_replica_is_given_up(engine, pool):
     with pytest.raises(EngineDied, match="gone"):
         engine.generate([Request([1])], SAMPLING)
     assert len(pool.asked) == MOST_DEATHS + 1
+
+
+def test_replicas_that_never_answer_are_given_up_soon(tmp_path, caplog):
+    """An engine that does not fit its machine starts well and dies of every request."""
+    pool = FakePool(1)
+    pool.mend = lambda number, life: pool.lives.__setitem__(number, life + 1)
+    pool.dying = {0}
+    engine = Replicas(Source(str(tmp_path), 64, 100), pool)
+    with pytest.raises(EngineDied, match="gone"):
+        engine.generate([Request([1])] * 2, SAMPLING)
+    assert pool.lives[0] <= MOST_BARREN
+    told = [line for line in caplog.messages if "Replica 0 is gone, its requests are asked again: gone" in line]
+    assert len(told) == MOST_BARREN
+    pool.dying = set()
+    assert engine.generate([Request([1])], SAMPLING)[0][0].finish == "stop"
+    pool.dying = {0}
+    with pytest.raises(EngineDied, match="gone"):
+        engine.generate([Request([1])], SAMPLING)
+    engine.close()
 
 
 def test_a_pool_that_cannot_mend_tells_why(engine, pool):
