@@ -173,14 +173,7 @@ class _FromHidden(torch.autograd.Function):
             if kernels is not None and grad_bias is None:
                 narrow = kernels.slopes(logits, *numbers, temperature=ctx.temperature, dtype=hidden.dtype)
             else:
-                narrow = torch.empty_like(logits, dtype=hidden.dtype)
-                for part in _cached_chunks(logits, len(logits)):
-                    z = _scaled(logits[part], ctx.temperature)
-                    rows: list[Any] = [None if n is None else n[part] for n in numbers]
-                    slope = _slope(z, *rows).div_(ctx.temperature)
-                    if grad_bias is not None:
-                        grad_bias += slope.sum(0)
-                    narrow[part] = slope
+                narrow = _slopes(logits, numbers, ctx.temperature, hidden.dtype, grad_bias)
             del logits
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
@@ -246,6 +239,18 @@ def _slope(
     if grad_log_probs is not None:
         slope.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs)
     return slope
+
+
+def _slopes(logits: Tensor, numbers: list[Any], temperature: float, dtype: torch.dtype, grad_bias: Tensor | None) -> Tensor:
+    """The derivative with respect to the logits of one chunk, in `dtype`; that of the bias is added to `grad_bias`."""
+    narrow = torch.empty_like(logits, dtype=dtype)
+    for part in _cached_chunks(logits, len(logits)):
+        rows: list[Any] = [None if n is None else n[part] for n in numbers]
+        slope = _slope(_scaled(logits[part], temperature), *rows).div_(temperature)
+        if grad_bias is not None:
+            grad_bias += slope.sum(0)
+        narrow[part] = slope
+    return narrow
 
 
 def _kernels(hidden: Tensor) -> ModuleType | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
@@ -40,10 +41,59 @@ class Group:
 
     rows: int
     width: int
-    take: Tensor | None
-    """[rows * width] positions in the packed row; padding repeats the sequence's first token. None: the row is the group."""
-    real: Tensor | None
-    """Which of those are no padding, as indices. None: all."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A packed row as padded rows, and back. Both ways gather, and so do their gradients: that of plain indexing is added up
+    number by number on a CPU."""
+
+    take: Tensor
+    """[all padded rows] positions in the packed row; padding repeats some token."""
+    place: Tensor
+    """[N] where each token of the packed row stands among them, the first time if it is shared."""
+    others: tuple[Tensor, Tensor] | None
+    """Where shared tokens stand beside that, and their positions in the packed row."""
+    blank: Tensor
+    """[all padded rows, 1, 1] whether nobody's `place` is there."""
+
+    def spread(self, row: Tensor) -> Tensor:
+        """[N, ...] to padded rows. What comes after has no gradient to its padding."""
+        result: Tensor = _Spread.apply(row, self)
+        return result
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Padded rows to [N, ...]."""
+        result: Tensor = _Gather.apply(rows, self)
+        return result
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, padded: Padded) -> Tensor:
+        ctx.padded = padded
+        return row.index_select(0, padded.take)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> Any:
+        gradient = above.index_select(0, ctx.padded.place)
+        if ctx.padded.others is not None:
+            places, tokens = ctx.padded.others
+            gradient.index_add_(0, tokens, above.index_select(0, places))
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, padded: Padded) -> Tensor:
+        ctx.padded = padded
+        return rows.index_select(0, padded.place)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> Any:
+        return above.index_select(0, ctx.padded.take).masked_fill_(ctx.padded.blank, 0), None
 
 
 @dataclass(frozen=True)
@@ -51,8 +101,6 @@ class Packing:
     """Where the sequences of a packed row begin and end."""
 
     groups: tuple[Group, ...]
-    back: Tensor | None
-    """[N] order that turns the groups' outputs, one after the other, into the packed row. None: they are in order already."""
     bounds: Tensor
     """[B + 1] int32, cumulative lengths."""
     longest: int
@@ -62,6 +110,8 @@ class Packing:
     """Set where several ranks share the row, and each has a slice of it."""
     first: Tensor | None = None
     """[N] where each token of the packed row first stands in `spread`."""
+    padded: Padded | None = None
+    """All groups one after the other. None: they are the packed row."""
 
 
 def packing(places: Tensor, device: torch.device | str = "cpu") -> Packing:
@@ -76,33 +126,38 @@ def packing(places: Tensor, device: torch.device | str = "cpu") -> Packing:
         raise ValueError(f"Every packed sequence needs at least one token; the lengths are {lengths}.")
     spread = places[inside]
     shared = int(spread.max()) + 1 < len(spread)
-    groups, order = [], []
+    groups, takes, reals = [], [], []
     for members in _similar(lengths):
         width = max(lengths[i] for i in members)
-        table = places[members, :width]
-        within = inside[members, :width]
-        take = torch.where(within, table, table[:, :1]).flatten()
-        order.append(table[within])
-        whole = bool(within.all())
-        alone = whole and not shared and len(members) == len(lengths) and members == sorted(members)
-        groups.append(
-            Group(
-                rows=len(members),
-                width=width,
-                take=None if alone else take.to(device),
-                real=None if whole else within.flatten().nonzero().squeeze(1).to(device),
-            )
-        )
-    forth = torch.cat(order)
-    in_order = not shared and bool((forth == torch.arange(len(forth))).all())
-    back = None if in_order else _first_places(forth).to(device)
+        table, within = places[members, :width], inside[members, :width]
+        groups.append(Group(len(members), width))
+        takes.append(torch.where(within, table, table[:, :1]).flatten())
+        reals.append(within.flatten())
+    take, real = torch.cat(takes), torch.cat(reals)
+    in_order = bool(real.all()) and not shared and bool((take == torch.arange(len(take))).all())
     return Packing(
         tuple(groups),
-        back,
         torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
         max(lengths),
         spread=spread.to(device) if shared else None,
         first=_first_places(spread).to(device) if shared else None,
+        padded=None if in_order else _padded(take, real.nonzero().squeeze(1), device),
+    )
+
+
+def _padded(take: Tensor, standing: Tensor, device: torch.device | str) -> Padded:
+    """`take`: the token of each place in the padded rows; `standing`: the places that are no padding."""
+    first = _first_places(take[standing])
+    blank = torch.ones(len(take), 1, 1, dtype=torch.bool)
+    blank[standing[first]] = False
+    again = torch.ones(len(standing), dtype=torch.bool)
+    again[first] = False
+    others = standing[again]
+    return Padded(
+        take.to(device),
+        standing[first].to(device),
+        (others.to(device), take[others].to(device)) if len(others) else None,
+        blank.to(device),
     )
 
 
@@ -160,12 +215,15 @@ def packed_attention(
     kernel = None if softcap or dropout else varlen_kernel(q)
     if kernel is not None:
         return kernel(q, k, v, packing, scaling, window)[None], None
-    pieces = [_attend_group(q, k, v, group, scaling, dropout, window, softcap) for group in packing.groups]
+    sizes = [group.rows * group.width for group in packing.groups]
+    rows = (tensor if packing.padded is None else packing.padded.spread(tensor) for tensor in (q, k, v))
+    parts = zip(*(tensor.split(sizes) for tensor in rows), strict=True)
+    pieces = [_attend(q, k, v, group, scaling, dropout, window, softcap) for (q, k, v), group in zip(parts, packing.groups)]
     out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return (out if packing.back is None else out[packing.back])[None], None
+    return (out if packing.padded is None else packing.padded.gather(out))[None], None
 
 
-def _attend_group(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,11 +233,8 @@ def _attend_group(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    def padded(tensor: Tensor) -> Tensor:
-        rows = tensor if group.take is None else tensor[group.take]
-        return rows.view(group.rows, group.width, *tensor.shape[1:]).transpose(1, 2)
-
-    q, k, v = padded(q), padded(k), padded(v)
+    """Queries, keys and values of the padded rows of a group, one after the other, and so the result."""
+    q, k, v = (tensor.view(group.rows, group.width, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v))
     mask = None
     if window is not None and window < group.width:
         distance = torch.arange(group.width, device=q.device)[:, None] - torch.arange(group.width, device=q.device)
@@ -191,8 +246,7 @@ def _attend_group(
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=shared
         )
-    flat = out.transpose(1, 2).reshape(group.rows * group.width, out.shape[1], out.shape[3])
-    return flat if group.real is None else flat[group.real]
+    return out.transpose(1, 2).reshape(group.rows * group.width, out.shape[1], out.shape[3])
 
 
 def _capped_attention(

@@ -200,7 +200,7 @@ class _ScalarAnswer(Answer):
 
     def __call__(self, hidden: Tensor) -> Tensor:
         # A value is regressed on; eight bits of mantissa would be its noise floor.
-        picked = hidden.flatten(0, 1)[self.states].float()
+        picked = hidden.flatten(0, 1).index_select(0, self.states).float()
         bias = None if self.head.bias is None else self.head.bias.float()
         return _output(F.linear(picked, self.head.weight.float(), bias))
 
@@ -218,7 +218,7 @@ class _LanguageAnswer(Answer):
             self.picked = states.new_empty(0)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        picked = hidden.flatten(0, 1)[self.states]
+        picked = hidden.flatten(0, 1).index_select(0, self.states)
         if self.after is not None:
             self.picked = picked
             return picked[None]

@@ -28,7 +28,8 @@ def fuse_residual(model: nn.Module) -> None:
     for layer in model.modules():
         ends = _ends(layer)
         if ends is not None:
-            layer.__class__ = _fused(type(layer))
+            kind: Any = type(layer)
+            layer.__class__ = _fused(kind)
             for end in ends:
                 end.__class__ = AddingLinear
 
@@ -40,18 +41,20 @@ def _ends(layer: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
         return None
     if "forward" in layer.__dict__ or not _written_as_llama(type(layer)) or {name for name, _ in mlp.named_children()} != _MLP:
         return None
-    ends = getattr(attention, "o_proj", None), mlp.down_proj
-    plain = all(type(end) is nn.Linear and end.bias is None and "forward" not in end.__dict__ for end in ends)
-    return ends if plain else None  # type: ignore[return-value]
+    branch, inner = getattr(attention, "o_proj", None), mlp.down_proj
+    if type(branch) is not nn.Linear or type(inner) is not nn.Linear:
+        return None
+    plain = all(end.bias is None and "forward" not in end.__dict__ for end in (branch, inner))
+    return (branch, inner) if plain else None
+
+
+def _written_as_llama(kind: Any) -> bool:
+    llama: Any = LlamaDecoderLayer
+    return _body(kind) is not None and _body(kind) == _body(llama)
 
 
 @cache
-def _written_as_llama(kind: type[nn.Module]) -> bool:
-    return _body(kind) is not None and _body(kind) == _body(LlamaDecoderLayer)
-
-
-@cache
-def _body(kind: type[nn.Module]) -> str | None:
+def _body(kind: Any) -> str | None:
     """What the forward of this class does, without names of types and comments."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body[0]
@@ -62,7 +65,7 @@ def _body(kind: type[nn.Module]) -> str | None:
 
 
 @cache
-def _fused(own: type[nn.Module]) -> type[nn.Module]:
+def _fused(own: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         names = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
         self.self_attn.o_proj.stream = hidden_states

@@ -80,7 +80,9 @@ def layers_kept(
 def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers, *, kernels: bool = False) -> int:
     """Behind the layers: the last norm, the states that the head was given, a few numbers per response token for the loss."""
     width = FLOAT32 if shape.scalar else numbers.compute
-    return tokens.all * norm_kept(shape.hidden, numbers, kernels=kernels) + tokens.answered * (width * shape.hidden + LOSS_BYTES)
+    return tokens.all * norm_kept(shape.hidden, numbers, kernels=kernels) + tokens.answered * (
+        width * shape.hidden + LOSS_BYTES
+    )
 
 
 def layer_backward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:

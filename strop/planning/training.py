@@ -200,8 +200,8 @@ class TrainedModel:
             return 0
         shape, place, c = self.shape, self.placement, self.numbers.compute
         waiting = shape.embedding * (shape.tied or place.sharded) * (not shape.scalar)
-        if not place.sharded:
-            return c * (waiting + (shape.layer() // 3 if outputs else shape.embedding))
+        if not place.sharded:  # in the end the embedding's gradient beside its float32 sum
+            return c * (waiting + shape.layer() // 3 if outputs else shape.embedding)
         if outputs:
             return c * waiting + (c + 2 * place.reduce) * shape.largest_layer // place.tensor
         return c * (shape.root + shape.embedding) + place.reduce * shape.root

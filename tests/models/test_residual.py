@@ -67,6 +67,7 @@ def test_checkpointed_layers_are_fused_too():
     torch.testing.assert_close(learned(model), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn")
 def test_a_wide_stream_is_rounded_less():
     """What the branches say reaches a float32 stream without a stop at 16 bits."""
     model = make("llama")

@@ -137,7 +137,7 @@ class Prefill:
         self.last = torch.tensor([offset + len(p.tokens) - 1 for offset, p in zip(offsets, pieces)], device=device)
         self._members, self._device = list(zip(offsets, pieces)), device
         bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
-        self._packing = Packing((), None, bounds, max(len(piece.tokens) for piece in pieces))
+        self._packing = Packing((), bounds, max(len(piece.tokens) for piece in pieces))
         self._fresh = all(piece.start == 0 for piece in pieces)
 
     @cached_property

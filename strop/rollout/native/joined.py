@@ -23,12 +23,12 @@ def joined_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Forward, Join
     """Parts of `model` with the forward each is to have, and the product behind it, which must be laid out before use."""
     for part in model.modules():
         children = dict(part.named_children())
-        if set(_TOGETHER) <= set(children) and _alike(layers := [children[name] for name in _TOGETHER]):
+        if layers := _alike([children.get(name) for name in _TOGETHER]):
             product = Joined(layers)
             yield layers[0], product.first, product
             for place, layer in enumerate(layers[1:], 1):
                 yield layer, product.later(place), product
-        elif runs_as_kernel(part) and "gate_proj" in children and _alike(layers := [part.gate_proj, part.up_proj]):
+        elif runs_as_kernel(part) and (layers := _alike([children.get(name) for name in ("gate_proj", "up_proj")])):
             product = Joined(layers)
             yield part, _gated_forward(part, product), product
 
@@ -41,32 +41,37 @@ def _gated_forward(part: nn.Module, product: Joined) -> Forward:
     return forward
 
 
-def _alike(layers: Sequence[nn.Module]) -> bool:
-    """Plain layers that take the same states, whose weights lie whole on this device and belong to nobody else."""
+def _alike(parts: Sequence[nn.Module | None]) -> list[nn.Linear]:
+    """These parts, if they are plain layers that take the same states, with weights that lie whole on this device."""
+    layers = [part for part in parts if type(part) is nn.Linear]
+    if len(layers) < len(parts):
+        return []
     first = layers[0]
-    return all(
-        type(layer) is nn.Linear
-        and not layer.__dict__.keys() & {"forward"}
+    plain = all(
+        "forward" not in layer.__dict__
         and not (layer._forward_hooks or layer._forward_pre_hooks)
         and type(layer.weight) is nn.Parameter
         and type(layer.weight.data) is Tensor
-        and layer.weight.shape[1:] == first.weight.shape[1:]  # type: ignore[union-attr, index]
+        and layer.in_features == first.in_features
         and (layer.bias is None) == (first.bias is None)
         for layer in layers
     )
+    return layers if plain else []
 
 
 class Joined:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = list(layers)
         self._sizes = [layer.out_features for layer in layers]
-        self._weight, self._bias = layers[0].weight.data, None if layers[0].bias is None else layers[0].bias.data
+        self._weight: Tensor = layers[0].weight.data
+        self._bias: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
     def lay_out(self) -> None:
         """Put the weights side by side, unless they are."""
         self._weight = _side_by_side([layer.weight for layer in self._layers])
-        self._bias = None if self._bias is None else _side_by_side([layer.bias for layer in self._layers])
+        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        self._bias = _side_by_side(biases) if biases else None
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
         return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
@@ -81,7 +86,7 @@ class Joined:
         return lambda hidden: self._waiting.pop(place)
 
 
-def _side_by_side(weights: Sequence[nn.Parameter]) -> Tensor:
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """All of them as one tensor over their memory."""
     first = weights[0].data
     at = first.data_ptr()

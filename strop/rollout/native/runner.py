@@ -69,7 +69,8 @@ class Runner:
         self.rows.resize(0, 0, 0, 1)
 
     def prefill(self, admissions: Sequence[Admission], streams: Sequence[int]) -> int:
-        """Compute what the seated samples lack and sample the next token of each; returns the tokens computed.
+        """Compute what the seated samples lack and sample the next token of each; returns the tokens computed, or yet to be
+        computed for those that are fed.
 
         What an admission shares with its donor is in its row already.
         """
@@ -85,7 +86,7 @@ class Runner:
         pieces = [Piece(a.row, a.shared, [*a.sample.prompt, *a.sample.tokens][a.shared :]) for a in own]
         for batch in self._batches(pieces):
             self._run_pieces(batch, by_row, followers)
-        return sum(len(piece.tokens) for piece in pieces)
+        return sum(len(piece.tokens) for piece in pieces) + sum(a.sample.length - a.shared for a in admissions if a.fed)
 
     def _run_pieces(self, batch: list[Piece], own: dict[int, Admission], followers: dict[int, list[Admission]]) -> None:
         step = Prefill(self.cache, batch, self.device)
