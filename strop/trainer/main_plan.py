@@ -8,12 +8,15 @@ from collections.abc import Sequence
 
 from strop.config.commandline import parse
 from strop.config.compose import load
+from strop.config.rules import check
 from strop.planning.advice import advise, alternatives
 from strop.planning.devices import DEVICES, OTHER, Cluster, device_of
 from strop.planning.table import as_text, as_values
 
 ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
 OPTIONS = ("--gpu", "--nodes", "--gpus-per-node")
+DIVIDING = ("_parallel_size", "fsdp_size")
+"""How keys end that divide the devices. The other rules are for runs: a plan may lack files and much else."""
 USAGE = (
     f"strop plan [{'|'.join(ROOTS)}] [my_run.yaml] [key=value ...] [--gpu {'|'.join(DEVICES)}|80GiB] [--nodes N] "
     "[--gpus-per-node M] [--json]"
@@ -25,13 +28,15 @@ def run(arguments: Sequence[str]) -> int:
     rest, given = _options(list(arguments))
     root = ROOTS[rest.pop(0)] if rest and rest[0] in ROOTS else ROOTS["ppo"]
     asked = parse(rest, switches=("--json",))
-    config = load(root, asked.overrides, asked.config, asked.search).config
+    sizes = {"trainer.nnodes": "--nodes", "trainer.n_gpus_per_node": "--gpus-per-node"}
+    devices = [f"{key}={_count(given, option)}" for key, option in sizes.items() if option in given]
+    loaded = load(root, [*asked.overrides, *devices], asked.config, asked.search)
+    clashes = [f"  {finding}" for finding in check(loaded) if finding.level == "error" and finding.key.endswith(DIVIDING)]
+    if clashes:
+        raise ValueError("\n".join(["The devices cannot be divided like this:", *clashes]))
+    config = loaded.config
     trainer = config.trainer
-    cluster = Cluster(
-        device_of(given.get("--gpu", OTHER)),
-        _count(given, "--nodes", trainer.nnodes),
-        _count(given, "--gpus-per-node", trainer.n_gpus_per_node),
-    )
+    cluster = Cluster(device_of(given.get("--gpu", OTHER)), trainer.nnodes, trainer.n_gpus_per_node)
     advice = advise(config, cluster)
     turned = alternatives(config, cluster)
     if "--json" in asked.switches:
@@ -57,9 +62,7 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
     return rest, given
 
 
-def _count(given: dict[str, str], name: str, otherwise: int) -> int:
-    if name not in given:
-        return otherwise
+def _count(given: dict[str, str], name: str) -> int:
     if not given[name].isdigit() or int(given[name]) < 1:
         raise ValueError(f"{name} {given[name]}: give a number of at least 1.")
     return int(given[name])

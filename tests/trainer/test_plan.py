@@ -86,3 +86,9 @@ def test_the_gpu_is_asked_of_its_driver(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     device = local_device(load("ppo_trainer", []).config.trainer)
     assert device is not None and not device.is_cpu and device.memory == 143771 * 2**20 and device.bandwidth == 4.8e12
+
+
+def test_what_cannot_run_is_not_planned():
+    uneven = ["actor_rollout_ref.rollout.tensor_model_parallel_size=3", "--gpu", "h100", "--gpus-per-node", "4"]
+    with pytest.raises(ValueError, match="4 devices cannot be divided into engines of 3"):
+        dispatch(["plan", MODEL, "algorithm.adv_estimator=grpo", *uneven])
