@@ -49,7 +49,7 @@ def examples(questions: list[tuple[str, str]], share: float, seed: int) -> list[
 
 
 def prepare(
-    out: Path, *, size: int = 6000, test_size: int = 200, updates: int = 300, share: float = 0.25, seed: int = 1
+    out: Path, *, size: int = 6000, test_size: int = 200, updates: int = 300, share: float = 0.15, seed: int = 1
 ) -> None:
     made = arithmetic(size, test_size, digits=2, operators="*", seed=seed)
     for split, rows in made.items():
