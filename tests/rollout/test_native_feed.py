@@ -13,9 +13,8 @@ from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine, batch
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, count_tokens
+from tests.rollout.test_native_prefix import PROMPT, TOOL, same, warm
 
-PROMPT = [(7 * i * i + 3 * i) % 90 + 1 for i in range(40)]
-TOOL = [17, 3, 88, 41, 5]
 WAYS = [
     Sampling(max_tokens=10),
     Sampling(max_tokens=10, temperature=0, repetition_penalty=1.2),
@@ -25,14 +24,7 @@ WAYS = [
 
 def fed(monkeypatch: pytest.MonkeyPatch, model: Any, **settings: Any) -> NativeEngine:
     monkeypatch.setattr(batch, "_FEED", {"cpu": 16})
-    engine = NativeEngine(model, **settings)
-    engine.generate([Request([1])], Sampling(max_tokens=1))
-    return engine
-
-
-def same(a: Completion, b: Completion) -> None:
-    assert a.ids == b.ids and a.finish == b.finish
-    assert torch.allclose(torch.tensor(a.log_probs), torch.tensor(b.log_probs), atol=1e-4)
+    return warm(model, **settings)
 
 
 @pytest.mark.parametrize("sampling", WAYS, ids=["plain", "greedy", "top-k"])
@@ -122,3 +114,19 @@ def test_new_weights_in_the_middle_lose_nothing(monkeypatch):
             engine.step()
     expected = NativeEngine(model, enable_prefix_caching=False).generate([Request([*PROMPT, *TOOL], seed=1)], sampling)[0][0]
     same(ticket.result()[0], expected)
+
+
+def test_what_was_dropped_while_it_was_fed_is_not_copied(monkeypatch):
+    model = tiny.make()
+    engine, sampling = fed(monkeypatch, model), Sampling(max_tokens=6)
+    engine.generate([Request(PROMPT, seed=0)], sampling)
+    long = [*PROMPT, *TOOL, *TOOL, *TOOL]
+    dropped = Request(long, seed=1)
+    ticket = engine.submit(dropped, sampling)
+    with engine.loan():
+        engine.step()
+        engine.abort(dropped)
+        engine.step()
+    assert ticket.result()[0].finish == "abort" and not ticket.result()[0].ids
+    found = engine.generate([Request([*long, 9], seed=2)], sampling)[0][0]
+    same(found, NativeEngine(model, enable_prefix_caching=False).generate([Request([*long, 9], seed=2)], sampling)[0][0])

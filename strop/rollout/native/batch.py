@@ -220,8 +220,9 @@ class Batch:
         samples = [scheduler.running[row] for row in rows]
         keep = {}
         if self._keep:
-            # The newest token was never fed to the model.
-            keep = {r: tuple(s.sequence[:-1]) for r, s, finish in zip(rows, samples, finishes) if finish != "error"}
+            # The newest token was never fed to the model, nor were all others of a row that was dropped too early.
+            whole = [finish != "error" and s.length > s.fed for s, finish in zip(samples, finishes)]
+            keep = {r: tuple(s.sequence[:-1]) for r, s, computed in zip(rows, samples, whole) if computed}
         used = max(scheduler.lengths)
         moves = scheduler.release(rows, keep)
         runner.cache.copy(*_sides(moves), used)

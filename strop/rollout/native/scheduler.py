@@ -45,8 +45,8 @@ class Sample:
     """Sampled tokens that the listener was told of already."""
     holder: Holder | None = None
     """How others find what its row holds; None where another row of the same tokens stands for it."""
-    fed: bool = False
-    """Its row began without the last tokens of its sequence: see `Admission.fed`."""
+    fed: int = 0
+    """Tokens that its row was given in part by decode steps (see `Admission.fed`): all are computed when it has more."""
 
     @property
     def length(self) -> int:
@@ -140,7 +140,7 @@ class Scheduler:
             sample.holder = Holder(row, sequence, marks(sequence), sample.lasting)
             admission = self._donor(sample, sample.holder, siblings.get(sample.request), fresh)
             admissions.append(admission)
-            sample.fed = admission.fed
+            sample.fed = len(sequence) if admission.fed else 0
             if admission.fed:
                 # What decode steps are yet to compute cannot be copied by others.
                 computed = sequence[: admission.shared]
