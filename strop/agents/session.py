@@ -17,7 +17,7 @@ from typing import Any
 
 from strop.agents.arguments import fitted
 from strop.agents.calls import Malformed, ToolCall
-from strop.agents.tools import NotText, Tool, ToolResult
+from strop.agents.tools import NotText, Tool, ToolResult, stateless
 from strop.registry import did_you_mean
 from strop.rewards.calls import BackgroundLoop, contained
 
@@ -50,6 +50,8 @@ class Session:
         """tool_calls, tool_failures, tool_failures/<kind>, tool_truncated; tool_errors/<method> for what is not a call."""
         self._loop = loop
         self._instances: dict[str, asyncio.Task[str]] = {}
+        self._plain: dict[str, str] = {}
+        """Instances of stateless tools that were used."""
 
     async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[ToolResult]:
         """A result for every call, in order. Calls run side by side; a bad one gets a message for the model."""
@@ -57,7 +59,7 @@ class Session:
 
     async def rewards(self) -> dict[str, float]:
         """calc_reward of each tool that was used; one that fails is left out, and counted."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = dict.fromkeys(self._plain, 0.0)
         for name, instance in self._created():
             try:
                 found[name] = _finite(await self._limited(self.tools[name].calc_reward(instance)))
@@ -75,6 +77,7 @@ class Session:
             except Exception as error:  # noqa: BLE001 - the border of one tool
                 self._note("release", name, error)
         self._instances.clear()
+        self._plain.clear()
 
     async def _answer(self, call: ToolCall | Malformed, place: int) -> ToolResult:
         self.counts["tool_calls"] += 1
@@ -114,6 +117,8 @@ class Session:
 
     async def _call(self, name: str, tool: Tool, arguments: dict[str, Any]) -> Any:
         """On the loop of the tools; the first call of a tool begins its part of the episode."""
+        if stateless(tool):
+            return await tool.execute(self._plain.setdefault(name, uuid.uuid4().hex), arguments)
         if name not in self._instances:
             kwargs = self.create_kwargs.get(name) or {}
             self._instances[name] = asyncio.ensure_future(contained(tool.create(uuid.uuid4().hex, **kwargs)))

@@ -8,14 +8,17 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from strop.agents.signature import schema_of
 from strop.agents.tool_schema import ToolSchema
 
-__all__ = ["NotText", "StatelessTool", "Tool", "ToolResult", "ToolSchema", "result_of", "tool_from_function"]
+__all__ = ["NotText", "StatelessTool", "Tool", "ToolResult", "ToolSchema", "result_of", "stateless", "tool_from_function"]
 
 MOST_ABANDONED = 64  # threads of one tool that never came back, before it is taken to be broken
+REST_SECONDS = 30.0
+"""After so long without a call a thread ends."""
 
 
 class NotText(ValueError):
@@ -66,6 +69,11 @@ class StatelessTool:
         """Nothing is held."""
 
 
+def stateless(tool: Tool) -> bool:
+    """Whether an episode neither begins nor ends for this tool, so that it need not be asked."""
+    return all(getattr(type(tool), name, None) is getattr(StatelessTool, name) for name in ("create", "calc_reward", "release"))
+
+
 def tool_from_function(function: Callable[..., Any], schema: ToolSchema | None = None) -> Tool:
     """A tool with the name, the docstring and the typed parameters of `function`, which may be async.
 
@@ -91,12 +99,15 @@ class FunctionTool(StatelessTool):
 class AbandonableThreads:
     """Calls in daemon threads: one that hangs neither holds up the event loop nor keeps the program from ending.
 
-    A thread cannot be stopped. Those that were given up and still run are counted, and too many of them are an error.
+    A thread that is done waits for the next call. It cannot be stopped: those that were given up and still run are counted, and
+    too many of them are an error.
     """
 
     def __init__(self, name: str):
         self.name, self.abandoned = name, 0
         self._lock = threading.Lock()
+        self._resting: list[SimpleQueue[Callable[[], None]]] = []
+        """Where each thread that has nothing to do looks for its next call; the one that came last is taken first."""
 
     async def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if self.abandoned >= MOST_ABANDONED:
@@ -118,7 +129,7 @@ class AbandonableThreads:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_settle, answer, value, error)
 
-        threading.Thread(target=work, name=self.name, daemon=True).start()
+        self._hand_to_a_thread(work)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -127,6 +138,27 @@ class AbandonableThreads:
                     given_up = True
                     self.abandoned += 1
             raise
+
+    def _hand_to_a_thread(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            inbox = self._resting.pop() if self._resting else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
+        inbox.put(work)
+
+    def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            try:
+                inbox.get(timeout=REST_SECONDS)()
+            except Empty:
+                with self._lock:
+                    if inbox in self._resting:
+                        self._resting.remove(inbox)
+                        return
+                continue  # a call is on its way
+            with self._lock:
+                self._resting.append(inbox)
 
 
 def _settle(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:

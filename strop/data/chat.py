@@ -135,13 +135,13 @@ class Chat:
         length limit, the turn is closed first. The turns before stay as they were sampled; `history` are the messages up to
         the answer, for templates that count turns or look back (by default a stand-in).
         """
-        ids = self.encode(self.later_text(messages, history=history, tools=tools))
+        ids = _short_ids(self.tokenizer, self.later_text(messages, history=history, tools=tools))
         for place, token in enumerate(ids):
             if token == last_id:
-                return ids[place + 1 :]
+                return list(ids[place + 1 :])
             if self._shown(token).strip():
                 break
-        return ids
+        return list(ids)
 
     def later_text(
         self, messages: Sequence[Message], *, history: Sequence[Message] | None = None, tools: Sequence[Any] | None = None
@@ -210,6 +210,12 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | 
 @functools.lru_cache(maxsize=64)
 def _say_once(message: str) -> None:
     logger.warning(message)
+
+
+@functools.lru_cache(maxsize=4096)
+def _short_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Ids of a short text that is likely to come again: what a tool says to the samples of one prompt is often the same."""
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
+from strop.rollout.native.turns import quick_turns
 from tests.rollout import tiny
 
 
@@ -42,3 +44,33 @@ def test_conversations_that_answer_at_once_find_their_place_at_the_next_step() -
     numbers = engine.stats()
     assert numbers["tokens"] == 64 * 4 * 8
     assert numbers["occupancy"] > 0.8
+
+
+def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
+    """Threads take turns at the interpreter quickly as long as the engine steps, and as usual before and after."""
+    engine = NativeEngine(tiny.make(), max_num_seqs=4)
+    seen: set[float] = set()
+
+    async def busy() -> list[Completion]:
+        asked = asyncio.ensure_future(engine.agenerate(Request([1]), Sampling(max_tokens=20, ignore_eos=True)))
+        while not asked.done():
+            seen.add(sys.getswitchinterval())
+            await asyncio.sleep(0)
+        return asked.result()
+
+    usual = sys.getswitchinterval()
+    [answer] = asyncio.run(busy())
+    engine.close()
+    assert len(answer.ids) == 20
+    assert min(seen) < usual / 10 and sys.getswitchinterval() == usual
+
+
+def test_turns_are_as_usual_when_the_last_of_several_engines_has_stopped() -> None:
+    usual = sys.getswitchinterval()
+    first, second = quick_turns(), quick_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < usual / 10
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual

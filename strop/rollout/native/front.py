@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native.ticket import Ticket
+from strop.rollout.native.turns import quick_turns
 
 if TYPE_CHECKING:
     from strop.rollout.native.engine import NativeEngine
@@ -78,7 +79,7 @@ class Front:
         """Step until nobody waits; those who come meanwhile join at the next step."""
         try:
             while self._driving:
-                with self._engine.loan():
+                with self._engine.loan(), quick_turns():
                     self._work()
                 # The module is given back before the last answers are: who has all of them may use it at once.
                 self._answer()
