@@ -201,6 +201,7 @@ def sampling(config: Any, loaded: Loaded) -> Findings:
     if rollout.nnodes:
         devices = rollout.nnodes * rollout.n_gpus_per_node
         yield from replicas(config, rollout, size)
+    yield from weight_transport(rollout, loaded)
     if devices % size:
         yield error(
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -233,6 +234,28 @@ def replicas(config: Any, rollout: Any, size: int) -> Findings:
         )
     elif rollout.n_gpus_per_node % size:
         yield error(key, f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.")
+
+
+def weight_transport(rollout: Any, loaded: Loaded) -> Findings:
+    path, settings = "actor_rollout_ref.rollout.checkpoint_engine", rollout.checkpoint_engine
+    if not rollout.nnodes:
+        if settings.backend != "naive" and f"{path}.backend" in loaded.set_by_user:
+            yield warning(
+                f"{path}.backend",
+                f"{settings.backend} has no effect without rollout.nnodes: the engine is on the trainer's machines.",
+            )
+        return
+    if settings.backend in ("nixl", "hccl"):
+        yield error(
+            f"{path}.backend",
+            f"{settings.backend} is not there. Set nccl (a broadcast; by gloo between machines without CUDA), naive (Ray's "
+            "object store) or file (a folder that all machines see).",
+        )
+    for name in settings.engine_kwargs:
+        if name != "folder":
+            yield error(f"{path}.engine_kwargs", f"unknown setting {name!r}. There is folder, for backend=file.")
+        elif settings.backend != "file":
+            yield warning(f"{path}.engine_kwargs", f"folder has no effect with backend={settings.backend}. Set backend=file.")
 
 
 def own_pools(config: Any, loaded: Loaded) -> Findings:

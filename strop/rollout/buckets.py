@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,39 @@ from torch import Tensor
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    memory: Tensor
+    """What was filled of it, as bytes."""
+    table: list[dict[str, Any]]
+    """Name, dtype, shape and place of each weight."""
+    first: bool
+    last: bool
+
+    def contents(self, **more: Any) -> str:
+        return json.dumps({"first": self.first, "last": self.last, "weights": self.table, **more})
+
+
+@torch.no_grad()
+def pack(weights: Iterable[tuple[str, Tensor]], room: Callable[[int], Tensor]) -> Iterator[Bucket]:
+    """Fill buckets, each in memory of at least as many bytes as `room` is asked for; an empty one if there are no weights."""
+    memory, table = torch.empty(0, dtype=torch.uint8), list[dict[str, Any]]()
+    used, end, first = 0, 0, True
+    for name, weight in weights:
+        flat = weight.detach().contiguous().flatten().view(torch.uint8)
+        if table and used + flat.numel() > len(memory):
+            yield Bucket(memory[:end], table, first, last=False)
+            table, used, first = [], 0, False
+        if not table:
+            memory = room(flat.numel())
+        end = used + flat.numel()
+        memory[used:end].copy_(flat)
+        dtype = str(weight.dtype).removeprefix("torch.")
+        table.append({"name": name, "dtype": dtype, "shape": list(weight.shape), "at": used})
+        used += -(-flat.numel() // _ALIGNMENT) * _ALIGNMENT
+    yield Bucket(memory[:end], table, first, last=True)
 
 
 class Buckets:
@@ -30,34 +64,20 @@ class Buckets:
 
     def send(self, weights: Iterable[tuple[str, Tensor]], deliver: Callable[[str, bool], None]) -> None:
         """Call `deliver(contents, last)` for each bucket; it returns when the other side has read it."""
-        table: list[dict[str, Any]] = []
-        used, first = 0, True
-        with torch.no_grad():
-            for name, weight in weights:
-                flat = weight.detach().contiguous().flatten().view(torch.uint8)
-                if table and used + flat.numel() > len(self._memory):
-                    deliver(self._contents(table, first, last=False), False)
-                    table, used, first = [], 0, False
-                self._fit(flat.numel())
-                self._memory[used : used + flat.numel()].copy_(flat)
-                dtype = str(weight.dtype).removeprefix("torch.")
-                table.append({"name": name, "dtype": dtype, "shape": list(weight.shape), "at": used})
-                used += -(-flat.numel() // _ALIGNMENT) * _ALIGNMENT
-        deliver(self._contents(table, first, last=True), True)
+        for bucket in pack(weights, self._room):
+            deliver(bucket.contents(path=str(self._path), size=len(self._memory)), bucket.last)
 
-    def _contents(self, table: list[dict[str, Any]], first: bool, last: bool) -> str:
-        return json.dumps({"path": str(self._path), "size": len(self._memory), "first": first, "last": last, "weights": table})
-
-    def _fit(self, needed: int) -> None:
+    def _room(self, needed: int) -> Tensor:
         """Memory for a whole bucket. A file in shared memory takes room only where it was written."""
         if needed <= len(self._memory):
-            return
+            return self._memory
         self.close()
         size = max(self._size, needed)
         handle, name = tempfile.mkstemp(prefix="strop-weights-", dir=_folder(size))
         os.close(handle)
         self._path = Path(name)
         self._memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        return self._memory
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)

@@ -1,12 +1,14 @@
 """Replicas as Ray actors, and the actor that keeps them: it starts them, remembers the current weights, and replaces the dead.
 
-Weights lie in the object store, where each machine fetches a bucket once and its replicas read it without a copy; when memory
-is short Ray moves them to the disk.
+The current weights lie in the object store (or in files), where each machine fetches a bucket once and its replicas read it
+without a copy; when memory is short Ray moves them to the disk.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -15,10 +17,13 @@ import numpy as np
 
 from strop.extras import require
 from strop.rollout.base import Completion, EngineDied, Request, Sampling
+from strop.runtime.broadcast import Meeting
 from strop.runtime.replica import Recipe, Replica
 
 POOL = "STROP_ROLLOUT_POOL"
 """Tells ranks where the replicas of their run are: address of the cluster, namespace, name."""
+LOOK = 0.1
+"""Seconds between two questions whether a replica can be replaced."""
 MOST_STARTS = 3
 """Times in a row that a replica may die before it was ready."""
 
@@ -44,6 +49,10 @@ class Keeper:
         self._recipe, self._places, self._limit = recipe, places, limit
         self._buckets: list[tuple[Any, str]] = []
         self._version = 0
+        self._expected = False
+        """Whether weights are on their way that a successor must not miss."""
+        self._why_not = ""
+        """Why there is no copy of the current weights."""
         self._deaths = 0
         self._lives = [0] * len(places)
         self._replicas = [self._new(number) for number in range(len(places))]
@@ -59,9 +68,14 @@ class Keeper:
     def deaths(self) -> int:
         return self._deaths
 
-    def mend(self, number: int, life: int) -> tuple[int, Any]:
-        """The successor of a replica whose `life` has ended; many may ask for it."""
+    def mend(self, number: int, life: int) -> tuple[int, Any] | None:
+        """The successor of a replica whose `life` has ended; many may ask for it. None while the weights it needs are on their
+        way."""
         if life == self._lives[number]:
+            if self._expected:
+                return None
+            if self._why_not:
+                raise EngineDied(f"Replica {number} died, and there are no weights for another: {self._why_not}")
             self._replace(number)
         return self._lives[number], self._replicas[number]
 
@@ -89,7 +103,7 @@ class Keeper:
     def load(self, box: Sequence[Any], contents: str, version: int, first: bool, last: bool) -> None:
         """A bucket for all. `box` holds its reference, so that it does not travel by this actor."""
         if first:
-            self._buckets = []
+            self._buckets, self._why_not = [], ""
         self._buckets.append((box[0], contents))
         self._version = version
         asked = [replica.load.remote(box[0], contents, version) for replica in self._replicas]
@@ -99,6 +113,18 @@ class Keeper:
             except self._ray.exceptions.RayActorError:
                 if last:  # until then its successor would lack a part
                     self._replace(number)
+        if last:
+            self._expected = False
+
+    def expect(self, version: int) -> list[tuple[int, Any]]:
+        """Weights are on their way to the replicas, which this actor will know of later; until then it replaces none."""
+        self._expected = True
+        return self.handles()
+
+    def keep(self, buckets: Sequence[tuple[Any, str]], version: int, why_not: str) -> None:
+        """The weights that all replicas have now; references inside of something arrive as such."""
+        self._buckets, self._version, self._why_not = list(buckets), version, why_not
+        self._expected = False
 
     def stamp(self, version: int) -> None:
         self._version = version
@@ -135,23 +161,47 @@ class RayPool:
         return self._handles[number][0]
 
     def mend(self, number: int, life: int) -> None:
-        if life == self._handles[number][0]:
-            self._handles[number] = self._ray.get(self._keeper.mend.remote(number, life))
+        while life == self._handles[number][0]:
+            found = self._ray.get(self._keeper.mend.remote(number, life))
+            if found is None:
+                time.sleep(LOOK)
+            else:
+                self._handles[number] = found
 
-    def load(self, memory: np.ndarray, contents: str, version: int) -> Future[Any]:
-        import json
-
-        table = json.loads(contents)
+    def store(self, memory: np.ndarray) -> Any:
         try:
-            box = [self._ray.put(memory)]
+            return self._ray.put(memory)
         except self._ray.exceptions.ObjectStoreFullError as error:
             raise ValueError(
                 f"The object store of Ray has no room for {memory.nbytes >> 20} MiB of weights. Lower "
                 "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or start Ray with a larger "
                 "--object-store-memory."
             ) from error
-        done = self._keeper.load.remote(box, contents, version, table["first"], table["last"])
+
+    def load(self, box: Any, contents: str, version: int) -> Future[Any]:
+        table = json.loads(contents)
+        done = self._keeper.load.remote([box], contents, version, table["first"], table["last"])
         return self._waiters.submit(self._ray.get, done)
+
+    def expect(self, version: int) -> list[int]:
+        found = self._ray.get(self._keeper.expect.remote(version))
+        self._handles = [max(pair, key=lambda handle: handle[0]) for pair in zip(found, self._handles, strict=True)]
+        return [life for life, _ in found]
+
+    def keep(self, buckets: Sequence[tuple[Any, str]], version: int, why_not: str = "") -> None:
+        self._ray.get(self._keeper.keep.remote(list(buckets), version, why_not))
+
+    def address(self) -> str:
+        here = self._ray.get_runtime_context().get_node_id()
+        return str(next(node["NodeManagerAddress"] for node in self._ray.nodes() if node["NodeID"] == here))
+
+    def join(self, number: int, meeting: Meeting) -> Future[Any]:
+        asked: Future[Any] = self._handles[number][1].join.remote(meeting, number + 1).future()
+        return asked
+
+    def receive(self, number: int, version: int) -> Future[Any]:
+        asked: Future[Any] = self._handles[number][1].receive.remote(version).future()
+        return asked
 
     def stamp(self, version: int) -> None:
         self._ray.get(self._keeper.stamp.remote(version))

@@ -4,32 +4,28 @@ It is an `Engine` like any other: `agenerate` may be called by any number of cor
 in another thread, `abort` ends what this rank has asked, and completions carry the version of the weights that sampled them. So
 whatever runs sampling beside training needs to know nothing of processes or machines.
 
-Ranks divide the replicas between them for asking. Weights come from rank 0, a bucket at a time; the other ranks take part in
-gathering them and wait until they are there.
+Ranks divide the replicas between them for asking. Weights come from rank 0, by the transport of the configuration
+(transports.py); the other ranks take part in gathering them and wait until they are there.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from strop.ranks import Ranks
 from strop.rollout.base import Completion, EngineDied, Request, Sampling
-from strop.rollout.buckets import Buckets
 from strop.rollout.outside import Answer, OutsideEngine
 from strop.rollout.source import Source
+from strop.runtime.transports import Transport
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +33,6 @@ MOST_DEATHS = 20
 """Deaths of replicas that one request survives: it may be the one that kills them."""
 MOST_BARREN = 3
 """Lives of a replica in a row that may end without a single answer: what is wrong then is not chance."""
-AHEAD = 2
-"""Buckets on their way at once: one is packed while another is read."""
 
 
 class Pool(Protocol):
@@ -58,10 +52,6 @@ class Pool(Protocol):
         """Return when a replica whose `life` has ended has a successor with the current weights; many may wait for it."""
         ...
 
-    def load(self, memory: np.ndarray, contents: str, version: int) -> Future[Any]:
-        """Give a bucket to all replicas."""
-        ...
-
     def stamp(self, version: int) -> None: ...
 
     def abort(self, number: int) -> None: ...
@@ -74,16 +64,16 @@ class Pool(Protocol):
 
 
 class Replicas(OutsideEngine):
-    def __init__(self, source: Source, pool: Pool, ranks: Ranks | None = None, *, bucket_megabytes: int = 512) -> None:
+    def __init__(self, source: Source, pool: Pool, transport: Transport, ranks: Ranks | None = None) -> None:
+        """`transport`: brings weights to the replicas of `pool`; the first rank's is used."""
         super().__init__(source)
-        self._pool, self._ranks = pool, ranks or Ranks()
+        self._pool, self._transport, self._ranks = pool, transport, ranks or Ranks()
         self.mine = mine(pool.size, self._ranks)
         self._work = dict.fromkeys(self.mine, 0)
         self._barren: dict[int, list[int]] = {number: [] for number in self.mine}
         """Lives of each replica that have ended since it last answered."""
         self._lock = threading.Lock()
         self._menders = ThreadPoolExecutor(max(4, len(self.mine)), thread_name_prefix="mender")
-        self._buckets = Buckets(bucket_megabytes)
         self._sent, self._seconds, self._repeated = 0, 0.0, 0
 
     # --- asking ----------------------------------------------------------------------------------------------------------
@@ -143,33 +133,16 @@ class Replicas(OutsideEngine):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         start = time.perf_counter()
         if self._ranks.lead:
-            self._broadcast(weights, version)
+            sent = self._transport.send(weights, version)
+            if not sent:
+                self._pool.stamp(version)
+            self._sent += sent
         else:
             for _ in weights:  # each of them is gathered from all ranks
                 pass
         self._ranks.gather(version)  # nobody samples before the weights are there
         self._seconds += time.perf_counter() - start
         self.version = version
-
-    def _broadcast(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        under_way: list[Future[Any]] = []
-        sent = 0
-
-        def deliver(contents: str, last: bool) -> None:
-            nonlocal sent
-            table = json.loads(contents)
-            if not table["weights"]:
-                return
-            memory = np.fromfile(table["path"], dtype=np.uint8, count=_used(table["weights"]))
-            sent += memory.nbytes
-            under_way.append(self._pool.load(memory, contents, version))
-            while under_way and (last or len(under_way) >= AHEAD):
-                under_way.pop(0).result()
-
-        self._buckets.send(weights, deliver)
-        self._sent += sent
-        if not sent:
-            self._pool.stamp(version)
 
     # --- the rest --------------------------------------------------------------------------------------------------------
 
@@ -186,22 +159,18 @@ class Replicas(OutsideEngine):
             "repeated_requests": float(self._repeated),
             "weights_bytes": float(self._sent),
             "weights_seconds": self._seconds,
+            **self._transport.stats(),
         }
         self._sent, self._seconds, self._repeated = 0, 0.0, 0
         return numbers
 
     def close(self) -> None:
         self._menders.shutdown(wait=False, cancel_futures=True)
+        self._transport.close()
         self._pool.close()
-        self._buckets.close()
         super().close()
 
 
 def mine(size: int, ranks: Ranks) -> list[int]:
     """The replicas that a rank asks: a share of its own, or where there are fewer replicas than ranks one that it shares."""
     return list(range(ranks.rank, size, ranks.world)) or [ranks.rank % size]
-
-
-def _used(table: list[dict[str, Any]]) -> int:
-    last = table[-1]
-    return last["at"] + math.prod(last["shape"]) * getattr(torch, last["dtype"]).itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from strop.catalog import ENGINES
@@ -13,6 +14,7 @@ from strop.rollout.base import Engine
 from strop.runtime.frozen import FarReference, FarScorer
 from strop.runtime.learners import FarBackend
 from strop.runtime.replica import Recipe
+from strop.runtime.transports import ByFile, ByGroup, ByStore, Receivers, Transport
 
 
 def recipe_for(config: Any, settings: Mapping[str, Any]) -> Recipe:
@@ -38,7 +40,21 @@ def replicas_for(config: Any, ranks: Ranks, longest: int) -> Engine:
     pool = pool_of_this_run()
     assert pool.size == replica_count(rollout)
     source = source_of(config.actor_rollout_ref.model.path, longest)
-    return Replicas(source, pool, ranks, bucket_megabytes=rollout.checkpoint_engine.update_weights_bucket_megabytes)
+    return Replicas(source, pool, transport_for(config, pool), ranks)
+
+
+def transport_for(config: Any, pool: Receivers) -> Transport:
+    """How rank 0 brings new weights to the replicas."""
+    from strop.trainer.build import device_of
+
+    settings = config.actor_rollout_ref.rollout.checkpoint_engine
+    megabytes = settings.update_weights_bucket_megabytes
+    if settings.backend == "nccl":
+        return ByGroup(pool, megabytes, device_of(config.trainer.device), config.actor_rollout_ref.nccl_timeout)
+    if settings.backend == "file":
+        folder = settings.engine_kwargs.get("folder") or Path(config.trainer.default_local_dir) / "weights_on_their_way"
+        return ByFile(pool, megabytes, Path(folder).expanduser().absolute())
+    return ByStore(pool, megabytes)
 
 
 def far_reference(ranks: Ranks) -> FarReference:

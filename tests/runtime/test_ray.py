@@ -324,7 +324,7 @@ def test_a_full_object_store_is_told(monkeypatch):
     with pytest.raises(
         ValueError, match=r"no room for 3 MiB of weights. Lower .*update_weights_bucket_megabytes, or start Ray"
     ):
-        pool.load(np.zeros(3 << 20, np.uint8), '{"first": true, "last": true}', 1)
+        pool.store(np.zeros(3 << 20, np.uint8))
 
 
 @pytest.mark.vllm

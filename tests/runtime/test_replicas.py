@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,9 @@ from strop.ranks import Ranks
 from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.buckets import read_bucket
 from strop.rollout.source import Source
-from strop.runtime.replica import Feed, Recipe, Replica
+from strop.runtime.replica import Feed, Recipe, Replica, _mapped
 from strop.runtime.replicas import MOST_BARREN, MOST_DEATHS, Replicas, mine
+from strop.runtime.transports import ByFile, ByStore
 
 SAMPLING = Sampling(max_tokens=4)
 
@@ -57,8 +59,11 @@ class FakePool:
             self.deaths += 1
             self.dying.discard(number)
 
+    def store(self, memory):
+        return memory.copy()
+
     def load(self, memory, contents, version):
-        for name, weight in read_bucket(contents, torch.from_numpy(memory.copy()))[0]:
+        for name, weight in read_bucket(contents, torch.from_numpy(memory))[0]:
             self.weights[name] = weight.clone()
         self.version = version
         done: Future = Future()
@@ -86,7 +91,7 @@ def pool():
 
 @pytest.fixture
 def engine(pool, tmp_path):
-    made = Replicas(Source(str(tmp_path), 64, 100), pool, bucket_megabytes=1)
+    made = Replicas(Source(str(tmp_path), 64, 100), pool, ByStore(pool, 1))
     yield made
     made.close()
 
@@ -148,7 +153,7 @@ def test_replicas_that_never_answer_are_given_up_soon(tmp_path, caplog):
     pool = FakePool(1)
     pool.mend = lambda number, life: pool.lives.__setitem__(number, life + 1)
     pool.dying = {0}
-    engine = Replicas(Source(str(tmp_path), 64, 100), pool)
+    engine = Replicas(Source(str(tmp_path), 64, 100), pool, ByStore(pool, 1))
     with pytest.raises(EngineDied, match="gone"):
         engine.generate([Request([1])] * 2, SAMPLING)
     assert pool.lives[0] <= MOST_BARREN
@@ -182,6 +187,38 @@ def test_weights_arrive_bit_for_bit_in_buckets_and_are_counted(engine, pool):
     assert numbers["weights_seconds"] > 0 and engine.stats()["weights_bytes"] == 0
     engine.update_weights((), 8)
     assert pool.stamped == 8 and engine.version == 8
+
+
+def test_weights_arrive_in_files_that_go_when_the_next_version_is_there(pool, tmp_path):
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "bucket_9_0").write_bytes(b"of a run that was killed")
+    there, plain = [], pool.load
+
+    def names():
+        return sorted(file.name for file in folder.iterdir())
+
+    def load(path, contents, version):
+        there.append(names())
+        return plain(np.fromfile(path, np.uint8), contents, version)
+
+    pool.load = load
+    engine = Replicas(Source(str(tmp_path), 64, 100), pool, ByFile(pool, 1, folder))
+    for version in (1, 2):
+        weights = {f"w{i}": torch.randn(300, 500) for i in range(4)}
+        engine.update_weights(iter(weights.items()), version)
+        assert all(torch.equal(pool.weights[name], weight) for name, weight in weights.items())
+        assert names() == [f"bucket_{version}_{number}" for number in range(4)]
+        assert engine.stats()["weights_bytes"] >= 4 * 300 * 500 * 4
+    assert there[0] == ["bucket_1_0"]
+    assert there[4] == [*there[3], "bucket_2_0"]  # whoever is replaced now needs the files of the version before
+    engine.close()
+    assert not names()
+
+
+def test_a_folder_that_a_machine_does_not_see_is_named():
+    with pytest.raises(ValueError, match=r"cannot read new weights from /nowhere/b \(No such file.*engine_kwargs.folder; set"):
+        _mapped("/nowhere/b")
 
 
 def test_a_feed_gives_every_weight_once_and_raises_what_the_taker_raises():
@@ -221,7 +258,7 @@ def test_a_replica_samples_from_the_weights_it_was_given(task):
     replica = Replica(Recipe("native", model, {"max_model_len": 16}, "float32", "cpu", False))
     pool, sent = FakePool(1), []
     pool.load = lambda memory, contents, version: sent.append((memory, contents)) or _done()
-    sender = Replicas(Source("nowhere", 16, 100), pool, bucket_megabytes=1)
+    sender = Replicas(Source("nowhere", 16, 100), pool, ByStore(pool, 1))
     sender.update_weights(weights_of(module), 3)
 
     async def use():

@@ -107,14 +107,17 @@ class AgentSettings:
 
 @dataclass(eq=False)
 class CheckpointEngine:
-    """How weights reach engines in other processes. Read by runtime/weights.py."""
+    """How weights reach engines in other processes. Read by trainer/pool.py."""
 
     backend: str = setting("naive", choices=("naive", "nccl", "nixl", "hccl", "file"))
-    """Transport."""
+    """Transport to replicas on machines of their own (rollout.nnodes): naive (Ray's object store, which is shared memory on one
+    machine), nccl (a broadcast to all at once, by gloo where somebody has no CUDA device; actor_rollout_ref.nccl_timeout is its
+    limit), or file (a folder that all machines see, where nothing else works). nixl and hccl are not there."""
     update_weights_bucket_megabytes: int = setting(2048, at_least=1)
-    """Size of one bucket."""
+    """Size of one bucket. The sender holds two of them, a receiver up to three."""
     engine_kwargs: dict[str, Any] = setting({})
-    """Settings of the transport."""
+    """Settings of the transport. folder: where buckets lie with backend=file, a folder of this run alone; else one under
+    trainer.default_local_dir."""
 
 
 @dataclass(eq=False)
