@@ -49,6 +49,8 @@ def test_conversations_that_answer_at_once_find_their_place_at_the_next_step() -
 def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
     """Threads take turns at the interpreter quickly as long as the engine steps, and as usual before and after."""
     engine = NativeEngine(tiny.make(), max_num_seqs=4)
+    assert not engine._front.quick, "calls take long on a processor"
+    engine._front.quick = True
     seen: set[float] = set()
 
     async def busy() -> list[Completion]:
@@ -62,7 +64,7 @@ def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
     [answer] = asyncio.run(busy())
     engine.close()
     assert len(answer.ids) == 20
-    assert min(seen) < usual / 10 and sys.getswitchinterval() == usual
+    assert min(seen) == usual / 10 and sys.getswitchinterval() == usual
 
 
 def test_turns_are_as_usual_when_the_last_of_several_engines_has_stopped() -> None:
@@ -71,6 +73,6 @@ def test_turns_are_as_usual_when_the_last_of_several_engines_has_stopped() -> No
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert sys.getswitchinterval() < usual / 10
+    assert sys.getswitchinterval() == usual / 10
     second.__exit__(None, None, None)
     assert sys.getswitchinterval() == usual

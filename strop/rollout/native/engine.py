@@ -53,7 +53,7 @@ class NativeEngine:
             raise ValueError(
                 f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1."
             )
-        self.model, self.seed, self.version = model, seed, 0
+        self.model, self.device, self.seed, self.version = model, device, seed, 0
         self._divided: Divided | None = getattr(model, "divided", None)
         self.longest = longest_sequence(model, max_model_len)
         self._limits: dict[str, Any] = {

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,8 @@ class Ask:
 class Front:
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
+        self.quick = engine.device.type == "cuda"
+        """Whether the engine's calls into torch are short, so that it must have its turn at the interpreter soon."""
         self._inbox: deque[Ask] = deque()
         self._outbox: deque[Ask] = deque()
         self._lock = threading.Lock()
@@ -79,7 +82,7 @@ class Front:
         """Step until nobody waits; those who come meanwhile join at the next step."""
         try:
             while self._driving:
-                with self._engine.loan(), quick_turns():
+                with self._engine.loan(), quick_turns() if self.quick else nullcontext():
                     self._work()
                 # The module is given back before the last answers are: who has all of them may use it at once.
                 self._answer()
