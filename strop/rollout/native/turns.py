@@ -1,8 +1,8 @@
 """Threads take turns at the interpreter quickly while an engine steps beside coroutines.
 
 Every call into torch lets go of the interpreter for a moment. If another thread computes in Python then, the engine waits for
-its turn, by default 5 ms each time, so that it makes 80 calls a second instead of 90,000. A GPU has nothing to do meanwhile. On a
-processor calls are long, and the others' time is better spent in longer turns.
+its turn, by default 5 ms each time, so that it makes 80 calls a second instead of 90,000. A GPU has nothing to do meanwhile. On
+a processor calls are long, and the others' time is better spent in longer turns.
 """
 
 from __future__ import annotations
