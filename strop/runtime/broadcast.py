@@ -99,6 +99,11 @@ class Group:
                 raise GroupBroken(_first_line(error)) from None
             self._under_way.popleft()
 
+    def rest(self) -> None:
+        """All buckets so far were taken. Memory stays for the next version, unless it is a device's, which samples in it."""
+        if self.device.type == "cuda":
+            self._memories = []
+
     def forget(self) -> None:
         """Everybody has all buckets so far: what they held need not be known any longer."""
         for number in range(self._forgotten, self._count):

@@ -51,7 +51,9 @@ class Recipe:
         return build_engine(self.engine, module, **self.settings)
 
     def place(self) -> torch.device:
-        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
+        """Where it wants its weights; an engine that holds a model of its own is given them in host memory."""
+        wanted = self.device != "cpu" and not self.holds_weights
+        return torch.device("cuda" if wanted and torch.cuda.is_available() else "cpu")
 
 
 class Replica:
@@ -77,7 +79,7 @@ class Replica:
     async def join(self, meeting: Meeting, rank: int) -> None:
         """Become a member of the group by which weights will come; of no other any longer."""
         if self._group is not None:
-            self._group.leave()
+            await asyncio.to_thread(self._group.leave)
         self._group = await asyncio.to_thread(join, meeting, rank, self._device)
 
     async def receive(self, version: int) -> None:
@@ -88,6 +90,7 @@ class Replica:
             while not last:
                 contents, memory = await asyncio.to_thread(group.receive)
                 last = await self._take(contents, memory, version)
+            group.rest()
         except BaseException:
             group.leave()
             raise

@@ -173,6 +173,7 @@ class ByGroup:
             self._kept = self._spare.submit(self._keep, copies, version)
         elif sent:
             self._complete(copies, version)
+        self._memory.rest()
         return sent
 
     # --- the group -------------------------------------------------------------------------------------------------------
@@ -272,6 +273,11 @@ class Memory:
             piece = torch.empty(max(needed, self._size), dtype=torch.uint8, device=device)
             self._pieces[self._turn] = piece
         return piece
+
+    def rest(self) -> None:
+        """Memory stays for the next version, unless it is a device's, which learns in it."""
+        self._pieces = [piece if piece.device.type == "cpu" else torch.empty(0, dtype=torch.uint8) for piece in self._pieces]
+        self._turn = 0
 
 
 class Loads:

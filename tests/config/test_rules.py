@@ -201,3 +201,17 @@ def test_what_shared_matrices_of_supervised_training_do_not_go_together_with():
     # Two ranks are a team: four devices share a batch by two, not by four.
     assert of(f"{key}=2", "data.train_batch_size=6") == {}
     assert "shared by 4 ranks" in of("data.train_batch_size=6")["data.train_batch_size"]
+
+
+def test_transports_of_weights_that_are_not_there():
+    rollout, path = "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.checkpoint_engine"
+    for backend in ("naive", "nccl", "file"):
+        assert found(rollout, f"{path}.backend={backend}", "trainer.runtime=ray") == []
+    for backend in ("nixl", "hccl"):
+        message = errors(rollout, f"{path}.backend={backend}")[f"{path}.backend"]
+        assert f"{backend} is not there. Set nccl (a broadcast" in message and "naive" in message and "file" in message
+    assert "nccl has no effect without rollout.nnodes" in warnings(f"{path}.backend=nccl")[f"{path}.backend"]
+    own = f"+{path}.engine_kwargs.folder=/shared"
+    assert found(rollout, f"{path}.backend=file", own) == []
+    assert "folder has no effect with backend=nccl" in warnings(rollout, f"{path}.backend=nccl", own)[f"{path}.engine_kwargs"]
+    assert "unknown setting 'foldr'" in errors(rollout, f"+{path}.engine_kwargs.foldr=x")[f"{path}.engine_kwargs"]

@@ -19,9 +19,9 @@ up() {
     ip -n $A addr add 10.99.7.1/24 dev veth0 && ip -n $B addr add 10.99.7.2/24 dev veth0
     for space in $A $B; do ip -n "$space" link set lo up && ip -n "$space" link set veth0 up; done
     ip netns exec $A ray start --head --node-ip-address=10.99.7.1 --port=6399 --num-cpus=1 --include-dashboard=false \
-        --object-store-memory=100000000 --temp-dir="$1/ray-a" || return 1
+        --object-store-memory="${STORE:-100000000}" --temp-dir="$1/ray-a" || return 1
     ip netns exec $B ray start --address=10.99.7.1:6399 --node-ip-address=10.99.7.2 --num-cpus=1 \
-        --object-store-memory=100000000 --temp-dir="$1/ray-b"
+        --object-store-memory="${STORE:-100000000}" --temp-dir="$1/ray-b"
 }
 
 case $1 in

@@ -64,6 +64,12 @@ class Started:
 
     def kill_child(self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120) -> int:
         """Kill a child of one of `parents` that Ray has named so, one that was not killed before; its number."""
+        pid = self.child(title, parents, besides, limit)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def child(self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120) -> int:
+        """The number of such a process, as soon as there is one."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and self.process.poll() is None:
             for folder in Path("/proc").glob("[0-9]*"):
@@ -73,7 +79,6 @@ class Started:
                 except OSError:
                     continue
                 if words.startswith(f"ray::{title}") and parent in parents and int(folder.name) not in besides:
-                    os.kill(int(folder.name), signal.SIGKILL)
                     return int(folder.name)
             time.sleep(0.05)
         raise AssertionError(f"no process ray::{title}\n{self.said()}")

@@ -152,13 +152,18 @@ def test_a_cluster_that_is_not_there(settings):
     assert time.monotonic() - start < 20
 
 
+TRANSPORT = "actor_rollout_ref.rollout.checkpoint_engine"
+SMALL_BUCKETS = f"{TRANSPORT}.update_weights_bucket_megabytes=1"
+
+
 @pytest.mark.slow
-def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path):
+@pytest.mark.parametrize("backend", ["naive", "nccl"])
+def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path, backend):
     """One rank on one node, a replica on the other; the numbers are those of an engine beside the trainer."""
     settings, times = [*settings, "trainer.total_training_steps=60"], 10
     calm = Started(settings, tmp_path / "calm")
     own = [f"ray_kwargs.ray_init.address={nodes.cluster.address}", "actor_rollout_ref.rollout.nnodes=1"]
-    run = Started([*settings, *own], tmp_path / "run")
+    run = Started([*settings, *own, f"{TRANSPORT}.backend={backend}"], tmp_path / "run")
     victims: list[int] = []
     dice, after = random.Random(0), 2
     for _ in range(times):
@@ -175,6 +180,66 @@ def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path):
     assert all(
         found[step]["rollout/weights_bytes"] > 0 and found[step]["rollout/weights_seconds"] > 0 for step in found if step
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["nccl", "file"])
+def test_every_transport_brings_the_same_weights(nodes, settings, tmp_path, backend):
+    """Two replicas, of which one is killed between updates: the numbers are those of an engine beside the trainer."""
+    calm = Started(settings, tmp_path / "calm")
+    nodes.workers.append(nodes.add())
+    try:
+        address = f"ray_kwargs.ray_init.address={nodes.cluster.address}"
+        own = [address, "actor_rollout_ref.rollout.nnodes=2", f"{TRANSPORT}.backend={backend}", SMALL_BUCKETS]
+        run = Started([*settings, *own], tmp_path / "run")
+        run.wait_for(lambda beat: beat.step == 3)
+        run.kill_child("Replica", nodes.raylets())
+        assert calm.end() == 0 and run.end() == 0, run.said()
+    finally:
+        nodes.cluster.remove_node(nodes.workers.pop())
+    assert_same_run(calm.folder, run.folder, STEPS, besides=("training/rollout_",))
+    found = metrics(run.folder)
+    assert found[STEPS]["rollout/replicas_replaced"] == 1
+    assert all(
+        found[step]["rollout/weights_bytes"] > 0 and found[step]["rollout/weights_seconds"] > 0 for step in found if step
+    )
+    if backend == "nccl":
+        assert sum(found[step]["rollout/weights_regrouped"] for step in found if step) == 1
+    else:
+        assert not list((run.folder / "weights_on_their_way").iterdir())
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_in_the_middle_of_an_update_changes_nothing(nodes, settings, tmp_path):
+    """The other one, which has received a part or all, ends with the same version; the numbers are those of one process."""
+    settings = [*settings, "trainer.total_training_steps=40"]
+    calm = Started(settings, tmp_path / "calm")
+    nodes.workers.append(nodes.add())
+    try:
+        address = f"ray_kwargs.ray_init.address={nodes.cluster.address}"
+        own = [address, "actor_rollout_ref.rollout.nnodes=2", f"{TRANSPORT}.backend=nccl", SMALL_BUCKETS]
+        run = Started([*settings, *own], tmp_path / "run")
+        run.wait_for(lambda beat: beat.step >= 3)
+        victim, dice = run.child("Replica", nodes.raylets()), random.Random(0)
+        while read_beats(run.folder)[0].phase != "update_weights":  # then it is waited for there, and nowhere else
+            os.kill(victim, signal.SIGCONT)
+            time.sleep(dice.uniform(0, 0.3))
+            os.kill(victim, signal.SIGSTOP)
+            time.sleep(0.7)
+        os.kill(victim, signal.SIGKILL)
+        start = time.monotonic()
+        now = read_beats(run.folder)[0].step
+        run.wait_for(lambda beat: beat.step > now)
+        assert time.monotonic() - start < 60
+        assert calm.end() == 0 and run.end() == 0, run.said()
+    finally:
+        nodes.cluster.remove_node(nodes.workers.pop())
+    assert "The group that broadcasts weights broke, so this version goes through the store" in run.said()
+    steps = max(metrics(calm.folder))
+    assert_same_run(calm.folder, run.folder, steps, besides=("training/rollout_",))
+    found = metrics(run.folder)
+    assert found[steps]["rollout/replicas_replaced"] == 1
+    assert sum(found[step]["rollout/weights_regrouped"] for step in found if step) == 1
 
 
 @pytest.mark.slow
