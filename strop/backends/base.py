@@ -39,6 +39,8 @@ class StepInfo:
     lr: float
     skipped: bool = False
     """The gradient was not finite and the weights were left alone."""
+    loss_scale: float | None = None
+    """By what the loss was multiplied, where the model computes in float16."""
 
 
 @dataclass(frozen=True)

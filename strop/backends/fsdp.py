@@ -22,8 +22,9 @@ from strop.backends.lockstep import Lockstep, SharedLack
 from strop.backends.micro import deal, on_device, partition
 from strop.backends.optimizer import load_optimizer_state, make_optimizer, make_schedule
 from strop.backends.parking import Parking
+from strop.backends.scaling import LossScale
 from strop.backends.sharded import ShardedWeights, fill, shard_like, whole
-from strop.backends.single import SingleBackend, set_schedule, summed
+from strop.backends.single import SingleBackend, summed
 from strop.backends.thrift import Thrift
 from strop.config.schema.model import Fsdp, Optim
 from strop.models.forward import head_is_plain
@@ -61,11 +62,12 @@ class FsdpBackend(SingleBackend):
     ):
         """`sequence_parallel` ranks share each packed row, or `tensor_parallel` ranks each weight matrix.
         `fill_weights(module)` brings weights into a module that was made without them, once it is sharded."""
-        self._refuse_half(optim, compute, master)
+        self._refuse_half(optim, master)
         settings = settings or Fsdp()
         self.module, self.ranks, self.device = module, ranks, torch.device(device)
         self.thrift = Thrift(ranks)
         self.compute, self.temperature, self.grad_clip = compute, temperature, grad_clip
+        self.scaling = LossScale() if compute == torch.float16 else None
         self.packed, self.attention, self.offload_activations = packed, attention, offload_activations
         refuse_both(sequence_parallel, tensor_parallel)
         self.slicing = None if sequence_parallel == 1 else sequence_slicing(ranks, sequence_parallel)
@@ -128,7 +130,7 @@ class FsdpBackend(SingleBackend):
             with self._activations():
                 outputs = Outputs(**self._ask(piece, want))
                 value, sums = loss(outputs, on_device(piece, self.device))
-            value.backward()
+            self._scaled(value).backward()
             losses.append(value.detach())
             reports.append({name: number.detach() for name, number in sums.items()})
 
@@ -219,8 +221,7 @@ class FsdpBackend(SingleBackend):
                 for name, remembered in state["optimizer"].items()
             }
             load_optimizer_state(self.optimizer, self.weights.masters, divided)
-        if self.schedule is not None and "schedule" in state:
-            set_schedule(self.schedule, state["schedule"]["step"])
+        self._load_progress(state)
 
 
 def refuse_both(sequence_parallel: int, tensor_parallel: int) -> None:

@@ -50,10 +50,14 @@ class MasterWeights:
         return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
 
     @torch.no_grad()
+    def multiply_gradients(self, factor: float) -> None:
+        torch._foreach_mul_(self.gradients, factor)
+
+    @torch.no_grad()
     def clip(self, norm: float, limit: float | None) -> None:
         """Scale the gradients so that their norm is at most `limit`."""
         if limit is not None and norm > limit:
-            torch._foreach_mul_(self.gradients, limit / norm)
+            self.multiply_gradients(limit / norm)
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -24,6 +24,7 @@ from strop.backends.optimizer import (
     optimizer_state,
 )
 from strop.backends.parking import Parking
+from strop.backends.scaling import LossScale
 from strop.backends.thrift import Thrift
 from strop.config.schema.model import Optim
 from strop.models.forward import response_outputs
@@ -63,11 +64,12 @@ class SingleBackend:
     ):
         """With `park_model` the module waits in host memory between passes, with `park_optimizer` masters and optimizer do
         between the updates of one step and the next."""
-        self._refuse_half(optim, compute, master)
+        self._refuse_half(optim, master)
         self.module = module
         self.thrift = Thrift()
         self.device = torch.device(device)
         self.compute = compute
+        self.scaling = LossScale() if compute == torch.float16 else None
         self.temperature, self.grad_clip = temperature, grad_clip
         self.packed, self.attention, self.offload_activations = packed, attention, offload_activations
         if optim is None:
@@ -82,9 +84,11 @@ class SingleBackend:
         self.parking.park()
 
     @staticmethod
-    def _refuse_half(optim: Optim | None, compute: torch.dtype, master: torch.dtype) -> None:
-        if optim is not None and torch.float16 in (compute, master):
-            raise ValueError("fp16 gradients underflow without loss scaling; train in bf16 or fp32 (fsdp_config.dtype).")
+    def _refuse_half(optim: Optim | None, master: torch.dtype) -> None:
+        if optim is not None and master == torch.float16:
+            raise ValueError(
+                "Updates vanish in fp16 masters. Set fsdp_config.model_dtype=fp32; fsdp_config.dtype may be float16."
+            )
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         with self.parking.passing():
@@ -96,9 +100,14 @@ class SingleBackend:
         fresh = not self.weights.gradients  # else a second try would lose what was collected before this call
 
         def attempt(smaller: MicroBatching) -> dict[str, float]:
-            if fresh:
-                self.weights.clear_gradients()
-            return self._forward_backward(batch, want, loss, smaller)
+            while True:
+                if fresh:
+                    self.weights.clear_gradients()
+                found = self._forward_backward(batch, want, loss, smaller)
+                if self.scaling is None or not fresh or math.isfinite(self.weights.gradient_norm()):
+                    return found
+                if not self.scaling.shrink():
+                    return found  # `step` will leave the weights alone
 
         return self.thrift.tried(micro, batch.lengths, attempt, again=fresh)
 
@@ -127,7 +136,7 @@ class SingleBackend:
             with self._activations():
                 outputs = Outputs(**self._ask(piece, want))
                 value, sums = loss(outputs, on_device(piece, self.device))
-            value.backward()
+            self._scaled(value).backward()
             losses.append(value.detach())
             reports.append({name: number.detach() for name, number in sums.items()})
         # One look at the end: a look per micro-batch would make the device wait each time.
@@ -139,15 +148,22 @@ class SingleBackend:
 
     def step(self) -> StepInfo:
         assert self.optimizer is not None, "a frozen model takes no steps"
-        lr = self.learning_rate
+        lr, scale = self.learning_rate, None if self.scaling is None else self.scaling.value
+        if scale is not None:
+            self.weights.multiply_gradients(1 / scale)
         norm = self.weights.gradient_norm()
         usable = math.isfinite(norm)
         if usable:
             self.weights.clip(norm, self.grad_clip)
             self.optimizer.step()
             self.weights.publish()
+        if self.scaling is not None:
+            self.scaling.stepped() if usable else self.scaling.shrink()
         self.weights.clear_gradients()
-        return StepInfo(grad_norm=norm, lr=lr, skipped=not usable)
+        return StepInfo(grad_norm=norm, lr=lr, skipped=not usable, loss_scale=scale)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaling is None else loss * self.scaling.value
 
     @property
     def learning_rate(self) -> float:
@@ -182,6 +198,8 @@ class SingleBackend:
         if self.optimizer is not None and self.schedule is not None:
             state["optimizer"] = optimizer_state(self.optimizer, self.weights.masters)
             state["schedule"] = {"step": self.schedule.last_epoch}
+            if self.scaling is not None:
+                state["loss_scale"] = self.scaling.state()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,8 +212,13 @@ class SingleBackend:
         self.weights.load(given)
         if self.optimizer is not None and "optimizer" in state:
             load_optimizer_state(self.optimizer, self.weights.masters, state["optimizer"])
+        self._load_progress(state)
+
+    def _load_progress(self, state: Mapping[str, Any]) -> None:
         if self.schedule is not None and "schedule" in state:
             set_schedule(self.schedule, state["schedule"]["step"])
+        if self.scaling is not None and "loss_scale" in state:
+            self.scaling.load(state["loss_scale"])
 
     @staticmethod
     def _refuse_other(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:

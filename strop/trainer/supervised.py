@@ -105,6 +105,8 @@ class SupervisedTrainer:
         self._tell(found, validation=False)
         record.add(found, prefix="train/")
         record.add({"train/grad_norm": info.grad_norm, "train/lr": info.lr, "train/skipped_updates": info.skipped})
+        if info.loss_scale is not None:
+            record.add({"train/loss_scale": info.loss_scale})
 
     def validate(self, record: StepRecord) -> None:
         """Means over all units of the validation rows, whatever the batches."""

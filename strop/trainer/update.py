@@ -251,6 +251,7 @@ def update(
             f"{name}/grad_norm": info.grad_norm,
             f"{name}/lr": info.lr,
             f"{name}/skipped_updates": float(info.skipped),
+            **({} if info.loss_scale is None else {f"{name}/loss_scale": info.loss_scale}),
         }.items():
             seen.setdefault(key, []).append(value)
     backend.advance_schedule()

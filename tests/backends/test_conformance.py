@@ -333,14 +333,62 @@ def test_offloading_and_coming_back_changes_nothing(make):
     assert torch.equal(flat_weights(one), flat_weights(other))
 
 
+def half_gradient(make, scale: float) -> tuple[Any, Tensor]:
+    """Of a loss whose gradients are mostly too small for float16, with the loss multiplied by `scale`."""
+
+    def small(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        value, sums = policy_loss(outputs, batch)
+        return value * 1e-6, sums
+
+    half = make(tiny_model(), optim=optim(), compute=torch.float16)
+    half.scaling.value = scale
+    half.forward_backward(tiny_batch(), ["log_probs"], small, MicroBatching(rows=2))
+    return half, flat_gradient(half) / half.scaling.value * 1e6
+
+
+def test_small_gradients_survive_in_float16(make):
+    exact = make(tiny_model(), optim=optim())
+    exact.forward_backward(tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=2))
+    expected = flat_gradient(exact)
+
+    def error(scale: float) -> float:
+        return ((half_gradient(make, scale)[1] - expected).norm() / expected.norm()).item()
+
+    assert error(1.0) > 0.05 and error(2.0**16) < 0.005
+
+
+def test_gradients_that_overflow_in_float16_are_made_again_with_a_smaller_scale(make):
+    usual, expected = half_gradient(make, 2.0**16)
+    other, found = half_gradient(make, 2.0**60)
+    assert 2.0**16 < other.scaling.value < 2.0**60
+    assert ((found - expected).norm() / expected.norm()).item() < 5e-3
+    infos = [backend.step() for backend in (usual, other)]
+    assert not infos[1].skipped and infos[1].loss_scale > infos[0].loss_scale == 2.0**16
+    assert infos[1].grad_norm == pytest.approx(infos[0].grad_norm, rel=1e-3)
+
+
+def test_float16_learns_as_float32_does_and_its_scale_is_saved(make):
+    exact, half, later = (make(tiny_model(), optim=optim(lr=1e-3), compute=c) for c in (torch.float32, *[torch.float16] * 2))
+    half.scaling.load({"value": 2.0**8, "quiet": 98})
+    for backend in (exact, half):
+        train(backend, 4)
+    assert half.scaling.value == 2.0**9 and half.scaling.quiet == 2
+    assert ((flat_weights(half) - flat_weights(exact)).norm() / flat_weights(exact).norm()).item() < 2e-3
+    later.load_state_dict(copy.deepcopy(half.state_dict()))
+    assert later.scaling.state() == {"value": 2.0**9, "quiet": 2}
+    for backend in (half, later):
+        train(backend, 1)
+    assert torch.equal(flat_weights(half), flat_weights(later))
+
+
 def test_other_optimizers_and_bad_settings(make):
     train(make(tiny_model(), optim=optim(optimizer="SGD", override_optimizer_config={"momentum": 0.9})), 1)
     with pytest.raises(ValueError, match=r"no 'AdamWW'.*Did you mean 'AdamW'"):
         make(tiny_model(), optim=optim(optimizer="AdamWW"))
     with pytest.raises(ValueError, match="override_optimizer_config"):
         make(tiny_model(), optim=optim(override_optimizer_config={"momentun": 0.9}))
-    with pytest.raises(ValueError, match="fp16 gradients underflow"):
-        make(tiny_model(), optim=optim(), compute=torch.float16)
+    with pytest.raises(ValueError, match=r"vanish in fp16 masters.*model_dtype=fp32"):
+        make(tiny_model(), optim=optim(), compute=torch.float16, master=torch.float16)
     backend = make(tiny_model())
     with pytest.raises(ValueError, match="over max_tokens=10"):
         backend.forward(tiny_batch(), ["log_probs"], MicroBatching(max_tokens=10))

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_packed_equals_padded(family, dtype):
     batch = tiny_batch([(100, 9), (2, 3), (60, 4), (5, 30), (90, 12), (1, 1)])
     model = tiny_model(family, max_position_embeddings=256).cuda().to(dtype)
@@ -38,6 +38,19 @@ def test_the_gpu_agrees_with_the_cpu():
     torch.testing.assert_close(flat_gradient(gpu).cpu(), flat_gradient(cpu), rtol=1e-3, atol=1e-4)
     train(gpu, 2)
     assert gpu.forward(batch, ["log_probs"], ALL).log_probs.device.type == "cpu"
+
+
+def test_float16_is_nearer_to_float32_than_bfloat16_and_learns():
+    batch = tiny_batch()
+    exact, half, brain = (
+        SingleBackend(tiny_model(), optim=optim(lr=1e-3), device="cuda", compute=dtype)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+    expected, near, far = (b.forward(batch, ["log_probs"], ALL).log_probs for b in (exact, half, brain))
+    assert (near - expected).abs().mean() < (far - expected).abs().mean() / 4
+    for backend in (exact, half):
+        train(backend, 4)
+    assert ((flat_weights(half) - flat_weights(exact)).norm() / flat_weights(exact).norm()).item() < 2e-3
 
 
 def test_offloading_frees_the_device_and_changes_nothing():

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from strop.models.build import dtype_of
 from tests import forked
 from tests.forked import Forked
 from tests.trainer.runs import run, same, weights
@@ -77,10 +78,13 @@ def test_the_reward_rises(overrides, tmp_path, estimator):
     """A reward anyone can learn: say as many sevens as you can. Chance is one in seventeen."""
     reward = tmp_path / "sevens.py"
     reward.write_text(SEVENS)
+    rises(overrides, f"custom_reward_function.path={reward}", f"algorithm.adv_estimator={estimator}")
+
+
+def rises(overrides, *more: str) -> dict[int, dict[str, float]]:
     steps = run(
         overrides,
-        f"custom_reward_function.path={reward}",
-        f"algorithm.adv_estimator={estimator}",
+        *more,
         "actor_rollout_ref.actor.optim.lr=5e-3",
         "critic.optim.lr=1e-2",
         "actor_rollout_ref.rollout.n=8",
@@ -92,6 +96,22 @@ def test_the_reward_rises(overrides, tmp_path, estimator):
     first = sum(steps[s]["critic/score/mean"] for s in (1, 2, 3)) / 3
     last = sum(steps[s]["critic/score/mean"] for s in (23, 24, 25)) / 3
     assert first < 0.15 and last > 0.5, (first, last)
+    return steps
+
+
+def test_the_reward_rises_in_float16(overrides, tmp_path, monkeypatch):
+    for where in ("build", "backends"):  # on a processor that would rather compute in float32
+        monkeypatch.setattr(f"strop.trainer.{where}.compute_dtype", lambda name, device: dtype_of(name))
+    reward = tmp_path / "sevens.py"
+    reward.write_text(SEVENS)
+    steps = rises(
+        overrides,
+        f"custom_reward_function.path={reward}",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float16",
+    )
+    assert steps[25]["actor/loss_scale"] >= 2.0**8
+    assert all(steps[step]["training/rollout_logprobs_diff_max"] < 5e-3 for step in range(1, 26))
+    assert sum(steps[step]["actor/skipped_updates"] for step in range(1, 26)) == 0
 
 
 def test_a_failing_scorer_masks_its_samples_and_is_counted(overrides, tmp_path):

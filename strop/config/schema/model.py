@@ -175,7 +175,7 @@ class Fsdp:
     model_dtype: str = setting("fp32", choices=("fp32", "float32", "bf16", "bfloat16", "fp16", "float16"))
     """Precision in which weights and optimizer state are kept. bf16 masters stop learning at small learning rates."""
     dtype: str = setting("bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"))
-    """Precision of forward and backward."""
+    """Precision of forward and backward. float16 is finer than bfloat16 but has a smaller range; its loss is scaled."""
     param_offload: bool = setting(False)
     """Park weights in host memory. One device: between passes (not those of an actor that an engine samples from itself). Many
     ranks: always, as with offload_policy."""
