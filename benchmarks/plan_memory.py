@@ -170,7 +170,7 @@ def sample(bench: Bench) -> None:
             predicted_cache_gib=round(cache / GIB, 3),
         )
     engine.sleep()
-    kept = bench.sampler.kept(cache, total, frees=True)
+    kept = bench.sampler.kept(cache, total, bench.at_rest, frees=True)
     bench.kept_cache, bench.engine = kept + bench.sampler.bookkeeping(kept), engine
 
 

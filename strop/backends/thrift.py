@@ -1,4 +1,5 @@
-"""A pass that does not fit into memory is made again with micro-batches of half the size: slower, the same result."""
+"""A pass that does not fit into memory is made again: with what others can spare, then with micro-batches of half the size.
+Slower, the same result."""
 
 from __future__ import annotations
 
@@ -24,6 +25,8 @@ class Thrift:
         self.count = 0
         self._ranks = ranks or Ranks()
         self._fits: dict[MicroBatching, MicroBatching] = {}
+        self.relief: Callable[[], bool] = lambda: False
+        """Makes others give memory back; whether they had any to give."""
 
     def tried(
         self, micro: MicroBatching, lengths: Sequence[int], work: Callable[[MicroBatching], T], *, again: bool = True
@@ -35,17 +38,26 @@ class Thrift:
             try:
                 return work(micro)
             except torch.OutOfMemoryError as error:
-                smaller = halved(micro, lengths)
-                short = getattr(error, "ranks", [self._ranks.rank])
                 alone = self._ranks.world > 1 and not hasattr(error, "ranks")
+                smaller = micro if again and not alone and self._relieved() else halved(micro, lengths)
+                short = getattr(error, "ranks", [self._ranks.rank])
                 if smaller is None or not again or alone:
                     raise ValueError(self._advice(micro, smaller, short)) from error
-                log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short))
-            self.count += 1
-            self._fits[asked] = micro = smaller
+                if smaller != micro:
+                    log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short))
+            if smaller != micro:
+                self.count += 1
+                self._fits[asked] = micro = smaller
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def _relieved(self) -> bool:
+        """All ranks come to the same answer."""
+        gave = any(self._ranks.gather(self.relief()))
+        if gave:
+            log.info("Out of memory: the rollout engine gave back the cache that it had kept.")
+        return gave
 
     def _advice(self, micro: MicroBatching, smaller: MicroBatching | None, short: Sequence[int]) -> str:
         named = ", ".join(map(str, short))

@@ -26,8 +26,8 @@ ENGINE_SAFE = 0.9
 """Share of the free memory that the native engine dares to take for its cache (rollout/native/memory.py)."""
 HOST_SHARE = 4
 """On a CPU the cache takes at most this fraction of the host's memory (rollout/native/memory.py)."""
-KEPT_SHARE = 20
-"""A cache of at most this fraction of the device stays while the models learn (rollout/native/memory.py)."""
+RESTING_SHARE = 4
+"""The cache stays while the models learn if with it at most this fraction of the device is taken (rollout/native/memory.py)."""
 CACHE_BLOCK = 64
 """Capacities of the cache are multiples of it (rollout/native/scheduler.py)."""
 SLEEPING_ENGINE = int(1.5 * GIB)

@@ -78,15 +78,26 @@ def forecast(job: Job) -> Forecast:
     if job.sampler is not None:
         sampling, cache, rows = _sampling(job, base if job.apart else beside)
         phases.append(sampling)
-        stays = sampling.roles["engine"] if job.side_by_side and not job.apart else _asleep(job, cache)
-        beside = {**beside, "engine": stays}
-    if "reward" in job.models and job.sampler is not None:
-        phases.append(_scoring(job, beside))
+        awake = job.side_by_side and not job.apart
+        stays = sampling.roles["engine"] if awake else _asleep(job, cache, beside)
+        learning = _learning(job, {**beside, "engine": stays})
+        kept = job.engine == "native" and job.frees_cache and not awake
+        if kept and any(phase.total > job.cluster.device.memory * SAFE for phase in learning):
+            # As soon as somebody lacks it, the engine gives it back.
+            learning = _learning(job, {**beside, "engine": {**stays, "cache": 0, "graphs": 0}})
+        phases += learning
+    else:
+        phases += _learning(job, beside)
+    return Forecast(job, phases, cache, rows, _host(job))
+
+
+def _learning(job: Job, beside: dict[str, Parts]) -> list[Phase]:
+    """Everything after the rollout, beside what stays on the device all the time."""
+    phases = [_scoring(job, beside)] if "reward" in job.models and job.sampler is not None else []
     phases += [_passing(job, one, beside) for one in job.passes]
     if job.sampler is not None:
         phases.append(_syncing(job, beside))
-    phases.append(Phase("save", beside))
-    return Forecast(job, phases, cache, rows, _host(job))
+    return [*phases, Phase("save", beside)]
 
 
 def _process(job: Job) -> Parts:
@@ -135,14 +146,15 @@ def _copy(job: Job) -> int:
     return 0 if job.cluster.ranks == 1 else job.sampler.numbers.compute * job.sampler.shape.parameters
 
 
-def _asleep(job: Job, cache: int) -> Parts:
+def _asleep(job: Job, cache: int, beside: dict[str, Parts]) -> Parts:
     """What the engine keeps on the device while the models learn."""
     sampler, memory = job.sampler, job.cluster.device.memory
     assert sampler is not None
     if job.apart:
         return {"weights": _copy(job)}
     if job.engine == "native":
-        kept = sampler.kept(cache, memory, frees=job.frees_cache)
+        used = sum(size for parts in beside.values() for part, size in parts.items() if part not in OUTSIDE)
+        kept = sampler.kept(cache, memory, used + sampler.weights, frees=job.frees_cache)
         graphs = sampler.recorded if kept else 0
         return {"weights": sampler.weights, "cache": kept + sampler.bookkeeping(kept), "graphs": graphs}
     return {"weights": _copy(job), "cache": SLEEPING_ENGINE if job.frees_cache else int(memory * sampler.share)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.planning.activations import FLOAT32, Numbers, layer_forward
-from strop.planning.assumptions import CACHE_BLOCK, ENGINE_SAFE, HOST_SHARE, KEPT_SHARE, ROW_BYTES
+from strop.planning.assumptions import CACHE_BLOCK, ENGINE_SAFE, HOST_SHARE, RESTING_SHARE, ROW_BYTES
 from strop.planning.shape import Shape
 
 
@@ -80,10 +80,10 @@ class Sampler:
         """Sequences that run at the same time in a cache of so many bytes."""
         return min(self.sequences, self.max_rows, cache // max(1, self.capacity * self.per_token))
 
-    def kept(self, cache: int, memory: int, *, frees: bool) -> int:
-        """What of the cache stays while the models learn."""
-        cheap = self.records and cache * KEPT_SHARE <= memory
-        return cache if cheap or not frees else 0
+    def kept(self, cache: int, memory: int, used: int, *, frees: bool) -> int:
+        """What of the cache stays while the models learn, beside `used` bytes on a device of so much memory."""
+        plenty = self.records and (used + cache) * RESTING_SHARE <= memory
+        return cache if plenty or not frees else 0
 
     def bookkeeping(self, cache: int) -> int:
         return cache // max(1, self.per_token) * ROW_BYTES

@@ -70,6 +70,7 @@ def build_ppo(loaded: Loaded, ranks: Ranks | None = None, kind: type[PpoTrainer]
     roles, rollout = build_roles(config, device, plan.total_steps, ranks), config.actor_rollout_ref.rollout
     sampled = sampled_module(config, roles.actor, device)
     engine = replicas_for(config, ranks, longest(rollout)) if rollout.nnodes else engine_for(rollout, sampled)
+    lend_memory(engine, roles)
     loader: Any = build_loader(config.data, prompts)
     ahead = ahead_of(config)
     if ahead.off_policy:
@@ -189,6 +190,14 @@ def build_roles(config: Any, device: torch.device, total_steps: int, ranks: Rank
             far = "reference" in pools(config)
             roles.reference = far_reference(make.ranks) if far else reference_here(config, make)  # type: ignore[assignment]
     return roles
+
+
+def lend_memory(engine: Any, roles: Roles) -> None:
+    """A model that runs out of memory makes an engine on its device give back what it kept."""
+    models: list[Any] = [roles.actor, roles.critic, roles.reference]
+    for model in models:
+        if hasattr(engine, "let_go") and hasattr(model, "thrift"):
+            model.thrift.relief = engine.let_go
 
 
 def temperature_of(config: Any) -> float:

@@ -49,6 +49,23 @@ def test_a_pass_that_does_not_fit_is_made_again_with_half(micro, caplog):
     torch.testing.assert_close(small.forward(batch, ["log_probs"], MicroBatching(rows=3)).log_probs.shape, batch.mask.shape)
 
 
+def test_what_others_can_spare_comes_before_smaller_micro_batches():
+    batch, micro = tiny_batch(), MicroBatching(rows=4)
+    small, large = SmallDevice(tiny_model(), optim=optim()), SingleBackend(tiny_model(), optim=optim())
+    asked = []
+
+    def relief() -> bool:
+        asked.append(small.room)
+        small.room *= 10
+        return True
+
+    small.thrift.relief = relief
+    for backend in (small, large):
+        backend.forward_backward(batch, ["log_probs"], policy_loss, micro)
+    torch.testing.assert_close(flat_gradient(small), flat_gradient(large), rtol=1e-5, atol=1e-7)
+    assert asked == [30] and small.out_of_memory == 0
+
+
 def test_what_cannot_be_tried_again_says_what_to_set():
     batch = tiny_batch()
     tiny = SmallDevice(tiny_model(), optim=optim())

@@ -102,23 +102,36 @@ def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(monkeypat
     assert memory.cache_memory(model, device, 0.5) == 50_000_000 - weights
     state["free"] = 10_000_000
     assert memory.cache_memory(model, device, 0.5) == int(12_000_000 * 0.9), "no more than is free"
-    assert memory.cheap_to_keep(5_000_000, device) and not memory.cheap_to_keep(5_000_001, device)
-    assert not memory.cheap_to_keep(1, torch.device("cpu"))
+    assert memory.may_stay(device) and not memory.may_stay(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25_000_001)
+    assert not memory.may_stay(device)
 
 
-def test_a_small_cache_with_recorded_steps_stays_when_the_engine_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_with_recorded_steps_stays_when_the_engine_sleeps_until_memory_is_scarce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = NativeEngine(tiny.make())
     engine.generate([Request([1])], Sampling(max_tokens=2))
     assert engine._batch is not None
     cache = engine._batch.runner.cache
     size = cache.bytes
     monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
-    monkeypatch.setattr("strop.rollout.native.engine.cheap_to_keep", lambda size, device: True)
+    assert not engine.let_go(), "it is awake"
+    monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
     engine.sleep()
     assert cache.bytes == size > 0
-    monkeypatch.setattr("strop.rollout.native.engine.cheap_to_keep", lambda size, device: False)
+    engine.wake()
+    assert not engine.let_go() and cache.bytes == size, "it may be in use"
+    monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: False)
     engine.sleep()
-    assert cache.bytes == 0
+    assert cache.bytes == 0 and not engine.let_go()
+    monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
+    for stays in (True, False):
+        engine.wake()
+        engine.generate([Request([1])], Sampling(max_tokens=2))
+        engine.sleep()
+        assert (cache.bytes > 0) == stays and engine.let_go() == stays, "once it was let go, it is never kept again"
+        assert cache.bytes == 0
 
 
 def test_memory_is_measured_anew_when_the_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:

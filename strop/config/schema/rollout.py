@@ -193,8 +193,8 @@ class Rollout:
     cudagraph_capture_sizes: list[int] | None = setting(None)
     """Batch sizes that get a graph. Null: chosen by the engine."""
     free_cache_engine: bool = setting(True)
-    """Give the cache's memory back while training. The native engine keeps a cache of up to 5% of a GPU's memory, because the
-    decode steps it recorded point into it and recording them anew costs seconds."""
+    """Give the cache's memory back while training. The native engine keeps it where at most a quarter of a GPU is taken with
+    it, because the decode steps it recorded point into it; a model that runs out of memory makes it let go."""
     enable_sleep_mode: bool = inert(True, "free_cache_engine decides")
     """Engine sleep mode."""
     tensor_model_parallel_size: int = setting(1, at_least=1)

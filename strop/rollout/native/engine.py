@@ -17,7 +17,7 @@ from strop.rollout.base import Completion, Request, Sampling, check_request, fai
 from strop.rollout.native.batch import Batch
 from strop.rollout.native.front import Front
 from strop.rollout.native.loan import Loan
-from strop.rollout.native.memory import cache_memory, cheap_to_keep
+from strop.rollout.native.memory import cache_memory, may_stay
 from strop.rollout.native.meter import Meter
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.sampler import stream
@@ -63,6 +63,8 @@ class NativeEngine:
         }
         self._max_rows, self._share, self._cache_bytes = max_num_seqs, gpu_memory_utilization, cache_bytes
         self._keep = enable_prefix_caching
+        self._stays = self._scarce = False
+        """The cache stayed when the engine went to sleep; somebody lacked the memory that it took."""
         self._lock = threading.RLock()
         self._batch: Batch | None = None
         self._tickets: dict[int, Ticket] = {}
@@ -127,8 +129,8 @@ class NativeEngine:
     def sleep(self) -> None:
         """Give the cache's memory back.
 
-        A small cache that recorded steps point into stays: it would be taken again a moment later, and recording all steps anew
-        costs seconds every time, more than its memory is worth.
+        A cache that recorded steps point into stays where there is plenty of memory: it would be taken again a moment later,
+        and recording all steps anew costs a second or two every time. Whoever runs out of memory meanwhile calls `let_go`.
         """
         with self._lock:
             if not self.idle:
@@ -137,8 +139,18 @@ class NativeEngine:
             if self._batch is None:
                 return
             runner = self._batch.runner
-            if not (runner.recorded and cheap_to_keep(runner.cache.bytes, runner.device)):
+            self._stays = runner.recorded and not self._scarce and may_stay(runner.device)
+            if not self._stays:
                 self._batch.free()
+
+    def let_go(self) -> bool:
+        """Give back what stayed over a sleep, and keep nothing from now on; False when there was nothing."""
+        with self._lock:
+            if not self._stays or self._batch is None:
+                return False
+            self._batch.free()
+            self._stays, self._scarce = False, True
+            return True
 
     def wake(self) -> None:
         """Forget what earlier requests left in the cache; it is taken when the next request needs it.
@@ -147,6 +159,7 @@ class NativeEngine:
         resumed after a kill has the numbers of one never killed, a phase must not see what the one before it left behind.
         """
         with self._lock:
+            self._stays = False
             self.loan.packed.drop()
             if self._batch is not None:
                 self._batch.forget()

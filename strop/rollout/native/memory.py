@@ -9,7 +9,7 @@ import torch
 
 _SAFE = 0.9
 _HOST_SHARE = 4
-_KEPT_SHARE = 20
+_RESTING_SHARE = 4
 
 
 def cache_memory(model: Any, device: torch.device, share: float) -> int:
@@ -23,6 +23,6 @@ def cache_memory(model: Any, device: torch.device, share: float) -> int:
     return max(0, int(min(free * _SAFE, total * share - weights)))
 
 
-def cheap_to_keep(size: int, device: torch.device) -> bool:
-    """Whether a cache of so many bytes may stay while the models learn: a twentieth of the device, or less."""
-    return device.type == "cuda" and size * _KEPT_SHARE <= torch.cuda.mem_get_info(device)[1]
+def may_stay(device: torch.device) -> bool:
+    """Whether the cache may stay while the models learn: all that is there now, itself included, is a quarter of the device."""
+    return device.type == "cuda" and torch.cuda.memory_allocated(device) * _RESTING_SHARE <= torch.cuda.mem_get_info(device)[1]
