@@ -46,8 +46,8 @@ def model_of(megabytes: int, folder: Path) -> dict[str, torch.Tensor]:
     return dict(LlamaForCausalLM(config).state_dict())
 
 
-def replicas_at(ray: Any, folder: Path, count: int, far: bool) -> RayPool:
-    """`far`: on the machine where this process is not."""
+def replicas_at(ray: Any, folder: Path, count: int, far: bool) -> tuple[RayPool, Any]:
+    """`far`: on the machine where this process is not. The keeper ends when nobody refers to it."""
     words = [f"actor_rollout_ref.model.path={folder}", "data.train_files=none"]
     recipe = Recipe("native", load("ppo_trainer", words).config.actor_rollout_ref.model, {}, "float32", "cpu", False)
     here = ray.get_runtime_context().get_node_id()
@@ -57,7 +57,7 @@ def replicas_at(ray: Any, folder: Path, count: int, far: bool) -> RayPool:
         place["resources"] = {f"node:{other['NodeManagerAddress']}": 0.01}
     keeper = ray.remote(Keeper).options(name="pool", namespace=NAMESPACE, num_cpus=0).remote(recipe, [place] * count, 300.0)
     ray.get(keeper.deaths.remote())
-    return RayPool(f"{ray.get_runtime_context().gcs_address} {NAMESPACE} pool")
+    return RayPool(f"{ray.get_runtime_context().gcs_address} {NAMESPACE} pool"), keeper
 
 
 def measure(transport: Transport, weights: dict[str, torch.Tensor], version: int) -> dict[str, float]:
@@ -99,7 +99,7 @@ def main() -> None:
     ray.init(address=arguments.address or "local", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", **own)
     with tempfile.TemporaryDirectory() as folder:
         weights = model_of(arguments.megabytes, Path(folder))
-        pool = replicas_at(ray, Path(folder), arguments.replicas, far=bool(arguments.address))
+        pool, _keeper = replicas_at(ray, Path(folder), arguments.replicas, far=bool(arguments.address))
         transports: dict[str, Transport] = {
             "naive": ByStore(pool, arguments.bucket),
             "nccl (gloo)": ByGroup(pool, arguments.bucket, torch.device("cpu"), 120.0),

@@ -1,18 +1,18 @@
 """Weights from one process to many at once: a group of processes beside the one that ranks train in.
 
 The first member meets the others at a store that it hosts, where it also tells what each bucket holds; the bytes travel by
-NCCL when every member has a CUDA device, else by gloo. A member that fails leaves, which closes its connections, so that nobody
-waits for it in vain: all others fail as well, and the group is formed anew.
+NCCL when every member has a CUDA device, else by gloo (carriers.py). A member that fails leaves, which closes its connections,
+so that nobody waits for it in vain: all others fail as well, and the group is formed anew.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,12 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.runtime.ray_agent import interface_of, network
+from strop.runtime.carriers import LOOK, Carrier, Chain, Nccl
 
 SETTLE = 30.0
 """Seconds in which members must meet, all of which are up when they are called."""
-LOOK = 0.001
-"""Seconds between two looks at what is under way."""
 MOMENT = 2.0
 """Seconds in which a connection that was closed is noticed."""
 TAKEN_LATER = 3
@@ -53,48 +51,59 @@ class Group:
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: dist.TCPStore, address: str) -> None:
         """`address`: by which the other members can reach this one. All of them must have told the store of their devices."""
-        self.meeting, self.rank = meeting, rank
-        self._limit = timedelta(seconds=meeting.limit)
-        kinds = [store.get(f"device/{member}").decode() for member in range(meeting.world)]
-        store.set_timeout(self._limit)
+        self.meeting = meeting
+        kinds = {store.get(f"device/{member}").decode() for member in range(meeting.world)}
+        place = dist.PrefixStore("group", store), rank, meeting.world, address
+        self._carrier: Carrier
+        if kinds == {"cuda"}:
+            self.device, self._carrier = device, Nccl(*place, device, meeting.limit)
+        else:
+            self.device, self._carrier = torch.device("cpu"), Chain(*place, SETTLE)
+        self._say_hello()
+        store.set_timeout(timedelta(seconds=meeting.limit))
         self._store: Any = store
-        make = _nccl if set(kinds) == {"cuda"} else _gloo
-        self.device = device if make is _nccl else torch.device("cpu")
-        self._group: Any = make(dist.PrefixStore("group", store), rank, meeting, address)
-        self._under_way: deque[Any] = deque()
+        self._line = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
+        self._under_way: deque[Future[None]] = deque()
         self._count = self._forgotten = 0
         self._memories: list[Tensor] = []
         self._turn = 0
 
+    def _say_hello(self) -> None:
+        """Connections are made by the first bytes: it is better known now whether they can be."""
+        try:
+            self._carrier.carry(torch.zeros(1, dtype=torch.uint8, device=self.device), SETTLE)
+        except BaseException:
+            self._carrier.close()
+            raise
+
     def send(self, contents: str, memory: Tensor) -> None:
         """Begin to send a bucket; `memory` must stay as it is until it was awaited."""
+        if memory.is_cuda:
+            torch.cuda.current_stream(memory.device).synchronize()  # another thread sends it
         self._store.set(f"bucket/{self._count}", contents)
         self._count += 1
-        self._launch(memory)
+        self._under_way.append(self._line.submit(self._carrier.carry, memory, self.meeting.limit))
 
     def receive(self) -> tuple[str, Tensor]:
         """The next bucket, in memory that is used again for the bucket after the next two."""
         try:
             contents = self._store.get(f"bucket/{self._count}").decode()
             self._count += 1
-            self._launch(self._room(contents))
-            self.wait(0)
+            memory = self._room(contents)
+            self._carrier.carry(memory, self.meeting.limit)
         except Exception as error:  # noqa: BLE001 - torch has many names for a connection that ended
             self.leave()
             raise GroupBroken(_first_line(error)) from None
-        return contents, self._memories[self._turn - 1][: bytes_of(contents)]
+        return contents, memory
 
     def wait(self, left: int, look: Callable[[], None] = lambda: None) -> None:
         """Until at most `left` buckets are under way. `look` may raise when it is known otherwise that a member is gone."""
-        deadline = time.monotonic() + self.meeting.limit + LOOK
         while len(self._under_way) > left:
-            while not self._under_way[0].is_completed():
+            while not self._under_way[0].done():
                 look()
-                if time.monotonic() > deadline:
-                    raise GroupBroken(f"A bucket of weights was not through after {self.meeting.limit:g} s.")
                 time.sleep(LOOK)
             try:
-                self._under_way[0].wait()  # raises what went wrong
+                self._under_way[0].result()
             except RuntimeError as error:
                 raise GroupBroken(_first_line(error)) from None
             self._under_way.popleft()
@@ -111,24 +120,14 @@ class Group:
         self._forgotten = self._count
 
     def leave(self) -> None:
-        """Connections close when nobody refers to the group any more. What is under way would hold up whoever takes it apart;
-        mostly it has failed in a moment, else it is left to itself until the limit."""
-        deadline = time.monotonic() + MOMENT
-        while any(not work.is_completed() for work in self._under_way) and time.monotonic() < deadline:
-            time.sleep(LOOK)
-        if any(not work.is_completed() for work in self._under_way):
-            _stuck.append((self._group, [*self._under_way]))
-        if self._group is not None and self.device.type == "cuda":
-            self._group.abort()
+        """Connections close when nothing refers to them any more. What is under way does, and has mostly failed in a moment;
+        else it is left to itself until the limit."""
+        self._line.shutdown(wait=False, cancel_futures=True)
+        wait([bucket for bucket in self._under_way if not bucket.cancelled()], MOMENT)
         self._under_way.clear()
-        self._group = self._store = None
+        self._carrier.close()
+        self._store = None
         self._memories = []
-        _stuck[:] = [left for left in _stuck if not all(work.is_completed() for work in left[1])]
-
-    def _launch(self, memory: Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._limit
-        self._under_way.append(self._group.broadcast([memory], options))
 
     def _room(self, contents: str) -> Tensor:
         """Memory that nobody reads any more: an update takes buckets in turn, and has taken all when the next begins."""
@@ -140,10 +139,6 @@ class Group:
             self._memories[self._turn] = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._turn += 1
         return self._memories[self._turn - 1][:needed]
-
-
-_stuck: list[tuple[Any, list[Any]]] = []
-"""Groups that were left while something was under way."""
 
 
 def host(
@@ -191,29 +186,6 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # nothing is sent
         return str(probe.getsockname()[0])
-
-
-def _gloo(store: dist.Store, rank: int, meeting: Meeting, address: str) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    name = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
-    ways = [{"interface": one} for one in name.split(",")] if name else [{"hostname": address}]
-    options._devices = [gloo.create_device(**way) for way in ways]
-    options._timeout = timedelta(seconds=SETTLE)
-    return gloo(store, rank, meeting.world, options)
-
-
-def _nccl(store: dist.Store, rank: int, meeting: Meeting, address: str) -> Any:
-    os.environ.update(network(address))
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=meeting.limit)
-    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(key)
-    os.environ[key] = "0"  # else torch would end this process when another one dies
-    try:
-        return dist.ProcessGroupNCCL(store, rank, meeting.world, options)
-    finally:
-        os.environ.pop(key) if before is None else os.environ.__setitem__(key, before)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import Tensor
 
 from strop.runtime import broadcast
-from strop.runtime.broadcast import GroupBroken, host
+from strop.runtime.broadcast import Group, GroupBroken, host
 from strop.runtime.transports import ByGroup
 from tests.runtime.members import Member, Team, digest
 
@@ -136,43 +137,44 @@ def test_a_member_that_nobody_missed_is_noticed_at_once(team):
     transport.close()
 
 
-def test_a_member_that_stands_still_is_given_up_at_the_limit(team):
-    joining = []
+def formed(team: Team, limit: float) -> Group:
+    joining: list[Future] = []
 
     def invite(meeting):
-        joining.extend(team.join(number, meeting) for number in range(3))
+        joining.extend(team.join(number, meeting) for number in range(team.size))
         return lambda: None
 
-    group = host("127.0.0.1", 3, CPU, 2.0, invite)
+    group = host("127.0.0.1", team.size, CPU, limit, invite)
     for done in joining:
         done.result(10)
-    os.kill(team.members[1].process.pid, signal.SIGSTOP)
+    return group
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_member_that_stands_still_is_given_up_at_the_limit(team, victim):
+    """Its neighbours notice, and tell the rest by leaving."""
+    group = formed(team, limit=1.0)
+    os.kill(team.members[victim].process.pid, signal.SIGSTOP)
     receipts = [team.receive(number, 1) for number in range(3)]
-    memory = torch.zeros(32 << 20, dtype=torch.uint8)
     start = time.monotonic()
-    group.send('{"first": true, "last": false, "weights": [], "bytes": 33554432}', memory)
+    group.send(
+        f'{{"first": true, "last": false, "weights": [], "bytes": {64 << 20}}}', torch.zeros(64 << 20, dtype=torch.uint8)
+    )
     with pytest.raises(GroupBroken):
         group.wait(0)
+        raise next(error for receipt in receipts if (error := receipt.exception(5)))
     group.leave()
-    for number in (0, 2):
+    for number in {0, 1, 2} - {victim}:
         with pytest.raises(GroupBroken):
             receipts[number].result(10)
-    assert time.monotonic() - start < 10
-    os.kill(team.members[1].process.pid, signal.SIGCONT)
+    assert time.monotonic() - start < 8
+    os.kill(team.members[victim].process.pid, signal.SIGCONT)
     with pytest.raises(GroupBroken):
-        receipts[1].result(10)
+        receipts[victim].result(10)
 
 
 def test_members_do_not_wait_for_a_sender_that_has_left(team):
-    joining = []
-
-    def invite(meeting):
-        joining.extend(team.join(number, meeting) for number in range(3))
-        return lambda: None
-
-    group = host("127.0.0.1", 3, CPU, 60.0, invite)
-    for done in joining:
-        done.result(10)
+    group = formed(team, limit=60.0)
     receipts = [team.receive(number, 1) for number in range(3)]
     time.sleep(0.3)
     group.leave()
