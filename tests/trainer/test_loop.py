@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from strop.backends.single import SingleBackend
 from strop.models.build import dtype_of
 from tests import forked
 from tests.forked import Forked
@@ -59,6 +60,27 @@ def test_stopping_and_resuming_gives_the_same_run(overrides, tmp_path, estimator
         assert resumed[step]["critic/score/mean"] == straight[step]["critic/score/mean"]
         assert resumed[step]["actor/pg_loss"] == straight[step]["actor/pg_loss"]
         assert resumed[step]["actor/reward_kl_penalty_coeff"] == straight[step]["actor/reward_kl_penalty_coeff"]
+
+
+def test_a_model_that_runs_out_of_memory_gets_what_the_engine_kept(overrides, tmp_path, monkeypatch):
+    """The cache stays over an update, as on a large GPU; the update of the second step lacks memory once."""
+    monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
+    monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
+    usual = tmp_path / "usual"
+    run(overrides, f"trainer.default_local_dir={usual}")
+    own, passes = SingleBackend._forward_backward, []
+
+    def short(self, *arguments):
+        passes.append(arguments)
+        if len(passes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return own(self, *arguments)
+
+    monkeypatch.setattr(SingleBackend, "_forward_backward", short)
+    steps = run(overrides, f"trainer.default_local_dir={tmp_path}/short")
+    assert len(passes) == 5 and passes[1] == passes[2], "made again as it was"
+    assert not any("actor/out_of_memory" in numbers for numbers in steps.values())
+    assert same(weights(usual, 4), weights(tmp_path / "short", 4))
 
 
 def test_a_killed_run_goes_on_to_the_same_weights(overrides, tmp_path):
