@@ -97,3 +97,21 @@ def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
             assert torch.equal(fast.fields[name], expected), name
     usable = plain.fields["log_probs"].isfinite() & fast.fields["log_probs"].isfinite()
     assert (plain.fields["log_probs"] - fast.fields["log_probs"])[usable].abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("pairs", [([0, 0, 4], [1, 2, 9]), ([0, 3, 5, 7], [3, 0, 1, 5])], ids=["apart", "crossing"])
+def test_rows_of_all_layers_are_copied_at_once(dtype: torch.dtype, pairs: tuple[list[int], list[int]]) -> None:
+    """Layers of two shapes, keys wider than values; more than one thread block per row."""
+    layers = {0: (2, 64, 64), 1: (2, 64, 64), 2: (1, 96, 64)}
+    here, there = (Cache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    for cache in (here, there):
+        cache.resize(12, 300, 0)
+    for layer in layers:
+        for plain, fast in zip(here.read(layer, slice(None), 300), there.read(layer, slice(None), 300)):
+            fast.copy_(plain.copy_(torch.randn(plain.shape)))
+    here.copy(*pairs, 257)
+    there.copy(*pairs, 257)
+    for layer in layers:
+        for plain, fast in zip(here.read(layer, slice(None), 300), there.read(layer, slice(None), 300)):
+            assert torch.equal(plain, fast.cpu())

@@ -23,6 +23,7 @@ class Cache:
         self.rows = self.capacity = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self._alike: list[tuple[Tensor, Tensor]] | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -45,11 +46,11 @@ class Cache:
                     length = min(capacity, old.shape[2])
                     new[:keep, :, :length] = old[:keep, :, :length]
                 held[layer] = new
-        self.rows, self.capacity = rows, capacity
+        self.rows, self.capacity, self._alike = rows, capacity, None
 
     def free(self) -> None:
         self.keys, self.values = {}, {}
-        self.rows = self.capacity = 0
+        self.rows, self.capacity, self._alike = 0, 0, None
 
     def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
         """Keys and values are [N, heads, size]; entry i goes to its row and position."""
@@ -69,13 +70,27 @@ class Cache:
         if not sources:
             return
         source, target = (torch.tensor(list(rows), device=self.device) for rows in (sources, targets))
-        fast, aside = kernels(self.device.type), not set(sources).isdisjoint(targets)
+        fast = kernels(self.device.type)
+        if fast is not None:
+            aside = not set(sources).isdisjoint(targets)
+            for one, addresses in self._families():
+                fast.copy_rows(one, addresses, source, target, length, aside=aside)
+            return
         for held in (self.keys, self.values):
             for rows in held.values():
-                if fast is not None:
-                    fast.copy_rows(rows, source, target, length, aside=aside)
-                else:
-                    rows[target, :, :length] = rows[source, :, :length]
+                rows[target, :, :length] = rows[source, :, :length]
+
+    def _families(self) -> list[tuple[Tensor, Tensor]]:
+        """Tensors of one shape each: one of them, and the addresses of all, so that one kernel can go through them."""
+        if self._alike is None:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for tensor in (*self.keys.values(), *self.values.values()):
+                shapes.setdefault(tensor.shape, []).append(tensor)
+            self._alike = [
+                (alike[0], torch.tensor([tensor.data_ptr() for tensor in alike], device=self.device))
+                for alike in shapes.values()
+            ]
+        return self._alike
 
     def clear(self, rows: Sequence[int]) -> None:
         for held in (self.keys, self.values):

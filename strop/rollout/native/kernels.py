@@ -179,11 +179,12 @@ def _splits(programs: int, capacity: int, window: int | None, device: torch.devi
 
 @triton.jit
 def _copy(
-    source, target, sources, targets, source_row, source_head, target_row, target_head, count,
-    GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr,
+    takers, givers, sources, targets, giver_row, giver_head, taker_row, taker_head, heads, count,
+    KIND: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`givers` and `takers` are addresses, of one tensor each for every layer."""
     pair = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    tensor, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     from_row, to_row = pair, pair
@@ -191,24 +192,40 @@ def _copy(
         from_row = tl.load(sources + pair)
     if SCATTER:
         to_row = tl.load(targets + pair)
-    numbers = tl.load(source + from_row * source_row + head * source_head + at, mask=inside)
-    tl.store(target + to_row * target_row + head * target_head + at, numbers, mask=inside)
+    giver = tl.load(givers + tensor).to(tl.pointer_type(KIND))
+    taker = tl.load(takers + tensor).to(tl.pointer_type(KIND))
+    numbers = tl.load(giver + from_row * giver_row + head * giver_head + at, mask=inside)
+    tl.store(taker + to_row * taker_row + head * taker_head + at, numbers, mask=inside)
 
 
-def copy_rows(cache: Tensor, sources: Tensor, targets: Tensor, length: int, *, aside: bool) -> None:
-    """The first `length` positions of some rows of `cache` [rows, heads, capacity, D] to others, all at once. `aside`: some
-    targets are sources too, so all are put aside first."""
-    _, heads, _, size = cache.shape
-    count = length * size
-    grid = (len(sources), heads, triton.cdiv(count, 4096))
-    row, head = cache.stride(0), cache.stride(1)
+_KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+_ASIDE = 2**28
+"""Bytes that are put aside at a time."""
+
+
+def copy_rows(one: Tensor, addresses: Tensor, sources: Tensor, targets: Tensor, length: int, *, aside: bool) -> None:
+    """The first `length` positions of some rows to others, all at once, in every tensor of `addresses`; all of them are like
+    `one` [rows, heads, capacity, D]. `aside`: some targets are sources too, so all are put aside first."""
+    _, heads, _, size = one.shape
+    count, kind = length * size, _KINDS[one.element_size()]
+    row, head = one.stride(0), one.stride(1)
+
+    def copy(takers: Tensor, givers: Tensor, *strides: int, gather: bool, scatter: bool) -> None:
+        grid = (len(sources), len(givers) * heads, triton.cdiv(count, 4096))
+        _copy[grid](
+            takers, givers, sources, targets, *strides, heads, count, KIND=kind, GATHER=gather, SCATTER=scatter, BLOCK=4096
+        )  # fmt: skip
+
     if not aside:
-        _copy[grid](cache, cache, sources, targets, row, head, row, head, count, GATHER=True, SCATTER=True, BLOCK=4096)
+        copy(addresses, addresses, row, head, row, head, gather=True, scatter=True)
         return
-    held = cache.new_empty(len(sources), heads, length, size)
-    between = held.stride(0), held.stride(1)
-    _copy[grid](cache, held, sources, targets, row, head, *between, count, GATHER=True, SCATTER=False, BLOCK=4096)
-    _copy[grid](held, cache, sources, targets, *between, row, head, count, GATHER=False, SCATTER=True, BLOCK=4096)
+    bytes_each = len(sources) * heads * count * one.element_size()
+    for part in addresses.split(max(1, _ASIDE // bytes_each)):
+        held = one.new_empty(len(part), len(sources), heads, length, size)
+        places = torch.arange(len(part), device=one.device) * bytes_each + held.data_ptr()
+        between = held.stride(1), held.stride(2)
+        copy(places, part, row, head, *between, gather=True, scatter=False)
+        copy(part, places, *between, row, head, gather=False, scatter=True)
 
 
 # --- the draw of a token ---------------------------------------------------------------------------------------------------
