@@ -161,8 +161,7 @@ class _FromHidden(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         exact = _arithmetic(hidden)
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Summed over many chunks, so not in the dtype of the weights.
-        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=exact) if wants_bias else None
         kernels = _kernels(hidden)
         for at in _chunks(len(hidden), ctx.chunk):
@@ -177,9 +176,11 @@ class _FromHidden(torch.autograd.Function):
             del logits
             if grad_hidden is not None:
                 grad_hidden[at] = narrow @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, narrow.T, hidden[at])
+            if wants_weight:
+                grad_weight = _add_product(grad_weight, narrow.T, hidden[at], exact)
             del narrow
+        if wants_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         return grad_hidden, _cast(grad_weight, weight), _cast(grad_bias, bias), None, None, None, None
 
 
@@ -303,12 +304,17 @@ def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         return torch.nn.functional.linear(hidden, weight, bias)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. 16-bit numbers on a GPU are added by the product itself, which sums in float32 anyway."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a @ b, summed over many chunks, so in `dtype` and not in that of the factors. 16-bit numbers on a GPU are added
+    by the product itself, which sums in float32 anyway."""
+    wide = a.is_cuda and a.dtype in (torch.bfloat16, torch.float16)
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32) if wide else (a @ b).to(dtype)
+    if wide:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += a @ b
+    return total
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
