@@ -26,8 +26,14 @@ def finish_name(state: int) -> str:
     return _NAMES[state]
 
 
+_WHOLE = {"length": 1, "given": 0, "limit": 1, "state": LENGTH, "stream": 0, "family": 0, "top_k": ALL}
+_REAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}
+"""Fields of one number per row, and what they are in rows that hold nothing: ended rows of one token."""
+
+
 class Rows:
-    """Fields are [rows]; tokens and log_probs are [rows, capacity + 1], aligned with the positions of the cache."""
+    """Fields are [rows]; tokens and log_probs are [rows, capacity + 1], aligned with the positions of the cache. Those of one
+    number per row are lines of two tables, so that few operations fill or move them all."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -37,33 +43,24 @@ class Rows:
         self.resize(0, 0, 0, 1)
 
     def resize(self, rows: int, capacity: int, keep: int, stops: int) -> None:
-        """Room for more; rows that hold nothing are ended rows of one token."""
+        """Room for more; the first `keep` rows stay as they are."""
         whole, real = torch.int64, torch.float32
-        wanted: dict[str, tuple[tuple[int, ...], torch.dtype, float]] = {
+        wanted: dict[str, tuple[tuple[int, int], torch.dtype, float]] = {
             "tokens": ((rows, capacity + 1), whole, 0),
             "log_probs": ((rows, capacity + 1), real, 0),
             "stops": ((rows, stops), whole, -1),
-            "length": ((rows,), whole, 1),
-            "given": ((rows,), whole, 0),
-            "limit": ((rows,), whole, 1),
-            "state": ((rows,), whole, LENGTH),
-            "stream": ((rows,), whole, 0),
-            "family": ((rows,), whole, 0),
-            "top_k": ((rows,), whole, ALL),
-            "greedy": ((rows,), torch.bool, 0),
-            "temperature": ((rows,), real, 1),
-            "top_p": ((rows,), real, 1),
-            "min_p": ((rows,), real, 0),
-            "penalty": ((rows,), real, 1),
         }
-        for name, (shape, dtype, empty) in wanted.items():
-            new = torch.full(shape, empty, dtype=dtype, device=self.device)
-            old = self.fields.get(name)
-            if old is not None and keep:
-                part = (slice(keep), *(slice(min(a, b)) for a, b in zip(shape[1:], old.shape[1:])))
-                new[part] = old[part]
-            self.fields[name] = new
-        self.rows, self.capacity = rows, capacity
+        new = {n: torch.full(shape, empty, dtype=kind, device=self.device) for n, (shape, kind, empty) in wanted.items()}
+        new["greedy"] = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        self._whole, self._real = (
+            torch.tensor(list(lines.values()), dtype=kind, device=self.device)[:, None].repeat(1, rows)
+            for lines, kind in ((_WHOLE, whole), (_REAL, real))
+        )
+        new |= dict(zip(_WHOLE, self._whole)) | dict(zip(_REAL, self._real))
+        for name, old in self.fields.items() if keep else ():
+            part = (slice(keep), *(slice(min(a, b)) for a, b in zip(new[name].shape[1:], old.shape[1:])))
+            new[name][part] = old[part]
+        self.fields, self.rows, self.capacity = new, rows, capacity
 
     @property
     def stops(self) -> int:
@@ -75,23 +72,24 @@ class Rows:
         rows, samples = [a.row for a in admissions], [a.sample for a in admissions]
         index = torch.tensor(rows, device=self.device)
         settings: list[Sampling] = [s.settings for s in samples]
-        columns: dict[str, list[float] | list[int] | list[bool]] = {
+        whole: dict[str, Sequence[int]] = {
             "length": [a.shared + 1 if a.fed else a.sample.length for a in admissions],
             "given": [s.length for s in samples],
             "limit": [s.limit for s in samples],
             "state": [RUNNING for _ in samples],
-            "stream": list(streams),
+            "stream": streams,
             "family": self._families.of_samples(samples, [a.fed for a in admissions]),
             "top_k": [s.top_k if s.top_k > 0 else ALL for s in settings],
-            "greedy": [s.temperature == 0 for s in settings],
+        }
+        real = {
             "temperature": [s.temperature or 1.0 for s in settings],
             "top_p": [s.top_p for s in settings],
             "min_p": [s.min_p for s in settings],
             "penalty": [s.repetition_penalty for s in settings],
         }
-        for name, column in columns.items():
-            field = self.fields[name]
-            field[index] = torch.tensor(column, dtype=field.dtype, device=self.device)
+        self._whole[:, index] = torch.tensor([whole[name] for name in _WHOLE], device=self.device)
+        self._real[:, index] = torch.tensor([real[name] for name in _REAL], dtype=torch.float32, device=self.device)
+        self.fields["greedy"][index] = torch.tensor([s.temperature == 0 for s in settings], device=self.device)
         blank = [-1] * self.stops
         stops = [blank if s.ignore_eos else (list(s.stop_ids) + blank)[: self.stops] for s in settings]
         self.fields["stops"][index] = torch.tensor(stops, device=self.device)
@@ -110,8 +108,10 @@ class Rows:
         """Close gaps; rows from `left` on are free."""
         if moves:
             source, target = (torch.tensor(list(side), device=self.device) for side in zip(*moves))
-            for field in self.fields.values():
-                field[target] = field[source]
+            for table in (self._whole, self._real):
+                table[:, target] = table[:, source]
+            for name in ("tokens", "log_probs", "stops", "greedy"):
+                self.fields[name][target] = self.fields[name][source]
         self.fields["state"][left:] = LENGTH
         self.fields["length"][left:] = 1
         self.fields["given"][left:] = 0
