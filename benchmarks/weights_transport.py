@@ -6,7 +6,8 @@ Real replicas with the native engine, as Ray actors; this process is rank 0. Tra
 machine. With an address the replicas are on that cluster's other machine, such as one behind a cable (as root):
 
     STORE=2000000000 tests/runtime/netns.sh up /tmp/two
-    tests/runtime/netns.sh run python benchmarks/weights_transport.py --address 10.99.7.1:6399
+    tc -n strop-a qdisc add dev veth0 root tbf rate 4gbit burst 4mb latency 50ms  # a slower cable
+    tests/runtime/netns.sh run python benchmarks/weights_transport.py --address 10.99.7.1:6399 --where "a 4 Gb/s cable"
 
 Prints one JSON line per transport: the median and the spread of seconds, GB/s to each replica, and how long the spare copy of
 the group took afterwards, for which nobody waits.
@@ -74,7 +75,7 @@ def summary(name: str, rows: list[dict[str, float]], arguments: argparse.Namespa
     median = statistics.median(waited)
     return {
         "transport": name,
-        "where": "two network namespaces" if arguments.address else "one machine",
+        "where": arguments.where,
         "replicas": arguments.replicas,
         "bytes": int(rows[0]["bytes"]),
         "bucket_mb": arguments.bucket,
@@ -92,6 +93,7 @@ def main() -> None:
     for name, default in (("megabytes", 512), ("replicas", 2), ("bucket", 128), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--address")
+    parser.add_argument("--where", default="one machine", help="what the lines say of it")
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     ray = require("ray", extra="ray", why="This benchmark")

@@ -113,8 +113,7 @@ class Keeper:
             except self._ray.exceptions.RayActorError:
                 if last:  # until then its successor would lack a part
                     self._replace(number)
-        if last:
-            self._expected = False
+        self._expected = not last
 
     def expect(self, version: int) -> list[tuple[int, Any]]:
         """Weights are on their way to the replicas, which this actor will know of later; until then it replaces none."""

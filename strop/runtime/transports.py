@@ -195,13 +195,14 @@ class ByGroup:
             return lambda: _raise_failed(joining)
 
         try:
-            group = host(self._receivers.address(), self._receivers.size, self._device, self._limit, invite)
+            self._group = host(self._receivers.address(), self._receivers.size, self._device, self._limit, invite)
             for done in joining:
                 done.result(SETTLE)
         except Exception as error:  # noqa: BLE001 - whatever became of a replica, the weights go another way
             _tell(error)
+            self._part()
             return
-        self._group, self._lives = group, lives
+        self._lives = lives
         self._formed += 1
 
     def _attempt(self, step: Callable[..., None], *arguments: Any) -> None:

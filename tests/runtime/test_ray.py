@@ -392,6 +392,33 @@ def test_a_full_object_store_is_told(monkeypatch):
         pool.store(np.zeros(3 << 20, np.uint8))
 
 
+def test_a_successor_waits_for_weights_that_are_on_their_way(monkeypatch):
+    """It would sample from the version before; and without a copy of this one it could not sample at all."""
+    from strop.rollout.base import EngineDied
+    from strop.runtime.ray_pool import Keeper
+
+    keeper = object.__new__(Keeper)
+    keeper._lives, keeper._replicas, keeper._expected, keeper._why_not = [0, 0], ["a", "b"], False, ""
+    given = []
+
+    def replace(number):
+        given.append((number, keeper._version, [box for box, _ in keeper._buckets]))
+        keeper._lives[number] += 1
+
+    monkeypatch.setattr(keeper, "_replace", replace)
+    assert keeper.expect(7) == [(0, "a"), (0, "b")]
+    assert keeper.mend(1, 0) is None and given == []
+    keeper.keep([("box", "contents")], 7, "")
+    assert keeper.mend(1, 0) == (1, "b") and given == [(1, 7, ["box"])]
+    assert keeper.mend(1, 0) == (1, "b") and len(given) == 1  # many may ask
+    keeper._replicas = []
+    keeper.load(["half"], "contents", 8, True, False)
+    assert keeper.mend(0, 0) is None  # it would lack the other half
+    keeper.keep([], 8, "no room")
+    with pytest.raises(EngineDied, match="Replica 0 died, and there are no weights for another: no room"):
+        keeper.mend(0, 0)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_replicas_sample_from_the_weights_of_each_step(nodes, settings, tmp_path):
