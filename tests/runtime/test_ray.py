@@ -421,7 +421,8 @@ def test_a_successor_waits_for_weights_that_are_on_their_way(monkeypatch):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_replicas_sample_from_the_weights_of_each_step(nodes, settings, tmp_path):
+@pytest.mark.parametrize("transport", ["naive", "nccl"])
+def test_vllm_replicas_sample_from_the_weights_of_each_step(nodes, settings, tmp_path, transport):
     from strop.trainer.tiny import tiny_model, tiny_tokenizer
     from tests.rollout import engines
 
@@ -436,6 +437,7 @@ def test_vllm_replicas_sample_from_the_weights_of_each_step(nodes, settings, tmp
         f"{rollout}.name=vllm",
         f"{rollout}.dtype=float32",
         f"{rollout}.enforce_eager=true",
+        f"{rollout}.checkpoint_engine.backend={transport}",
         f"+{rollout}.engine_kwargs.vllm.python={engines.vllm_python()}",
     ]
     run = Started([*settings, *own], tmp_path / "run")
