@@ -102,8 +102,8 @@ def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("pairs", [([0, 0, 4], [1, 2, 9]), ([0, 3, 5, 7], [3, 0, 1, 5])], ids=["apart", "crossing"])
 def test_rows_of_all_layers_are_copied_at_once(dtype: torch.dtype, pairs: tuple[list[int], list[int]]) -> None:
-    """Layers of two shapes, keys wider than values; more than one thread block per row."""
-    layers = {0: (2, 64, 64), 1: (2, 64, 64), 2: (1, 96, 64)}
+    """Layers of three shapes, keys wider than values, one that is not aligned; more than one thread block per row."""
+    layers = {0: (2, 64, 64), 1: (2, 64, 64), 2: (1, 96, 64), 3: (3, 24, 7)}
     here, there = (Cache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     for cache in (here, there):
         cache.resize(12, 300, 0)

@@ -180,7 +180,7 @@ def _splits(programs: int, capacity: int, window: int | None, device: torch.devi
 @triton.jit
 def _copy(
     takers, givers, sources, targets, giver_row, giver_head, taker_row, taker_head, heads, count,
-    KIND: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """`givers` and `takers` are addresses, of one tensor each for every layer."""
     pair = tl.program_id(0).to(tl.int64)
@@ -192,10 +192,10 @@ def _copy(
         from_row = tl.load(sources + pair)
     if SCATTER:
         to_row = tl.load(targets + pair)
-    giver = tl.load(givers + tensor).to(tl.pointer_type(KIND))
-    taker = tl.load(takers + tensor).to(tl.pointer_type(KIND))
-    numbers = tl.load(giver + from_row * giver_row + head * giver_head + at, mask=inside)
-    tl.store(taker + to_row * taker_row + head * taker_head + at, numbers, mask=inside)
+    giver = tl.load(givers + tensor).to(tl.pointer_type(KIND)) + from_row * giver_row + head * giver_head
+    taker = tl.load(takers + tensor).to(tl.pointer_type(KIND)) + to_row * taker_row + head * taker_head
+    giver, taker = tl.multiple_of(giver, ALIGNED), tl.multiple_of(taker, ALIGNED)
+    tl.store(taker + at, tl.load(giver + at, mask=inside), mask=inside)
 
 
 _KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
@@ -212,8 +212,11 @@ def copy_rows(one: Tensor, addresses: Tensor, sources: Tensor, targets: Tensor, 
 
     def copy(takers: Tensor, givers: Tensor, *strides: int, gather: bool, scatter: bool) -> None:
         grid = (len(sources), len(givers) * heads, triton.cdiv(count, 4096))
+        # Where every head begins at a multiple of 16 bytes, so many are copied at once.
+        aligned = 16 if all(stride * one.element_size() % 16 == 0 for stride in strides) else one.element_size()
         _copy[grid](
-            takers, givers, sources, targets, *strides, heads, count, KIND=kind, GATHER=gather, SCATTER=scatter, BLOCK=4096
+            takers, givers, sources, targets, *strides, heads, count,
+            KIND=kind, GATHER=gather, SCATTER=scatter, BLOCK=4096, ALIGNED=aligned,
         )  # fmt: skip
 
     if not aside:
