@@ -102,6 +102,7 @@ def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(monkeypat
     assert memory.cache_memory(model, device, 0.5) == 50_000_000 - weights
     state["free"] = 10_000_000
     assert memory.cache_memory(model, device, 0.5) == int(12_000_000 * 0.9), "no more than is free"
+    assert memory.cache_memory(model, device, 0.5, held=5_000_000) == int(17_000_000 * 0.9), "what it has counts as free"
     assert memory.may_stay(device) and not memory.may_stay(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25_000_001)
     assert not memory.may_stay(device)
@@ -143,3 +144,18 @@ def test_memory_is_measured_anew_when_the_cache_is_empty(monkeypatch: pytest.Mon
     engine.sleep()
     (answer,) = engine.generate([Request([1] * 40, max_tokens=60)], Sampling())[0]
     assert len(answer.ids) == 60
+
+
+def test_memory_is_measured_anew_when_an_engine_wakes_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer took some meanwhile: the cache may not grow any more, and is used as it is."""
+    held: list[int] = []
+    sizes: Any = iter([600 * PER_TOKEN, 100 * PER_TOKEN])
+    monkeypatch.setattr("strop.rollout.native.engine.cache_memory", lambda *asked: held.append(asked[-1]) or next(sizes))
+    engine = NativeEngine(tiny.make())
+    first = ids(engine.generate(REQUESTS, Sampling()))
+    assert first == ids(engine.generate(REQUESTS, Sampling())) and len(held) == 1, "not while it is awake"
+    engine.wake()
+    assert ids(engine.generate(REQUESTS, Sampling())) == first
+    assert engine._batch is not None and 0 == held[0] < held[1]
+    cache = engine._batch.runner.cache
+    assert 100 < engine._batch.scheduler.budget == cache.rows * cache.capacity == held[1] // PER_TOKEN

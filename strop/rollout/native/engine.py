@@ -63,8 +63,8 @@ class NativeEngine:
         }
         self._max_rows, self._share, self._cache_bytes = max_num_seqs, gpu_memory_utilization, cache_bytes
         self._keep = enable_prefix_caching
-        self._stays = self._scarce = False
-        """The cache stayed when the engine went to sleep; somebody lacked the memory that it took."""
+        self._woke = self._stays = self._scarce = False
+        """It woke since memory was last measured; the cache stayed when it went to sleep; somebody lacked what that took."""
         self._lock = threading.RLock()
         self._batch: Batch | None = None
         self._tickets: dict[int, Ticket] = {}
@@ -159,7 +159,7 @@ class NativeEngine:
         resumed after a kill has the numbers of one never killed, a phase must not see what the one before it left behind.
         """
         with self._lock:
-            self._stays = False
+            self._stays, self._woke = False, True
             self.loan.packed.drop()
             if self._batch is not None:
                 self._batch.forget()
@@ -250,7 +250,8 @@ class NativeEngine:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _ready(self) -> Batch:
-        """The batch, once the module was measured; the budget of an empty cache is what memory there is now."""
+        """The batch, once the module was measured; the cache may take what memory there is when it is empty, or when the engine
+        wakes: others may have taken some meanwhile."""
         if self._batch is None:
             with self.loan(), torch.no_grad():
                 runner = Runner(self.model, **self._limits)
@@ -258,9 +259,11 @@ class NativeEngine:
             self._batch.after_step = self.loan.packed.stepped
             self._batch.version = self.version
         batch = self._batch
-        if batch.idle and batch.runner.cache.rows == 0:
-            cache = batch.runner.cache
-            size = self._cache_bytes or cache_memory(self.model, batch.runner.device, self._share)
+        cache = batch.runner.cache
+        if batch.idle and (cache.rows == 0 or self._woke):
+            self._woke = False
+            left = cache_memory(self.model, batch.runner.device, self._share, cache.bytes)
+            size = self._cache_bytes or max(cache.bytes, left)  # what it has nobody else can take
             if self._divided is not None:  # who may run, and when, must be decided alike
                 size = self._divided.smallest(size)
             batch.budget(size // cache.bytes_per_token)
