@@ -262,8 +262,10 @@ class NativeEngine:
         cache = batch.runner.cache
         if batch.idle and (cache.rows == 0 or self._woke):
             self._woke = False
-            left = cache_memory(self.model, batch.runner.device, self._share, cache.bytes)
-            size = self._cache_bytes or max(cache.bytes, left)  # what it has nobody else can take
+            # What it has already nobody else can take.
+            size = self._cache_bytes or max(
+                cache.bytes, cache_memory(self.model, batch.runner.device, self._share, cache.bytes)
+            )
             if self._divided is not None:  # who may run, and when, must be decided alike
                 size = self._divided.smallest(size)
             batch.budget(size // cache.bytes_per_token)

@@ -25,5 +25,5 @@ def cache_memory(model: Any, device: torch.device, share: float, held: int = 0) 
 
 
 def may_stay(device: torch.device) -> bool:
-    """Whether the cache may stay while the models learn: all that is there now, itself included, is a quarter of the device."""
+    """Whether the cache may stay while the models learn: with it, at most a quarter of the device is taken."""
     return device.type == "cuda" and torch.cuda.memory_allocated(device) * _RESTING_SHARE <= torch.cuda.mem_get_info(device)[1]
