@@ -12,7 +12,7 @@ import ast
 import inspect
 import textwrap
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ def fuse_residual(model: nn.Module) -> None:
             layer.__class__ = _fused(kind)
             for end in ends:
                 end.__class__ = AddingLinear
+            # What the second adds to was made inside the layer.
+            cast(AddingLinear, ends[1]).overwrites = True
 
 
 def _ends(layer: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
@@ -83,6 +85,8 @@ class AddingLinear(nn.Linear):
     """A product that adds to `stream`, which the layer around it leaves there before every call."""
 
     stream: Tensor | None = None
+    overwrites = False
+    """Nobody else reads the stream: without gradients, the sum takes its place in memory."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "stream":
@@ -95,16 +99,26 @@ class AddingLinear(nn.Linear):
         if stream is None or isinstance(self.weight, DTensor) or isinstance(states, DTensor):
             product = super().forward(states)
             return product if stream is None else stream + product
-        return add_product(stream, states, self.weight)
+        return add_product(stream, states, self.weight, over=self.overwrites and not torch.is_grad_enabled())
 
 
-def add_product(stream: Tensor, states: Tensor, weight: Tensor) -> Tensor:
-    """stream + states @ weight.T, rounded once, to the dtype of the stream."""
+def add_product(stream: Tensor, states: Tensor, weight: Tensor, *, over: bool = False) -> Tensor:
+    """stream + states @ weight.T, rounded once, to the dtype of the stream; `over`: in the memory of the stream."""
     rows, wide = states.reshape(-1, states.shape[-1]), stream.reshape(-1, stream.shape[-1])
+    if over:
+        return _add_over(wide, rows, weight).view(stream.shape)
     if stream.dtype == states.dtype:
         return torch.addmm(wide, rows, weight.t()).view(stream.shape)
     result: Tensor = _AddWide.apply(wide, rows, weight)
     return result.view(stream.shape)
+
+
+def _add_over(wide: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    if wide.dtype == rows.dtype:
+        return wide.addmm_(rows, weight.t())
+    if rows.is_cuda:
+        return torch.addmm(wide, rows, weight.t(), out_dtype=wide.dtype, out=wide)
+    return wide.add_(rows.float() @ weight.t().float())
 
 
 class _AddWide(torch.autograd.Function):

@@ -87,6 +87,30 @@ def test_a_wide_stream_is_rounded_less():
     assert off < 1.05 * usual
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.filterwarnings("ignore:mkldnn")
+def test_without_gradients_sums_take_the_place_of_what_they_add_to(wide):
+    model = make("llama")
+    if wide:
+        assert widen_residual(model.bfloat16())
+    fuse_residual(model)
+    embeddings = model.model.embed_tokens(IDS).detach()
+    given = embeddings.clone()
+    expected = model(inputs_embeds=embeddings, use_cache=False).logits
+    with torch.no_grad():
+        assert torch.equal(model(inputs_embeds=embeddings, use_cache=False).logits, expected)
+        assert torch.equal(embeddings, given), "what comes from outside is not the layer's to write over"
+        stream, end = torch.randn(3, 32), model.model.layers[0].mlp.down_proj
+        states = torch.randn(3, 56, dtype=end.weight.dtype)
+        end.stream = stream
+        sums = end(states)
+        assert sums.data_ptr() == stream.data_ptr()
+        for part in model.modules():
+            if isinstance(part, AddingLinear):
+                part.overwrites = True
+        assert torch.equal(model(input_ids=IDS, use_cache=False).logits, expected)
+
+
 def test_what_is_written_otherwise_is_left_alone():
     scaled = make("granite", residual_multiplier=0.2)
     fuse_residual(scaled)

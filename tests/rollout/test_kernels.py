@@ -16,38 +16,42 @@ DEVICE = torch.device("cuda")
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "heads, key_heads, key_size, value_size, capacity, flavour",
+    "rows, heads, key_heads, key_size, value_size, capacity, flavour",
     [
-        (14, 2, 64, 64, 600, {}),
-        (28, 4, 128, 128, 600, {"scale": 0.05}),
-        (4, 4, 24, 16, 600, {"window": 9}),
-        (8, 4, 256, 256, 600, {"softcap": 5.0}),
-        (6, 3, 32, 32, 600, {"window": 20, "sinks": True}),
-        (9, 3, 64, 64, 4096, {}),  # few long rows: read in parts
+        (5, 14, 2, 64, 64, 600, {}),
+        (5, 28, 4, 128, 128, 600, {"scale": 0.05}),
+        (5, 4, 4, 24, 16, 600, {"window": 9}),
+        (5, 8, 4, 256, 256, 600, {"softcap": 5.0}),
+        (5, 6, 3, 32, 32, 600, {"window": 20, "sinks": True}),
+        (5, 9, 3, 64, 64, 4096, {}),  # few long rows: read in parts
+        (1200, 9, 3, 64, 64, 400, {}),  # many rows: read by small programs
+        (1200, 28, 4, 128, 128, 400, {"softcap": 5.0}),
+        (1200, 6, 3, 24, 16, 400, {"window": 20, "sinks": True}),
+        (1200, 8, 2, 256, 256, 400, {}),
     ],
 )
-def test_decode_attention(monkeypatch, dtype, tolerance, heads, key_heads, key_size, value_size, capacity, flavour):
+def test_decode_attention(monkeypatch, dtype, tolerance, rows, heads, key_heads, key_size, value_size, capacity, flavour):
     from strop.rollout.native.kernels import decode_attention
 
     torch.manual_seed(0)
     flavour = {**flavour, "sinks": torch.randn(heads, device=DEVICE)} if "sinks" in flavour else flavour
-    positions = torch.tensor([0, 3, 64, 333, capacity - 20], device=DEVICE)
+    positions = torch.tensor([0, 3, 64, 333, capacity - 20], device=DEVICE).repeat(rows // 5)
 
     def randn(*shape):
         return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
     query, key, value = (
-        randn(5, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+        randn(rows, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
     )
     plain, fast = (Cache({0: (key_heads, key_size, value_size)}, dtype=dtype, device=DEVICE) for _ in range(2))
     for cache in (plain, fast):
-        cache.resize(7, capacity, 0)
+        cache.resize(rows + 2, capacity, 0)
     for a, b in zip(plain.whole(0), fast.whole(0)):
         a.normal_()
         b.copy_(a)
     monkeypatch.setattr(attention, "kernels", lambda device: None)
-    every = torch.arange(5, device=DEVICE)
-    expected = Decode(plain, every, positions, [(0, 5, int(positions.max()) + 1)]).attend(
+    every = torch.arange(rows, device=DEVICE)
+    expected = Decode(plain, every, positions, [(0, rows, int(positions.max()) + 1)]).attend(
         0, query, key, value, Flavour(**flavour)
     )
     found = decode_attention(query, key, value, *fast.whole(0), positions, **flavour)

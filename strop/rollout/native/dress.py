@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.parts import quicken
+from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.joined import Joined, joined_forwards
 
@@ -45,9 +46,12 @@ class Changes:
     def __init__(self, model: nn.Module) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self._joined: list[Joined] = []
+        self._owners: list[AddingLinear] = []
         if next(model.parameters()).device.type != "cuda":
             return
         quicken(model)
+        # A layer's states are read by the next layer alone here.
+        self._owners = [part for part in model.modules() if isinstance(part, AddingLinear) and not part.overwrites]
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if type(head) is nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16):
             self._forwards.append((head, _wide_head(head)))
@@ -60,8 +64,12 @@ class Changes:
             product.lay_out()
         for part, forward in self._forwards:
             part.forward = forward
+        for end in self._owners:
+            end.overwrites = True
 
     def take_off(self) -> None:
+        for end in self._owners:
+            end.overwrites = False
         for part, _ in self._forwards:
             part.__dict__.pop("forward", None)
 

@@ -143,9 +143,10 @@ def decode_attention(
     heads, value_size = key.shape[1], value.shape[3]
     group = query_heads // heads
     out = query.new_empty(rows, 1, query_heads, value_size)
-    block = 64 if max(key_size, value_size) <= 128 else 32
-    splits = _splits(rows * heads, keys.shape[2], window, query.device)
-    padded = triton.next_power_of_2(value_size)
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
+    splits = _splits(rows * heads, keys.shape[2], window, processors)
+    lanes, padded = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(value_size)
+    block, warps = _shape(rows * heads // processors, lanes, max(key_size, value_size), keys.element_size())
     parts = splits if splits > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
@@ -155,18 +156,25 @@ def decode_attention(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         heads, group, key_size, value_size,
-        GROUP=max(16, triton.next_power_of_2(group)), KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
+        GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        WEIGHTS="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        WEIGHTS="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
     return out
 
 
-def _splits(programs: int, capacity: int, window: int | None, device: torch.device) -> int:
+def _shape(programs: int, lanes: int, size: int, width: int) -> tuple[int, int]:
+    """Positions read at a time, and warps. With many programs per multiprocessor small ones hide each other's beginnings and
+    ends, if the queries of a program (`lanes` of `size` entries of `width` bytes) leave one warp enough registers."""
+    if programs >= 8 and lanes * size * width <= 4096:
+        return 16, 1
+    return (64 if size <= 128 else 32), 4
+
+
+def _splits(programs: int, capacity: int, window: int | None, processors: int) -> int:
     """Parts in which a row is read, a power of two: enough to give every multiprocessor work, none shorter than 256 tokens."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     longest = capacity if window is None else min(capacity, window)
     splits = 1
     while programs * splits < 2 * processors and longest // (2 * splits) >= 256:
