@@ -54,9 +54,9 @@ Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tr
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    from strop.trainer.logs import configure_logging
+    from strop.trainer.prepare import prepare_process
 
-    configure_logging()
+    prepare_process()
     return answer(lambda: dispatch(arguments))
 
 

@@ -16,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ PACKED = "strop_packed"
 # as an extra call.
 _SIMILAR = 0.7
 _SHORT = 64
+
+# Queries attended at a time on a CPU. Its kernel multiplies a query with all keys it is given (up to 512), those behind it too.
+_SLICE = 64
 
 
 @dataclass(frozen=True)
@@ -235,29 +239,48 @@ def _attend(
 ) -> Tensor:
     """Queries, keys and values of the padded rows of a group, one after the other, and so the result."""
     q, k, v = (tensor.view(group.rows, group.width, *tensor.shape[1:]).transpose(1, 2) for tensor in (q, k, v))
-    mask = None
-    if window is not None and window < group.width:
-        distance = torch.arange(group.width, device=q.device)[:, None] - torch.arange(group.width, device=q.device)
-        mask = (distance >= 0) & (distance < window)
     if softcap:
-        out = _capped_attention(q, k, v, mask, scaling, dropout, softcap)
+        mask = _sight(0, 0, group.width, window, q.device)
+        out = _capped_attention(q, k, v, mask, scaling, dropout, softcap).transpose(1, 2)
     else:
         shared = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling, enable_gqa=shared
-        )
-    return out.transpose(1, 2).reshape(group.rows * group.width, out.shape[1], out.shape[3])
+        pieces = []
+        for begin, end in _slices(group.width) if q.device.type == "cpu" else [(0, group.width)]:
+            first = 0 if window is None else max(0, begin - window + 1)
+            causal = begin == 0 and (window is None or window >= end)
+            piece = F.scaled_dot_product_attention(
+                q[:, :, begin:end],
+                k[:, :, first:end],
+                v[:, :, first:end],
+                attn_mask=None if causal else _sight(first, begin, end, window, q.device),
+                is_causal=causal,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=shared,
+            )
+            pieces.append(piece.transpose(1, 2))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    return out.reshape(group.rows * group.width, *out.shape[2:])
+
+
+def _slices(width: int) -> list[tuple[int, int]]:
+    """Where slices of about `_SLICE` queries begin and end."""
+    count = max(1, round(width / _SLICE))
+    return list(pairwise(width * i // count for i in range(count + 1)))
+
+
+def _sight(first: int, begin: int, end: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] which of the tokens from `first` to `end` those from `begin` to `end` see."""
+    distance = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float, cap: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None, dropout: float, cap: float
 ) -> Tensor:
-    heads, width = q.shape[1], q.shape[2]
-    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = cap * torch.tanh(scores / cap)
-    if mask is None:
-        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril()
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 

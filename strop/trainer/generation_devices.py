@@ -15,7 +15,7 @@ from strop.run.parts import Parts
 from strop.trainer.build import device_of
 from strop.trainer.generation_input import Questions, open_questions
 from strop.trainer.generation_model import Answerer, Count, answer_rows
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 
 SECONDS_BETWEEN_LOOKS = 1.0
 
@@ -52,7 +52,7 @@ def _spawn(config: Generation, todo: Sequence[int], parts: Parts, kind: str, cou
 
 
 def _work(rank: int, config: Generation, todo: list[int], parts: Parts, kind: str, count: int, counts: Any) -> None:
-    configure_logging()
+    prepare_process()
     load_plugins(config.plugins)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cpu":

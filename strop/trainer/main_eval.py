@@ -10,7 +10,7 @@ from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
 from strop.registry import load_plugins
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 
 COMPARE = "--compare"
 
@@ -79,5 +79,5 @@ def _write(path: str, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    configure_logging()
+    prepare_process()
     sys.exit(answer(lambda: run(sys.argv[1:])))

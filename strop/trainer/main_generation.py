@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -25,5 +25,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    configure_logging()
+    prepare_process()
     sys.exit(answer(lambda: run(sys.argv[1:])))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from strop.errors import answer
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -78,5 +78,5 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    configure_logging()
+    prepare_process()
     sys.exit(answer(lambda: run(sys.argv[1:])))

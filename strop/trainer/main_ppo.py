@@ -9,7 +9,7 @@ from typing import Any
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,5 +29,5 @@ def _train(loaded: Any, ranks: Any, report: Any) -> None:
 
 
 if __name__ == "__main__":
-    configure_logging()
+    prepare_process()
     sys.exit(answer(lambda: run(sys.argv[1:])))

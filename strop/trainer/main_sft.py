@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from strop.errors import answer
-from strop.trainer.logs import configure_logging
+from strop.trainer.prepare import prepare_process
 from strop.trainer.supervised_run import run_supervised
 
 
@@ -15,5 +15,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    configure_logging()
+    prepare_process()
     sys.exit(answer(lambda: run(sys.argv[1:])))
