@@ -166,7 +166,7 @@ def _agree(tried: tuple[nn.Module, int], quick: type[nn.Module], device: torch.d
     probe, above = (torch.randn(9, size, generator=draw).to(device, dtype) for _ in range(2))
     faster = copy.copy(part)
     faster.__class__ = quick
-    return _same(lambda: _with_gradients(part, probe, above), lambda: _with_gradients(faster, probe, above))
+    return same(lambda: _with_gradients(part, probe, above), lambda: _with_gradients(faster, probe, above))
 
 
 def _with_gradients(part: nn.Module, probe: Tensor, above: Tensor) -> list[Tensor]:
@@ -195,7 +195,7 @@ def _quicken_rotary(home: ModuleType, device: torch.device, dtype: torch.dtype) 
             out = rotate(*wanted, cos, sin)
             return [*out, *torch.autograd.grad(out, wanted, above)]
 
-    if _same(lambda: turned(own), lambda: turned(faster)):
+    if same(lambda: turned(own), lambda: turned(faster)):
         setattr(home, _ROTARY, faster)
 
 
@@ -214,8 +214,12 @@ def _quick_rotary(own: Callable[..., Any]) -> Callable[..., Any]:
 # --- comparing ---------------------------------------------------------------------------------------------------------------
 
 
-def _same(plain: Callable[[], list[Tensor]], quick: Callable[[], list[Tensor]]) -> bool:
-    expected = plain()
+def same(plain: Callable[[], list[Tensor]], quick: Callable[[], list[Tensor]]) -> bool:
+    """Whether two ways to compute the same give the same, up to the last bits of their dtype."""
+    with warnings.catch_warnings():
+        # The first backward pass of a process says that it finds no context yet, and makes one.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+        expected = plain()
     try:
         return all(_close(a, b) for a, b in zip(expected, quick(), strict=True))
     except Exception as error:  # noqa: BLE001 - a compiler may refuse in many ways; plain torch always works

@@ -101,7 +101,7 @@ def as_on_a_gpu(monkeypatch, kernels):
     monkeypatch.setattr(parts, "DEVICES", ("meta",) if kernels else ())
     monkeypatch.setattr(parts, "_quick", {})
     monkeypatch.setattr(parts, "_kernels", lambda: PARTS)
-    monkeypatch.setattr(parts, "_same", lambda plain, quick: True)
+    monkeypatch.setattr(parts, "same", lambda plain, quick: True)
     monkeypatch.setattr(parts, "fuse_residual", lambda model: None)  # its sum is in place of another
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)  # put back afterwards
     monkeypatch.setattr(logprobs, "head_logits", wide_logits)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICE = torch.device("cuda")
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "rows, heads, key_heads, key_size, value_size, capacity, flavour",
     [
@@ -24,13 +24,13 @@ DEVICE = torch.device("cuda")
         (5, 8, 4, 256, 256, 600, {"softcap": 5.0}),
         (5, 6, 3, 32, 32, 600, {"window": 20, "sinks": True}),
         (5, 9, 3, 64, 64, 4096, {}),  # few long rows: read in parts
-        (1200, 9, 3, 64, 64, 400, {}),  # many rows: read by small programs
+        (1200, 9, 3, 64, 64, 400, {}),
         (1200, 28, 4, 128, 128, 400, {"softcap": 5.0}),
         (1200, 6, 3, 24, 16, 400, {"window": 20, "sinks": True}),
         (1200, 8, 2, 256, 256, 400, {}),
     ],
 )
-def test_decode_attention(monkeypatch, dtype, tolerance, rows, heads, key_heads, key_size, value_size, capacity, flavour):
+def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, value_size, capacity, flavour):
     from strop.rollout.native.kernels import decode_attention
 
     torch.manual_seed(0)
@@ -40,22 +40,24 @@ def test_decode_attention(monkeypatch, dtype, tolerance, rows, heads, key_heads,
     def randn(*shape):
         return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
-    query, key, value = (
-        randn(rows, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+    new = [randn(rows, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))]
+    plain, fast, exact = (
+        Cache({0: (key_heads, key_size, value_size)}, dtype=kind, device=DEVICE) for kind in (dtype, dtype, torch.float64)
     )
-    plain, fast = (Cache({0: (key_heads, key_size, value_size)}, dtype=dtype, device=DEVICE) for _ in range(2))
-    for cache in (plain, fast):
+    for cache in (plain, fast, exact):
         cache.resize(rows + 2, capacity, 0)
-    for a, b in zip(plain.whole(0), fast.whole(0)):
-        a.normal_()
-        b.copy_(a)
+    for first, *others in zip(*(cache.whole(0) for cache in (plain, fast, exact))):
+        first.normal_()
+        for other in others:
+            other.copy_(first)
     monkeypatch.setattr(attention, "kernels", lambda device: None)
-    every = torch.arange(rows, device=DEVICE)
-    expected = Decode(plain, every, positions, [(0, rows, int(positions.max()) + 1)]).attend(
-        0, query, key, value, Flavour(**flavour)
-    )
-    found = decode_attention(query, key, value, *fast.whole(0), positions, **flavour)
-    assert (found - expected).abs().max() < tolerance
+    every, spans = torch.arange(rows, device=DEVICE), [(0, rows, int(positions.max()) + 1)]
+    usual = Decode(plain, every, positions, spans).attend(0, *new, Flavour(**flavour))
+    wanted = Decode(exact, every, positions, spans).attend(0, *(x.double() for x in new), Flavour(**flavour))
+    found = decode_attention(*new, *fast.whole(0), positions, **flavour)
+    off, allowed = ((x - wanted).norm() / wanted.norm() for x in (found, usual))
+    assert off < 1.2 * allowed + 1e-6
+    assert (found - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 5e-2)
     assert all(torch.equal(a, b) for a, b in zip(plain.whole(0), fast.whole(0)))
 
 

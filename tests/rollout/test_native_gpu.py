@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from strop.models.forward import response_outputs
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
+from strop.types import Batch
 from tests.rollout import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -90,3 +93,39 @@ def test_recorded_steps_survive_a_sleep_when_the_cache_is_small() -> None:
     engine.wake()
     assert engine._batch.runner.recorded
     assert engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))[0][0].ids == first[0][0].ids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_sixteen_bits_are_sampled_and_trained_with_the_same_log_probs(dtype: torch.dtype) -> None:
+    """Every rounding of the two passes falls the same way, also where a talk goes on from what the engine remembers."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        weight.data *= 2 if weight.dim() > 1 else 1  # so that the model has opinions
+    model = model.to("cuda", dtype).eval()
+    engine = NativeEngine(model, max_num_seqs=64)
+    draw = torch.Generator().manual_seed(0)
+    talks = [torch.randint(512, (5 + 17 * i,), generator=draw).tolist() for i in range(12)]
+    for turn in range(2):
+        answers = engine.generate([Request(talk, n=4, seed=turn) for talk in talks], Sampling(max_tokens=90))
+        sampled = [(talk, c) for talk, group in zip(talks, answers) for c in group]
+        batch = Batch(
+            sequences=[torch.tensor([*talk, *c.ids]) for talk, c in sampled],
+            prompt_lengths=torch.tensor([len(talk) for talk, _ in sampled]),
+            mask=torch.ones(len(sampled), 90),
+        )
+        with torch.no_grad():
+            trained = response_outputs(model, batch, ["log_probs"])["log_probs"].cpu()
+        difference = (torch.tensor([c.log_probs for _, c in sampled]) - trained).abs()
+        assert trained.mean() < -1 and difference.max() < 1e-4
+        talks = [[*talk, *group[0].ids, 7, 8, 9] for talk, group in zip(talks, answers)]
+    assert engine.stats()["prefix_reuse"] > 0.5

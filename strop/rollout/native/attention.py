@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from strop.models.attention import Packing, varlen_kernel
+from strop.models.attention import Packing, flash_kernels, varlen_kernel
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.cache import Cache
 from strop.rollout.native.twins import Twins
@@ -138,6 +138,8 @@ class Prefill:
         self._members, self._device = list(zip(offsets, pieces)), device
         bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
         self._packing = Packing((), bounds, max(len(piece.tokens) for piece in pieces))
+        self._starts = torch.tensor([piece.start for piece in pieces], device=device)
+        self._piece_rows = torch.tensor([piece.row for piece in pieces], device=device)
         self._fresh = all(piece.start == 0 for piece in pieces)
 
     @cached_property
@@ -147,11 +149,17 @@ class Prefill:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         self.cache.write(layer, self.rows, self.positions, k, v)
-        plain = self._fresh and flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]
-        kernel = varlen_kernel(q) if plain else None
+        plain = flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]
+        kernel = varlen_kernel(q) if plain and self._fresh else None
         if kernel is not None:
             window = flavour.window if flavour.window is not None and flavour.window < self._packing.longest else None
             return kernel(q, k, v, self._packing, flavour.scale, window)[None]
+        flash = flash_kernels(q, k, v) if plain else None
+        if flash is not None:
+            bounds, longest = self._packing.bounds, self._packing.longest
+            cache, going_on = self.cache.whole(layer), (self._starts, self._piece_rows)
+            out = flash.continued_attention(q, *cache, bounds, longest, *going_on, scale=flavour.scale, window=flavour.window)
+            return out[None]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for group in self.groups:
             queries = q[group.take].transpose(1, 2)

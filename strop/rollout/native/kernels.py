@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strop.models.flash import BLOCK, LARGEST, LOG2E, absorb
+
 _DRAW_BLOCK = 4096
 _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 
@@ -23,22 +25,14 @@ _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 
 
 @triton.jit
-def _capped(scores, softcap, SOFTCAP: tl.constexpr):
-    if SOFTCAP:
-        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
-        scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))
-    return scores
-
-
-@triton.jit
 def _decode(
     query, key, value, keys, values, positions, sinks, out, partial, weight,
-    scale, softcap, window,
+    power, scale, softcap, window,
     query_row, query_head, key_row, key_head, value_row, value_head,
     keys_row, keys_head, values_row, values_head,
     heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WEIGHTS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -55,44 +49,45 @@ def _decode(
     )  # fmt: skip
     k_cache = keys + row * keys_row + head * keys_head
     v_cache = values + row * values_row + head * values_head
-    first = 0
-    if WINDOW:
-        first = tl.maximum(0, position - window + 1)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     mixed = tl.zeros([GROUP, VALUE], tl.float32)
-    if split == 0:
-        # The new token does not go through the cache: nobody in this launch reads what is stored here.
-        k = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
-        v = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
-        tl.store(k_cache + position * key_size + dk, k, mask=in_key)
-        tl.store(v_cache + position * value_size + dv, v, mask=in_value)
-        top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale, softcap, SOFTCAP)
-        total += 1.0
-        mixed += v.to(tl.float32)[None, :]
-        if SINKS:
+    if SINKS:  # noqa: SIM102 - the first is known when the kernel is compiled
+        if split == 0:
             sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(top, sink)
-            total = tl.exp(top - higher) + tl.exp(sink - higher)
-            mixed *= tl.exp(top - higher)[:, None]
-            top = higher
-    span = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
+            top = sink * 1.4426950408889634 / power
+            total += 1.0
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, position - window + 1) // BLOCK * BLOCK
+    border = position // BLOCK * BLOCK
+    span = tl.cdiv((border - first) // BLOCK + 1, SPLITS) * BLOCK
     start = first + split * span
-    end = tl.minimum(start + span, position)
-    for at in range(start, end, BLOCK):
+    for at in range(start, tl.minimum(start + span, border), BLOCK):
         place = at + tl.arange(0, BLOCK)
-        seen = place < end
-        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=seen[None, :] & in_key[:, None], other=0.0)
-        scores = _capped(tl.dot(q, k, input_precision="ieee") * scale, softcap, SOFTCAP)
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp(scores - higher[:, None])
-        fade = tl.exp(top - higher)
-        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=seen[:, None] & in_value[None, :], other=0.0)
-        total = total * fade + tl.sum(p, 1)
-        # Weights keep more bits than the cache has: what is read bounds the time, and training rounds its own weights anyway.
-        mixed = mixed * fade[:, None] + tl.dot(p, v.to(tl.float32), input_precision=WEIGHTS)
-        top = higher
+        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=in_key[:, None], other=0.0)
+        scores = _scored(q, k, scale, softcap, SOFTCAP)
+        if WINDOW:
+            scores = tl.where(position - place[None, :] < window, scores, float("-inf"))
+        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=in_value[None, :], other=0.0)
+        top, total, mixed = absorb(scores, v, top, total, mixed, power)
+    if (start <= border) & (border < start + span):
+        # The block of the new token, which does not go through the cache: nobody in this launch reads what is stored here.
+        place = border + tl.arange(0, BLOCK)
+        old, new = place < position, place == position
+        k_new = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
+        v_new = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
+        tl.store(k_cache + position * key_size + dk, k_new, mask=in_key)
+        tl.store(v_cache + position * value_size + dv, v_new, mask=in_value)
+        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=old[None, :] & in_key[:, None], other=0.0)
+        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=old[:, None] & in_value[None, :], other=0.0)
+        k = tl.where(new[None, :], k_new[:, None], k)
+        v = tl.where(new[:, None], v_new[None, :], v)
+        seen = place <= position
+        if WINDOW:
+            seen &= position - place < window
+        scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
+        top, total, mixed = absorb(scores, v, top, total, mixed, power)
     lane = (row * heads + head) * group + i
     if SPLITS == 1:
         mixed = mixed / total[:, None]
@@ -103,8 +98,17 @@ def _decode(
     else:
         slot = lane * SPLITS + split
         tl.store(partial + slot[:, None] * VALUE + dv[None, :], mixed, mask=member[:, None])
-        tl.store(weight + slot * 2, top, mask=member)
+        tl.store(weight + slot * 2, top * power, mask=member)
         tl.store(weight + slot * 2 + 1, total, mask=member)
+
+
+@triton.jit
+def _scored(q, k, scale, softcap, SOFTCAP: tl.constexpr):
+    scores = tl.dot(q, k, input_precision="ieee")
+    if SOFTCAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
+        scores = softcap * (1 - 2 / (tl.exp(2 * scores * scale / softcap) + 1))
+    return scores
 
 
 @triton.jit
@@ -115,7 +119,7 @@ def _join(partial, weight, out, value_size: tl.constexpr, VALUE: tl.constexpr, S
     slot = lane * SPLITS + split
     top = tl.load(weight + slot * 2)
     total = tl.load(weight + slot * 2 + 1)
-    share = tl.exp(top - tl.max(top, 0))
+    share = tl.exp2(top - tl.max(top, 0))
     mixed = tl.load(partial + slot[:, None] * VALUE + dv[None, :])
     mixed = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
     tl.store(out + lane * value_size + dv, mixed.to(out.dtype.element_ty), mask=dv < value_size)
@@ -142,42 +146,44 @@ def decode_attention(
     rows, query_heads, _, key_size = query.shape
     heads, value_size = key.shape[1], value.shape[3]
     group = query_heads // heads
+    scale = key_size**-0.5 if scale is None else scale
     out = query.new_empty(rows, 1, query_heads, value_size)
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
     splits = _splits(rows * heads, keys.shape[2], window, processors)
     lanes, padded = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(value_size)
-    block, warps = _shape(rows * heads // processors, lanes, max(key_size, value_size), keys.element_size())
+    block, warps = _shape(lanes, max(key_size, value_size), keys.dtype)
     parts = splits if splits > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
     _decode[(rows, heads, splits)](
         query, key, value, keys, values, positions, query if sinks is None else sinks, out, partial, weight,
-        key_size**-0.5 if scale is None else scale, softcap or 0.0, window or 0,
+        LOG2E if softcap else LOG2E * scale, scale, softcap or 0.0, window or 0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         heads, group, key_size, value_size,
         GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        WEIGHTS="ieee" if keys.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=2 if warps == 1 and key_size > 64 else 3,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
     return out
 
 
-def _shape(programs: int, lanes: int, size: int, width: int) -> tuple[int, int]:
-    """Positions read at a time, and warps. With many programs per multiprocessor small ones hide each other's beginnings and
-    ends, if the queries of a program (`lanes` of `size` entries of `width` bytes) leave one warp enough registers."""
-    if programs >= 8 and lanes * size * width <= 4096:
-        return 16, 1
-    return (64 if size <= 128 else 32), 4
+def _shape(lanes: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Positions read at a time, and warps. One warp sums a row as those of the training kernel do, and many small programs hide
+    each other's beginnings and ends; it must have registers for its queries, `lanes` of `size` numbers."""
+    if size > LARGEST:
+        return 32, 4
+    return BLOCK, 1 if dtype.itemsize == 2 and lanes * size <= 2048 else 4
 
 
 def _splits(programs: int, capacity: int, window: int | None, processors: int) -> int:
-    """Parts in which a row is read, a power of two: enough to give every multiprocessor work, none shorter than 256 tokens."""
+    """Parts in which a row is read, a power of two: enough to give every multiprocessor work, none shorter than 1024 tokens,
+    because sums of parts round otherwise than training does."""
     longest = capacity if window is None else min(capacity, window)
     splits = 1
-    while programs * splits < 2 * processors and longest // (2 * splits) >= 256:
+    while programs * splits < 2 * processors and longest // (2 * splits) >= 1024:
         splits *= 2
     return splits
 
