@@ -213,33 +213,52 @@ def test_the_cache_keeps_its_size_when_batches_of_different_shapes_take_turns() 
     assert sizes[0] == (8, 64) and sizes[1] == sizes[2] == sizes[3] == (8, 128)
 
 
+def attended(q: Any, k: Any, v: Any, first: int, scale: float | None, window: int | None) -> Any:
+    """Queries at positions `first` .. of the sequence with these keys and values [tokens, heads, D]."""
+    queries, keys = torch.arange(first, first + len(q)), torch.arange(len(k))
+    distance = queries[:, None] - keys
+    mask = (distance >= 0) & (distance < (window or len(k)))
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
 @pytest.mark.parametrize("kind, used", [("llama", True), ("mistral_window", True), ("gemma2_softcap", False)])
-def test_a_kernel_over_packed_prompts_changes_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, used: bool) -> None:
-    """As on a GPU, with plain torch in the place of the kernel: whole prompts go through it, what goes on does not."""
+def test_kernels_over_packed_prompts_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, used: bool) -> None:
+    """As on a GPU, with plain torch in the place of the kernels: one for whole prompts, one for pieces that go on."""
     model = tiny.make(kind)
     requests = [Request(p, n=2, seed=i) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])]
     sampling = Sampling(max_tokens=8)
     expected = NativeEngine(model).generate(requests, sampling)
-    sizes: list[int] = []
+    longer = [Request([*requests[i].ids, *expected[i][0].ids, 9, 9, 4], seed=5) for i in (3, 5)]
+    further = NativeEngine(model, enable_prefix_caching=False).generate([*longer, Request([8, 8, 1], seed=6)], sampling)
+    whole: list[int] = []
+    pieces: list[list[int]] = []
 
     def kernel(q: Any, k: Any, v: Any, packing: Any, scale: float | None, window: int | None) -> Any:
-        sizes.append(len(q))
+        whole.append(len(q))
         bounds = packing.bounds.tolist()
-        parts = []
-        for start, end in pairwise(bounds):
-            places = torch.arange(end - start)
-            distance = places[:, None] - places
-            mask = (distance >= 0) & (distance < (window or end - start))
-            heads = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-            out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
+        return torch.cat([attended(q[a:b], k[a:b], v[a:b], 0, scale, window) for a, b in pairwise(bounds)])
+
+    class Flash:
+        @staticmethod
+        def continued_attention(
+            q: Any, keys: Any, values: Any, bounds: Any, longest: int, origins: Any, rows: Any, *, scale: Any, window: Any
+        ) -> Any:
+            pieces.append(origins.tolist())
+            assert longest == int(bounds.diff().max())
+            parts = []
+            for (a, b), origin, row in zip(pairwise(bounds.tolist()), origins.tolist(), rows.tolist()):
+                k, v = (cache[row, :, : origin + b - a].transpose(0, 1) for cache in (keys, values))
+                parts.append(attended(q[a:b], k, v, origin, scale, window))
+            return torch.cat(parts)
 
     monkeypatch.setattr(attention, "varlen_kernel", lambda query: kernel)
+    monkeypatch.setattr(attention, "flash_kernels", lambda q, k, v: Flash)
     engine = NativeEngine(model)
     assert ids(engine.generate(requests, sampling)) == ids(expected)
-    assert bool(sizes) == used
-    del sizes[:]
-    longer = [Request([*requests[-1].ids, *expected[-1][0].ids, 9, 9], seed=5)]
-    found = engine.generate(longer, sampling)
-    assert ids(found) == ids(NativeEngine(model, enable_prefix_caching=False).generate(longer, sampling))
+    assert bool(whole) == used and not pieces
+    del whole[:]
+    assert ids(engine.generate([*longer, Request([8, 8, 1], seed=6)], sampling)) == ids(further)
+    assert not whole and bool(pieces) == used
+    assert not used or all(sorted(origins)[0] == 0 and sorted(origins)[1] > 20 for origins in pieces)
