@@ -93,7 +93,8 @@ class Model:
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
     fp32_residual: bool = setting(True)
     """Keep the sum that runs through the layers in float32 when computing in 16 bits, where the model allows it (norms without
-    bias, rotary positions). Engine and trainer then agree several times better on log-probs."""
+    bias, rotary positions). Results are nearer to those of float32, and engines that sum in another order than the trainer
+    agree better with it."""
     use_liger: bool = setting(False)
     """Patch the model with Liger kernels (GPU)."""
     use_shm: bool = inert(False, "weights are memory-mapped; a copy in shared memory gains nothing")
