@@ -6,11 +6,12 @@ READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
 SGLANG := .venv-sglang
 LOGGERS := .venv-loggers
+KERNELS := .venv-kernels
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-slow lint docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-slow lint docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,7 +54,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
@@ -61,6 +62,16 @@ test-vllm: $(READY) $(VLLM)/.ready
 # All that one engine can show, and a run; not a second architecture, nor names of arguments.
 test-vllm-core: $(READY) $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name' tests/rollout tests/trainer/test_engines.py
+
+# The kernels of a GPU in Triton's interpreter. Triton stays apart: the environment is that of a machine without a GPU.
+$(KERNELS)/.ready: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(KERNELS) triton==3.6.0
+	# Its interpreter turns arrays of one number into numbers in a way that numpy 2.4 refuses.
+	sed -i 's/int(self.handle.data))/int(self.handle.data.item()))/' $(KERNELS)/triton/runtime/interpreter.py
+	touch $@
+
+test-kernels: $(KERNELS)/.ready
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m kernels -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
 
 test-loggers: $(LOGGERS)/.ready
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/run
@@ -94,4 +105,4 @@ board-images: $(READY)
 	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,191 @@
+"""The Triton kernels without a GPU, in Triton's interpreter: their arithmetic and their addresses, not their speed.
+
+It has no bf16, so 16 bits are float16 here. On a GPU test_flash.py, test_parts.py and rollout/test_kernels.py show more.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from strop.algorithms import logprobs
+from strop.rollout.native import cache, rows
+from strop.rollout.native.cache import Cache
+from strop.rollout.native.rows import Rows
+
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="make test-kernels interprets kernels"),
+]
+
+LENGTHS = [150, 1, 64, 65, 2]
+HEADS = [(6, 2, 32, None), (4, 4, 24, 20), (3, 1, 16, None)]
+
+
+def inputs(heads, key_heads, size, dtype=torch.float16):
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    return *(torch.randn(sum(LENGTHS), n, size, dtype=dtype) for n in (heads, key_heads, key_heads)), bounds
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float16, 3e-3)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
+def test_packed_attention_is_the_definition(heads, key_heads, size, window, dtype, tolerance):
+    from strop.models.flash import packed_attention
+
+    q, k, v, bounds = inputs(heads, key_heads, size, dtype)
+    found = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    k, v = (x.repeat_interleave(heads // key_heads, 1) for x in (k, v))
+    for begin, end in pairwise(bounds.tolist()):
+        at = torch.arange(end - begin)
+        distance = at[:, None] - at
+        seen = (distance >= 0) & (distance < (window or end - begin))
+        scores = torch.einsum("ihd,jhd->hij", *(x[begin:end].double() for x in (q, k))) * size**-0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("hij,jhd->ihd", weights, v[begin:end].double())
+        assert (found[begin:end] - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
+def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, size, window):
+    from strop.models.flash import packed_attention
+    from strop.rollout.native import kernels
+
+    q, k, v, bounds = inputs(heads, key_heads, size)
+    together = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    positions = torch.tensor([0, 1, 63, 64, 65, 127, 128, 149])
+    keys, values = (torch.full((len(positions), key_heads, 192, size), 9.0, dtype=q.dtype) for _ in range(2))
+    for row, position in enumerate(positions.tolist()):
+        keys[row, :, :position], values[row, :, :position] = (x[:position].transpose(0, 1) for x in (k, v))
+    new = [x[positions, :, None] for x in (q, k, v)]
+    for parts in (1, 2):
+        monkeypatch.setattr(kernels, "_splits", lambda *asked, parts=parts: parts)
+        held = keys.clone(), values.clone()
+        alone = kernels.decode_attention(*new, *held, positions, window=window)[:, 0]
+        assert torch.equal(alone, together[positions]) if parts == 1 else (alone - together[positions]).abs().max() < 2e-3
+        for row, position in enumerate(positions.tolist()):
+            assert torch.equal(held[0][row, :, position], k[position]) and torch.equal(held[1][row, :, position], v[position])
+
+
+@pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
+def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size, window):
+    from strop.models.flash import continued_attention, packed_attention
+
+    q, k, v, bounds = inputs(heads, key_heads, size)
+    together = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    places = torch.tensor([4, 0, 5, 2, 3])
+    keys, values = (torch.zeros(6, key_heads, 200, size, dtype=q.dtype) for _ in range(2))
+    origins = [length // 3 for length in LENGTHS]
+    taken = []
+    for row, begin, length, origin in zip(places, bounds.tolist(), LENGTHS, origins):
+        keys[row, :, :length], values[row, :, :length] = (x[begin : begin + length].transpose(0, 1) for x in (k, v))
+        taken.append(torch.arange(begin + origin, begin + length))
+    sizes, at = [len(t) for t in taken], torch.cat(taken)
+    mine = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    pieces = continued_attention(q[at], keys, values, mine, max(sizes), torch.tensor(origins), places, window=window)
+    assert torch.equal(pieces, together[at])
+
+
+def with_gradients(function, *tensors):
+    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = function(*tensors)
+    out = list(out) if isinstance(out, tuple) else [out]
+    generator = torch.Generator().manual_seed(1)
+    return [*out, *torch.autograd.grad(out, tensors, [torch.randn(x.shape, generator=generator) for x in out])]
+
+
+def plain_norm(x, weight):
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def test_small_parts_are_their_formulas_with_their_gradients():
+    from strop.models import kernels
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 48), torch.randn(48)
+    cos, sin = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    for quick, plain, given in (
+        (lambda x, w: kernels.rms_norm(x, w, 1e-6), plain_norm, (x, weight)),
+        (kernels.gated_silu, lambda gate, up: F.silu(gate) * up, (x, x.flip(0))),
+        (lambda q, k: kernels.rotary(q, k, cos, sin), lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), (q, k)),
+    ):
+        torch.testing.assert_close(with_gradients(quick, *given), with_gradients(plain, *given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", [False, True], ids=["log_probs", "entropy"])
+def test_passes_over_logits_give_the_numbers_and_gradients_of_plain_torch(monkeypatch, entropy, temperature):
+    from strop.algorithms import row_kernels
+
+    torch.manual_seed(0)
+    labels, above = torch.randint(5000, (37,)), torch.randn(2, 37)
+    states, head = torch.randn(37, 16), torch.randn(5000, 16)
+
+    def answered(hidden, weight):
+        found = logprobs.token_logprobs_from_hidden(
+            hidden, weight, labels, temperature=temperature, chunk=10, want_entropy=entropy
+        )
+        return (above[0] * found.log_probs).sum() + ((above[1] * found.entropy).sum() if entropy else 0)
+
+    both = []
+    for kernels in (row_kernels, None):
+        monkeypatch.setattr(logprobs, "_kernels", lambda hidden, kernels=kernels: kernels)
+        both.append(with_gradients(answered, states, head))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("aside", [False, True], ids=["apart", "crossing"])
+@pytest.mark.parametrize("limit", [2**28, 1000])
+def test_rows_of_all_layers_are_copied_at_once(monkeypatch, aside, limit):
+    from strop.rollout.native import kernels
+
+    monkeypatch.setattr(kernels, "_ASIDE", limit)
+    layers = {0: (2, 16, 16), 1: (2, 16, 16), 2: (1, 24, 16), 3: (3, 5, 7)}
+    plain, fast = (Cache(layers, dtype=torch.float16, device=torch.device("cpu")) for _ in range(2))
+    for one in (plain, fast):
+        one.resize(12, 301, 0)
+    for layer in layers:
+        for a, b in zip(plain.whole(layer), fast.whole(layer)):
+            b.copy_(a.copy_(torch.randn(a.shape)))
+    pairs = ([0, 3, 5, 7], [3, 0, 1, 5]) if aside else ([0, 0, 4], [1, 2, 9])
+    plain.copy(*pairs, 257)
+    monkeypatch.setattr(cache, "kernels", lambda device: kernels)
+    fast.copy(*pairs, 257)
+    assert all(torch.equal(a, b) for layer in layers for a, b in zip(plain.whole(layer), fast.whole(layer)))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])
+def test_a_draw_is_that_of_plain_torch(monkeypatch, mixed):
+    from strop.rollout.native.kernels import draw
+
+    def seated() -> Rows:
+        """Rows in every state, with every temperature, close to their limits."""
+        found, index = Rows(torch.device("cpu")), torch.arange(24)
+        found.resize(24, 30, 0, 2)
+        found.fields["length"][:], found.fields["limit"][:] = 5 + index % 7, 8 + index % 5
+        found.fields["state"][:] = (index % 6 == 5).long()
+        found.fields["stream"][:] = index * 7919 - 10**12
+        found.fields["temperature"][:], found.fields["greedy"][:] = 0.5 + index % 5 * 0.3, index % 4 == 0
+        found.fields["stops"][:, 0], found.fields["stops"][:, 1] = 5, index
+        return found
+
+    torch.manual_seed(0)
+    logits = torch.randn(16, 4097) * 3
+    logits[3], logits[5, 1], logits[9, 1:] = torch.nan, torch.inf, -torch.inf
+    which = torch.randperm(24)[:16]
+    used = {"temperature": mixed, "greedy": mixed, "all_greedy": False}
+    plain, fast = seated(), seated()
+    monkeypatch.setattr(rows, "kernels", lambda device: None)
+    plain.advance(which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20)
+    draw(logits, which, fast.fields, **used)
+    for name, expected in plain.fields.items():
+        if name != "log_probs":
+            assert torch.equal(fast.fields[name], expected), name
+    usable = plain.fields["log_probs"].isfinite() & fast.fields["log_probs"].isfinite()
+    assert (plain.fields["log_probs"] - fast.fields["log_probs"])[usable].abs().max() < 2e-6
