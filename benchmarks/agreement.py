@@ -53,14 +53,14 @@ def products(model: str, layer: str) -> dict[str, Any]:
 
 
 def attention(model: str, lengths: list[int]) -> dict[str, Any]:
-    from strop.models.attention import _plain_varlen
     from strop.models.flash import packed_attention
+    from strop.models.varlen import plain_kernel
     from strop.rollout.native.kernels import decode_attention
 
     heads, key_heads, size = HEADS[model]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
     q, k, v = (torch.randn(sum(lengths), n, size, device="cuda", dtype=torch.bfloat16) for n in (heads, key_heads, key_heads))
-    plain, longest = _plain_varlen(), max(lengths)
+    plain, longest = plain_kernel(), max(lengths)
     assert plain is not None
     mine = packed_attention(q, k, v, bounds, longest)
     last = bounds[1:].long() - 1

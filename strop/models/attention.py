@@ -5,19 +5,16 @@ sequences apart. On CUDA a variable-length kernel takes their boundaries. Elsewh
 [sequences, heads, longest, D] with padding on the right, attended causally, and put back: a padded key stands behind every
 real query of its sequence, so causality keeps it out and no mask is needed.
 
-`use_packed_attention` switches a model to the function registered here; the layout travels as the keyword `packing` of the
-model's forward. Another function (the rollout engine's) can be set on the same module between two passes.
+`set_attention(model, PACKED)` switches a model to the function registered here; the layout travels as the keyword `packing` of
+the model's forward. Another function (the rollout engine's) can be set on the same module between two passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,9 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from strop.extras import MissingExtra, require
-from strop.models.parts import same
 from strop.models.sequence_parallel import Slicing
+from strop.models.varlen import varlen_kernel
 from strop.registry import did_you_mean
 
 PACKED = "strop_packed"
@@ -219,9 +215,12 @@ def packed_attention(
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, heads, D]
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    kernel = None if softcap or dropout else varlen_kernel(q)
+    kernel = None if softcap or dropout else varlen_kernel(q, k, v)
     if kernel is not None:
-        return kernel(q, k, v, packing, scaling, window)[None], None
+        if packing.spread is not None:
+            q, k, v = q[packing.spread], k[packing.spread], v[packing.spread]
+        out = kernel(q, k, v, packing.bounds, packing.longest, scale=scaling, window=window)
+        return (out if packing.first is None else out[packing.first])[None], None
     sizes = [group.rows * group.width for group in packing.groups]
     rows = (tensor if packing.padded is None else packing.padded.spread(tensor) for tensor in (q, k, v))
     parts = zip(*(tensor.split(sizes) for tensor in rows), strict=True)
@@ -286,91 +285,6 @@ def _capped_attention(
     scores = cap * torch.tanh(scores / cap)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, dropout) @ v
-
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
-"""Queries, keys and values [N, heads, D] of a packed row, its layout, the scale of scores and a sliding window."""
-
-
-def varlen_kernel(query: Tensor) -> Kernel | None:
-    """Causal attention over packed rows in one kernel, for queries of this kind, where there is one."""
-    return _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-
-
-@functools.cache
-def _varlen_kernel() -> Kernel | None:
-    """Strop's own kernel for heads that it was seen to be right for, which sampling agrees with to the last bit; for others
-    torch's variable-length flash attention, where this version of torch has one that knows windows."""
-    plain = _plain_varlen()
-    if plain is None:
-        return None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
-        if packing.spread is not None:
-            q, k, v = q[packing.spread], k[packing.spread], v[packing.spread]
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        flash = flash_kernels(q, k, v)
-        function = plain if flash is None else flash.packed_attention
-        out: Tensor = function(q, k, v, packing.bounds, packing.longest, scale=scaling, window=window)
-        return out if packing.first is None else out[packing.first]
-
-    return attend
-
-
-def _plain_varlen() -> Callable[..., Tensor] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known or "scale" not in known:
-        return None
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float | None = None, window: int | None = None
-    ) -> Tensor:
-        shared = q.shape[1] != k.shape[1]
-        if shared and "enable_gqa" not in known:
-            k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-        more: dict[str, Any] = {"enable_gqa": True} if shared and "enable_gqa" in known else {}
-        left = -1 if window is None else window - 1
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **more)
-        assert isinstance(out, Tensor)
-        return out
-
-    return attend
-
-
-def flash_kernels(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
-    """models/flash.py, if it can be used for such queries, keys and values [.., heads, D]."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or k.shape[-1] != v.shape[-1]:
-        return None
-    return _flash_kernels(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[-1])
-
-
-@functools.cache
-def _flash_kernels(device: torch.device, dtype: torch.dtype, group: int, size: int) -> ModuleType | None:
-    plain = _plain_varlen()
-    try:
-        flash = require("strop.models.flash", extra="gpu", why="Attention that sampling agrees with")
-    except MissingExtra:
-        return None
-    if plain is None or size > flash.LARGEST:
-        return None
-    draw = torch.Generator().manual_seed(0)
-    q, k, v, above = (torch.randn(201, heads * 2, size, generator=draw).to(device, dtype) for heads in (group, 1, 1, group))
-    bounds = torch.tensor([0, 70, 71, 201], dtype=torch.int32, device=device)
-
-    def attended(function: Callable[..., Tensor]) -> list[Tensor]:
-        found = []
-        for window in (None, 40):
-            with torch.enable_grad():
-                wanted = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-                out = function(*wanted, bounds, 130, window=window)
-                found += [out, *torch.autograd.grad(out, wanted, above)]
-        return found
-
-    return flash if same(lambda: attended(plain), lambda: attended(flash.packed_attention)) else None
 
 
 AttentionInterface.register(PACKED, packed_attention)

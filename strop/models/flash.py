@@ -161,6 +161,7 @@ def packed_attention(
     `bounds` [sequences + 1] int32: where the sequences begin and end, none longer than `longest`. With a window W a token sees
     itself and the W - 1 before it.
     """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # as the backward pass wants them
     result: Tensor = _Attention.apply(q, k, v, bounds, longest, q.shape[-1] ** -0.5 if scale is None else scale, window)
     return result
 

@@ -7,8 +7,8 @@ import torch
 
 from strop.backends.base import MicroBatching
 from strop.backends.single import SingleBackend
-from strop.models.attention import _varlen_kernel
 from strop.models.forward import response_outputs
+from strop.models.varlen import plain_kernel
 from tests.backends.test_conformance import ALL, flat_gradient, flat_weights, optim, policy_loss, train
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -27,7 +27,7 @@ def test_packed_equals_padded(family, dtype):
 
 
 def test_the_variable_length_kernel_is_used():
-    assert _varlen_kernel() is not None, "this torch has no kernel that knows windows"
+    assert plain_kernel() is not None, "this torch has no kernel that knows windows"
 
 
 def test_the_gpu_agrees_with_the_cpu():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.models.attention import _plain_varlen, flash_kernels
+from strop.models.varlen import flash_kernels, plain_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -44,7 +44,7 @@ def with_gradients(function, q, k, v, above):
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
 def test_it_is_as_near_to_the_definition_as_the_kernel_of_torch(heads, key_heads, size, window, dtype):
     q, k, v, bounds = inputs(heads, key_heads, size, dtype)
-    flash, plain = flash_kernels(q, k, v), _plain_varlen()
+    flash, plain = flash_kernels(q, k, v), plain_kernel()
     assert flash is not None and plain is not None, "this kernel is not used here"
     above = torch.randn_like(q)
     exact = with_gradients(lambda q, k, v: defined(q, k, v, window), q, k, v, above)

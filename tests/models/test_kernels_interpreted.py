@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from strop.algorithms import logprobs
-from strop.rollout.native import cache, rows
+from strop.models.layout import lay_out, rectangle
+from strop.rollout.native import cache
 from strop.rollout.native.cache import Cache
-from strop.rollout.native.rows import Rows
+from tests.rollout import draws
 
 pytestmark = [
     pytest.mark.kernels,
@@ -49,6 +50,19 @@ def test_packed_attention_is_the_definition(heads, key_heads, size, window, dtyp
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         expected = torch.einsum("hij,jhd->ihd", weights, v[begin:end].double())
         assert (found[begin:end] - expected).abs().max() < tolerance
+
+
+def test_training_attends_with_this_kernel_also_where_beginnings_are_shared(monkeypatch):
+    from strop.models import attention, flash
+
+    beginning = torch.arange(50)
+    ids = [torch.cat([beginning, 1000 * (i + 1) + torch.arange(n)]) for i, n in enumerate((90, 3, 40))]
+    inputs = lay_out(rectangle(ids), packed=True)
+    states = [torch.randn(1, heads, inputs.ids.shape[1], 16) for heads in (4, 2, 2)]
+    expected, _ = attention.packed_attention(torch.nn.Module(), *states, None, packing=inputs.packing)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: flash.packed_attention)
+    found, _ = attention.packed_attention(torch.nn.Module(), *states, None, packing=inputs.packing)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
@@ -162,30 +176,5 @@ def test_rows_of_all_layers_are_copied_at_once(monkeypatch, aside, limit):
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])
 def test_a_draw_is_that_of_plain_torch(monkeypatch, mixed):
-    from strop.rollout.native.kernels import draw
-
-    def seated() -> Rows:
-        """Rows in every state, with every temperature, close to their limits."""
-        found, index = Rows(torch.device("cpu")), torch.arange(24)
-        found.resize(24, 30, 0, 2)
-        found.fields["length"][:], found.fields["limit"][:] = 5 + index % 7, 8 + index % 5
-        found.fields["state"][:] = (index % 6 == 5).long()
-        found.fields["stream"][:] = index * 7919 - 10**12
-        found.fields["temperature"][:], found.fields["greedy"][:] = 0.5 + index % 5 * 0.3, index % 4 == 0
-        found.fields["stops"][:, 0], found.fields["stops"][:, 1] = 5, index
-        return found
-
-    torch.manual_seed(0)
-    logits = torch.randn(16, 4097) * 3
-    logits[3], logits[5, 1], logits[9, 1:] = torch.nan, torch.inf, -torch.inf
-    which = torch.randperm(24)[:16]
     used = {"temperature": mixed, "greedy": mixed, "all_greedy": False}
-    plain, fast = seated(), seated()
-    monkeypatch.setattr(rows, "kernels", lambda device: None)
-    plain.advance(which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20)
-    draw(logits, which, fast.fields, **used)
-    for name, expected in plain.fields.items():
-        if name != "log_probs":
-            assert torch.equal(fast.fields[name], expected), name
-    usable = plain.fields["log_probs"].isfinite() & fast.fields["log_probs"].isfinite()
-    assert (plain.fields["log_probs"] - fast.fields["log_probs"])[usable].abs().max() < 2e-6
+    draws.assert_drawn_as_plain(monkeypatch, torch.device("cpu"), 4097, used)

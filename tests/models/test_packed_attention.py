@@ -1,13 +1,15 @@
-"""Sequences of a packed row longer than the slices in which a CPU attends, beside the formula."""
+"""Sequences of a packed row beside the formula: longer than the slices in which a CPU attends, and in one kernel as on a GPU."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from strop.models import attention
 from strop.models.attention import _SLICE, packed_attention
 from strop.models.layout import lay_out, rectangle
 
@@ -30,9 +32,17 @@ def drawn(count: int) -> list[Tensor]:
     return [torch.randn(1, heads, n, SIZE, dtype=torch.float64, generator=draw).requires_grad_() for heads, n in shapes]
 
 
+def in_one_kernel(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: None, window: int | None) -> Tensor:
+    """Called as the kernels of a GPU are."""
+    assert longest == int(bounds.diff().max()) and scale is None
+    return torch.cat([attended(q[a:b], k[a:b], v[a:b], window) for a, b in pairwise(bounds.tolist())])
+
+
+@pytest.mark.parametrize("kernel", [None, in_one_kernel], ids=["slices", "kernel"])
 @pytest.mark.parametrize("shared", [0, _SLICE + 20])
 @pytest.mark.parametrize("window", [None, 1, _SLICE - 1, 2 * _SLICE])
-def test_slices_see_what_the_formula_says(window: int | None, shared: int) -> None:
+def test_all_see_what_the_formula_says(monkeypatch: pytest.MonkeyPatch, window: int | None, shared: int, kernel: Any) -> None:
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: kernel)
     lengths = [length for length in LENGTHS if length > shared]
     beginning = torch.arange(shared)
     ids = [torch.cat([beginning, 1000 * (i + 1) + torch.arange(length - shared)]) for i, length in enumerate(lengths)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.rollout.native import attention, rows
+from strop.rollout.native import attention
 from strop.rollout.native.attention import Decode, Flavour
 from strop.rollout.native.cache import Cache
-from strop.rollout.native.rows import Rows
+from tests.rollout import draws
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICE = torch.device("cuda")
@@ -61,21 +61,6 @@ def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, 
     assert all(torch.equal(a, b) for a, b in zip(plain.whole(0), fast.whole(0)))
 
 
-def seated() -> Rows:
-    """Rows in every state, with every temperature, close to their limits."""
-    found, index = Rows(DEVICE), torch.arange(64, device=DEVICE)
-    found.resize(64, 20, 0, 3)
-    found.fields["length"][:] = index % 15 + 1
-    found.fields["given"][:] = (index % 5 == 2) * 11
-    found.fields["limit"][:] = 12 + index % 8
-    found.fields["state"][:] = (index % 7 == 3).long()
-    found.fields["stream"][:] = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    found.fields["temperature"][:] = 0.5 + index % 5 * 0.3
-    found.fields["greedy"][:] = index % 4 == 0
-    found.fields["stops"][:, 0], found.fields["stops"][:, 1] = 5, index
-    return found
-
-
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
 @pytest.mark.parametrize(
     "used",
@@ -87,22 +72,7 @@ def seated() -> Rows:
     ids=["plain", "mixed", "greedy"],
 )
 def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
-    from strop.rollout.native.kernels import draw
-
-    torch.manual_seed(0)
-    logits = torch.randn(40, vocabulary, device=DEVICE) * 3
-    logits[3], logits[5, 1], logits[11, 3] = torch.nan, torch.inf, torch.nan
-    logits[7, : vocabulary // 2], logits[9, 1:] = -torch.inf, -torch.inf
-    which = torch.randperm(64)[:40].to(DEVICE)
-    plain, fast = seated(), seated()
-    monkeypatch.setattr(rows, "kernels", lambda device: None)
-    plain.advance(which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20)
-    draw(logits, which, fast.fields, **used)
-    for name, expected in plain.fields.items():
-        if name != "log_probs":
-            assert torch.equal(fast.fields[name], expected), name
-    usable = plain.fields["log_probs"].isfinite() & fast.fields["log_probs"].isfinite()
-    assert (plain.fields["log_probs"] - fast.fields["log_probs"])[usable].abs().max() < 2e-6
+    draws.assert_drawn_as_plain(monkeypatch, DEVICE, vocabulary, used)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -235,10 +235,10 @@ def test_kernels_over_packed_prompts_change_nothing(monkeypatch: pytest.MonkeyPa
     whole: list[int] = []
     pieces: list[list[int]] = []
 
-    def kernel(q: Any, k: Any, v: Any, packing: Any, scale: float | None, window: int | None) -> Any:
+    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, *, scale: float | None, window: int | None) -> Any:
         whole.append(len(q))
-        bounds = packing.bounds.tolist()
-        return torch.cat([attended(q[a:b], k[a:b], v[a:b], 0, scale, window) for a, b in pairwise(bounds)])
+        assert longest == int(bounds.diff().max())
+        return torch.cat([attended(q[a:b], k[a:b], v[a:b], 0, scale, window) for a, b in pairwise(bounds.tolist())])
 
     class Flash:
         @staticmethod
@@ -253,7 +253,7 @@ def test_kernels_over_packed_prompts_change_nothing(monkeypatch: pytest.MonkeyPa
                 parts.append(attended(q[a:b], k, v, origin, scale, window))
             return torch.cat(parts)
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda query: kernel)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: kernel)
     monkeypatch.setattr(attention, "flash_kernels", lambda q, k, v: Flash)
     engine = NativeEngine(model)
     assert ids(engine.generate(requests, sampling)) == ids(expected)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from strop.models.attention import Packing, flash_kernels, varlen_kernel
+from strop.models.varlen import flash_kernels, varlen_kernel
 from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.cache import Cache
 from strop.rollout.native.twins import Twins
@@ -136,10 +136,8 @@ class Prefill:
         self.rows = torch.tensor([piece.row for piece in pieces for _ in piece.tokens], device=device)
         self.last = torch.tensor([offset + len(p.tokens) - 1 for offset, p in zip(offsets, pieces)], device=device)
         self._members, self._device = list(zip(offsets, pieces)), device
-        bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
-        self._packing = Packing((), bounds, max(len(piece.tokens) for piece in pieces))
-        self._starts = torch.tensor([piece.start for piece in pieces], device=device)
-        self._piece_rows = torch.tensor([piece.row for piece in pieces], device=device)
+        self._bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
+        self._longest = max(len(piece.tokens) for piece in pieces)
         self._fresh = all(piece.start == 0 for piece in pieces)
 
     @cached_property
@@ -149,17 +147,10 @@ class Prefill:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
         self.cache.write(layer, self.rows, self.positions, k, v)
-        plain = flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]
-        kernel = varlen_kernel(q) if plain and self._fresh else None
-        if kernel is not None:
-            window = flavour.window if flavour.window is not None and flavour.window < self._packing.longest else None
-            return kernel(q, k, v, self._packing, flavour.scale, window)[None]
-        flash = flash_kernels(q, k, v) if plain else None
-        if flash is not None:
-            bounds, longest = self._packing.bounds, self._packing.longest
-            cache, going_on = self.cache.whole(layer), (self._starts, self._piece_rows)
-            out = flash.continued_attention(q, *cache, bounds, longest, *going_on, scale=flavour.scale, window=flavour.window)
-            return out[None]
+        if flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]:
+            out = self._in_one_kernel(layer, q, k, v, flavour)
+            if out is not None:
+                return out[None]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for group in self.groups:
             queries = q[group.take].transpose(1, 2)
@@ -170,6 +161,27 @@ class Prefill:
                 part = scored(queries, keys, values, flavour, mask=group.mask(flavour.window))
             out[group.put] = part.flatten(0, 1)[group.valid]
         return out[None]
+
+    def _in_one_kernel(self, layer: int, q: Tensor, k: Tensor, v: Tensor, flavour: Flavour) -> Tensor | None:
+        """All pieces at once, where there is a kernel for such heads."""
+        more = {"scale": flavour.scale, "window": flavour.window}
+        out: Tensor | None = None
+        if self._fresh:
+            kernel = varlen_kernel(q, k, v)
+            if kernel is not None:
+                out = kernel(q, k, v, self._bounds, self._longest, **more)
+            return out
+        flash = flash_kernels(q, k, v)
+        if flash is not None:
+            out = flash.continued_attention(q, *self.cache.whole(layer), self._bounds, self._longest, *self._going_on, **more)
+        return out
+
+    @cached_property
+    def _going_on(self) -> tuple[Tensor, Tensor]:
+        """At which position of which row each piece goes on."""
+        pieces = [piece for _, piece in self._members]
+        starts, rows = torch.tensor([[p.start for p in pieces], [p.row for p in pieces]], device=self._device)
+        return starts, rows
 
 
 class Decode:
