@@ -61,6 +61,23 @@ def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, 
     assert all(torch.equal(a, b) for a, b in zip(plain.whole(0), fast.whole(0)))
 
 
+def test_beginnings_may_be_read_in_another_row():
+    from strop.rollout.native.kernels import decode_attention
+
+    torch.manual_seed(0)
+    positions = torch.tensor([150, 200, 64, 129, 310, 5], device=DEVICE)
+    lenders, borrowed = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]], device=DEVICE)
+    q, k, v = (torch.randn(6, heads, 1, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (9, 3, 3))
+    keys, values = (torch.randn(6, 3, 320, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    for row, (lender, count) in enumerate(zip(lenders.tolist(), borrowed.tolist())):
+        for held in (keys, values):
+            held[row, :, :count] = held[lender, :, :count]
+    expected = decode_attention(q, k, v, keys, values, positions)
+    for row, count in enumerate(borrowed.tolist()):
+        keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
+    assert torch.equal(decode_attention(q, k, v, keys, values, positions, lenders=lenders, borrowed=borrowed), expected)
+
+
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
 @pytest.mark.parametrize(
     "used",

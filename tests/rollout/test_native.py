@@ -11,7 +11,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.native import NativeEngine, attention
+from strop.rollout.native import NativeEngine, attention, runner
 from tests.rollout import tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], list(range(1, 60)), [3, 4, 5, 6, 7, 8]]
@@ -262,3 +262,32 @@ def test_kernels_over_packed_prompts_change_nothing(monkeypatch: pytest.MonkeyPa
     assert ids(engine.generate([*longer, Request([8, 8, 1], seed=6)], sampling)) == ids(further)
     assert not whole and bool(pieces) == used
     assert not used or all(sorted(origins)[0] == 0 and sorted(origins)[1] > 20 for origins in pieces)
+
+
+def test_samples_that_run_side_by_side_read_their_prompt_in_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels are told on a GPU: the other row holds the same tokens, keys and values, whoever ended or moved."""
+    borrowing: list[int] = []
+    plain = runner.Decode
+
+    def checked(cache: Any, rows: Any, positions: Any, spans: Any, lent: Any) -> Any:
+        tokens = engine._batch.runner.rows.fields["tokens"]
+        for row, (lender, count) in enumerate(zip(*(line.tolist() for line in lent))):
+            assert count <= positions[row], "only what is computed"
+            assert torch.equal(tokens[row, :count], tokens[lender, :count])
+            for layer in cache.layers:
+                for held in cache.whole(layer):
+                    torch.testing.assert_close(held[row, :, :count], held[lender, :, :count])
+            assert lender == row or count > 0
+        borrowing.append(sum(count > 0 for count in lent[1].tolist()))
+        return plain(cache, rows, positions, spans, lent)
+
+    model = tiny.make()
+    requests = [Request(p, n=3, seed=i, max_tokens=30) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])]
+    sampling = Sampling(stop_ids=tuple(range(12)))  # so that they end one by one
+    expected = NativeEngine(model).generate(requests, sampling)
+    engine = NativeEngine(model, max_num_seqs=7)
+    engine.generate([Request([1])], Sampling(max_tokens=1))
+    monkeypatch.setattr(runner, "Decode", checked)
+    engine._batch.runner.lends, engine._batch.runner._pairs = True, False
+    assert ids(engine.generate(requests, sampling)) == ids(expected)
+    assert max(borrowing) >= 4 and min(borrowing) < 2

@@ -187,11 +187,19 @@ class Prefill:
 class Decode:
     """One token for each of the first rows of the cache.
 
-    `spans` are (first row, end row, used length): rows are read in spans so that short ones do not pay for long ones.
+    `spans` are (first row, end row, used length): rows are read in spans so that short ones do not pay for long ones. `lent`
+    are rows in which kernels may read beginnings, and how much of them.
     """
 
-    def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, spans: Sequence[tuple[int, int, int]]) -> None:
-        self.cache, self.rows, self.positions, self.spans = cache, rows, positions, spans
+    def __init__(
+        self,
+        cache: Cache,
+        rows: Tensor,
+        positions: Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        lent: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        self.cache, self.rows, self.positions, self.spans, self.lent = cache, rows, positions, spans, lent
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
@@ -203,6 +211,8 @@ class Decode:
                 value.to(self.cache.dtype),
                 *self.cache.whole(layer),
                 self.positions,
+                lenders=self.lent[0],
+                borrowed=self.lent[1],
                 scale=flavour.scale,
                 window=flavour.window,
                 softcap=flavour.softcap,

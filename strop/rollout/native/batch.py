@@ -111,12 +111,17 @@ class Batch:
         self._filled = len(scheduler.running)
         for admission in admissions:
             scheduler.lengths[admission.row] += 1
+        self._lend()
         self._hand_out()
 
     def _copy(self, admissions: Sequence[Admission], moves: Sequence[tuple[int, int]], longest: int) -> None:
         """What admissions share with their donors, together with these moves of up to `longest` tokens."""
         copies = [*moves, *((a.donor, a.row) for a in admissions if a.donor is not None and a.donor != a.row)]
         self.runner.cache.copy(*_sides(copies), max([longest, *(a.shared for a in admissions)]))
+
+    def _lend(self) -> None:
+        if self.runner.lends:
+            self.runner.rows.lend(self.scheduler.running)
 
     def _fit(self) -> None:
         """The cache large enough for the running rows, and for ended conversations where there is memory."""
@@ -227,6 +232,7 @@ class Batch:
         moves = scheduler.release(rows, keep)
         runner.cache.copy(*_sides(moves), used)
         runner.rows.move(moves, len(scheduler.running))
+        self._lend()
         self._filled = len(scheduler.running)
         for sample, finish in zip(samples, finishes):
             self._hand(sample, finish, _NOT_NUMBERS if finish == "error" else None)

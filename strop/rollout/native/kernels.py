@@ -26,18 +26,22 @@ _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 
 @triton.jit
 def _decode(
-    query, key, value, keys, values, positions, sinks, out, partial, weight,
+    query, key, value, keys, values, positions, lenders, borrowed, sinks, out, partial, weight,
     power, scale, softcap, window,
     query_row, query_head, key_row, key_head, value_row, value_head,
     keys_row, keys_head, values_row, values_head,
     heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
+    held, away = 0, row * 0
+    if LENT:
+        held = tl.load(borrowed + row).to(tl.int32)
+        away = tl.load(lenders + row) - row
     i = tl.arange(0, GROUP)
     dk = tl.arange(0, KEY)
     dv = tl.arange(0, VALUE)
@@ -65,11 +69,14 @@ def _decode(
     start = first + split * span
     for at in range(start, tl.minimum(start + span, border), BLOCK):
         place = at + tl.arange(0, BLOCK)
-        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=in_key[:, None], other=0.0)
+        # Rows that read the same beginning at the same place find it in the processor's own memory.
+        far = tl.where(at + BLOCK <= held, away, 0)
+        k_from, v_from = k_cache + far * keys_row, v_cache + far * values_row
+        k = tl.load(k_from + place[None, :] * key_size + dk[:, None], mask=in_key[:, None], other=0.0)
         scores = _scored(q, k, scale, softcap, SOFTCAP)
         if WINDOW:
             scores = tl.where(position - place[None, :] < window, scores, float("-inf"))
-        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=in_value[None, :], other=0.0)
+        v = tl.load(v_from + place[:, None] * value_size + dv[None, :], mask=in_value[None, :], other=0.0)
         top, total, mixed = absorb(scores, v, top, total, mixed, power)
     if (start <= border) & (border < start + span):
         # The block of the new token, which does not go through the cache: nobody in this launch reads what is stored here.
@@ -133,6 +140,8 @@ def decode_attention(
     values: Tensor,
     positions: Tensor,
     *,
+    lenders: Tensor | None = None,
+    borrowed: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -141,7 +150,8 @@ def decode_attention(
     """Attention of one new token for each of the first rows of a cache, whose key and value it also stores there.
 
     `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [.., key heads, capacity, D]
-    hold positions before `positions` [rows]. Returns [rows, 1, heads, D]. Long rows of small batches are read in parts.
+    hold positions before `positions` [rows]. Returns [rows, 1, heads, D]. Long rows of small batches are read in parts. The
+    first `borrowed` positions of a row are also those of the row in `lenders`, and may be read there.
     """
     rows, query_heads, _, key_size = query.shape
     heads, value_size = key.shape[1], value.shape[3]
@@ -156,14 +166,15 @@ def decode_attention(
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
     _decode[(rows, heads, splits)](
-        query, key, value, keys, values, positions, query if sinks is None else sinks, out, partial, weight,
+        query, key, value, keys, values, positions, *(positions if x is None else x for x in (lenders, borrowed)),
+        query if sinks is None else sinks, out, partial, weight,
         LOG2E if softcap else LOG2E * scale, scale, softcap or 0.0, window or 0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         heads, group, key_size, value_size,
         GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        num_warps=warps, num_stages=2 if warps == 1 and key_size > 64 else 3,
+        LENT=lenders is not None, num_warps=warps, num_stages=2 if warps == 1 and key_size > 64 else 3,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)

@@ -26,7 +26,17 @@ def finish_name(state: int) -> str:
     return _NAMES[state]
 
 
-_WHOLE = {"length": 1, "given": 0, "limit": 1, "state": LENGTH, "stream": 0, "family": 0, "top_k": ALL}
+_WHOLE = {
+    "length": 1,
+    "given": 0,
+    "limit": 1,
+    "state": LENGTH,
+    "stream": 0,
+    "family": 0,
+    "top_k": ALL,
+    "lender": 0,
+    "borrowed": 0,
+}
 _REAL = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}
 """Fields of one number per row, and what they are in rows that hold nothing: ended rows of one token."""
 
@@ -80,6 +90,8 @@ class Rows:
             "stream": streams,
             "family": self._families.of_samples(samples, [a.fed for a in admissions]),
             "top_k": [s.top_k if s.top_k > 0 else ALL for s in settings],
+            "lender": rows,
+            "borrowed": [0 for _ in samples],
         }
         real = {
             "temperature": [s.temperature or 1.0 for s in settings],
@@ -115,6 +127,21 @@ class Rows:
         self.fields["state"][left:] = LENGTH
         self.fields["length"][left:] = 1
         self.fields["given"][left:] = 0
+
+    def lend(self, running: Sequence[Sample]) -> None:
+        """Samples of one request that run side by side all hold their prompt: kernels may read it in the row of the first."""
+        first: dict[int, int] = {}
+        lenders, borrowed = list(range(len(running))), [0] * len(running)
+        for row, one in enumerate(running):
+            if not one.fed:  # all of its prompt is computed
+                lenders[row] = first.setdefault(one.request, row)
+                borrowed[row] = len(one.prompt) if lenders[row] < row else 0
+        lines = torch.tensor([lenders, borrowed], device=self.device)
+        self.fields["lender"][: len(running)], self.fields["borrowed"][: len(running)] = lines
+
+    def lent(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of the first rows: in which row each may read its beginning, and how many tokens of it."""
+        return self.fields["lender"][:count], self.fields["borrowed"][:count]
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The newest token of each row, and its position."""

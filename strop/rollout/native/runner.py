@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.rollout.native.accelerated import kernels
 from strop.rollout.native.attention import Decode, Piece, Prefill, Shapes, Step, TwinDecode
 from strop.rollout.native.cache import Cache
 from strop.rollout.native.graphs import Graphs
@@ -30,6 +31,8 @@ class Runner:
         self._graphs = Graphs() if graphs and self.device.type == "cuda" else None
         # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was sampled.
         self._pairs = self.device.type == "cpu"
+        self.lends = kernels(self.device.type) is not None
+        """Whether decode steps read the prompt of a request in one place for all of its samples."""
 
     def _measure(self) -> Cache:
         """An empty cache, after one pass of one token that shows which layers attend."""
@@ -154,7 +157,7 @@ class Runner:
         longest = max(length for *_, length in spans)
         twins = self.rows.twins(count) if self._pairs and len(spans) == 1 else None
         if twins is None:
-            step: Step = Decode(self.cache, rows, positions, spans)
+            step: Step = Decode(self.cache, rows, positions, spans, self.rows.lent(count))
             logits = self._forward(ids[:, None], positions[:, None], step)[:, -1]
         else:
             step = TwinDecode(self.cache, rows, positions, longest, twins)
