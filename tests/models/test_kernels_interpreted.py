@@ -86,6 +86,26 @@ def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, 
             assert torch.equal(held[0][row, :, position], k[position]) and torch.equal(held[1][row, :, position], v[position])
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_beginnings_may_be_read_in_another_row(monkeypatch, parts):
+    from strop.rollout.native import kernels
+
+    monkeypatch.setattr(kernels, "_splits", lambda *asked: parts)
+    torch.manual_seed(0)
+    positions = torch.tensor([150, 200, 64, 129, 310, 5])
+    lenders, borrowed = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]])
+    q, k, v = (torch.randn(6, heads, 1, 32, dtype=torch.float16) for heads in (6, 2, 2))
+    keys, values = (torch.randn(6, 2, 320, 32, dtype=torch.float16) for _ in range(2))
+    for row, (lender, count) in enumerate(zip(lenders.tolist(), borrowed.tolist())):
+        for held in (keys, values):
+            held[row, :, :count] = held[lender, :, :count]
+    expected = kernels.decode_attention(q, k, v, keys, values, positions)
+    for row, count in enumerate(borrowed.tolist()):
+        keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
+    found = kernels.decode_attention(q, k, v, keys, values, positions, lenders=lenders, borrowed=borrowed)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
 def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size, window):
     from strop.models.flash import continued_attention, packed_attention
