@@ -67,33 +67,24 @@ def _decode(
     border = position // BLOCK * BLOCK
     span = tl.cdiv((border - first) // BLOCK + 1, SPLITS) * BLOCK
     start = first + split * span
-    for at in range(start, tl.minimum(start + span, border), BLOCK):
-        place = at + tl.arange(0, BLOCK)
-        # Rows that read the same beginning at the same place find it in the processor's own memory.
-        far = tl.where(at + BLOCK <= held, away, 0)
-        k_from, v_from = k_cache + far * keys_row, v_cache + far * values_row
-        k = tl.load(k_from + place[None, :] * key_size + dk[:, None], mask=in_key[:, None], other=0.0)
-        scores = _scored(q, k, scale, softcap, SOFTCAP)
-        if WINDOW:
-            scores = tl.where(position - place[None, :] < window, scores, float("-inf"))
-        v = tl.load(v_from + place[:, None] * value_size + dv[None, :], mask=in_value[None, :], other=0.0)
-        top, total, mixed = absorb(scores, v, top, total, mixed, power)
     if (start <= border) & (border < start + span):
-        # The block of the new token, which does not go through the cache: nobody in this launch reads what is stored here.
-        place = border + tl.arange(0, BLOCK)
-        old, new = place < position, place == position
         k_new = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
         v_new = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
         tl.store(k_cache + position * key_size + dk, k_new, mask=in_key)
         tl.store(v_cache + position * value_size + dv, v_new, mask=in_value)
-        k = tl.load(k_cache + place[None, :] * key_size + dk[:, None], mask=old[None, :] & in_key[:, None], other=0.0)
-        v = tl.load(v_cache + place[:, None] * value_size + dv[None, :], mask=old[:, None] & in_value[None, :], other=0.0)
-        k = tl.where(new[None, :], k_new[:, None], k)
-        v = tl.where(new[:, None], v_new[None, :], v)
-        seen = place <= position
+        tl.debug_barrier()  # this program reads them back, and no other one does
+    for at in range(start, tl.minimum(start + span, border + BLOCK), BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        there = place <= position
+        # Rows that read the same beginning at the same place find it in the processor's own memory.
+        far = tl.where(at + BLOCK <= held, away, 0)
+        k_from, v_from = k_cache + far * keys_row, v_cache + far * values_row
+        k = tl.load(k_from + place[None, :] * key_size + dk[:, None], mask=there[None, :] & in_key[:, None], other=0.0)
+        seen = there
         if WINDOW:
             seen &= position - place < window
         scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
+        v = tl.load(v_from + place[:, None] * value_size + dv[None, :], mask=there[:, None] & in_value[None, :], other=0.0)
         top, total, mixed = absorb(scores, v, top, total, mixed, power)
     lane = (row * heads + head) * group + i
     if SPLITS == 1:
@@ -161,7 +152,7 @@ def decode_attention(
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
     splits = _splits(rows * heads, keys.shape[2], window, processors)
     lanes, padded = max(16, triton.next_power_of_2(group)), triton.next_power_of_2(value_size)
-    block, warps = _shape(lanes, max(key_size, value_size), keys.dtype)
+    block, warps, stages = _shape(lanes, max(key_size, value_size), keys.dtype)
     parts = splits if splits > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
@@ -174,19 +165,22 @@ def decode_attention(
         heads, group, key_size, value_size,
         GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        LENT=lenders is not None, num_warps=warps, num_stages=2 if warps == 1 and key_size > 64 else 3,
+        LENT=lenders is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * query_heads,)](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
     return out
 
 
-def _shape(lanes: int, size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Positions read at a time, and warps. One warp sums a row as those of the training kernel do, and many small programs hide
-    each other's beginnings and ends; it must have registers for its queries, `lanes` of `size` numbers."""
+def _shape(lanes: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Positions read at a time, warps, and stages of the loop over them. One warp sums a row as those of the training kernel
+    do, and many small programs hide each other's beginnings and ends; it must have registers for its queries, `lanes` of
+    `size` numbers."""
     if size > LARGEST:
-        return 32, 4
-    return BLOCK, 1 if dtype.itemsize == 2 and lanes * size <= 2048 else 4
+        return 32, 4, 3
+    if dtype.itemsize == 2 and lanes * size <= 2048:
+        return BLOCK, 1, 2 if size > 64 else 3
+    return BLOCK, 4, 3
 
 
 def _splits(programs: int, capacity: int, window: int | None, processors: int) -> int:
