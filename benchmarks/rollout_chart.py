@@ -17,12 +17,14 @@ COLOURS = {"native": "#1f6feb", "vllm": "#8b949e", "vllm-mp": "#c9d1d9", "hf": "
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """By work and engine; a work that was measured again counts as it was last."""
+    """By work and engine; a work that was measured again counts as in its last run. A run ends with a line of ratios."""
     works: dict[str, dict[str, dict[str, Any]]] = {}
+    run: dict[str, dict[str, Any]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
         if "engine" in line:
-            title = f"{line['model'].removeprefix('random ')}\n{line['work']}"
-            works.setdefault(title, {})[line["engine"]] = line
+            run[line["engine"]] = line
+        else:
+            works[f"{line['model'].removeprefix('random ')}\n{line['work']}"], run = run, {}
     return works
 
 
