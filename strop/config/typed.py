@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from difflib import SequenceMatcher
 from typing import Any
 
 from strop.config.schema.walk import hints, is_section, keys, type_name
@@ -143,10 +144,11 @@ def unknown_key(path: str, root: type) -> str:
     known = [key.path for key in keys(root)]
     name = path.rpartition(".")[2]
     close = [p for p in known if p.rpartition(".")[2] == name] + nearest(path, known)
+    close = sorted(set(close), key=lambda p: (not p.endswith(f".{path}"), -SequenceMatcher(None, path, p).ratio(), p))
     if not close:
         names = {p.rpartition(".")[2]: p for p in known}
         close = [names[n] for n in nearest(name, names)]
-    hint = f" Did you mean {' or '.join(dict.fromkeys(close[:3]))}?" if close else ""
+    hint = f" Did you mean {' or '.join(close[:3])}?" if close else ""
     return f"{path}: no such key.{hint}"
 
 
