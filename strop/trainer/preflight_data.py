@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
         report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
     if report.ok and config.actor_rollout_ref.rollout.multi_turn.reward_weights.score:
-        report.findings += _rewards(config, sources)
+        report.findings += _rewards(config, sources, report)
     return rows
 
 
@@ -165,8 +166,8 @@ def _template(config: Any, tokenizer: Any) -> list[Finding]:
     return [Finding(f.level, "chat template", f.message) for f in found]
 
 
-def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
-    """One call per data source, with its first row."""
+def _rewards(config: Any, sources: dict[str, Any], report: Any) -> list[Finding]:
+    """One call per data source, with its first row; what came back is told in the report."""
     custom, reward = config.custom_reward_function, config.reward_model
     if reward.judge.enable:
         try:
@@ -189,7 +190,11 @@ def _rewards(config: Any, sources: dict[str, Any]) -> list[Finding]:
         if source.example is None:
             continue
         try:
-            verdict_of(_ask(function, name, source.example))
+            verdict = verdict_of(_ask(function, name, source.example))
+            told = ", ".join(
+                f"{part} {reprlib.repr(value)}" for part, value in (verdict.extras or {"score": verdict.score}).items()
+            )
+            report.data[f"reward of {name}"] = f"{told} for {TRIED_TEXT!r}"
         except Exception as problem:  # noqa: BLE001 - a user's function may raise anything; it becomes a finding
             findings.append(error(f"reward of {name}", f"{type(problem).__name__}: {problem}"))
     function.close()

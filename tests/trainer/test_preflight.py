@@ -95,9 +95,11 @@ def test_one_call_of_the_reward_function_per_data_source(overrides, tmp_path, bo
     assert word in found["reward of arithmetic"], found
 
 
-def test_a_good_reward_function_passes(overrides, tmp_path):
+def test_what_a_good_reward_function_returned_is_told(overrides, tmp_path):
     body = "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': True, 'length': 3}\n"
-    assert examined(overrides, reward_file(tmp_path, body)).ok
+    report = examined(overrides, reward_file(tmp_path, body))
+    assert report.ok
+    assert report.data["reward of arithmetic"].startswith("score 1.0, length 3 for 'The preflight asks ")
 
 
 def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
