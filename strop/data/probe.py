@@ -48,7 +48,7 @@ def probe_template(
     if tokenizer.eos_token_id is not None and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         said = f"The tokenizer has no pad token of its own; {tokenizer.eos_token!r} fills up batches, where it teaches nothing."
         found.append(Finding("info", said))
-    if not plain and chat.text(CONVERSATION[:1], generate=True) == chat.text(CONVERSATION[:1]):
+    if not plain and _leaves_the_answer_unopened(chat):
         found.append(
             Finding(
                 "warning",
@@ -58,6 +58,13 @@ def probe_template(
     found += _growth(chat, "error" if multi_turn else "warning")
     found += _stops(chat, stop_ids(tokenizer, further_stop_ids))
     return found
+
+
+def _leaves_the_answer_unopened(chat: Chat) -> bool:
+    """Whether answers have a beginning (a role, a marker) that the prompt for one lacks."""
+    asked, answered = chat.text(CONVERSATION[:1]), chat.text(CONVERSATION[:2])
+    begins_at_once = answered.startswith(asked + CONVERSATION[1]["content"])
+    return not begins_at_once and chat.text(CONVERSATION[:1], generate=True) == asked
 
 
 def _growth(chat: Chat, level: Level) -> list[Finding]:

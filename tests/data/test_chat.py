@@ -196,6 +196,13 @@ def test_a_good_template_has_no_findings() -> None:
     assert probe_template(character_tokenizer(template=None, eos="<eos>"), plain=True) == []
 
 
+def test_an_answer_that_the_prompt_does_not_open_is_found() -> None:
+    turn = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    assert "ignores add_generation_prompt" in said(probe_template(TOKENIZER, template=turn))
+    nothing_to_open = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert probe_template(TOKENIZER, template=nothing_to_open) == []
+
+
 def test_a_rewriting_template_is_found() -> None:
     text = said(probe_template(TOKENIZER, template=REWRITING))
     assert (

@@ -86,8 +86,10 @@ def test_templates(small, tmp_path):
     found = errors("sft", [*base, f'data.chat_template="{rewriting}"', "data.multiturn.enable=true"])
     assert "not prefix-stable" in found
     # No {% generation %} markers and no generation prompt: what the assistant says is found by rendering twice.
-    report = examine(load("sft_trainer", base))
+    roles = "{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    report = examine(load("sft_trainer", [*base, f'data.chat_template="{roles}"']))
     assert report.ok and any("ignores add_generation_prompt" in str(finding) for finding in report.findings)
+    assert examine(load("sft_trainer", base)).findings == []
     bare = tiny_tokenizer()
     bare.chat_template = None
     make_task(tmp_path)
