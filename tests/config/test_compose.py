@@ -36,6 +36,12 @@ def test_links_follow_what_they_point_to():
     assert config.trainer.default_local_dir == "checkpoints/strop/default"
 
 
+def test_stages_do_not_share_a_folder():
+    """A reward model that would go on from what `strop sft` left: the first commands of docs/supervised.md in a row."""
+    roots = ("ppo_trainer", "sft_trainer", "rm_trainer", "dpo_trainer")
+    assert len({load(root, []).config.trainer.default_local_dir for root in roots}) == 4
+
+
 def test_values_are_converted_like_people_mean_them():
     config = load(
         "ppo_trainer",

@@ -229,6 +229,8 @@ class Supervised:
 class SftTrainer(Supervised):
     """Supervised fine-tuning."""
 
+    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="sft")
+    """The run."""
     data: SftData = section(SftData)
     """Rows."""
 
@@ -237,6 +239,8 @@ class SftTrainer(Supervised):
 class RmTrainer(Supervised):
     """Training of a reward model from preferences."""
 
+    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="rm")
+    """The run."""
     data: PairData = section(PairData)
     """Pairs."""
     loss: RmLoss = section(RmLoss)
@@ -247,6 +251,8 @@ class RmTrainer(Supervised):
 class DpoTrainer(Supervised):
     """Direct preference optimisation."""
 
+    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="dpo")
+    """The run."""
     data: PairData = section(PairData)
     """Pairs."""
     loss: DpoLoss = section(DpoLoss)
