@@ -7,22 +7,19 @@ files, and deals it out one weight at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from strop.backends.sharded import Region, fill
 from strop.models.hollow import give_memory
 from strop.models.load import Source
+from strop.models.weight_files import open_weights, weight_files
 from strop.ranks import Ranks
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Slices:
@@ -39,13 +36,9 @@ class Slices:
 
 def saved_slices(folder: Path) -> dict[str, Slices]:
     """Every tensor in the safetensors files of a model folder, by name; empty where there are none."""
-    if (folder / INDEX).is_file():
-        files = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = [SINGLE] if (folder / SINGLE).is_file() else []
     found: dict[str, Slices] = {}
-    for file in files:
-        opened = safe_open(folder / file, framework="pt")
+    for file in weight_files(folder):
+        opened = open_weights(folder / file)
         found |= {name: Slices(opened, name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     return found
 

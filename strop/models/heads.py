@@ -20,6 +20,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from strop.models.weight_files import refuse_mismatch, weights_of
+
 HEAD = "score"
 # Names under which folders keep the head: transformers' two, and the value head of TRL.
 _OTHER_NAMES = ("classifier", r"v_head\.summary")
@@ -80,15 +82,16 @@ def load_scalar_model(
     names = [re.escape(name), *_OTHER_NAMES]
     mapping = {rf"^(?:{'|'.join(n for n in names if n != HEAD)})\.": f"{HEAD}."}
     cls: Any = scalar_class(config, bias=bias)
-    model, report = cls.from_pretrained(
-        path,
-        config=config,
-        dtype=dtype,
-        key_mapping=mapping,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **arguments,
-    )
+    with weights_of(path):
+        model, report = cls.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            key_mapping=mapping,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **arguments,
+        )
     _check_body(path, report)
     wrong = [entry for entry in report["mismatched_keys"] if HEAD in str(entry[0])]
     if wrong:
@@ -113,6 +116,7 @@ def _check_body(path: str, report: dict[str, Any]) -> None:
         raise ValueError(
             f"{path!r} lacks {len(missing)} weights of the model it claims to be, for instance {sorted(missing)[:3]}."
         )
+    refuse_mismatch(path, [entry for entry in report["mismatched_keys"] if not entry[0].startswith(f"{HEAD}.")])
 
 
 def initialise_head(model: Any, seed: int = 0) -> None:

@@ -13,9 +13,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from strop.extras import require
+from strop.models.weight_files import first_line, refuse_mismatch, weights_of
 from strop.registry import did_you_mean
 
 SMOLLM2 = "smollm2-135m"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"The model configuration of {at.name!r} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"The model configuration of {at.name!r} cannot be read: {first_line(error)}") from error
     return override_config(config, override or {})
 
 
@@ -127,18 +129,18 @@ def load_language_model(
     source: Source, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
 ) -> Any:
     """A causal language model; every weight must be in the folder."""
-    try:
+    with weights_of(source.name):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.name,
             config=config,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # refused below, with the shapes
             output_loading_info=True,
             **source.weight_arguments,
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"The weights of {source.name!r} cannot be loaded: {_first_line(error)}") from error
     model, report = loaded
+    refuse_mismatch(source.name, report["mismatched_keys"])
     if report["missing_keys"]:
         raise ValueError(
             f"{source.name!r} lacks {len(report['missing_keys'])} weights of a {type(model).__name__}, for instance "
@@ -153,7 +155,7 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_te
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.arguments)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"The tokenizer of {source.name!r} cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"The tokenizer of {source.name!r} cannot be read: {_tokenizer_problem(source, error)}") from error
     if source.gguf_file is not None:
         _take_special_tokens(tokenizer, Path(source.name) / source.gguf_file)
     if tokenizer.pad_token_id is None:
@@ -163,6 +165,14 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_te
     return tokenizer
 
 
+def _tokenizer_problem(source: Source, error: Exception) -> str:
+    folder = Path(source.name)
+    if source.gguf_file is None and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        named = ", ".join(TOKENIZER_FILES)
+        return f"the folder holds none of {named}. Copy them there, or name the folder that has them in model.tokenizer_path."
+    return first_line(error)
+
+
 def _take_special_tokens(tokenizer: Any, file: Path) -> None:
     """The special tokens that the GGUF file names; transformers guesses them, and takes the wrong end of sequence for some."""
     fields = require("gguf", extra="gguf", why=f"Reading {file.name}").GGUFReader(str(file)).fields
@@ -170,7 +180,3 @@ def _take_special_tokens(tokenizer: Any, file: Path) -> None:
         field = fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if field is not None:
             setattr(tokenizer, f"{ours}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from strop.backends.fsdp_load import saved_slices
 from strop.config.schema.model import Model
 from strop.models.build import build_critic, build_policy, build_reference, build_reward_model, build_tokenizer, dtype_of
 from strop.models.forward import response_outputs, sequence_scores
@@ -77,6 +78,38 @@ def test_weights_that_are_missing_are_named(folder, tmp_path):
     AutoModelForSequenceClassification.from_config(tiny_model().config).save_pretrained(tmp_path / "rm")
     with pytest.raises(ValueError, match=r"lacks 1 weights of a LlamaForCausalLM, for instance \['lm_head\.weight'\]"):
         build_policy(Model(path=str(tmp_path / "rm")))
+
+
+@pytest.mark.parametrize("build", [build_policy, build_critic, build_reward_model])
+@pytest.mark.parametrize("left", [0, 0.5])
+def test_a_damaged_weight_file_is_named(folder, build, left):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * left)])
+    with pytest.raises(ValueError, match=rf"model\.safetensors is damaged or incomplete: it has {file.stat().st_size} bytes"):
+        build(Model(path=str(folder)))
+
+
+def test_an_index_that_names_a_missing_file(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is damaged or incomplete: there is no such file"):
+        saved_slices(folder)
+
+
+@pytest.mark.parametrize("build", [build_policy, build_critic])
+def test_weights_of_another_size_are_refused_with_their_shapes(folder, build):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
+    with pytest.raises(
+        ValueError, match=r"6 weights of .* do not fit .*layers\.0\.mlp\.down_proj\.weight: \(\d+, \d+\) in the file"
+    ):
+        build(Model(path=str(folder)))
+
+
+def test_a_folder_without_tokenizer_says_what_it_lacks(folder):
+    with pytest.raises(ValueError, match=r"holds none of tokenizer\.json, .* model\.tokenizer_path"):
+        build_tokenizer(Model(path=str(folder)))
 
 
 def test_override_config(folder):
