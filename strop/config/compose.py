@@ -17,7 +17,7 @@ from strop.config.aliases import flatten, nest, translate
 from strop.config.asynchrony import whole_step
 from strop.config.schema import ROOTS
 from strop.config.schema.walk import keys
-from strop.config.typed import ConfigError, build, convert, unknown_key
+from strop.config.typed import ConfigError, build, unknown_key
 from strop.registry import did_you_mean, load_plugins
 
 BUILT_IN = Path(__file__).parent / "yaml"
@@ -67,8 +67,8 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
     leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
     notices += whole_step(leaves)
-    if "plugins" in leaves:  # plugins may register the very names that are checked next
-        load_plugins(convert(list[str], leaves["plugins"]))
+    if isinstance(leaves.get("plugins"), list):  # may register the very names that `build` checks
+        load_plugins(str(path) for path in leaves["plugins"])
     tree = resolve(_merge(asdict(kind()), nest(leaves)))
     made = build(kind, tree)
     for key in keys(kind):
@@ -203,8 +203,8 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
             return candidate.parent.resolve(), candidate.name.removesuffix(".yaml").removesuffix(".yml")
     if (BUILT_IN / f"{config.removesuffix('.yaml')}.yaml").is_file() and search is None:
         return BUILT_IN, config.removesuffix(".yaml")
-    names = [f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml")}]
-    raise ConfigError(f"There is no configuration {config!r} in {folder}.{did_you_mean(config, names)}")
+    names = [f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml"), *as_path.parent.glob("*.yaml")}]
+    raise ConfigError(f"There is no configuration {config!r}: no file {as_path}.{did_you_mean(Path(config).stem, names)}")
 
 
 def _explain(error: Exception) -> str:
@@ -212,6 +212,8 @@ def _explain(error: Exception) -> str:
     text = _one_line(error).partition(" See https")[0]
     if not text:
         return "A value does not parse. Interpolations are written ${section.key}; quote text that holds a dollar sign."
+    if "must be a DictConfig" in text:
+        return f"{text.partition(' must')[0]} holds a list; a configuration holds keys and values (data: ...)."
     if "Ambiguous value" in text:
         return f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: 'key=\"a,b\"'."
     return text if override is None else f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."

@@ -76,6 +76,7 @@ def test_values_are_converted_like_people_mean_them():
         ("trainer.resume_mode=always", ["auto, disable, resume_path"]),
         ("data=3", ["data", "section"]),
         ("trainer.logger=a,b", ["[a,b]"]),
+        ("plugins=mine.py", ["plugins", "list of text", "'mine.py'"]),
         ("data.train_batch_size", ["key=value"]),
         ("data.train_files=[a", ["data.train_files"]),
         ("trainer.project_name=${nowhere.to_be_found}", ["nowhere.to_be_found", "does not exist"]),
@@ -103,6 +104,18 @@ def test_user_yaml_with_defaults_and_overrides(tmp_path):
     )
     config = load("ppo_trainer", ["data.max_prompt_length=9"], config="mine", search=str(tmp_path)).config
     assert (config.data.train_batch_size, config.data.max_prompt_length, config.trainer.experiment_name) == (64, 9, "64")
+
+
+def test_a_file_that_is_not_there_is_named_with_its_neighbours(tmp_path):
+    (tmp_path / "nightly.yaml").write_text("data: {}\n")
+    with pytest.raises(ConfigError, match=rf"no file {tmp_path}/nightl\.yaml\. Did you mean 'nightly'"):
+        load("ppo_trainer", config=f"{tmp_path}/nightl.yaml")
+
+
+def test_a_file_that_holds_a_list_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- data\n- trainer\n")
+    with pytest.raises(ConfigError, match="'list' holds a list; a configuration holds keys and values"):
+        load("ppo_trainer", config=str(tmp_path / "list.yaml"))
 
 
 def test_user_groups_override_ours(tmp_path):
