@@ -29,6 +29,7 @@ from strop.run.retention import Keep
 from strop.run.samples import Known, SampleWriter
 from strop.run.tracking import Run, Trackers, start
 from strop.runtime.learners import FarBackend
+from strop.trainer.changes import tell_changes
 from strop.trainer.evidence import batch_rows, write_evidence
 from strop.trainer.record import StepRecord
 from strop.types import Batch, Trajectory
@@ -119,6 +120,8 @@ class Keeper:
             if settings.del_local_ckpt_after_load and self.ranks.lead:
                 delete(found.path)
             log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
+            if self.ranks.lead and settings.resume_mode == "auto":  # nobody named this checkpoint
+                tell_changes(found.parts.get("config", {}), self.tree)
             if found.step >= self.total_steps and not settings.val_only:
                 log.info("All steps are done: raise trainer.total_training_steps or total_epochs to train further.")
         wanted = [settings.logger] if isinstance(settings.logger, str) else settings.logger
