@@ -99,8 +99,8 @@ PREFERENCE_LOSSES.declare(
 # sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in
 # a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`);
 # runs_programs: it waits for other processes, so several are called at a time, with `sandbox` set to
-# reward_model.sandbox_fusion.
-SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False})
+# reward_model.sandbox_fusion; needs_truth: a row without a ground truth cannot be scored by it.
+SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False, "needs_truth": True})
 _VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"
 SCORERS.declare("gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number")
@@ -126,7 +126,7 @@ SCORERS.declare(
     sources=("codecontests", "apps", "codeforces", "taco"),
     runs_programs=True,
 )
-SCORERS.declare("format", f"{_RULES}.format:compute_score")
+SCORERS.declare("format", f"{_RULES}.format:compute_score", needs_truth=False)
 SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))
 
 # --- Data sets as they are published ---------------------------------------------------------------------------------------

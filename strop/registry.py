@@ -130,7 +130,7 @@ def load_module(path: str) -> ModuleType:
     except SyntaxError as error:
         del sys.modules[name]
         raise ValueError(f"{file} does not parse: {error.msg} (line {error.lineno}).") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that parses a command line exits; silently, were it not told here
         del sys.modules[name]
         raise ValueError(f"{file} fails while it is imported: {type(error).__name__}: {error}") from error
     return module

@@ -25,6 +25,16 @@ def scorer_for(data_source: str) -> Entry:
     return SCORERS.entry(max(matching)[2])
 
 
+def check_truth(entry: Entry, data_source: str, ground_truth: Any) -> None:
+    """Refuse to compare with nothing, whose score would be a zero that nobody sees."""
+    if ground_truth is None and entry.facts["needs_truth"]:
+        raise ValueError(
+            f"The row has no ground truth, with which the scorer {entry.name!r} of the data source {data_source!r} compares. "
+            "Put it into the column reward_model as ground_truth, or name its column in data.label_key. (A scorer of your own "
+            "that needs none is registered with needs_truth=False.)"
+        )
+
+
 def score(
     data_source: str,
     solution_str: str,
@@ -42,6 +52,7 @@ def score(
     if not isinstance(solution_str, str):
         raise ValueError(f"`solution_str` must be the text of the response, it is {type(solution_str).__name__}.")
     entry = scorer_for(data_source)
+    check_truth(entry, data_source, ground_truth)
     if entry.facts["slow"]:
         return shared_pool().call(entry.load(), solution_str, ground_truth, timeout=timeout, **options)
     return entry.load()(solution_str, ground_truth, **options)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from strop.config.schema.reward import SandboxFusion
 from strop.registry import Entry, did_you_mean, load_attribute
 from strop.rewards.calls import BackgroundLoop
-from strop.rewards.dispatch import TIME_LIMIT, scorer_for
+from strop.rewards.dispatch import TIME_LIMIT, check_truth, scorer_for
 from strop.rewards.sample import Sample
 from strop.rewards.timelimit import shared_pool
 
@@ -140,6 +140,7 @@ class Rules:
     def call_for(self, sample: Sample) -> Call:
         """The bare rule: whoever runs it in a process of its own needs no second one for slow rules."""
         entry = self._entry(sample.data_source)
+        check_truth(entry, sample.data_source, sample.ground_truth)
         named = {"sandbox": self.sandbox} if entry.facts["runs_programs"] else {}
         return Call(entry.load(), (sample.solution_str, sample.ground_truth), named)
 

@@ -11,6 +11,7 @@ from strop.config.objective import has_critic
 from strop.config.rules import Finding, error, warning
 from strop.data import report as files
 from strop.data.probe import probe_template
+from strop.rewards.calls import call_each
 from strop.rewards.function import RewardFunction, Rules, load_function
 from strop.rewards.judge import check_judge
 from strop.rewards.sample import Sample
@@ -104,7 +105,7 @@ def _further_models(config: Any) -> list[Finding]:
             if path is not None and (path != config.actor_rollout_ref.model.path or key.startswith("reward_model")):
                 findings += head_findings(key, path, "reward" if key.startswith("reward_model") else "scalar")
         except ValueError as problem:
-            findings.append(error(key, str(problem).removeprefix(f"model.path={path!r} ")))
+            findings.append(error(key, str(problem).replace(f"model.path={path!r}", str(path), 1)))
     return findings
 
 
@@ -190,7 +191,7 @@ def _rewards(config: Any, sources: dict[str, Any], report: Any) -> list[Finding]
         if source.example is None:
             continue
         try:
-            verdict = verdict_of(_ask(function, name, source.example))
+            verdict = verdict_of(_ask(function, name, source.example, reward.timeout))
             told = ", ".join(
                 f"{part} {reprlib.repr(value)}" for part, value in (verdict.extras or {"score": verdict.score}).items()
             )
@@ -201,9 +202,13 @@ def _rewards(config: Any, sources: dict[str, Any], report: Any) -> list[Finding]
     return findings
 
 
-def _ask(function: RewardFunction | Rules, data_source: str, row: Any) -> Any:
+def _ask(function: RewardFunction | Rules, data_source: str, row: Any, timeout: float) -> Any:
+    """What the function returns for the row, under the limits of a run: to hang or to exit is told like an error."""
     prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info)
     sample = Sample(Trajectory(prompt, 0, [], [], []), TRIED_TEXT, dict(row.extra_info))
-    if isinstance(function, RewardFunction) and function.takes_lists:
-        return function.call_with_lists([sample])[0]
-    return function(sample)
+    takes_lists = isinstance(function, RewardFunction) and function.takes_lists
+    ask: Any = (lambda one: function.call_with_lists([one])[0]) if takes_lists else function
+    [answer] = call_each(ask, [sample], timeout=timeout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

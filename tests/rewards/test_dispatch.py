@@ -35,6 +35,12 @@ def test_every_declared_scorer_loads() -> None:
     assert all(callable(SCORERS.get(name)) for name in SCORERS.names())
 
 
+@pytest.mark.parametrize("source", ["openai/gsm8k", "aime_2024", "numina_olympiads", "arithmetic"])
+def test_nothing_to_compare_with_is_no_zero(source: str) -> None:
+    with pytest.raises(ValueError, match=rf"no ground truth, .* data source '{source}' compares"):
+        score(source, "The answer is \\boxed{None}", None)
+
+
 def test_scores_and_options() -> None:
     assert score("openai/gsm8k", "#### 8", "8", {"index": 3}) == 1.0
     assert score("openai/gsm8k", "it is 8", "8") == 0.0

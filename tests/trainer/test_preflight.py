@@ -55,8 +55,12 @@ def test_json_for_machines(overrides, capsys):
         ("data.prompt_key=promt", "data.train_files", ["promt", "prompt"]),
         ("data.train_batch_size=65", "data.train_batch_size", ["65", "64"]),
         ("custom_reward_function.path=/nowhere/reward.py", "custom_reward_function.path", ["does not exist"]),
-        ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["does not exist"]),
-        ("reward_model.enable=true reward_model.model.path=/nowhere/judge", "reward_model.model.path", ["does not exist"]),
+        ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["/nowhere/critic does not exist"]),
+        (
+            "reward_model.enable=true reward_model.model.path=/nowhere/judge",
+            "reward_model.model.path",
+            ["/nowhere/judge does not exist"],
+        ),
         ("algorithm.pretrain_files=/nowhere/texts.jsonl", "algorithm.pretrain_files", ["/nowhere/texts.jsonl"]),
         (
             "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full",
@@ -88,11 +92,20 @@ def reward_file(tmp_path: Path, body: str) -> str:
         ("def compute_score(solution_str):\n    return {'acc': 1}\n", "score"),
         ("def compute_score(solution_str):\n    return float('nan')\n", "nan"),
         ("async def compute_score(solution_str):\n    raise KeyError('deep')\n", "KeyError"),
+        ("import sys\ndef compute_score(solution_str):\n    sys.exit(0)\n", "SystemExit"),
+        ("import time\ndef compute_score(solution_str):\n    time.sleep(60)\n", "limit of 1 seconds"),
     ],
 )
 def test_one_call_of_the_reward_function_per_data_source(overrides, tmp_path, body, word):
-    found = errors(examined(overrides, reward_file(tmp_path, body)))
+    found = errors(examined(overrides, reward_file(tmp_path, body), "reward_model.timeout=1"))
     assert word in found["reward of arithmetic"], found
+
+
+def test_a_reward_file_that_exits_while_it_is_imported(overrides, tmp_path):
+    found = errors(
+        examined(overrides, reward_file(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n"))
+    )
+    assert "fails while it is imported: SystemExit" in found["custom_reward_function.path"], found
 
 
 def test_what_a_good_reward_function_returned_is_told(overrides, tmp_path):
@@ -100,6 +113,15 @@ def test_what_a_good_reward_function_returned_is_told(overrides, tmp_path):
     report = examined(overrides, reward_file(tmp_path, body))
     assert report.ok
     assert report.data["reward of arithmetic"].startswith("score 1.0, length 3 for 'The preflight asks ")
+
+
+def test_a_rule_is_not_asked_to_compare_with_nothing(overrides, tmp_path):
+    rows = [
+        {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"answer": "2"}}
+    ] * 8
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "unanswered.parquet")
+    found = errors(examined(overrides, f"data.train_files={tmp_path}/unanswered.parquet"))
+    assert "no ground truth" in found["reward of openai/gsm8k"] and "data.label_key" in found["reward of openai/gsm8k"], found
 
 
 def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
