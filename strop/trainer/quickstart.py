@@ -122,8 +122,8 @@ def summarise(out: Path, say: Any) -> None:
     name = "val-core/arithmetic/acc/mean@1"
     held_out = [(row["step"], row["data"][name]) for row in rows if name in row["data"]]
     reward = [(row["step"], row["data"]["critic/score/mean"]) for row in rows if "critic/score/mean" in row["data"]]
-    dumps = sorted((out / "samples").glob("*.jsonl"), key=lambda file: int(file.stem))
-    first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in (dumps[0], dumps[-1]))
+    dumps = [out / "samples" / f"{step}.jsonl" for step, _ in (held_out[0], held_out[-1])]  # longer runs may have left others
+    first, last = ([json.loads(line) for line in file.read_text().splitlines()] for file in dumps)
     say("\nquestion      expected  before    after\n")
     for before, after in list(zip(first, last))[:8]:
         say(f"{before['input']:<12}  {before['gts']:<8}  {before['output']:<8}  {after['output']}\n")

@@ -57,11 +57,14 @@ def test_every_algorithm_rises(algorithm: str, seed: int, prepared: Path, tmp_pa
 
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One short run of the default: it writes and says what it promises."""
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "320.jsonl").write_text('{"input": "", "gts": "", "output": "of an earlier run"}\n')
     few = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=2"]
     code = quickstart.main(["--out", str(tmp_path), "--largest", "9", *few, "trainer.test_freq=2", "trainer.logger=file"])
     said = capsys.readouterr().out
     assert code == 0
     assert "Held-out greedy accuracy" in said and "after 2 steps" in said and "What to try next" in said
+    assert "+" in said.partition("question")[2] and "of an earlier run" not in said
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
 
