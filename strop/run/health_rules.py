@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from strop.run.health_history import LAST, SETTLED, History, Sight
+from strop.run.health_history import LAST, SETTLED, WINDOW, History, Sight
 from strop.run.health_machine import idle_device, memory_growth, stalled_phase
 
 ENTROPY_LEFT, ENTROPY_LEFT_FOR_NOTHING = 0.15, 0.3
@@ -67,7 +67,7 @@ def entropy_collapse(history: History) -> Sight | None:
     now, then, score = history.recent("actor/entropy"), history.first("actor/entropy"), reached(history)
     if now is None or then is None or history.steps < SETTLED or then <= 0:
         return None
-    if score is not None and score > NOT_SOLVED:  # certain because it is right
+    if (score is not None and score > NOT_SOLVED) or rising(history):  # certain because it is right, or gets there
         return None
     if now > (ENTROPY_LEFT if gained(history) >= GAINED else ENTROPY_LEFT_FOR_NOTHING) * then:
         return None
@@ -85,6 +85,15 @@ def gained(history: History) -> float:
     if now is None or first is None or span is None or span[0] == span[1]:
         return 0.0
     return (now - first) / (span[1] - span[0])
+
+
+def rising(history: History) -> bool:
+    """Whether the latest scores are above those just before them, by a share of the range that counts."""
+    scores = history.last("critic/score/mean", 2 * WINDOW)
+    span = history.range("critic/score/min", "critic/score/max")
+    if len(scores) < 2 * WINDOW or span is None:
+        return False
+    return median(scores[WINDOW:]) - median(scores[:WINDOW]) > GAINED * (span[1] - span[0])
 
 
 def kl_runaway(history: History) -> Sight | None:
