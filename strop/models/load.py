@@ -50,6 +50,7 @@ def resolve(path: str | None) -> Source:
     if place.suffix == ".gguf":
         return _gguf(place)
     if place.is_dir():
+        _refuse_checkpoint(place, path)
         if not (place / "config.json").is_file():
             inside = sorted(p.name for p in place.iterdir())
             shown = ", ".join(inside[:8]) or "nothing"
@@ -62,6 +63,15 @@ def resolve(path: str | None) -> Source:
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ValueError(f"model.path={path!r} does not exist.")
     return Source(path)
+
+
+def _refuse_checkpoint(place: Path, path: str) -> None:
+    """Say where the model is, to whoever names a checkpoint of a run (a folder with a manifest) or a role inside one."""
+    if not any((folder / "manifest.json").is_file() for folder in (place, place.parent)):
+        return
+    ready = next((folder for folder in (place / "huggingface", *sorted(place.glob("*/huggingface"))) if folder.is_dir()), None)
+    hint = f"Give {str(ready)!r}." if ready else f"Make one of it: strop merge --local_dir {path} --target_dir FOLDER."
+    raise ValueError(f"model.path={path!r} is a checkpoint of a run and not a model folder. {hint}")
 
 
 def _gguf(file: Path) -> Source:

@@ -7,6 +7,7 @@ functions tried. No weights are loaded and no GPU is needed.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from strop.config.objective import Role, objective, roles
 from strop.config.rules import Finding, check, error, warning
 
 ENOUGH_DISK_GB = 2.0
+WRITTEN_TO = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 VERSIONS = ("strop", "torch", "transformers", "hydra-core", "omegaconf", "pyarrow", "safetensors")
 
 
@@ -73,7 +75,7 @@ def examine(loaded: Loaded) -> Report:
         report.plan = plan_ppo(config, rows)
     elif is_supervised:
         report.plan = plan_supervised(config, rows)
-    report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _disk(config)
+    report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _folders(config)
     if report.ok and (is_ppo or is_supervised):
         from strop.trainer.preflight_memory import examine_memory
 
@@ -92,18 +94,26 @@ def _enough_rows(plan: Any, rows: int | None) -> list[Finding]:
     ]
 
 
-def _disk(config: Any) -> list[Finding]:
+def _folders(config: Any) -> list[Finding]:
+    """Whether the folders of the run can be written to, and how much room there is."""
     trainer = getattr(config, "trainer", None)
-    folder = getattr(trainer, "default_local_dir", None)
-    if folder is None:
-        return []
-    place = Path(folder).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free / 1e9
-    if free >= ENOUGH_DISK_GB:
-        return []
-    return [warning("trainer.default_local_dir", f"only {free:.1f} GB are free under {place}.")]
+    findings: list[Finding] = []
+    for name in WRITTEN_TO:
+        folder = getattr(trainer, name, None)
+        if folder is None:
+            continue
+        place = Path(folder).expanduser().absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            findings.append(error(f"trainer.{name}", f"{folder} cannot be a folder: {place} is a file. Name another."))
+        elif not os.access(place, os.W_OK | os.X_OK):
+            findings.append(
+                error(f"trainer.{name}", f"{folder} cannot be written to: {place} does not permit it. Name another.")
+            )
+        elif (free := shutil.disk_usage(place).free / 1e9) < ENOUGH_DISK_GB:
+            findings.append(warning(f"trainer.{name}", f"only {free:.1f} GB are free under {place}."))
+    return findings
 
 
 def _versions() -> dict[str, str]:

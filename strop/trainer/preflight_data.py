@@ -83,7 +83,7 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
                 rows = min(rows, config.data.train_max_samples)
     agents.close(report)
     report.findings += agents.findings
-    report.findings += _further_models(config)
+    report.findings += _models(config, policy_is_here=tokenizer is not None)
     if config.algorithm.pretrain_files:
         report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
@@ -92,18 +92,21 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
     return rows
 
 
-def _further_models(config: Any) -> list[Finding]:
-    """The folders of critic and reward model; a hub name is taken on trust."""
+def _models(config: Any, policy_is_here: bool) -> list[Finding]:
+    """The folders of policy, critic and reward model; a hub name is taken on trust."""
     reward = config.reward_model
     findings: list[Finding] = []
+    policy = config.actor_rollout_ref.model.path
+    wanted = {"actor_rollout_ref.model.path": "language", "critic.model.path": "scalar", "reward_model.model.path": "reward"}
     paths = {
+        "actor_rollout_ref.model.path": policy if policy_is_here else None,
         "critic.model.path": config.critic.model.path if has_critic(config) else None,
         "reward_model.model.path": reward.model.path if _loads_reward_model(reward) else None,
     }
     for key, path in paths.items():
         try:
-            if path is not None and (path != config.actor_rollout_ref.model.path or key.startswith("reward_model")):
-                findings += head_findings(key, path, "reward" if key.startswith("reward_model") else "scalar")
+            if path is not None and (key != "critic.model.path" or path != policy):
+                findings += head_findings(key, path, wanted[key])
         except ValueError as problem:
             findings.append(error(key, str(problem).replace(f"model.path={path!r}", str(path), 1)))
     return findings
@@ -114,15 +117,22 @@ def _loads_reward_model(reward: Any) -> bool:
 
 
 def head_findings(key: str, path: str | None, wanted: str) -> list[Finding]:
-    """Whether the config.json of a folder says that it holds another kind of model (`wrong_head`)."""
+    """Whether the config.json of a folder says that it holds another kind of model, or a file of weights is not whole."""
     from strop.models.heads import wrong_head
     from strop.models.load import resolve
+    from strop.models.weight_files import check_weights
 
     source = resolve(path)
     if source.gguf_file is not None or not Path(source.name).is_dir():
         return []
     problem = wrong_head(Path(source.name), wanted=wanted)
-    return [] if problem is None else [error(key, f"{path}: {problem}")]
+    if problem is not None:
+        return [error(key, f"{path}: {problem}")]
+    try:
+        check_weights(Path(source.name))
+    except ValueError as damage:
+        return [error(key, str(damage))]
+    return []
 
 
 def _texts(paths: Any, tokenizer: Any) -> list[Finding]:

@@ -112,6 +112,21 @@ def test_a_folder_without_tokenizer_says_what_it_lacks(folder):
         build_tokenizer(Model(path=str(folder)))
 
 
+def test_a_checkpoint_is_no_model_folder(folder, tmp_path):
+    role = tmp_path / "global_step_3" / "actor"
+    role.mkdir(parents=True)
+    (role.parent / "manifest.json").write_text("{}")
+    (role.parent / "config.json").write_text("{}")
+    for place in (role, role.parent):
+        with pytest.raises(ValueError, match=rf"a checkpoint of a run .* strop merge --local_dir {place} "):
+            resolve(str(place))
+    folder.rename(role / "huggingface")
+    for place in (role, role.parent):
+        with pytest.raises(ValueError, match=rf"Give '{role}/huggingface'"):
+            resolve(str(place))
+    assert resolve(str(role / "huggingface"))
+
+
 def test_override_config(folder):
     changed = build_policy(Model(path=str(folder), override_config={"rms_norm_eps": 0.5, "attn_implementation": "eager"}))
     assert changed.config.rms_norm_eps == 0.5 and changed.config._attn_implementation == "eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow
@@ -113,6 +114,23 @@ def test_what_a_good_reward_function_returned_is_told(overrides, tmp_path):
     report = examined(overrides, reward_file(tmp_path, body))
     assert report.ok
     assert report.data["reward of arithmetic"].startswith("score 1.0, length 3 for 'The preflight asks ")
+
+
+@pytest.mark.parametrize("key", ["default_local_dir", "rollout_data_dir", "validation_data_dir"])
+@pytest.mark.parametrize("below", ["", "/deep/run"])
+def test_a_folder_that_cannot_be_one(overrides, tmp_path, key, below):
+    (tmp_path / "taken").write_text("")
+    found = errors(examined(overrides, f"trainer.{key}={tmp_path}/taken{below}"))
+    assert f"{tmp_path}/taken is a file" in found[f"trainer.{key}"], found
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path"])
+def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tmp_path, key):
+    shutil.copytree(task / "model", tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    found = errors(examined(overrides, f"{key}={tmp_path}/cut", "critic.enable=true"))
+    assert set(found) == {key} and f"{file} is damaged or incomplete: it has 5000 bytes" in found[key], found
 
 
 def test_a_rule_is_not_asked_to_compare_with_nothing(overrides, tmp_path):
