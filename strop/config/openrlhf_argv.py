@@ -123,8 +123,10 @@ def _read_flags(words: list[str], verb: str, notes: list[str]) -> dict[str, Give
             raise ValueError(f"--{name} is {' '.join(values)[:80]!r}: write the value instead of the shell variable.")
         if rows[0].id in given:
             notes.append(f"--{name} is given more than once; the last one counts.")
-        for row in rows:
-            given[row.id] = Given(read_words(row, values), f"--{name}")
+        try:
+            given |= {row.id: Given(read_words(row, values), f"--{name}") for row in rows}
+        except ValueError as error:
+            raise ValueError(f"--{name} {error}") from None
         at = end
     return given
 

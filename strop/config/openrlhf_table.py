@@ -61,7 +61,7 @@ def about_critic(key: str) -> bool:
 
 
 def read_words(row: Row, words: list[str]) -> Any:
-    """The words after a flag as a value of the row's type; ValueError says what was expected."""
+    """The words after a flag as a value of the row's type; ValueError says, after the name of the flag, what was expected."""
     kind = row.type
     if kind == "switch":
         return not words or words == ["on"]
@@ -73,12 +73,12 @@ def read_words(row: Row, words: list[str]) -> Any:
     if kind in ("int", "int+"):
         number = _number(row, word, whole=True)
         if kind == "int+" and number < 1:
-            raise ValueError(f"--{row.id} is {word}, but must be at least 1.")
+            raise ValueError(f"is {word}, but must be at least 1.")
         return number
     if kind == "float":
         return float(_number(row, word))
     if "|" in kind and word not in kind.split("|"):
-        raise ValueError(f"--{row.id} is {word!r}, but must be one of {', '.join(kind.split('|'))}.")
+        raise ValueError(f"is {word!r}, but must be one of {', '.join(kind.split('|'))}.")
     return word
 
 
@@ -87,9 +87,9 @@ def _number(row: Row, word: str, whole: bool = False) -> int | float:
         value = int(word) if whole or word.lstrip("+-").isdecimal() else float(word)
     except ValueError:
         expected = "a whole number" if whole else "a number"
-        raise ValueError(f"--{row.id} expects {expected}, but got {word[:60]!r}.") from None
+        raise ValueError(f"expects {expected}, but got {word[:60]!r}.") from None
     if not math.isfinite(value) and word != row.default_text:
-        raise ValueError(f"--{row.id} is {word}, but must be finite.")
+        raise ValueError(f"is {word}, but must be finite.")
     return value
 
 
