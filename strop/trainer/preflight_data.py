@@ -6,6 +6,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+from strop.catalog import AGENT_LOOPS
 from strop.config.compose import Loaded
 from strop.config.objective import has_critic
 from strop.config.rules import Finding, error, warning
@@ -207,9 +208,20 @@ def _rewards(config: Any, sources: dict[str, Any], report: Any) -> list[Finding]
             )
             report.data[f"reward of {name}"] = f"{told} for {TRIED_TEXT!r}"
         except Exception as problem:  # noqa: BLE001 - a user's function may raise anything; it becomes a finding
-            findings.append(error(f"reward of {name}", f"{type(problem).__name__}: {problem}"))
+            loop = None if custom.path else _own_loop(config, source.example)
+            if loop is None:
+                findings.append(error(f"reward of {name}", f"{type(problem).__name__}: {problem}"))
+            else:
+                said = f"{problem} Until then the agent loop {loop!r} must set episode.score in every episode."
+                findings.append(warning(f"reward of {name}", said))
     function.close()
     return findings
+
+
+def _own_loop(config: Any, row: Any) -> str | None:
+    """The name of the agent loop that answers this row, unless it is built in: those leave scoring to others."""
+    name: str = row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop
+    return None if name in AGENT_LOOPS and AGENT_LOOPS.entry(name).source == "built-in" else name
 
 
 def _ask(function: RewardFunction | Rules, data_source: str, row: Any, timeout: float) -> Any:

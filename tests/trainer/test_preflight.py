@@ -151,6 +151,15 @@ def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
     assert "custom_reward_function" in found["reward of riddles"]
 
 
+def test_a_loop_of_ones_own_may_score_what_no_scorer_knows(overrides, tmp_path):
+    row = {"data_source": "riddles", "prompt": [{"role": "user", "content": "1+1="}], "agent_name": "math_expression"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 8), tmp_path / "riddles.parquet")
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/math_expression/loops.yaml"
+    report = examined(overrides, f"data.train_files={tmp_path}/riddles.parquet", loops)
+    assert report.ok, errors(report)
+    assert any("'math_expression' must set episode.score" in finding.message for finding in report.findings)
+
+
 def test_tools_that_no_row_asks_for_are_pointed_out(overrides, tmp_path):
     key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
     assert "does not exist" in examined(overrides, f"{key}={tmp_path}/tools.yaml").errors[0].message
