@@ -70,7 +70,20 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     if verb not in PROGRAMS:
         raise ValueError(f"There is no verb {verb!r}.{did_you_mean(verb, PROGRAMS)} `strop --help` lists them.")
+    if rest[:1] in (["-h"], ["--help"]) and verb not in HAVE_OPTIONS:
+        print(help_of(verb))
+        return 0
     return PROGRAMS[verb](rest)
+
+
+def help_of(verb: str) -> str:
+    """The line of HELP about the verb, and where its keys are explained."""
+    [about] = [line.strip() for line in HELP.splitlines() if line.startswith(f"  {verb} ")]
+    usage = (
+        f"usage: strop {verb} [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]\n" if verb in VERBS else ""
+    )
+    show, explain = f"strop config show {VERBS.get(verb, 'ppo_trainer')}", "strop config explain KEY"
+    return f"{about}\n{usage}\n{show:<34} every key, its default and what it does\n{explain:<34} everything about one key"
 
 
 def ppo(arguments: list[str]) -> int:
@@ -249,6 +262,9 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "doctor": doctor,
     "replay": replay,
 }
+
+HAVE_OPTIONS = ("quickstart", "data", "board", "merge", "profile", "doctor", "replay")
+"""Verbs that explain themselves with --help; settings of the others are key=value."""
 
 if __name__ == "__main__":
     sys.exit(main())

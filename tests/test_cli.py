@@ -28,6 +28,14 @@ def test_help_lists_the_verbs():
 
 
 @pytest.mark.parametrize(
+    ("verb", "words"), [("rm", "strop config show rm_trainer"), ("plan", "--gpus-per-node"), ("data", "--from")]
+)
+def test_every_verb_has_help(verb, words):
+    done = strop(verb, "--help")
+    assert done.returncode == 0 and words in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["pppo"], ["no verb 'pppo'", "'ppo'"]),

@@ -18,6 +18,8 @@ _OPTIONS = {
 _REFUSED = {
     "--multirun": "sweeps are not supported; start one run per value",
     "-m": "sweeps are not supported; start one run per value",
+    "--help": "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands",
+    "-h": "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands",
     "--cfg": "use `strop config show`",
     "-c": "use `strop config show`",
 }
