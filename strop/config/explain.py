@@ -72,6 +72,9 @@ def explain(name: str) -> str:
     old = [alias.old for alias in ALIASES if not callable(alias.new) and any(_fits(new, text.path) for new in alias.new)]
     if old:
         lines.append(f"old name:  {', '.join(old)}")
+    longer = {key.path for kind in ROOTS.values() for key in keys(kind) if key.path.endswith(f".{text.path}")}
+    if longer:
+        lines.append(f"see also:  {', '.join(sorted(longer))}")
     return "\n".join(lines) + "\n"
 
 

@@ -34,6 +34,11 @@ def test_what_is_shown_loads_again_unchanged(root, tmp_path):
     assert "# " in file.read_text() and yaml.safe_load(file.read_text())
 
 
+def test_explain_a_short_key_names_the_long_one():
+    assert "see also:  actor_rollout_ref.rollout.n\n" in explain("rollout.n")
+    assert "see also" not in explain("actor_rollout_ref.rollout.n")
+
+
 def test_explain_one_key():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
     for words in ("PROMPTS per optimizer update", "default:   256", "whole number", "train.batch_size", "trainer/ppo.py"):
