@@ -177,6 +177,7 @@ class Keeper:
             "data": loop.loader.state_dict(),
             "trainer": {
                 "step": loop.step,
+                "program": type(self.config).__name__,
                 "random": random_state.capture(),
                 **{name: thing.state_dict() for name, thing in self.stateful.items()},
             },
@@ -186,10 +187,18 @@ class Keeper:
         return parts
 
     def _restore(self, loop: Loop, found: Resumed) -> None:
-        for role, model in self.models.items():
-            model.load_state_dict(role_state(role, found.parts, self._load_contents(role)))
+        state, program = found.parts["trainer"], type(self.config).__name__
+        try:
+            if state.get("program", program) != program:
+                raise ValueError(f"It was saved by a {state['program']}, and this is a {program}.")
+            for role, model in self.models.items():
+                model.load_state_dict(role_state(role, found.parts, self._load_contents(role)))
+        except ValueError as error:
+            raise ValueError(
+                f"The run cannot go on from {found.path}: {error} A new run needs a trainer.default_local_dir of its own, or "
+                "trainer.resume_mode=disable."
+            ) from error
         loop.loader.load_state_dict(found.parts["data"])
-        state = found.parts["trainer"]
         for name, thing in self.stateful.items():
             if name not in state:
                 raise ValueError(

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from strop.config.compose import Loaded
 from strop.config.pools import pools
 from strop.errors import CRASHED
 from strop.ranks import Ranks
+from strop.run.alone import alone
 from strop.run.heartbeat import beating
 from strop.run.nsys import INSIDE, under_nsys
 from strop.run.watchdog import Limits, watched
@@ -36,10 +38,16 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
     if not ray:
         under_nsys(command, loaded.config)
     report = require(loaded)
+    with alone(Path(loaded.config.trainer.default_local_dir).expanduser()):
+        return _begin(loaded, program, arguments, train, report)
+
+
+def _begin(loaded: Loaded, program: str, arguments: Sequence[str], train: Train, report: Report) -> int:
+    """Train a run that was examined: in this process, in ranks of this machine, or on a cluster."""
     trainer = loaded.config.trainer
     devices = trainer.nnodes * trainer.n_gpus_per_node
     directory = Path(trainer.default_local_dir).expanduser()
-    if ray:
+    if uses_ray(loaded.config):
         from strop.runtime.ray import Cluster
         from strop.trainer.frozen import frozen_models, learning_models
 
@@ -57,7 +65,7 @@ def start(loaded: Loaded, program: str, arguments: Sequence[str], train: Train) 
         return 0
 
     def attempt(more: Sequence[str]) -> Loss | None:
-        return run_ranks([*command, *more], devices, directory)
+        return run_ranks([sys.executable, "-m", program, *arguments, *more], devices, directory)
 
     return supervise(attempt, directory, trainer.max_restarts)
 
@@ -94,7 +102,8 @@ def _as_rank(loaded: Loaded, train: Train) -> int:
     directory, rank = Path(config.trainer.default_local_dir).expanduser(), int(os.environ["RANK"])
     # A rank that started itself again under nsys is a child of that.
     starter = os.getppid() if INSIDE in os.environ else int(os.environ[LAUNCHED]) if LAUNCHED in os.environ else None
-    with beating(directory, rank, devices) as heart, watched(heart, _limits(config.trainer), starter):
+    owner = alone(directory) if rank == 0 and LAUNCHED not in os.environ else nullcontext()
+    with owner, beating(directory, rank, devices) as heart, watched(heart, _limits(config.trainer), starter):
         try:
             with joined(devices, device, timeout=timeout) as ranks:
                 if not ranks.lead:  # one of them tells what all of them do

@@ -1,0 +1,46 @@
+"""A folder has one run at a time, until its process ends in whatever way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.run.alone import alone
+from strop.run.heartbeat import Heartbeat, workers_of
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from strop.run.alone import alone
+with alone(Path(sys.argv[1])):
+    if os.fork() == 0:  # a child that outlives it holds nothing
+        os.close(1)
+        time.sleep(20)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "held\n"
+    Heartbeat(tmp_path).beat(3, "gen")
+    with (
+        pytest.raises(ValueError, match=r"has not ended \(rank 0 .*'gen' of step 3\)\. Set trainer\.experiment_name"),
+        alone(tmp_path),
+    ):
+        pass
+    first.kill()
+    first.wait()
+    with alone(tmp_path):
+        pass
+
+
+def test_a_folder_without_locks_is_no_obstacle(tmp_path: Path) -> None:
+    workers_of(tmp_path).write_text("a file")
+    with alone(tmp_path):
+        pass
