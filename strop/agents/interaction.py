@@ -99,7 +99,7 @@ def read_yaml(path: str, key: str) -> Any:
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{key}={path} is not YAML: {error}") from error
+        raise ValueError(f"{key}={path} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _entries(path: str) -> Sequence[Any]:

@@ -119,7 +119,7 @@ def read_entries(path: str) -> list[dict[str, Any]]:
     try:
         content = yaml.safe_load(file.read_text())
     except yaml.YAMLError as error:
-        raise ValueError(f"multi_turn.tool_config_path={path} is no valid YAML: {error}") from error
+        raise ValueError(f"multi_turn.tool_config_path={path} is no valid YAML: {' '.join(str(error).split())}") from error
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"multi_turn.tool_config_path={path} needs a list under `tools:` with at least one entry.")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from strop.registry import did_you_mean
 
 Row = dict[str, Any]
 FORMATS = (".parquet", ".json", ".jsonl")
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 
 
 def cache_root() -> Path:
@@ -330,6 +332,11 @@ def _local(address: str) -> Path:
     if path.is_dir():
         held = sorted(file.name for file in path.iterdir() if file.suffix in FORMATS)
         raise ValueError(f"{address} is a folder; name its files. It holds: {', '.join(held[:10]) or 'no file of rows'}.")
+    if HUB_NAME.fullmatch(address) and path.suffix.lower() not in FORMATS:
+        raise ValueError(
+            f"{address} does not exist. A data set of the Hugging Face hub is named by its files: "
+            f"hf://datasets/{address}/FILE.parquet, or the paths of files that were fetched."
+        )
     beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = did_you_mean(path.name, beside) if path.parent.is_dir() else f" The folder {path.parent} does not exist either."
     raise ValueError(f"{address} does not exist.{hint}")

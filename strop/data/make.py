@@ -17,8 +17,8 @@ from typing import Any
 
 from strop.catalog import DATASETS
 from strop.data.files import FORMATS, Rows, is_remote, open_rows
-from strop.data.schema import require_column
 from strop.data.selection import permutation
+from strop.registry import did_you_mean
 
 Row = dict[str, Any]
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -287,8 +287,12 @@ def _published_rows(name: str, rows: Rows) -> Iterator[Row]:
     """The rows, once it is sure that the columns of the data set are there and hold text; an answer may be a whole number."""
     columns = DATASETS.entry(name).facts["columns"]
     for file in rows.files:
-        for column in columns:
-            require_column(file.columns, column, setting=f"strop data {name}", where=file.address)
+        missing = [column for column in columns if column not in file.columns]
+        if missing:
+            raise ValueError(
+                f"{file.address} has no column {missing[0]!r}, so it is not {name} as it is published."
+                f"{did_you_mean(missing[0], file.columns)} Its columns: {', '.join(file.columns)}."
+            )
     for index, row in enumerate(rows):
         row = {**row, **{key: str(row[key]) for key in columns if key.lower() == "answer" and isinstance(row.get(key), int)}}
         if not all(isinstance(row.get(column), str) for column in columns):

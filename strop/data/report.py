@@ -139,10 +139,10 @@ def _read_sample(
     listing: ToolListing | None = None,
 ) -> None:
     bad: list[str] = []
-    good: list[Fields] = []
+    good: dict[str, Fields] = {}
     for place in places:
         try:
-            good.append(fields_at(rows, int(place), keys))
+            good[rows.where(int(place))] = fields_at(rows, int(place), keys)
         except ValueError as error:
             bad.append(str(error))
     report.measured = len(places)
@@ -155,14 +155,16 @@ def _read_sample(
         _measure(good, chat, config, report, listing)
 
 
-def _measure(rows: list[Fields], chat: Chat, config: Data, report: DataReport, listing: ToolListing | None) -> None:
+def _measure(named: dict[str, Fields], chat: Chat, config: Data, report: DataReport, listing: ToolListing | None) -> None:
     lengths: list[int] = []
+    rows = list(named.values())
     for start in range(0, len(rows), CHUNK):
         lengths += prompt_lengths(rows[start : start + CHUNK], chat, listing)
     report.longest = max(lengths, default=0)
     report.too_long = sum(length > config.max_prompt_length for length in lengths)
     if 0 in lengths:
-        report.findings.append(Finding("error", f"{lengths.count(0)} prompts render to no tokens at all."))
+        first = list(named)[lengths.index(0)]
+        report.findings.append(Finding("error", f"{lengths.count(0)} prompts render to no tokens at all; the first: {first}."))
     if not report.too_long:
         return
     said = (

@@ -17,7 +17,10 @@ def longest_sequence(model: Any, asked: int | None) -> int:
     if asked is None:
         return int(limit) if limit else 1 << 20
     if asked < 2 or (limit and asked > limit):
-        raise ValueError(f"max_model_len={asked}: the model takes from 2 to {limit or 'any number of'} positions.")
+        raise ValueError(
+            f"max_model_len={asked}: the model takes from 2 to {limit or 'any number of'} positions. Prompt and response "
+            "together must fit: lower data.max_prompt_length, data.max_response_length or rollout.max_model_len."
+        )
     return asked
 
 

@@ -85,6 +85,8 @@ def _reinforcement(loaded: Loaded, report: Any) -> int | None:
     agents.close(report)
     report.findings += agents.findings
     report.findings += _models(config, policy_is_here=tokenizer is not None)
+    if tokenizer is not None and report.ok:
+        report.findings += _positions(config)
     if config.algorithm.pretrain_files:
         report.findings += _texts(config.algorithm.pretrain_files, tokenizer)
     report.data["data sources"] = ", ".join(f"{name} ({source.rows} rows)" for name, source in sources.items())
@@ -111,6 +113,28 @@ def _models(config: Any, policy_is_here: bool) -> list[Finding]:
         except ValueError as problem:
             findings.append(error(key, str(problem).replace(f"model.path={path!r}", str(path), 1)))
     return findings
+
+
+def _positions(config: Any) -> list[Finding]:
+    """Whether transformers knows the architecture, and whether a prompt and its response fit into the model."""
+    from strop.models.load import load_config, resolve
+
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    source, code = resolve(model.path), model.trust_remote_code
+    try:
+        known = load_config(source, override=model.override_config, config_path=model.hf_config_path, trust_remote_code=code)
+    except ValueError as problem:
+        return [error("actor_rollout_ref.model.path", str(problem))]
+    limit = getattr(known.get_text_config(), "max_position_embeddings", None)
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if not limit or longest <= limit:
+        return []
+    said = (
+        f"sequences of {longest} tokens (prompts of {rollout.prompt_length}, responses of {rollout.response_length}) do not "
+        f"fit into the {limit} positions of the model. Lower data.max_prompt_length or data.max_response_length, or set "
+        f"actor_rollout_ref.rollout.max_model_len={limit}, where long prompts get shorter responses."
+    )
+    return [error("actor_rollout_ref.rollout.max_model_len", said)]
 
 
 def _loads_reward_model(reward: Any) -> bool:
@@ -228,8 +252,12 @@ def _ask(function: RewardFunction | Rules, data_source: str, row: Any, timeout: 
     """What the function returns for the row, under the limits of a run: to hang or to exit is told like an error."""
     prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info)
     sample = Sample(Trajectory(prompt, 0, [], [], []), TRIED_TEXT, dict(row.extra_info))
-    takes_lists = isinstance(function, RewardFunction) and function.takes_lists
-    ask: Any = (lambda one: function.call_with_lists([one])[0]) if takes_lists else function
+
+    def ask(one: Sample) -> Any:
+        if isinstance(function, RewardFunction) and function.takes_lists:
+            return function.call_with_lists([one])[0]
+        return function(one)
+
     [answer] = call_each(ask, [sample], timeout=timeout)
     if isinstance(answer, Exception):
         raise answer

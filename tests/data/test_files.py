@@ -138,6 +138,8 @@ def test_missing_files_suggest_their_neighbours(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "trian.parquet"))
     with pytest.raises(ValueError, match=r"is a folder; name its files. It holds: train.parquet"):
         open_rows(str(tmp_path))
+    with pytest.raises(ValueError, match=r"hf://datasets/Open-Orca/OpenOrca/FILE\.parquet"):
+        open_rows("Open-Orca/OpenOrca")
     with pytest.raises(ValueError, match=r"The folder .*none does not exist either"):
         open_rows(str(tmp_path / "none" / "a.parquet"))
     with pytest.raises(ValueError, match=r"data.val_files names no file"):

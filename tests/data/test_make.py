@@ -107,7 +107,9 @@ def test_bad_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(ValueError, match=r"'/' is not one of \+ - \*"):
         main(["arithmetic", "--operators", "/", *out])
     wrong = lines(tmp_path / "train.jsonl", [{"qestion": "a", "answer": "b"}])
-    with pytest.raises(ValueError, match=r"no column 'question'.*Did you mean 'qestion'"):
+    with pytest.raises(
+        ValueError, match=r"no column 'question', so it is not gsm8k as it is published\. Did you mean 'qestion'"
+    ):
         main(["gsm8k", "--from", wrong, *out])
     unsolved = lines(tmp_path / "t.jsonl", [{"question": "a", "answer": "b"}])
     with pytest.raises(ValueError, match="no row is left to train on"):

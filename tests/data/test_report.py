@@ -83,7 +83,9 @@ def test_everything_wrong_is_said(tmp_path: Path) -> None:
     assert "data.input_template='x'" in said(inspect(good, Data(input_template="x")))
     assert "has no chat template" in said(inspect(good, Data(), character_tokenizer(template=None)))
     assert "The chat template fails" in said(inspect(good, Data(), TOKENIZER, chat_template="{% if %}"))
-    assert "1 prompts render to no tokens" in said(inspect(good, Data(), TOKENIZER, chat_template="{{ '' }}"))
+    assert "1 prompts render to no tokens at all; the first: " in said(
+        inspect(good, Data(), TOKENIZER, chat_template="{{ '' }}")
+    )
 
 
 def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:

@@ -133,6 +133,21 @@ def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tm
     assert set(found) == {key} and f"{file} is damaged or incomplete: it has 5000 bytes" in found[key], found
 
 
+def test_sequences_longer_than_the_model(overrides):
+    found = errors(examined(overrides, "data.max_response_length=100"))
+    assert "sequences of 108 tokens" in found["actor_rollout_ref.rollout.max_model_len"], found
+    assert "64 positions" in found["actor_rollout_ref.rollout.max_model_len"], found
+    assert examined(overrides, "data.max_response_length=100", "actor_rollout_ref.rollout.max_model_len=64").ok
+
+
+def test_an_architecture_that_nobody_knows(overrides, task, tmp_path):
+    shutil.copytree(task / "model", tmp_path / "odd")
+    settings = json.loads((tmp_path / "odd" / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(settings | {"model_type": "oddity"}))
+    found = errors(examined(overrides, f"actor_rollout_ref.model.path={tmp_path}/odd"))
+    assert "oddity" in found["actor_rollout_ref.model.path"], found
+
+
 def test_a_rule_is_not_asked_to_compare_with_nothing(overrides, tmp_path):
     rows = [
         {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"answer": "2"}}
