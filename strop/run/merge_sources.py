@@ -81,8 +81,11 @@ def _of_strop(checkpoint: Path, role: str, base: str | None, ema: bool) -> Saved
     tensors = dict(parts[f"{role}/model"])
     if ema:
         average = parts["trainer"].get("ema")
-        if average is None or role != "actor":
-            raise ValueError(f"{checkpoint} holds no average of {role}. It is kept for the actor with trainer.enable_ema=true.")
+        if average is None or role == "critic":
+            raise ValueError(
+                f"{checkpoint} holds no average of {role}. It is kept with trainer.enable_ema=true, of the actor or of the "
+                "model of sft, rm and dpo."
+            )
         tensors |= average["average"]
     return Saved(tensors, _settings(checkpoint, role, parts.get("config"), base))
 

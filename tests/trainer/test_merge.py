@@ -194,6 +194,15 @@ def test_a_reward_model_keeps_its_statistics(tmp_path, lora):
         merge(kept)
 
 
+@pytest.mark.parametrize("verb", ["sft", "rm"])
+def test_the_average_of_a_supervised_model(tmp_path, verb):
+    more = ["trainer.enable_ema=true", "trainer.total_training_steps=3", "model.lora_rank=2"]
+    train(verb, settings(make_task(tmp_path), tmp_path / "run", verb), *more)
+    saved = tmp_path / "run" / "global_step_3" / "model"
+    assert merge(["--local_dir", str(saved), "--target_dir", str(tmp_path / "average"), "--ema"]) == 0
+    assert same(tmp_path / "average", saved / "huggingface_ema") and not same(tmp_path / "average", saved / "huggingface")
+
+
 def test_a_fine_tuned_model_without_its_export(tmp_path):
     task = make_task(tmp_path)
     train("sft", settings(task, tmp_path / "run", "sft"), "trainer.checkpoint.save_contents=[model]")
