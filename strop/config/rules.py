@@ -324,7 +324,13 @@ def estimators(config: Any, loaded: Loaded) -> Findings:
     if not has_critic(config):
         said = [path for path in loaded.set_by_user if path.startswith("critic.")]
         if said:
-            yield warning(said[0], f"no effect: {name} needs no critic (so do {len(said) - 1} more critic.* keys).")
+            others = f" (the same holds for {len(said) - 1} more critic.* keys)" if said[1:] else ""
+            yield warning(said[0], f"no effect: {name} needs no critic{others}.")
+        if config.trainer.critic_warmup > 1:
+            yield warning(
+                "trainer.critic_warmup",
+                f"{config.trainer.critic_warmup}, but {name} has no critic: nothing is trained before that step. Set it to 0.",
+            )
     parts, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if "reward_components" in facts["needs"] and not parts:
         yield warning(

@@ -164,7 +164,7 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_te
     source = resolve(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.arguments)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(f"The tokenizer of {source.name!r} cannot be read: {_tokenizer_problem(source, error)}") from error
     if source.gguf_file is not None:
         _take_special_tokens(tokenizer, Path(source.name) / source.gguf_file)

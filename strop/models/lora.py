@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from strop.extras import require
 from strop.models.heads import HEAD
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def add_adapters(
@@ -60,7 +63,14 @@ def load_adapters(model: Any, path: str) -> Any:
     folder = Path(path).expanduser()
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(f"lora_adapter_path={path!r} holds no adapter: there is no adapter_config.json in it.")
-    return _train_head(peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True))
+    if not any((folder / name).is_file() for name in ADAPTER_FILES):
+        raise ValueError(f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it.")
+    try:
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {said}") from error
+    return _train_head(adapted)
 
 
 def _with_head(excluded: str | Sequence[str] | None) -> str | list[str]:

@@ -75,7 +75,7 @@ def examine(loaded: Loaded) -> Report:
         report.plan = plan_ppo(config, rows)
     elif is_supervised:
         report.plan = plan_supervised(config, rows)
-    report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _folders(config)
+    report.findings += (_enough_rows(report.plan, rows) if report.ok else []) + _warmup(config, report.plan) + _folders(config)
     if report.ok and (is_ppo or is_supervised):
         from strop.trainer.preflight_memory import examine_memory
 
@@ -92,6 +92,18 @@ def _enough_rows(plan: Any, rows: int | None) -> list[Finding]:
     return [
         error("data.train_batch_size", f"{needed} rows per step, but the files have only {rows}. Set it to {rows} or less.")
     ]
+
+
+def _warmup(config: Any, plan: Any) -> list[Finding]:
+    """A learning rate that would only ever rise."""
+    if plan is None or plan.total_steps is None:
+        return []
+    of_actor = isinstance(plan, Plan)
+    optim = config.actor_rollout_ref.actor.optim if of_actor else config.optim
+    if optim.lr_warmup_steps <= plan.total_steps:
+        return []
+    said = f"{optim.lr_warmup_steps}, but the run has {plan.total_steps} steps: lr={optim.lr:g} is never reached."
+    return [warning(f"{'actor_rollout_ref.actor.' if of_actor else ''}optim.lr_warmup_steps", said)]
 
 
 def _folders(config: Any) -> list[Finding]:

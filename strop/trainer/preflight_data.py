@@ -117,15 +117,12 @@ def _models(config: Any, policy_is_here: bool) -> list[Finding]:
 
 def _positions(config: Any) -> list[Finding]:
     """Whether transformers knows the architecture, and whether a prompt and its response fit into the model."""
-    from strop.models.load import load_config, resolve
-
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    source, code = resolve(model.path), model.trust_remote_code
+    rollout = config.actor_rollout_ref.rollout
     try:
-        known = load_config(source, override=model.override_config, config_path=model.hf_config_path, trust_remote_code=code)
+        known = known_config(config.actor_rollout_ref.model)
     except ValueError as problem:
         return [error("actor_rollout_ref.model.path", str(problem))]
-    limit = getattr(known.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(known, "max_position_embeddings", None)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if not limit or longest <= limit:
         return []
@@ -135,6 +132,21 @@ def _positions(config: Any) -> list[Finding]:
         f"actor_rollout_ref.rollout.max_model_len={limit}, where long prompts get shorter responses."
     )
     return [error("actor_rollout_ref.rollout.max_model_len", said)]
+
+
+def known_config(model: Any) -> Any:
+    """What config.json says of the part that reads text, as transformers has it; None for what is not on this machine."""
+    from strop.models.load import load_config, resolve
+
+    source = resolve(model.path)
+    if not Path(source.name).is_dir():
+        return None
+    return load_config(
+        source,
+        override=model.override_config,
+        config_path=model.hf_config_path,
+        trust_remote_code=model.trust_remote_code,
+    ).get_text_config()
 
 
 def _loads_reward_model(reward: Any) -> bool:

@@ -11,7 +11,7 @@ from strop.config.rules import Finding, error, warning
 from strop.config.schema.supervised import DpoTrainer, RmTrainer, SftTrainer
 from strop.data.probe import probe_template
 from strop.data.supervised import Pair, SupervisedDataset, UnusableRow, build_supervised
-from strop.trainer.preflight_data import EVERY_ROW_UP_TO, count, find_tokenizer, head_findings
+from strop.trainer.preflight_data import EVERY_ROW_UP_TO, count, find_tokenizer, head_findings, known_config
 
 NAMED = 3
 """Unusable rows that are quoted; the others are counted."""
@@ -25,6 +25,8 @@ class Survey:
     unusable: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     taught: int = 0
+    highest: int = -1
+    """Of the token ids."""
 
 
 def examine_supervised(config: Any, report: Any) -> int | None:
@@ -85,7 +87,7 @@ def _rows(config: Any, tokenizer: Any, split: Any, report: Any) -> int | None:
     except (ValueError, OSError) as problem:
         report.findings.append(error(key, str(problem)))
         return None
-    report.findings += judge(survey, config.data, key)
+    report.findings += judge(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)
     share = f", {survey.taught / tokens:.0%} taught" if tokens else ""
@@ -107,7 +109,20 @@ def look(dataset: SupervisedDataset) -> Survey:
         sides = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
         survey.lengths += [len(side.ids) for side in sides]
         survey.taught += sum(sum(side.mask) for side in sides)
+        survey.highest = max(survey.highest, *(max(side.ids) for side in sides))
     return survey
+
+
+def vocabulary_findings(survey: Survey, model: Any, key: str) -> list[Finding]:
+    """Tokens that the model has no embedding for: the tokenizer is that of another model."""
+    try:
+        known = getattr(known_config(model), "vocab_size", None)
+    except ValueError as problem:
+        return [error("model.path", str(problem))]
+    if known is None or survey.highest < known:
+        return []
+    said = f"{key} has the token id {survey.highest}, but the model knows {known} tokens: its tokenizer is another one."
+    return [error("model.tokenizer_path", f"{said} Give a model and a tokenizer that belong together.")]
 
 
 def judge(survey: Survey, data: Any, key: str) -> list[Finding]:

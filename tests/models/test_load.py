@@ -17,6 +17,7 @@ from strop.models.build import build_critic, build_policy, build_reference, buil
 from strop.models.forward import response_outputs, sequence_scores
 from strop.models.heads import RewardStatistics, reward_statistics, set_reward_statistics
 from strop.models.load import resolve
+from strop.trainer.tiny import tiny_tokenizer
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -160,6 +161,28 @@ def test_lora_from_the_configuration(folder, tmp_path):
     assert any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="holds no adapter"):
         build_policy(Model(path=str(folder), lora_adapter_path=str(folder)))
+
+
+def test_adapters_that_cannot_be_read(folder, tmp_path):
+    settings = Model(path=str(folder), lora_rank=4)
+    build_policy(settings).save_pretrained(tmp_path / "adapter")
+    again = Model(path=str(folder), lora_rank=4, lora_adapter_path=str(tmp_path / "adapter"))
+    build_policy(again)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"adapter of lora_adapter_path='.*adapter' cannot be loaded"):
+        build_policy(again)
+    file.unlink()
+    with pytest.raises(ValueError, match=r"holds no weights: there is none of adapter_model\.safetensors"):
+        build_policy(again)
+
+
+def test_a_tokenizer_of_another_version_is_told(folder):
+    tiny_tokenizer().save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": {"type": "Unheard"}}))
+    with pytest.raises(ValueError, match=r"tokenizer of .* cannot be read: data did not match"):
+        build_tokenizer(Model(path=str(folder)))
 
 
 def test_lora_without_peft(folder, monkeypatch):

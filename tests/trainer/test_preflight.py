@@ -148,6 +148,14 @@ def test_an_architecture_that_nobody_knows(overrides, task, tmp_path):
     assert "oddity" in found["actor_rollout_ref.model.path"], found
 
 
+def test_a_run_that_would_hardly_learn_is_warned_of(overrides):
+    report = examined(overrides, "trainer.critic_warmup=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=100")
+    found = {finding.key: finding.message for finding in report.findings}
+    assert report.ok
+    assert "nothing is trained before that step" in found["trainer.critic_warmup"]
+    assert "the run has 4 steps: lr=0.001 is never reached" in found["actor_rollout_ref.actor.optim.lr_warmup_steps"]
+
+
 def test_a_rule_is_not_asked_to_compare_with_nothing(overrides, tmp_path):
     rows = [
         {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"answer": "2"}}

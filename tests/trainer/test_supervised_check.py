@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def test_templates(small, tmp_path):
     bare.save_pretrained(tmp_path / "model")
     assert "has no chat template" in errors("sft", settings(tmp_path, tmp_path / "run", "sft"))
     assert not errors("sft", settings(tmp_path, tmp_path / "run", "sft"), "data.apply_chat_template=false")
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+def test_a_tokenizer_of_another_model(small, tmp_path, verb):
+    shutil.copytree(small / "model", tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    told = json.loads(file.read_text())
+    told["model"]["vocab"] |= {digit: 200 + int(digit) for digit in "0123456789"}
+    file.write_text(json.dumps(told))
+    found = errors(verb, settings(small, tmp_path / "run", verb), f"model.tokenizer_path={tmp_path}/other")
+    assert "data.train_files has the token id 209, but the model knows 17 tokens" in found, found
 
 
 def test_folders_with_the_wrong_head(small, tmp_path, overrides):
