@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from strop.cli import PROGRAMS
+from strop.cli import PROGRAMS, VERBS
+from strop.config.aliases import translate
+from strop.config.schema import ROOTS
+from strop.config.schema.walk import keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -50,3 +55,26 @@ def _pages(value: object) -> list[str]:
 def test_commands_are_verbs(page: Path) -> None:
     for verb in re.findall(r"(?:^|`)strop ([a-z][a-z-]+)\b", page.read_text(), re.MULTILINE):
         assert verb in {*PROGRAMS, "help"}, f"{page.name}: strop {verb}"
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """The configuration and the words of every command in a block of code that takes keys."""
+    for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.match(r"(?:strop |python3? -m strop\.trainer\.main_)(?:check |plan )?([a-z-]+) (.*)", line)
+            if found and (found[1] in VERBS or line.startswith("strop plan")):
+                yield VERBS.get(found[1], "ppo_trainer"), shlex.split(found[2], comments=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_keys_that_exist(page: Path) -> None:
+    for root, words in commands(page):
+        known = {key.path for key in keys(ROOTS[root])}
+        for name in [word.partition("=")[0].lstrip("+") for word in words if re.match(r"\+*[a-z_]+(\.\w+)+=", word)]:
+            current, _ = translate({name: 0}, root)
+            missing = [key for key in current if key not in known and not any(key.startswith(f"{path}.") for path in known)]
+            assert not missing, f"{page.name}: {root} has no {missing}"
+
+
+def test_commands_are_found() -> None:
+    assert sum(len(words) for page in PAGES for _, words in commands(page)) > 150
