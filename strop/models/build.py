@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,8 +45,14 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     wanted = dtype_of(name)
     slow = device.type == "cpu" and wanted != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if slow:
-        log.warning("This CPU has no bf16 instructions; computing in fp32 instead of %s.", name)
+        _tell_fp32(name)
     return torch.float32 if slow else wanted
+
+
+@cache
+def _tell_fp32(name: str) -> None:
+    """Once, though every role asks."""
+    log.warning("This CPU has no bf16 instructions; computing in fp32 instead of %s.", name)
 
 
 def build_policy(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
