@@ -12,6 +12,7 @@ stands for the missing data_source.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from strop.registry import did_you_mean
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
+WRITTEN_OUT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""How json.dumps, or a csv file on the way, leaves messages."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def fields_at(rows: Rows, index: int, keys: Keys) -> Fields:
 def as_messages(value: Any, *, where: str, input_template: str | None = None) -> list[Message]:
     """Messages as they are; plain text as one user message, wrapped in `input_template`."""
     if isinstance(value, str):
+        if WRITTEN_OUT.match(value):
+            raise ValueError(f"{where} is a list of messages written out as text, {_shown(value)}; store the list itself.")
         text = value if input_template is None else input_template.format(value)
         return [{"role": "user", "content": text}]
     value = plain(value)

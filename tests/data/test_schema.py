@@ -71,6 +71,8 @@ def test_missing_columns_name_the_nearest() -> None:
         ({"data_source": None}, r"row 7: the column 'data_source' is empty; it chooses the scorer"),
         ({"images": "a.png"}, r"the column 'images' is str 'a.png'; it must be a list"),
         ({"images": ["a.png"]}, r"the prompt has 0 <image> placeholders but the row has 1 images"),
+        ({"prompt": '[{"role": "user", "content": "1+1="}]'}, "written out as text, str .* store the list itself"),
+        ({"prompt": "[{'content': '1+1=', 'role': 'user'}]"}, "written out as text"),
     ],
 )
 def test_bad_rows_are_named(change: dict, message: str) -> None:
