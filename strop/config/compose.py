@@ -178,10 +178,10 @@ def _compose(root: str, overrides: Sequence[str], config: str | None, search: st
         return OmegaConf.to_container(composed, resolve=False)  # type: ignore[return-value]
     except yaml.YAMLError as error:
         raise ConfigError(f"The YAML does not parse: {_one_line(error)}") from error
-    except OSError as error:  # how OmegaConf refuses a file that holds a bare number or text
-        raise ConfigError(f"{name} does not hold keys and values: {_one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
+    except OSError as error:  # how OmegaConf refuses a file that holds a bare number or text
+        raise ConfigError(f"{name} does not hold keys and values: {_one_line(error)}") from error
     finally:
         GlobalHydra.instance().clear()
 
@@ -209,7 +209,7 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
 
 def _explain(error: Exception) -> str:
     override = getattr(error, "override", None)
-    text = _one_line(error).partition(" See https")[0]
+    text = _one_line(error).partition(" See https")[0].partition(" Config search path:")[0]
     if not text:
         return "A value does not parse. Interpolations are written ${section.key}; quote text that holds a dollar sign."
     if "must be a DictConfig" in text:

@@ -86,7 +86,10 @@ def shape_of(
         raise ValueError("model.path is not set, so there is no model to plan for.")
     file = Path(config_path or path).expanduser() / "config.json"
     if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read as JSON: {error}") from error
         return read_shape({**config, **(changes or {})}, where=str(file), scalar=scalar)
     name = plain_name(path)
     if name not in KNOWN:

@@ -51,7 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     started = time.time()
     out = Path(asked.out)
     say = sys.stdout.write
-    prepare(out, largest=asked.largest, seed=asked.seed, say=say)
     overrides = [
         f"data.train_files={out}/data/train.parquet",
         f"data.val_files={out}/data/test.parquet",
@@ -62,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         *ALGORITHMS[asked.algorithm],
         *asked.overrides,
     ]
+    load("ppo_trainer", overrides, str(EXAMPLE))  # a typo is told before the model learns by example
+    prepare(out, largest=asked.largest, seed=asked.seed, say=say)
     train(overrides)
     summarise(out, say)
     say(f"{time.time() - started:.0f} s in all.\n{NEXT}")

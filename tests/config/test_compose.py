@@ -133,6 +133,10 @@ def test_user_groups_override_ours(tmp_path):
         ("data:\n  train_batch_size: [1\n", ["does not parse"]),
         ("data:\n\t- a\n", ["does not parse"]),
         ("defaults:\n  - nothing_here\n", ["nothing_here"]),
+        (
+            "defaults:\n  - ppo_trainer\n  - override actor@actor_rollout_ref.actor: dp\n",
+            ["Could not find 'actor/dp'", "dp_actor"],
+        ),
         ("data:\n  trian_files: x\n", ["data.trian_files", "data.train_files"]),
         ("- a\n- b\n", ["mine"]),
     ],

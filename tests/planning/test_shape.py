@@ -97,6 +97,9 @@ def test_a_folder_is_read_and_override_config_applies(tmp_path):
 def test_what_is_not_known_is_said(tmp_path):
     with pytest.raises(ValueError, match=r"neither a folder .* Did you mean 'qwen2.5-7b'"):
         shape_of("qwen2.5-7bb")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
+        shape_of(str(tmp_path))
     with pytest.raises(ValueError, match="does not know model_type='mamba'"):
         read_shape({"model_type": "mamba"})
     with pytest.raises(ValueError, match="lacks vocab_size"):

@@ -69,6 +69,13 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
+@pytest.mark.parametrize(("word", "said"), [("out", "Expected key=value, got 'out'"), ("data.shufle=true", "data.shuffle")])
+def test_a_typo_is_told_at_once(tmp_path: Path, word: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        quickstart.main(["--out", str(tmp_path / "out"), word])
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unknown_algorithm_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--algorithm remx: not one of grpo, ppo.*remax"):
         quickstart.main(["--algorithm", "remx", "--out", str(tmp_path)])
