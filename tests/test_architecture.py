@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "strop"
@@ -128,3 +129,10 @@ def test_the_configuration_room_never_imports_torch():
 
 def test_no_room_is_called_utils():
     assert not [file for file in files() if "util" in file.stem or "helper" in file.stem or "common" in file.stem]
+
+
+def test_an_installed_package_brings_every_file() -> None:
+    declared = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["strop"]
+    packed = {path for pattern in declared for path in ROOT.glob(pattern)}
+    own = {path for path in ROOT.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert own <= packed, f"not in [tool.setuptools.package-data]: {sorted(map(str, own - packed))}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from typing import Any
 from strop.config.compose import load
 from strop.registry import did_you_mean
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+EXAMPLE = Path(__file__).with_name("quickstart.yaml").resolve()
+"""That of the checkout, or the copy that an installed package brings."""
 
 # What differs from GRPO.
 ALGORITHMS: dict[str, list[str]] = {
@@ -40,7 +42,7 @@ NEXT = """
 What to try next:
   strop board runs                          look at it in a browser: curves, answers token by token
   strop quickstart --algorithm ppo          the same with a critic (also rloo, reinforce_plus_plus, remax)
-  strop ppo examples/quickstart.yaml KEY=VALUE ...   change anything; strop config explain KEY explains it
+  strop ppo {example} KEY=VALUE ...   change anything; strop config explain KEY explains it
   strop data gsm8k --out data --from FILES  then train a real model: strop check ppo ... and strop ppo ...
   custom_reward_function.path=my_reward.py  your own: def compute_score(data_source, solution_str, ground_truth, extra_info)
 """
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     prepare(out, largest=asked.largest, seed=asked.seed, say=say)
     train(overrides)
     summarise(out, say)
-    say(f"{time.time() - started:.0f} s in all.\n{NEXT}")
+    say(f"{time.time() - started:.0f} s in all.\n{NEXT.format(example=os.path.relpath(EXAMPLE))}")
     return 0
 
 
