@@ -230,7 +230,7 @@ def _rewards(config: Any, sources: dict[str, Any], report: Any) -> list[Finding]
         try:
             function = load_function(custom.path, custom.name, custom.reward_kwargs, takes_lists=lists, timeout=reward.timeout)
         except ValueError as problem:
-            return [error("custom_reward_function.path", str(problem))]
+            return [unloaded(custom.path, problem)]
     else:
         function = Rules(reward.timeout, reward.sandbox_fusion)
     findings = []
@@ -258,6 +258,11 @@ def _own_loop(config: Any, row: Any) -> str | None:
     """The name of the agent loop that answers this row, unless it is built in: those leave scoring to others."""
     name: str = row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop
     return None if name in AGENT_LOOPS and AGENT_LOOPS.entry(name).source == "built-in" else name
+
+
+def unloaded(path: str, problem: ValueError) -> Finding:
+    """The finding about a file of the user's from which no reward function could be loaded."""
+    return error("custom_reward_function.path", str(problem).removeprefix(f"custom_reward_function.path={path}: "))
 
 
 def _ask(function: RewardFunction | Rules, data_source: str, row: Any, timeout: float) -> Any:

@@ -8,7 +8,7 @@ from strop.config.compose import Loaded
 from strop.config.rules import Finding, error
 from strop.data.probe import probe_template
 from strop.rewards.function import load_function
-from strop.trainer.preflight_data import find_tokenizer, head_findings
+from strop.trainer.preflight_data import find_tokenizer, head_findings, unloaded
 
 
 def examine_inference(loaded: Loaded, report: Any) -> int | None:
@@ -49,11 +49,14 @@ def _generation(config: Any, report: Any) -> int | None:
 def _evaluation(config: Any, report: Any) -> int | None:
     from strop.trainer.evaluation import open_answers
 
+    own = config.custom_reward_function
+    if own.path:
+        try:
+            load_function(own.path, own.name, own.reward_kwargs, timeout=config.evaluation.timeout).close()
+        except ValueError as problem:
+            report.findings.append(unloaded(own.path, problem))
     try:
         rows = len(open_answers(config))
-        if config.custom_reward_function.path:
-            own = config.custom_reward_function
-            load_function(own.path, own.name, own.reward_kwargs, timeout=config.evaluation.timeout).close()
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None

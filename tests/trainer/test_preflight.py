@@ -55,7 +55,11 @@ def test_json_for_machines(overrides, capsys):
         ("data.max_prompt_length=3", "data.train_files", ["max_prompt_length=3", "longest has 4"]),
         ("data.prompt_key=promt", "data.train_files", ["promt", "prompt"]),
         ("data.train_batch_size=65", "data.train_batch_size", ["65", "64"]),
-        ("custom_reward_function.path=/nowhere/reward.py", "custom_reward_function.path", ["does not exist"]),
+        (
+            "custom_reward_function.path=/nowhere/reward.py",
+            "custom_reward_function.path",
+            ["The Python file '/nowhere/reward.py' does not exist"],
+        ),
         ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["/nowhere/critic does not exist"]),
         (
             "reward_model.enable=true reward_model.model.path=/nowhere/judge",
@@ -100,6 +104,15 @@ def reward_file(tmp_path: Path, body: str) -> str:
 def test_one_call_of_the_reward_function_per_data_source(overrides, tmp_path, body, word):
     found = errors(examined(overrides, reward_file(tmp_path, body), "reward_model.timeout=1"))
     assert word in found["reward of arithmetic"], found
+
+
+def test_an_evaluation_names_the_key_of_a_missing_reward_file(tmp_path):
+    rows = [{"data_source": "arithmetic", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "responses": ["2"]}]
+    write(rows, tmp_path / "answers.parquet")
+    own = "custom_reward_function.path=/nowhere/reward.py"
+    found = errors(examine(load("evaluation", [f"data.path={tmp_path}/answers.parquet", own])))
+    assert found == {"custom_reward_function.path": found["custom_reward_function.path"]}, found
+    assert found["custom_reward_function.path"].startswith("The Python file '/nowhere/reward.py' does not exist")
 
 
 def test_a_reward_file_that_exits_while_it_is_imported(overrides, tmp_path):
