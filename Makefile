@@ -11,7 +11,7 @@ KERNELS := .venv-kernels
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-slow lint docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-gpu test-slow lint docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -72,6 +72,12 @@ $(KERNELS)/.ready: $(READY)
 
 test-kernels: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m kernels -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
+
+# All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'no CUDA device'; print(torch.__version__, torch.cuda.get_device_name())"
+	$(GPU_PYTHON) -m pytest -m 'gpu and not vllm' $$(grep -rl 'pytest.mark.gpu' tests --include=*.py)
 
 test-loggers: $(LOGGERS)/.ready
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/run

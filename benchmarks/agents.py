@@ -1,11 +1,12 @@
-"""Many episodes at once over one engine, with tools that take their time: does the wall clock follow the longest episode?
+"""Many episodes at once over one engine, with tools that take their time: does the wall clock follow the
+longest episode?
 
     python benchmarks/agents.py --episodes 1000
 
-Each episode answers, calls a tool that sleeps 0.2 to 2 s, reads the result, and so on, three times. Alone, an episode takes at
-least the sum of its naps; all together they should take little more than the longest of them. One JSON line per system: a
-stand-in engine that answers after 20 ms, and the native engine with a tiny model, whose sampling is real work; each with tools
-that are coroutines and tools that block a thread.
+Each episode answers, calls a tool that sleeps 0.2 to 2 s, reads the result, and so on, three times. Alone, an
+episode takes at least the sum of its naps; all together they should take little more than the longest of
+them. One JSON line per system: a stand-in engine that answers after 20 ms, and the native engine with a tiny
+model, whose sampling is real work; each with tools that are coroutines and tools that block a thread.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ import sys
 import time
 from typing import Any
 
-from strop.agents.calls import ToolCall
+from strop.agents.context import EpisodeContext, EpisodeLimits
 from strop.agents.episode import Episode
 from strop.agents.interaction import Interactions
-from strop.agents.loops import Loops
-from strop.agents.runner import EpisodeRunner, Start
-from strop.agents.session import CallLimits
-from strop.agents.tool_agent import session_of, tell_results
-from strop.agents.toolbox import Toolbox
+from strop.agents.loops import AgentLoops
+from strop.agents.parsers.base import ToolCall
+from strop.agents.runner import EpisodeRequest, EpisodeRunner
+from strop.agents.tool_agent import open_tools, run_tool_calls
+from strop.agents.tool_session import CallLimits
+from strop.agents.tool_set import ToolSet
 from strop.agents.tools import tool_from_function
-from strop.agents.world import Limits, World
 from strop.data.chat import Chat
-from strop.rollout.base import Completion, Request, Sampling
-from strop.trainer.seeds import stream_seed
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
+from strop.rollout.base import Completion, Request, Sampling, stream_seed
 from strop.types import Prompt
 
 CALLS, ANSWER = 3, 4
@@ -73,12 +73,12 @@ def naps_of(index: int) -> list[float]:
 
 async def napping(episode: Episode) -> None:
     """What the model says does not matter here; the tool is called all the same."""
-    [name] = episode.world.toolbox.tools
-    async with session_of(episode) as session:
+    [name] = episode.context.tools.tools
+    async with open_tools(episode) as session:
         assert session is not None
         for seconds in naps_of(episode.prompt.index):
             await episode.answer(max_tokens=ANSWER)
-            await tell_results(episode, session, [ToolCall(name, {"seconds": seconds})])
+            await run_tool_calls(episode, session, [ToolCall(name, {"seconds": seconds})])
         await episode.answer(max_tokens=ANSWER)
 
 
@@ -86,25 +86,34 @@ def measured(system: str, tool: Any, episodes: int, at_once: int) -> dict[str, A
     tokenizer = tiny_tokenizer()
     engine: Any = StandIn()
     if system == "native":
-        from strop.rollout.build import build_engine
+        from strop.rollout.base import build_engine
 
-        engine = build_engine("native", tiny_model(tokenizer, hidden=64, longest=256), max_model_len=256)
-    toolbox = Toolbox([tool_from_function(tool)], CallLimits(30.0, 64, "middle", 1))
-    limits = Limits(prompt_length=16, response_length=200, longest=256)
-    world = World(engine, Chat(tokenizer), limits, toolbox, None, Interactions(), stream_seed)
-    runner = EpisodeRunner(world, Loops("nap", {"nap": (napping, {})}), max_concurrency=at_once)
+        engine = build_engine(
+            "native", tiny_model(tokenizer, hidden=64, max_model_len=256), max_model_len=256
+        )
+    tools = ToolSet([tool_from_function(tool)], CallLimits(30.0, 64, "middle", 1))
+    limits = EpisodeLimits(prompt_length=16, response_length=200, max_model_len=256)
+    context = EpisodeContext(engine, Chat(tokenizer), limits, tools, None, Interactions(), stream_seed)
+    runner = EpisodeRunner(context, AgentLoops("nap", {"nap": (napping, {})}), max_concurrency=at_once)
     sampling = Sampling(max_tokens=200, ignore_eos=True)
-    prompts = [Prompt(i, tokenizer.encode("1+1="), [{"role": "user", "content": "1+1="}], "nap") for i in range(episodes)]
+    prompts = [
+        Prompt(i, tokenizer.encode("1+1="), [{"role": "user", "content": "1+1="}], "nap")
+        for i in range(episodes)
+    ]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.perf_counter()
-    ended = runner.run([Start(prompt, sampling, (0, prompt.index)) for prompt in prompts])
+    ended = runner.run([EpisodeRequest(prompt, sampling, (0, prompt.index)) for prompt in prompts])
     wall = time.perf_counter() - begun
     stats = engine.stats()
     runner.close()
     engine.close()
     assert not any(episode.error for episode in ended)
     naps = [sum(naps_of(i)) for i in range(episodes)]
-    busy = {"engine_busy": round(stats["seconds"] / wall, 3), "engine_seconds": round(stats["seconds"], 2)} if stats else {}
+    busy = (
+        {"engine_busy": round(stats["seconds"] / wall, 3), "engine_seconds": round(stats["seconds"], 2)}
+        if stats
+        else {}
+    )
     return {
         "system": f"{system}, {'threads' if tool is blocking_nap else 'coroutines'}",
         "episodes": episodes,
@@ -115,12 +124,18 @@ def measured(system: str, tool: Any, episodes: int, at_once: int) -> dict[str, A
         "one_after_the_other_s": round(sum(naps)),
         "memory_mb": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024),
         **busy,
-        **{f"rollout/{name}": round(stats[name], 3) for name in ("occupancy", "tokens_per_second") if name in stats},
+        **{
+            f"rollout/{name}": round(stats[name], 3)
+            for name in ("occupancy", "tokens_per_second")
+            if name in stats
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=1024, help="rollout.agent.max_concurrency")
     parser.add_argument("--out", help="also write the lines to this file")

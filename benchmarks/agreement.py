@@ -2,9 +2,10 @@
 
     python benchmarks/agreement.py [--save FILE]
 
-Products: rows of a matrix product with few rows against the same rows of one with many, for the layers of four models; a JSON
-line per layer names the numbers of rows at which some entry differs, and the share that does. Attention: strop/models/flash.py
-against torch's variable-length flash attention, microseconds of a forward pass, and against the decode kernel of the engine.
+Products: rows of a matrix product with few rows against the same rows of one with many, for the layers of
+four models; a JSON line per layer names the numbers of rows at which some entry differs, and the share that
+does. Attention: strop/models/flash.py against torch's variable-length flash attention, microseconds of a
+forward pass, and against the decode kernel of the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MODELS = {"135M": (576, 1536, 960), "0.5B": (896, 4864, 1152), "1.5B": (1536, 8960, 2048), "7B": (3584, 18944, 4608)}
+MODELS = {
+    "135M": (576, 1536, 960),
+    "0.5B": (896, 4864, 1152),
+    "1.5B": (1536, 8960, 2048),
+    "7B": (3584, 18944, 4608),
+}
 """Width of the stream, of the feed-forward part, and of queries, keys and values together."""
 ROWS = (4096, 1024, 640, 512, 384, 256, 128, 64, 32, 16, 8, 1)
 MANY = 20_000
@@ -28,7 +34,12 @@ HEADS = {"135M": (9, 3, 64), "0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 def layers(model: str) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of its products. Those with `+` are added to the stream, in float32."""
     stream, inner, joined = MODELS[model]
-    return {"qkv": (stream, joined), "o+": (stream, stream), "gate and up": (stream, 2 * inner), "down+": (inner, stream)}
+    return {
+        "qkv": (stream, joined),
+        "o+": (stream, stream),
+        "gate and up": (stream, 2 * inner),
+        "down+": (inner, stream),
+    }
 
 
 def products(model: str, layer: str) -> dict[str, Any]:
@@ -59,17 +70,25 @@ def attention(model: str, lengths: list[int]) -> dict[str, Any]:
 
     heads, key_heads, size = HEADS[model]
     bounds = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-    q, k, v = (torch.randn(sum(lengths), n, size, device="cuda", dtype=torch.bfloat16) for n in (heads, key_heads, key_heads))
+    q, k, v = (
+        torch.randn(sum(lengths), n, size, device="cuda", dtype=torch.bfloat16)
+        for n in (heads, key_heads, key_heads)
+    )
     plain, longest = plain_kernel(), max(lengths)
     assert plain is not None
     mine = packed_attention(q, k, v, bounds, longest)
     last = bounds[1:].long() - 1
-    keys, values = (torch.zeros(len(lengths), key_heads, longest + 1, size, device="cuda", dtype=q.dtype) for _ in range(2))
+    keys, values = (
+        torch.zeros(len(lengths), key_heads, longest + 1, size, device="cuda", dtype=q.dtype)
+        for _ in range(2)
+    )
     for row, (begin, length) in enumerate(zip(bounds.tolist(), lengths)):
         keys[row, :, :length] = k[begin : begin + length].transpose(0, 1)
         values[row, :, :length] = v[begin : begin + length].transpose(0, 1)
     positions = torch.tensor(lengths, device="cuda") - 1
-    alone = decode_attention(q[last, :, None], k[last, :, None], v[last, :, None], keys, values, positions)[:, 0]
+    alone = decode_attention(q[last, :, None], k[last, :, None], v[last, :, None], keys, values, positions)[
+        :, 0
+    ]
     return {
         "part": "attention",
         "model": model,
@@ -97,7 +116,9 @@ def microseconds(work: Callable[[], object], times: int = 20) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", type=Path, help="JSON-lines file to which the lines are added")
     save = parser.parse_args().save
     torch.manual_seed(0)

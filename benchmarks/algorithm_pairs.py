@@ -1,8 +1,9 @@
 """The same computation by Strop and by verl, function by function, on the same tensors.
 
-Each pair is two callables of the same inputs; what they return is compared before anything is timed. Both sides do all the
-work a training step asks of them: groups are made from the prompts' uids, metrics are reduced to numbers, and where a pair
-says "and gradient" the backward pass is run. verl is imported when its side is first called.
+Each pair is two callables of the same inputs; what they return is compared before anything is timed. Both
+sides do all the work a training step asks of them: groups are made from the prompts' uids, metrics are
+reduced to numbers, and where a pair says "and gradient" the backward pass is run. verl is imported when its
+side is first called.
 """
 
 from __future__ import annotations
@@ -16,24 +17,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.algorithms.advantages import estimate
-from strop.algorithms.advantages.grouping import group_ids
-from strop.algorithms.aggregation import Totals, aggregate
+from strop.algorithms.advantages.base import estimate, group_ids
+from strop.algorithms.aggregation import Totals, aggregate, masked_mean, masked_whiten
 from strop.algorithms.kl import kl_penalty
 from strop.algorithms.logprobs import sum_pi_squared, token_entropy, token_logprobs
-from strop.algorithms.masked import masked_mean, masked_whiten
-from strop.algorithms.policy_losses import policy_loss
+from strop.algorithms.losses import value_loss
+from strop.algorithms.policy_losses.clipped import policy_loss
 from strop.algorithms.rollout_correction import importance_weights, rejection_mask
 from strop.algorithms.rollout_diagnostics import mismatch_metrics
-from strop.algorithms.value_loss import value_loss
 from strop.catalog import ADVANTAGES, POLICY_LOSSES
 from strop.data.balance import karmarkar_karp, micro_batches
 
 Inputs = dict[str, Any]
 Side = Callable[[Inputs], Any]
 
-LOSSES = ("vanilla", "gspo", "sapo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro")
-OUTCOMES = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline")
+LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "geo_mean",
+    "cispo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+)
+OUTCOMES = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+)
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 DRO_BETA = 0.1
 
@@ -56,7 +76,8 @@ def core() -> Any:
 
 
 def response_inputs(batch: int, length: int, *, holes: bool, group: int = 8) -> Inputs:
-    """Responses of random length with a score on the last valid token; with `holes`, a tool span inside each."""
+    """Responses of random length with a score on the last valid token; with `holes`, a tool span inside
+    each."""
     torch.manual_seed(0)
     lengths = torch.randint(length // 2, length + 1, (batch, 1))
     columns = torch.arange(length)
@@ -103,11 +124,16 @@ def ours_estimate(name: str, x: Inputs, **settings: Any) -> Tensor:
 
 
 def verl_gae(x: Inputs) -> Tensor:
-    return core().compute_gae_advantage_return(x["rewards"], x["values"], x["mask"], 0.99, 0.95)[0] * x["mask"]
+    return (
+        core().compute_gae_advantage_return(x["rewards"], x["values"], x["mask"], 0.99, 0.95)[0] * x["mask"]
+    )
 
 
 def verl_outcome(name: str, x: Inputs) -> Tensor:
-    function, config = getattr(core(), f"compute_{name}_outcome_advantage"), verl("trainer.config").AlgoConfig()
+    function, config = (
+        getattr(core(), f"compute_{name}_outcome_advantage"),
+        verl("trainer.config").AlgoConfig(),
+    )
     return function(x["rewards"], x["mask"], np.array(x["uids"], dtype=object), config=config)[0]
 
 
@@ -130,7 +156,12 @@ def ours_loss(name: str, x: Inputs, *, gradient: bool = True) -> Tensor:
     log_probs = x["new"].detach().requires_grad_(gradient)
     mask = x["mask"]
     result = policy_loss(
-        name, log_probs=log_probs, old_log_probs=x["old"], advantages=x["advantages"], mask=mask, dro_beta=DRO_BETA
+        name,
+        log_probs=log_probs,
+        old_log_probs=x["old"],
+        advantages=x["advantages"],
+        mask=mask,
+        dro_beta=DRO_BETA,
     )
     totals = Totals.of(mask)
     mode = POLICY_LOSSES.entry(name).facts["aggregation"] or "token-mean"
@@ -143,7 +174,9 @@ def ours_loss(name: str, x: Inputs, *, gradient: bool = True) -> Tensor:
 def verl_loss(name: str, x: Inputs, *, gradient: bool = True) -> Tensor:
     configs = verl("workers.config")
     settings = configs.PolicyLossConfig(**({"dro_beta": DRO_BETA} if name == "dro" else {}))
-    config = configs.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=settings)
+    config = configs.ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=settings
+    )
     log_probs = x["new"].detach().requires_grad_(gradient)
     function = getattr(core(), f"compute_policy_loss_{name}")
     mode = POLICY_LOSSES.entry(name).facts["aggregation"] or "token-mean"
@@ -191,7 +224,9 @@ def verl_kl(name: str, x: Inputs) -> Tensor:
     return _slope(mean, log_probs)
 
 
-def ours_logits(function: Callable[..., Tensor], x: Inputs, *, gradient: bool, labelled: bool = False) -> Tensor:
+def ours_logits(
+    function: Callable[..., Tensor], x: Inputs, *, gradient: bool, labelled: bool = False
+) -> Tensor:
     logits = x["logits"].detach().requires_grad_(gradient)
     out = function(logits, x["labels"]) if labelled else function(logits)
     return _slope(out.mean(), logits) if gradient else out
@@ -214,14 +249,18 @@ def verl_weights(x: Inputs) -> Tensor:
 
 
 def ours_rejection(x: Inputs) -> Tensor:
-    kept, metrics = rejection_mask(x["new"] - x["old"], x["mask"], criteria="seq_mean_k1", threshold="0.999_1.001")
+    kept, metrics = rejection_mask(
+        x["new"] - x["old"], x["mask"], criteria="seq_mean_k1", threshold="0.999_1.001"
+    )
     _numbers(metrics)
     return kept
 
 
 def verl_rejection(x: Inputs) -> Tensor:
     helper = verl("trainer.ppo.rollout_corr_helper")
-    return helper.compute_rollout_rejection_mask(x["new"] - x["old"], x["mask"], "seq_mean_k1", "0.999_1.001")[0]
+    return helper.compute_rollout_rejection_mask(
+        x["new"] - x["old"], x["mask"], "seq_mean_k1", "0.999_1.001"
+    )[0]
 
 
 def ours_mismatch(x: Inputs) -> Tensor:
@@ -229,7 +268,9 @@ def ours_mismatch(x: Inputs) -> Tensor:
 
 
 def verl_mismatch(x: Inputs) -> Tensor:
-    return _numbers(verl("trainer.ppo.rollout_corr_helper").compute_offpolicy_metrics(x["new"], x["old"], x["mask"]))
+    return _numbers(
+        verl("trainer.ppo.rollout_corr_helper").compute_offpolicy_metrics(x["new"], x["old"], x["mask"])
+    )
 
 
 def _numbers(metrics: dict[str, Any]) -> Tensor:
@@ -263,10 +304,14 @@ PAIRS: dict[str, Pair] = {
     "gae": Pair(partial(ours_estimate, "gae", **GAMMAS), verl_gae, "large"),
     "gae, masks with holes": Pair(partial(ours_estimate, "gae", **GAMMAS), verl_gae, "large", holes=True),
     "grpo": Pair(partial(ours_estimate, "grpo"), partial(verl_outcome, "grpo"), "large"),
-    "vanilla": Pair(partial(ours_loss, "vanilla", gradient=False), partial(verl_loss, "vanilla", gradient=False), "large"),
+    "vanilla": Pair(
+        partial(ours_loss, "vanilla", gradient=False), partial(verl_loss, "vanilla", gradient=False), "large"
+    ),
     "vanilla, and gradient": Pair(partial(ours_loss, "vanilla"), partial(verl_loss, "vanilla"), "large"),
     **{f"advantage {n}": Pair(partial(ours_estimate, n), partial(verl_outcome, n)) for n in OUTCOMES},
-    "advantage reinforce_plus_plus": Pair(partial(ours_estimate, "reinforce_plus_plus", gamma=0.99), verl_reinforce_plus_plus),
+    "advantage reinforce_plus_plus": Pair(
+        partial(ours_estimate, "reinforce_plus_plus", gamma=0.99), verl_reinforce_plus_plus
+    ),
     "advantage remax": Pair(partial(ours_estimate, "remax"), verl_remax),
     "advantage optimal_token_baseline": Pair(
         partial(ours_estimate, "optimal_token_baseline", handle_zero_tail=True),
@@ -281,9 +326,15 @@ PAIRS: dict[str, Pair] = {
         for n in LOSSES
         if n != "vanilla"
     },
-    **{f"aggregation {mode}": Pair(partial(ours_aggregate, mode), partial(verl_aggregate, mode)) for mode in MODES},
+    **{
+        f"aggregation {mode}": Pair(partial(ours_aggregate, mode), partial(verl_aggregate, mode))
+        for mode in MODES
+    },
     "value loss, and gradient": Pair(ours_value_loss, verl_value_loss),
-    **{f"kl {n}, and gradient": Pair(partial(ours_kl, n), partial(verl_kl, n)) for n in ("k1", "abs", "k2", "k3")},
+    **{
+        f"kl {n}, and gradient": Pair(partial(ours_kl, n), partial(verl_kl, n))
+        for n in ("k1", "abs", "k2", "k3")
+    },
     "masked_whiten": Pair(
         lambda x: masked_whiten(x["values"], x["mask"]),
         lambda x: verl("utils.torch_functional").masked_whiten(x["values"], x["mask"]) * x["mask"],

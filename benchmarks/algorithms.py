@@ -1,10 +1,12 @@
-"""Time every algorithm that verl also has beside verl's own function, and GAE and GRPO beside the plain Python loop.
+"""Time every algorithm that verl also has beside verl's own function, and GAE and GRPO beside the plain
+Python loop.
 
     python benchmarks/algorithms.py --repeats 5 --out benchmarks/results/algorithms.json
 
-Prints one JSON line per function: the seconds of each system over the repeats, as median, least and most, and the ratio of the
-medians. Systems take turns, so that a noisy moment hits all of them. Without verl installed only the loops are compared.
-`error` is the largest difference of our result from the other's, relative to its largest entry.
+Prints one JSON line per function: the seconds of each system over the repeats, as median, least and most, and
+the ratio of the medians. Systems take turns, so that a noisy moment hits all of them. Without verl installed
+only the loops are compared. `error` is the largest difference of our result from the other's, relative to its
+largest entry.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from algorithm_pairs import PAIRS, Inputs, Side, response_inputs, vocabulary_inputs
 from torch import Tensor
 
-from strop.algorithms.masked import masked_whiten
+from strop.algorithms.aggregation import masked_whiten
 
 
 def gae_loop(x: Inputs) -> Tensor:
@@ -49,7 +51,9 @@ def grpo_loop(x: Inputs) -> Tensor:
     members = defaultdict(list)
     for uid, score in zip(x["uids"], scores):
         members[uid].append(score)
-    statistics_of = {uid: (torch.stack(group).mean(), torch.stack(group).std()) for uid, group in members.items()}
+    statistics_of = {
+        uid: (torch.stack(group).mean(), torch.stack(group).std()) for uid, group in members.items()
+    }
     for i, uid in enumerate(x["uids"]):
         mean, std = statistics_of[uid]
         scores[i] = (scores[i] - mean) / (std + 1e-6)
@@ -60,7 +64,11 @@ LOOPS: dict[str, Side] = {"gae": gae_loop, "gae, masks with holes": gae_loop, "g
 
 
 def make_inputs(size: str, holes: bool, shapes: dict[str, tuple[int, int]]) -> Inputs:
-    return vocabulary_inputs(*shapes[size]) if size == "vocabulary" else response_inputs(*shapes[size], holes=holes)
+    return (
+        vocabulary_inputs(*shapes[size])
+        if size == "vocabulary"
+        else response_inputs(*shapes[size], holes=holes)
+    )
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -89,12 +97,17 @@ def measure(
     return seconds, errors
 
 
-def report(name: str, shape: tuple[int, int], seconds: dict[str, list[float]], errors: dict[str, float]) -> dict[str, Any]:
+def report(
+    name: str, shape: tuple[int, int], seconds: dict[str, list[float]], errors: dict[str, float]
+) -> dict[str, Any]:
     medians = {key: statistics.median(times) for key, times in seconds.items()}
     return {
         "function": name,
         "shape": list(shape),
-        **{key: {"median_s": medians[key], "min_s": min(times), "max_s": max(times)} for key, times in seconds.items()},
+        **{
+            key: {"median_s": medians[key], "min_s": min(times), "max_s": max(times)}
+            for key, times in seconds.items()
+        },
         **{f"{key}_over_ours": medians[key] / medians["ours"] for key in medians if key != "ours"},
         "error": errors,
     }
@@ -102,7 +115,10 @@ def report(name: str, shape: tuple[int, int], seconds: dict[str, list[float]], e
 
 def circumstances(threads: int, repeats: int, clock: str) -> dict[str, Any]:
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")),
+        platform.machine(),
+    )
     return {
         "date": datetime.date.today().isoformat(),
         "machine": f"{cpu}, {os.cpu_count()} cores, {threads} thread(s)",
@@ -119,23 +135,41 @@ def _cpuinfo() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--large", type=int, nargs=2, default=(4096, 4096), help="batch and length of GAE, GRPO, vanilla")
-    parser.add_argument("--medium", type=int, nargs=2, default=(1024, 2048), help="batch and length of the others")
-    parser.add_argument("--vocabulary", type=int, nargs=2, default=(2048, 32768), help="rows and vocabulary of logits")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--large", type=int, nargs=2, default=(4096, 4096), help="batch and length of GAE, GRPO, vanilla"
+    )
+    parser.add_argument(
+        "--medium", type=int, nargs=2, default=(1024, 2048), help="batch and length of the others"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, nargs=2, default=(2048, 32768), help="rows and vocabulary of logits"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall", help="cpu: for a busy machine, with --threads 1")
-    parser.add_argument("--only", nargs="*", default=[], help="parts of function names; all of them if left out")
+    parser.add_argument(
+        "--clock", choices=sorted(CLOCKS), default="wall", help="cpu: for a busy machine, with --threads 1"
+    )
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="parts of function names; all of them if left out"
+    )
     parser.add_argument("--out", type=Path, help="also write everything to this JSON file")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    shapes = {"large": tuple(chosen.large), "medium": tuple(chosen.medium), "vocabulary": tuple(chosen.vocabulary)}
+    shapes = {
+        "large": tuple(chosen.large),
+        "medium": tuple(chosen.medium),
+        "vocabulary": tuple(chosen.vocabulary),
+    }
     with_verl = importlib.util.find_spec("verl") is not None
     lines, made_of, inputs = [], None, None
     for name, pair in PAIRS.items():
         systems = (
-            {"ours": pair.ours} | ({"loop": LOOPS[name]} if name in LOOPS else {}) | ({"verl": pair.verl} if with_verl else {})
+            {"ours": pair.ours}
+            | ({"loop": LOOPS[name]} if name in LOOPS else {})
+            | ({"verl": pair.verl} if with_verl else {})
         )
         if len(systems) == 1 or (chosen.only and not any(part in name for part in chosen.only)):
             continue
@@ -147,7 +181,10 @@ def main() -> None:
     if chosen.out:
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
         chosen.out.write_text(
-            json.dumps({**circumstances(chosen.threads, chosen.repeats, chosen.clock), "functions": lines}, indent=1) + "\n"
+            json.dumps(
+                {**circumstances(chosen.threads, chosen.repeats, chosen.clock), "functions": lines}, indent=1
+            )
+            + "\n"
         )
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/async_gpu.py --hidden 1024 --layers 16 --steps 20
 
-A model of random weights answers sums with up to `--tokens` tokens. It ends them by chance, so a few answers are far longer
-than most. One JSON line per way of training: seconds per step, tokens per second, the age of what was trained on, how far the
-engine's log-probs were from the trainer's, and the ratio to the synchronous loop.
+A model of random weights answers sums with up to `--tokens` tokens. It ends them by chance, so a few answers
+are far longer than most. One JSON line per way of training: seconds per step, tokens per second, the age of
+what was trained on, how far the engine's log-probs were from the trainer's, and the ratio to the synchronous
+loop.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from statistics import mean
 
 from strop.config.compose import load
 from strop.data.make import arithmetic, write
-from strop.trainer.build import build_ppo
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.ppo.build import build_ppo
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 ASYNC = "trainer.async_training."
 SYSTEMS = {
@@ -32,7 +33,9 @@ WARM_UP_STEPS = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=32)
@@ -43,8 +46,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for split, rows in arithmetic(512, 16, digits=2, seed=0).items():
             write(rows, Path(folder) / f"{split}.parquet")
-        tokenizer = tiny_tokenizer(words=[f"w{i}" for i in range(110)])  # about 1 in 128 tokens ends an answer
-        model = tiny_model(tokenizer, hidden=asked.hidden, layers=asked.layers, longest=asked.tokens + 32)
+        tokenizer = tiny_tokenizer(
+            words=[f"w{i}" for i in range(110)]
+        )  # about 1 in 128 tokens ends an answer
+        model = tiny_model(
+            tokenizer, hidden=asked.hidden, layers=asked.layers, max_model_len=asked.tokens + 32
+        )
         for part in (model, tokenizer):
             part.save_pretrained(f"{folder}/model")
         for number, (system, settings) in enumerate(SYSTEMS.items()):
@@ -69,7 +76,9 @@ def main() -> None:
                 *settings,
             ]
             build_ppo(load("ppo_trainer", overrides)).fit()
-            found = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()][WARM_UP_STEPS:]
+            found = [json.loads(line)["data"] for line in (out / "metrics.jsonl").read_text().splitlines()][
+                WARM_UP_STEPS:
+            ]
             seconds = mean(step["timing_s/step"] for step in found)
             base = base or seconds
             line = {
@@ -77,7 +86,9 @@ def main() -> None:
                 "seconds_per_step": round(seconds, 3),
                 "tokens_per_second": round(mean(step["perf/total_num_tokens"] for step in found) / seconds),
                 "staleness_mean": round(mean(step.get("staleness/mean", 0.0) for step in found), 3),
-                "log_prob_gap": float(f"{mean(step['training/rollout_logprobs_diff_mean'] for step in found):.3g}"),
+                "log_prob_gap": float(
+                    f"{mean(step['training/rollout_logprobs_diff_mean'] for step in found):.3g}"
+                ),
                 "ratio": round(base / seconds, 2),
             }
             print(json.dumps(line), flush=True)

@@ -2,10 +2,11 @@
 
     python benchmarks/async_training.py --seeds 3
 
-A tiny untrained model learns by GRPO to say "7", one of its 17 tokens. Tokens cost time (timed_engine.py): the median
-sample of a step is quick, the slowest takes about ten times as long, and the synchronous loop waits for it in every step. Every
-system trains as many steps on the same rows from the same model. One JSON line per system and seed, with steps per second after
-the first ones and the share of sevens in the first and last steps; the ratios to the synchronous loop come last.
+A tiny untrained model learns by GRPO to say "7", one of its 17 tokens. Tokens cost time (timed_engine.py):
+the median sample of a step is quick, the slowest takes about ten times as long, and the synchronous loop
+waits for it in every step. Every system trains as many steps on the same rows from the same model. One JSON
+line per system and seed, with steps per second after the first ones and the share of sevens in the first and
+last steps; the ratios to the synchronous loop come last.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from statistics import mean
 
 from strop.config.compose import load
 from strop.data.make import arithmetic, write
-from strop.trainer.build import build_ppo
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.ppo.build import build_ppo
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 ASYNC = "trainer.async_training."
 SYSTEMS = {
@@ -48,7 +49,9 @@ def prepare(task: Path, seed: int) -> None:
         part.save_pretrained(task / "model")
 
 
-def train(task: Path, out: Path, settings: list[str], asked: argparse.Namespace, seed: int) -> dict[int, dict[str, float]]:
+def train(
+    task: Path, out: Path, settings: list[str], asked: argparse.Namespace, seed: int
+) -> dict[int, dict[str, float]]:
     overrides = [
         f"data.train_files={task}/train.parquet",
         "data.train_batch_size=8",
@@ -91,17 +94,25 @@ def summary(system: str, seed: int, steps: dict[int, dict[str, float]]) -> dict[
         "score_last_5": round(mean(steps[s]["critic/score/mean"] for s in range(last - 4, last + 1)), 3),
         "staleness_mean": round(mean(steps[s].get("staleness/mean", 0.0) for s in range(1, last + 1)), 3),
         "staleness_max": max(steps[s].get("staleness/max", 0.0) for s in range(1, last + 1)),
-        "waiting_for_samples": round(mean(steps[s]["timing_s/gen"] / steps[s]["timing_s/step"] for s in range(1, last + 1)), 3),
+        "waiting_for_samples": round(
+            mean(steps[s]["timing_s/gen"] / steps[s]["timing_s/step"] for s in range(1, last + 1)), 3
+        ),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=0.012, help="of a median token")
-    parser.add_argument("--spread", type=float, default=0.9, help="sigma of the logarithm of a sample's slowness")
-    parser.add_argument("--systems", default=",".join(SYSTEMS).replace(", ", ";"), help="comma list; ; stands for a comma")
+    parser.add_argument(
+        "--spread", type=float, default=0.9, help="sigma of the logarithm of a sample's slowness"
+    )
+    parser.add_argument(
+        "--systems", default=",".join(SYSTEMS).replace(", ", ";"), help="comma list; ; stands for a comma"
+    )
     asked = parser.parse_args()
     chosen = [name.replace(";", ", ") for name in asked.systems.split(",")]
     lines = []
@@ -111,7 +122,9 @@ def main() -> None:
             prepare(task, seed)
             for system in chosen:
                 with redirect_stderr(io.StringIO()):
-                    steps = train(task, Path(folder) / f"{seed}_{chosen.index(system)}", SYSTEMS[system], asked, seed)
+                    steps = train(
+                        task, Path(folder) / f"{seed}_{chosen.index(system)}", SYSTEMS[system], asked, seed
+                    )
                 lines.append(summary(system, seed, steps))
                 print(json.dumps(lines[-1]), flush=True)
     base = [line for line in lines if line["system"] == chosen[0]]

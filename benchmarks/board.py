@@ -2,13 +2,15 @@
 
     python benchmarks/board.py --samples 1000000 --readers 50 [--work DIR] [--browser]
 
-Prints one JSON line: seconds of each request to a server of its own (after a first one that warms nothing but the operating
-system's cache), what a fresh browser waits for when the server was just started and when it was not, and how long `--readers`
-readers wait for searches and for everything else while a run writes, with the server's memory every ten seconds. Files are
-those of a run with trainer.samples_to_keep=128: 128 samples a step in groups of 8.
+Prints one JSON line: seconds of each request to a server of its own (after a first one that warms nothing but
+the operating system's cache), what a fresh browser waits for when the server was just started and when it was
+not, and how long `--readers` readers wait for searches and for everything else while a run writes, with the
+server's memory every ten seconds. Files are those of a run with trainer.samples_to_keep=128: 128 samples a
+step in groups of 8.
 
-A reader does what the pages do: asks for the list of runs and for what is on its screen every four seconds, opens something
-after a pause of `--pause` seconds on average, and types searches, most of them its own, some for what is nowhere.
+A reader does what the pages do: asks for the list of runs and for what is on its screen every four seconds,
+opens something after a pause of `--pause` seconds on average, and types searches, most of them its own, some
+for what is nowhere.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.run.sample_table import Job, TextOf, sample_table
-from strop.run.samples import FOLDER, file_name, write_samples
+from strop.run.sample_table import FOLDER, SampleJob, TokenTexts, file_name, sample_table, write_samples
 from strop.types import Prompt, Trajectory
 
 PER_STEP, GROUP, TOKENS, VARIANTS = 128, 8, 48, 24
 LOOK = 10.0
 """Seconds from one look at the server's memory to the next."""
 POLL, WRITE = 4.0, 1.0
-"""Seconds from one time that a page asks by itself to the next; from one step of the run that writes to the next."""
+"""Seconds from one time that a page asks by itself to the next; from one step of the run that writes to the
+next."""
 MOST_ANSWERS = 8
 """After which a reader gives up a search that has found nothing."""
 TEXT = "so we add both numbers and carry the one then check that result twice before we answer it with care"
@@ -56,19 +58,37 @@ def step_table(seed: int) -> Any:
         score = float(rng.random() < 0.6) if group else 1.0
         failed = seed == 3 and row == 77
         log_probs = (-rng.exponential(0.5, TOKENS)).tolist()
-        return Trajectory(prompt, group, ids, [1] * TOKENS, log_probs, score=None if failed else score, extras={"acc": score})
+        return Trajectory(
+            prompt,
+            group,
+            ids,
+            [1] * TOKENS,
+            log_probs,
+            score=None if failed else score,
+            extras={"acc": score},
+        )
 
     rows = [trajectory(row) for row in range(PER_STEP)]
     noise = torch.rand(PER_STEP, TOKENS, generator=torch.Generator().manual_seed(seed))
-    tables = {"mask": torch.ones(PER_STEP, TOKENS), "advantages": noise - 0.5, "entropy": noise, "trained_log_probs": -noise}
-    return sample_table(Job("train", seed, rows, tables), TextOf(lambda ids: " ".join(WORDS[i] for i in ids)))
+    tables = {
+        "mask": torch.ones(PER_STEP, TOKENS),
+        "advantages": noise - 0.5,
+        "entropy": noise,
+        "trained_log_probs": -noise,
+    }
+    return sample_table(
+        SampleJob("train", seed, rows, tables), TokenTexts(lambda ids: " ".join(WORDS[i] for i in ids))
+    )
 
 
 def write_set(run: Path, samples: int) -> int:
-    """Samples of a long run: files repeat after VARIANTS steps, except that one step has a word of its own."""
+    """Samples of a long run: files repeat after VARIANTS steps, except that one step has a word of its
+    own."""
     run.mkdir(parents=True)
     steps = max(VARIANTS, samples // PER_STEP)
-    originals = [write_samples(run / "originals", "train", seed, step_table(seed)) for seed in range(VARIANTS)]
+    originals = [
+        write_samples(run / "originals", "train", seed, step_table(seed)) for seed in range(VARIANTS)
+    ]
     (run / FOLDER).mkdir()
     for step in range(1, steps + 1):
         shutil.copyfile(originals[step % VARIANTS], run / FOLDER / file_name("train", step))
@@ -113,10 +133,14 @@ def one_reader(server: Server, steps: int) -> dict[str, float]:
     run = f"/api/runs/{json.loads(body)['runs'][0]['id']}"
     found["steps"] = server.get(f"{run}/samples")[0]
     found["latest_step"] = server.get(f"{run}/samples/train?step={steps}&limit=30")[0]
-    found["any_step"] = max(server.get(f"{run}/samples/train?step={random.randint(1, steps)}&sort=worst")[0] for _ in range(20))
+    found["any_step"] = max(
+        server.get(f"{run}/samples/train?step={random.randint(1, steps)}&sort=worst")[0] for _ in range(20)
+    )
     found["group"] = server.get(f"{run}/samples/train/{steps}/3")[0]
     found["tokens"] = server.get(f"{run}/samples/train/{steps}/3/0/tokens")[0]
-    found["curve"] = server.get(f"/api/curves?run={run.rsplit('/', 1)[1]}&metric=critic/score/mean&points=600")[0]
+    found["curve"] = server.get(
+        f"/api/curves?run={run.rsplit('/', 1)[1]}&metric=critic/score/mean&points=600"
+    )[0]
     found["all_steps_zero_variance"] = server.get(f"{run}/samples/train?show=zero_variance")[0]
     found["all_steps_failed"] = server.get(f"{run}/samples/train?show=failed")[0]
     found["search_one_step"] = server.get(f"{run}/samples/train?step={steps}&search=carry%20the%20one")[0]
@@ -128,7 +152,9 @@ def one_reader(server: Server, steps: int) -> dict[str, float]:
         text = {"search": "nowhere to be found", "from": place[0], "offset": place[1]}
         body = server.get(query(f"{run}/samples/train", **text))[1]
     found["search_all_steps_to_the_end"] = seconds + time.perf_counter() - start
-    found["search_all_steps_again"] = server.get(f"{run}/samples/train?search=nowhere%20to%20be%20found%20either")[0]
+    found["search_all_steps_again"] = server.get(
+        f"{run}/samples/train?search=nowhere%20to%20be%20found%20either"
+    )[0]
     return {name: round(value, 4) for name, value in found.items()}
 
 
@@ -154,7 +180,9 @@ class Reader:
                 self.get("/api/runs")
                 self.get(self.screen)
             elif now >= act:
-                self.rng.choice([self.browse, self.browse, self.read_tokens, self.look_at_curves, self.search])()
+                self.rng.choice(
+                    [self.browse, self.browse, self.read_tokens, self.look_at_curves, self.search]
+                )()
                 act = time.monotonic() + self._pause()
             else:
                 time.sleep(min(polled + POLL, act) - now)
@@ -237,7 +265,10 @@ def many_readers(server: Server, run_folder: Path, steps: int, asked: argparse.N
         course.append(round(server.megabytes()))
     for thread in threads:
         thread.join()
-    kinds = {kind: [seconds for reader in readers for seconds in reader.waited[kind]] for kind in ("other", "search")}
+    kinds = {
+        kind: [seconds for reader in readers for seconds in reader.waited[kind]]
+        for kind in ("other", "search")
+    }
     return {
         "readers": asked.readers,
         "pause_s": asked.pause,
@@ -257,7 +288,8 @@ def waits(taken: list[float]) -> dict[str, float]:
 
 
 def in_browser(server: Server, browser: Any) -> dict[str, float]:
-    """Milliseconds until the first paint and until samples can be read, in a browser that has seen nothing yet."""
+    """Milliseconds until the first paint and until samples can be read, in a browser that has seen nothing
+    yet."""
     page = browser.new_context().new_page()
     page.goto(f"{server.url}/#/rollouts")
     page.wait_for_selector(".samples .sample")
@@ -268,7 +300,8 @@ def in_browser(server: Server, browser: Any) -> dict[str, float]:
 
 
 def in_browsers(root: Path, server: Server) -> dict[str, dict[str, float]]:
-    """The browser is open before a new server is started, so the server gets no time that a reader would not give it."""
+    """The browser is open before a new server is started, so the server gets no time that a reader would not
+    give it."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -288,7 +321,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--readers", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--pause", type=float, default=3, help="seconds from one click of a reader to the next, on average")
+    parser.add_argument(
+        "--pause", type=float, default=3, help="seconds from one click of a reader to the next, on average"
+    )
     parser.add_argument("--work", type=Path)
     parser.add_argument("--browser", action="store_true")
     asked = parser.parse_args()

@@ -1,14 +1,15 @@
-"""A packed GRPO update by one rank of FSDP2 beside the single backend, on one device: what sharding costs when there is nobody
-to share with, and how much of the device's arithmetic an update uses.
+"""A packed GRPO update by one rank of FSDP2 beside the single backend, on one device: what sharding costs
+when there is nobody to share with, and how much of the device's arithmetic an update uses.
 
     python benchmarks/distributed.py --shape 0.5b          # on a GPU: NCCL; also 1.5b
     python benchmarks/distributed.py --shape tiny          # a dry run on the CPU: gloo
 
-The model has the shape of Qwen2.5 with random weights: bf16 compute, fp32 masters, AdamW, entropy of every token. Systems
-take turns for `--rounds` rounds, each time as a process of its own; a turn's first `--warm-up` updates are left out. Counted
-are the operations that packed rows need (two per weight and token forward, four backward, causal attention, the head where a
-token was sampled), not what is computed again; their share of the rate of a large matrix product on that device, measured in
-the same process, is the MFU. Prints one JSON line per turn, and the ratio of the best times last.
+The model has the shape of Qwen2.5 with random weights: bf16 compute, fp32 masters, AdamW, entropy of every
+token. Systems take turns for `--rounds` rounds, each time as a process of its own; a turn's first `--warm-up`
+updates are left out. Counted are the operations that packed rows need (two per weight and token forward, four
+backward, causal attention, the head where a token was sampled), not what is computed again; their share of
+the rate of a large matrix product on that device, measured in the same process, is the MFU. Prints one JSON
+line per turn, and the ratio of the best times last.
 """
 
 from __future__ import annotations
@@ -28,25 +29,54 @@ import torch
 
 from supervised_mfu import matmul_peak, wait  # isort: skip - it stands beside this file
 
-COMMON = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True, "max_position_embeddings": 32_768}
+COMMON = {
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32_768,
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512},
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 512,
+    },
 }
 SYSTEMS = ("single", "fsdp")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
     parser.add_argument("--prompts", type=int, default=32, help="prompts per update")
     parser.add_argument("--samples", type=int, default=8, help="answers per prompt")
     parser.add_argument("--prompt-length", type=int, default=256)
     parser.add_argument("--shortest", type=int, default=256, help="shortest answer")
-    parser.add_argument("--longest", type=int, default=1024, help="longest answer; lengths are uniform in between")
-    parser.add_argument("--tokens", type=int, default=32_768, help="tokens per micro-batch (ppo_max_token_len_per_gpu)")
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
+    parser.add_argument(
+        "--longest", type=int, default=1024, help="longest answer; lengths are uniform in between"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=32_768, help="tokens per micro-batch (ppo_max_token_len_per_gpu)"
+    )
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute activations again in the backward pass"
+    )
     parser.add_argument("--keep", action="store_true", help="reshard_after_forward=false")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--updates", type=int, default=5, help="updates that count, per turn")
@@ -56,17 +86,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-# --- one turn, in a process of its own -------------------------------------------------------------------------------------
+# --- one turn, in a process of its own ----------------------------------------------------------------------
 
 
 def backend_of(asked: argparse.Namespace, device: torch.device) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from strop.backends.fsdp import FsdpBackend
+    from strop.backends.base import BackendSettings
+    from strop.backends.fsdp.backend import FsdpBackend
     from strop.backends.single import SingleBackend
-    from strop.config.schema.model import Fsdp, Optim
+    from strop.config.schema.model import FsdpConfig, OptimConfig
     from strop.models.build import checkpoint_activations, compute_dtype
-    from strop.models.precision import widen_residual
+    from strop.models.residual import widen_residual
     from strop.ranks import Ranks
 
     torch.manual_seed(0)
@@ -75,10 +106,14 @@ def backend_of(asked: argparse.Namespace, device: torch.device) -> Any:
     widen_residual(model)
     if asked.checkpointing:
         checkpoint_activations(model)
-    common = {"optim": Optim(lr=1e-6), "device": device, "compute": compute_dtype("bfloat16", device)}
+    settings = BackendSettings(
+        optim=OptimConfig(lr=1e-6), device=device, compute=compute_dtype("bfloat16", device)
+    )
     if asked.turn == "single":
-        return SingleBackend(model, **common)
-    return FsdpBackend(model, ranks=Ranks(0, 1), settings=Fsdp(reshard_after_forward=not asked.keep), **common)
+        return SingleBackend(model, settings)
+    return FsdpBackend(
+        model, settings, ranks=Ranks(0, 1), fsdp=FsdpConfig(reshard_after_forward=not asked.keep)
+    )
 
 
 def batch_of(asked: argparse.Namespace) -> Any:
@@ -108,18 +143,24 @@ def batch_of(asked: argparse.Namespace) -> Any:
 
 
 def operations(asked: argparse.Namespace, batch: Any, micro: Any) -> float:
-    """Forward and backward of one update. A beginning that answers share counts once, as it is computed once."""
-    from strop.backends.micro import partition
-    from strop.models.forward import without_last
-    from strop.models.layout import lay_out, rectangle
+    """Forward and backward of one update. A beginning that answers share counts once, as it is computed
+    once."""
+    from strop.backends.micro_batches import partition
+    from strop.models.packing import lay_out, rectangle, without_last
 
     shape = {**COMMON, **SHAPES[asked.shape]}
     hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
     width = hidden // heads
-    linear = layers * hidden * (2 * hidden + 2 * shape["num_key_value_heads"] * width + 3 * shape["intermediate_size"])
+    linear = (
+        layers
+        * hidden
+        * (2 * hidden + 2 * shape["num_key_value_heads"] * width + 3 * shape["intermediate_size"])
+    )
     tables = [without_last(rectangle(batch.select(rows).sequences)) for rows in partition(batch, micro)]
     tokens = sum(lay_out(table, packed=True).ids.numel() for table in tables)
-    attention = sum(2 * layers * heads * width * length * length for length in batch.lengths)  # half of QK and PV: causal
+    attention = sum(
+        2 * layers * heads * width * length * length for length in batch.lengths
+    )  # half of QK and PV: causal
     head = float(batch.mask.sum()) * hidden * shape["vocab_size"]
     return 3.0 * (2 * (tokens * linear + head) + attention)
 
@@ -129,8 +170,8 @@ def turn(asked: argparse.Namespace) -> dict[str, Any]:
 
     from strop.backends.base import MicroBatching
     from strop.config.compose import load
+    from strop.ppo.update import ActorUpdate
     from strop.runtime.local import joined
-    from strop.trainer.update import ActorUpdate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load("ppo_trainer", ["data.train_files=none", "actor_rollout_ref.model.path=none"]).config
@@ -170,7 +211,7 @@ def turn(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- all turns ----------------------------------------------------------------------------------------------------
+# --- all turns ----------------------------------------------------------------------------------------------
 
 
 def taken(system: str, words: list[str]) -> dict[str, Any]:
@@ -178,8 +219,16 @@ def taken(system: str, words: list[str]) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), *words, "--turn", system]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    done = subprocess.run(command, stdout=subprocess.PIPE, env={**os.environ, **alone}, text=True, check=False)
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env={**os.environ, **alone}, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"the turn of {system} failed with exit code {done.returncode}")
     line = done.stdout.strip().splitlines()[-1]
@@ -199,7 +248,11 @@ def main(words: list[str]) -> None:
             seconds = taken(system, words)["seconds"]
             best[system] = min(seconds, best.get(system, seconds))
     if len(best) == len(SYSTEMS):
-        print(json.dumps({"shape": asked.shape, "fsdp_over_single": round(best["fsdp"] / best["single"], 4), **best}))
+        print(
+            json.dumps(
+                {"shape": asked.shape, "fsdp_over_single": round(best["fsdp"] / best["single"], 4), **best}
+            )
+        )
 
 
 if __name__ == "__main__":

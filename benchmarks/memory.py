@@ -1,11 +1,13 @@
-"""Peak memory of a training step: log-probs with a head that never holds the logits, beside a plain forward that does.
+"""Peak memory of a training step: log-probs with a head that never holds the logits, beside a plain forward
+that does.
 
     python benchmarks/memory.py [--sequences 8] [--length 2048] [--layers 24]
 
-The model has the shape of Qwen2.5-0.5B (vocabulary 151,936), bf16 compute with fp32 masters on CUDA, fp32 on the CPU; both
-systems share backend, gradient checkpointing, optimizer and batch, and differ only in how log-probs and entropy are computed.
-Each runs in a process of its own: peak is torch.cuda.max_memory_allocated, or the peak resident size on the CPU (less what the
-process had before the model). Prints one JSON line per system and the ratio. On the CPU the sizes default to smaller ones.
+The model has the shape of Qwen2.5-0.5B (vocabulary 151,936), bf16 compute with fp32 masters on CUDA, fp32 on
+the CPU; both systems share backend, gradient checkpointing, optimizer and batch, and differ only in how
+log-probs and entropy are computed. Each runs in a process of its own: peak is
+torch.cuda.max_memory_allocated, or the peak resident size on the CPU (less what the process had before the
+model). Prints one JSON line per system and the ratio. On the CPU the sizes default to smaller ones.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ def plain_outputs(model, batch, width: int) -> dict[str, Tensor]:
 def measure(system: str, sequences: int, length: int, layers: int) -> dict[str, float | str]:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from strop.backends.base import MicroBatching, Outputs
+    from strop.backends.base import BackendSettings, MicroBatching, Outputs
     from strop.backends.single import SingleBackend
-    from strop.config.schema.model import Optim
+    from strop.config.schema.model import OptimConfig
     from strop.models.build import checkpoint_activations
     from strop.types import Batch
 
     class Plain(SingleBackend):
-        def _ask(self, piece: Batch, want: Sequence[str]) -> dict[str, Tensor]:
+        def _outputs(self, piece: Batch, want: Sequence[str]) -> dict[str, Tensor]:
             return plain_outputs(self.module, piece, piece.mask.shape[1])
 
     cuda = torch.cuda.is_available()
@@ -70,9 +72,11 @@ def measure(system: str, sequences: int, length: int, layers: int) -> dict[str, 
     checkpoint_activations(model)
     backend = (Plain if system == "plain" else SingleBackend)(
         model,
-        optim=Optim(lr=1e-6),
-        device="cuda" if cuda else "cpu",
-        compute=torch.bfloat16 if cuda else torch.float32,
+        BackendSettings(
+            optim=OptimConfig(lr=1e-6),
+            device="cuda" if cuda else "cpu",
+            compute=torch.bfloat16 if cuda else torch.float32,
+        ),
     )
 
     def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,7 +87,9 @@ def measure(system: str, sequences: int, length: int, layers: int) -> dict[str, 
     seconds = []
     for _ in range(3 if cuda else 1):
         start = time.perf_counter()
-        report = backend.forward_backward(batch, ["log_probs", "entropy"], loss, MicroBatching(rows=sequences))
+        report = backend.forward_backward(
+            batch, ["log_probs", "entropy"], loss, MicroBatching(rows=sequences)
+        )
         norm = backend.step().grad_norm
         seconds.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if cuda else resident() - before
@@ -104,18 +110,27 @@ def resident() -> int:
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048 if cuda else 128)
     parser.add_argument("--layers", type=int, default=24 if cuda else 1)
-    parser.add_argument("--system", choices=("plain", "strop"), default=None, help="measure one, in this process")
+    parser.add_argument(
+        "--system", choices=("plain", "strop"), default=None, help="measure one, in this process"
+    )
     arguments = parser.parse_args()
     if arguments.system:
-        print(json.dumps(measure(arguments.system, arguments.sequences, arguments.length, arguments.layers)), flush=True)
+        print(
+            json.dumps(measure(arguments.system, arguments.sequences, arguments.length, arguments.layers)),
+            flush=True,
+        )
         return
     peaks = {}
     for system in ("plain", "strop"):
-        done = subprocess.run([sys.executable, *sys.argv, "--system", system], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, *sys.argv, "--system", system], capture_output=True, text=True, check=False
+        )
         if done.returncode != 0:
             sys.exit(f"{system} failed:\n{done.stderr}")
         line = done.stdout.strip().splitlines()[-1]

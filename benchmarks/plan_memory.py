@@ -4,11 +4,12 @@
     python benchmarks/plan_memory.py --shapes 0.5b --variants checkpointed --tokens 16384
     python benchmarks/plan_memory.py --shapes tiny            # on a CPU: runs everything, measures no memory
 
-Random weights of the Qwen2.5 shapes, made on the device; the real backend and the real native engine. A variant is one process:
-`checkpointed` and `plain` train all weights with float32 masters and AdamW (0.5b, 1.5b), `bf16` with bf16 masters and `lora`
-adapters of rank 32 (7b, whose float32 training does not fit one device). Each process samples, computes log-probs, then makes
-an update of one micro-batch and one of two. One JSON line per phase: measured and predicted bytes (torch's allocator at its
-peak), their ratio, what torch reserved and the device lost, and seconds.
+Random weights of the Qwen2.5 shapes, made on the device; the real backend and the real native engine. A
+variant is one process: `checkpointed` and `plain` train all weights with float32 masters and AdamW (0.5b,
+1.5b), `bf16` with bf16 masters and `lora` adapters of rank 32 (7b, whose float32 training does not fit one
+device). Each process samples, computes log-probs, then makes an update of one micro-batch and one of two. One
+JSON line per phase: measured and predicted bytes (torch's allocator at its peak), their ratio, what torch
+reserved and the device lost, and seconds.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ import torch
 from torch import Tensor
 
 from strop.planning.activations import Numbers, Tokens
-from strop.planning.assumptions import CONTEXT, SLACK, WORKSPACE
+from strop.planning.devices import CONTEXT, SLACK, WORKSPACE
 from strop.planning.forecast import taken
-from strop.planning.known import KNOWN
-from strop.planning.rollout import Sampler
-from strop.planning.shape import Shape, read_shape
+from strop.planning.rollout import PlannedSampler
+from strop.planning.shape import KNOWN, Shape, read_shape
 from strop.planning.training import TrainedModel
 
-TINY = {**KNOWN["qwen2.5-0.5b"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+TINY = {
+    **KNOWN["qwen2.5-0.5b"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+}
 TINY |= {"num_attention_heads": 4, "head_dim": 16}
 SHAPES = {"tiny": TINY, **{size: KNOWN[f"qwen2.5-{size}"] for size in ("0.5b", "1.5b", "7b")}}
 VARIANTS = {
@@ -63,7 +69,7 @@ class Bench:
     shape: Shape
     backend: Any
     model: TrainedModel
-    sampler: Sampler
+    sampler: PlannedSampler
     stepped: bool = False
     """The optimizer remembers something."""
     kept_cache: int = 0
@@ -78,8 +84,11 @@ class Bench:
     def outside_passes(self) -> int:
         return CONTEXT + SLACK + (self.sampler.recorded if self.kept_cache else 0)
 
-    def measure(self, phase: str, work: Callable[[], Any], parts: dict[str, int], outside: int, **facts: Any) -> None:
-        """`parts` come on top of what is at rest; `outside` is what torch's allocator does not count as allocated."""
+    def measure(
+        self, phase: str, work: Callable[[], Any], parts: dict[str, int], outside: int, **facts: Any
+    ) -> None:
+        """`parts` come on top of what is at rest; `outside` is what torch's allocator does not count as
+        allocated."""
         predicted = self.at_rest + sum(parts.values())
         lost = self.at_rest + sum(taken(part, size) for part, size in parts.items()) + outside
         cuda = self.device.type == "cuda"
@@ -113,20 +122,21 @@ class Bench:
 def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from strop.backends.base import BackendSettings
     from strop.backends.single import SingleBackend
-    from strop.config.schema.model import Optim
+    from strop.config.schema.model import OptimConfig
     from strop.models.build import checkpoint_activations
     from strop.models.lora import add_adapters
-    from strop.models.precision import widen_residual
+    from strop.models.residual import widen_residual
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     compute = torch.bfloat16 if device.type == "cuda" else torch.float32
     master = compute if variant == "bf16" else torch.float32
-    settings = {key: value for key, value in SHAPES[name].items() if key not in ("model_type", "head_dim")}
+    sizes = {key: value for key, value in SHAPES[name].items() if key not in ("model_type", "head_dim")}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32 if master == torch.float32 and variant != "lora" else compute)
     with torch.device(device):
-        module: Any = Qwen2ForCausalLM(Qwen2Config(**settings, max_position_embeddings=4096))
+        module: Any = Qwen2ForCausalLM(Qwen2Config(**sizes, max_position_embeddings=4096))
     torch.set_default_dtype(torch.float32)
     widen_residual(module)
     if variant == "lora":
@@ -134,13 +144,26 @@ def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
     checkpointed = variant != "plain"
     if checkpointed:
         checkpoint_activations(module)
-    backend = SingleBackend(module, optim=Optim(lr=1e-6, lr_warmup_steps=0), device=device, compute=compute, master=master)
+    settings = BackendSettings(
+        optim=OptimConfig(lr=1e-6, lr_warmup_steps=0), device=device, compute=compute, master=master
+    )
+    backend = SingleBackend(module, settings)
     shape = read_shape(SHAPES[name])
     numbers = Numbers(compute.itemsize, master.itemsize, residual=4)
     sequences = asked.prompts * asked.samples
-    sampler = Sampler(shape, sequences, PROMPT, ANSWER, samples=asked.samples, numbers=numbers, records=device.type == "cuda")
+    sampler = PlannedSampler(
+        shape,
+        sequences,
+        PROMPT,
+        ANSWER,
+        samples=asked.samples,
+        numbers=numbers,
+        records=device.type == "cuda",
+    )
     rank = LORA_RANK if variant == "lora" else 0
-    model = TrainedModel(shape, numbers, checkpointed=checkpointed, lora_rank=rank, kernels=device.type == "cuda")
+    model = TrainedModel(
+        shape, numbers, checkpointed=checkpointed, lora_rank=rank, kernels=device.type == "cuda"
+    )
     return Bench(name, variant, asked, device, shape, backend, model, sampler)
 
 
@@ -218,7 +241,9 @@ def learn(bench: Bench, tokens: int, micro_batches: int) -> None:
         return value, {"loss": value, "entropy": outputs.entropy.detach().mean()}
 
     def update() -> None:
-        bench.backend.forward_backward(batch, ["log_probs", "entropy"], loss, MicroBatching(max_tokens=tokens))
+        bench.backend.forward_backward(
+            batch, ["log_probs", "entropy"], loss, MicroBatching(max_tokens=tokens)
+        )
         bench.backend.step()
 
     if not bench.stepped:
@@ -246,10 +271,16 @@ def run(name: str, variant: str, asked: argparse.Namespace) -> None:
 
 def options() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=sorted(SHAPES), default=["0.5b", "1.5b", "7b"] if cuda else ["tiny"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=sorted(SHAPES), default=["0.5b", "1.5b", "7b"] if cuda else ["tiny"]
+    )
     parser.add_argument("--variants", nargs="+", help="of those that a shape has; all of them by default")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384] if cuda else [2048], help="per micro-batch")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 16384] if cuda else [2048], help="per micro-batch"
+    )
     parser.add_argument("--prompts", type=int, default=256 if cuda else 4)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--here", action="store_true", help="in this process; for one shape and one variant")
@@ -265,7 +296,14 @@ def main() -> None:
         return
     for name in asked.shapes:
         for variant in [v for v in VARIANTS[name] if asked.variants is None or v in asked.variants]:
-            sizes = ["--tokens", *map(str, asked.tokens), "--prompts", str(asked.prompts), "--samples", str(asked.samples)]
+            sizes = [
+                "--tokens",
+                *map(str, asked.tokens),
+                "--prompts",
+                str(asked.prompts),
+                "--samples",
+                str(asked.samples),
+            ]
             command = [sys.executable, __file__, "--here", "--shapes", name, "--variants", variant, *sizes]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             sys.stdout.write(done.stdout)

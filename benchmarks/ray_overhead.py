@@ -1,10 +1,12 @@
-"""What Ray costs: the same run, started by this machine and by a Ray cluster of this machine, in turns of one step.
+"""What Ray costs: the same run, started by this machine and by a Ray cluster of this machine, in turns of one
+step.
 
     python benchmarks/ray_overhead.py [--steps 24] [--hidden 128] [--ranks 1]
 
-Both runs live at the same time and take turns (`ray_overhead_turns.py`), so neighbouring steps meet the same machine; the ratio
-is the median over pairs of neighbours, of the seconds on the wall and of those that the rank itself used. Ray's own processes
-work in the other's turns as well, so what they use is measured apart: processor seconds per second of the run, by process.
+Both runs live at the same time and take turns (`ray_overhead_turns.py`), so neighbouring steps meet the same
+machine; the ratio is the median over pairs of neighbours, of the seconds on the wall and of those that the
+rank itself used. Ray's own processes work in the other's turns as well, so what they use is measured apart:
+processor seconds per second of the run, by process.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 def make_task(folder: Path, hidden: int, ranks: int, steps: int) -> list[str]:
     from strop.data.make import arithmetic, write
-    from strop.trainer.tiny import tiny_model, tiny_tokenizer
+    from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
     for split, rows in arithmetic(512, 16, digits=2, seed=0).items():
         write(rows, folder / "data" / f"{split}.parquet")
@@ -56,7 +58,12 @@ def make_task(folder: Path, hidden: int, ranks: int, steps: int) -> list[str]:
 
 def start(settings: list[str], runtime: str, folder: Path) -> subprocess.Popen[bytes]:
     more = [f"trainer.runtime={runtime}", f"trainer.default_local_dir={folder / runtime}"]
-    turns = {"STROP_TURNS": str(folder), "STROP_TURN_NAME": runtime, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    turns = {
+        "STROP_TURNS": str(folder),
+        "STROP_TURN_NAME": runtime,
+        "OMP_NUM_THREADS": "1",
+        "RAY_AUTH_MODE": "disabled",
+    }
     with (folder / f"{runtime}.log").open("w") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "strop.cli", "ppo", *settings, *more],
@@ -114,7 +121,11 @@ def watch(runs: dict[str, subprocess.Popen[bytes]], folder: Path) -> dict[str, f
         failed = [name for name, run in runs.items() if run.poll()]
         if failed:
             raise RuntimeError((folder / f"{failed[0]}.log").read_text()[-3000:])
-        if runs["ray"].poll() is None and len(steps_of(folder, "ray")) >= WARM and len(steps_of(folder, "local")) >= WARM:
+        if (
+            runs["ray"].poll() is None
+            and len(steps_of(folder, "ray")) >= WARM
+            and len(steps_of(folder, "local")) >= WARM
+        ):
             now = used_by(runs["ray"].pid)
             if "rank" in now:  # else Ray is about to end its processes
                 after, latest = now, time.monotonic()
@@ -122,19 +133,27 @@ def watch(runs: dict[str, subprocess.Popen[bytes]], folder: Path) -> dict[str, f
                     before, began = after, latest
         time.sleep(0.5)
     assert before is not None
-    return {name: round((after[name] - before.get(name, 0.0)) / (latest - began), 4) for name in sorted(after)}
+    return {
+        name: round((after[name] - before.get(name, 0.0)) / (latest - began), 4) for name in sorted(after)
+    }
 
 
 def compare(folder: Path) -> dict[str, Any]:
     """Each step of one run beside the step of the other that followed it."""
     local, ray = (steps_of(folder, runtime)[WARM:] for runtime in ("local", "ray"))
-    ratios = {unit: sorted(b[unit] / a[unit] for a, b in zip(local, ray, strict=True)) for unit in ("wall", "processor")}
+    ratios = {
+        unit: sorted(b[unit] / a[unit] for a, b in zip(local, ray, strict=True))
+        for unit in ("wall", "processor")
+    }
     return {
         "pairs": len(local),
         "local_step_s": round(statistics.median(row["wall"] for row in local), 3),
         "ray_step_s": round(statistics.median(row["wall"] for row in ray), 3),
         **{f"{unit}_ratio": round(statistics.median(found), 4) for unit, found in ratios.items()},
-        **{f"{unit}_quartiles": [round(q, 4) for q in statistics.quantiles(found)[::2]] for unit, found in ratios.items()},
+        **{
+            f"{unit}_quartiles": [round(q, 4) for q in statistics.quantiles(found)[::2]]
+            for unit, found in ratios.items()
+        },
     }
 
 

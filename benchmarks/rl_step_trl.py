@@ -1,9 +1,11 @@
-"""TRL's side of `rl_step.py`: one of its trainers on a prepared work, seconds and tokens of each step as one JSON line.
+"""TRL's side of `rl_step.py`: one of its trainers on a prepared work, seconds and tokens of each step as one
+JSON line.
 
     PYTHON_WITH_TRL benchmarks/rl_step_trl.py --algorithm grpo --folder runs/rl_step/tiny \\
         --prompts 64 --samples 8 --tokens 8 --steps 10
 
-Needs TRL and its own dependencies alone. GRPO is trl.GRPOTrainer; PPO is trl.experimental.ppo, which TRL shipped up to 1.12.
+Needs TRL and its own dependencies alone. GRPO is trl.GRPOTrainer; PPO is trl.experimental.ppo, which TRL
+shipped up to 1.12.
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 
 
 def right(completion: str, answer: str) -> float:
@@ -38,7 +45,8 @@ def right(completion: str, answer: str) -> float:
 
 
 class Clock(TrainerCallback):
-    """Time from the end of one step to the end of the next, logging included, by the wall and by the processor."""
+    """Time from the end of one step to the end of the next, logging included, by the wall and by the
+    processor."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -82,7 +90,9 @@ def common(options: argparse.Namespace) -> dict[str, Any]:
 def grpo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock, list[float]]:
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [right(text.replace(" ", "") if options.characters else text, a) for text, a in zip(texts, answer)]
+        return [
+            right(text.replace(" ", "") if options.characters else text, a) for text, a in zip(texts, answer)
+        ]
 
     batch = options.prompts * options.samples
     config = trl.GRPOConfig(
@@ -110,7 +120,8 @@ def grpo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock
 
 
 def ppo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock, list[float]]:
-    """The reward is a rule, but this trainer takes only a model: a stand-in for one is answered by the rule."""
+    """The reward is a rule, but this trainer takes only a model: a stand-in for one is answered by the
+    rule."""
     import trl.experimental.ppo.ppo_trainer as module
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
@@ -147,7 +158,11 @@ def ppo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock,
         num_sample_generations=0,
     )
     # One prompt per episode: as many samples of each as the other side takes.
-    episodes = [{"input_ids": ids} for ids in prompts[: options.prompts * options.steps] for _ in range(options.samples)]
+    episodes = [
+        {"input_ids": ids}
+        for ids in prompts[: options.prompts * options.steps]
+        for _ in range(options.samples)
+    ]
     clock = Clock()
     trainer = PPOTrainer(
         args=config,
@@ -170,7 +185,9 @@ RUN: dict[str, Callable[..., tuple[Clock, list[float]]]] = {"grpo": grpo, "ppo":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithm", choices=sorted(RUN), required=True)
     parser.add_argument("--folder", type=Path, required=True, help="with model/ and prompts.jsonl")
     parser.add_argument("--prompts", type=int, required=True)
@@ -187,7 +204,11 @@ def main() -> None:
     found = {
         **clock.times,
         "tokens": statistics.mean(tokens),
-        "versions": {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "versions": {
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
     }
     print(json.dumps(found), flush=True)
 

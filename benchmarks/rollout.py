@@ -1,18 +1,21 @@
 """Generation with log-probs: tokens per second of each engine on the same prompts.
 
     python benchmarks/rollout.py --prompts 16 --samples 4 --tokens 128 --repeats 3
-    python benchmarks/rollout.py --engines hf,native,vllm,vllm-mp,vllm-eager,strop-vllm --vllm-python .venv-vllm/bin/python
-    python benchmarks/rollout.py --model FOLDER --engines native,vllm,vllm-mp --dtype bfloat16 --prompts 256 --tokens 256
+    python benchmarks/rollout.py --engines hf,native,vllm,vllm-mp,vllm-eager,strop-vllm \\
+        --vllm-python .venv-vllm/bin/python
+    python benchmarks/rollout.py --model FOLDER --engines native,vllm,vllm-mp --dtype bfloat16 \\
+        --prompts 256 --tokens 256
 
-Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p, and the log-probs of its
-tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the model may end earlier. Engines take
-turns so that a noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats),
-then the ratios of the native engine to the others.
+Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p, and the
+log-probs of its tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the
+model may end earlier. Engines take turns so that a noisy moment hits all of them. Prints one JSON line per
+engine (median, minimum and maximum over the repeats), then the ratios of the native engine to the others.
 
-`vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process; `vllm-mp` has the
-engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's rollout.name=vllm. With `-eager` at
-the end they do without compilation and CUDA graphs. Without `--model`, a random model of the shape that `--shape` names; with
-`--questions FILE` the prompts are the questions of a JSON-lines file in the chat template of `--model`.
+`vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process;
+`vllm-mp` has the engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's
+rollout.name=vllm. With `-eager` at the end they do without compilation and CUDA graphs. Without `--model`, a
+random model of the shape that `--shape` names; with `--questions FILE` the prompts are the questions of a
+JSON-lines file in the chat template of `--model`.
 """
 
 from __future__ import annotations
@@ -32,8 +35,7 @@ from typing import Any
 
 import torch
 
-from strop.rollout.base import Request, Sampling
-from strop.rollout.build import build_engine
+from strop.rollout.base import Request, Sampling, build_engine
 
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -98,13 +100,21 @@ def prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
     """Questions, or random tokens with the lengths of grade-school questions in a chat template."""
     draw = random.Random(0)
     if options.questions is None:
-        return [[draw.randrange(vocabulary) for _ in range(draw.randint(*options.lengths))] for _ in range(options.prompts)]
+        return [
+            [draw.randrange(vocabulary) for _ in range(draw.randint(*options.lengths))]
+            for _ in range(options.prompts)
+        ]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     with Path(options.questions).open() as file:
-        chats = [[{"role": "user", "content": json.loads(line)["question"]}] for _, line in zip(range(options.prompts), file)]
-    return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+        chats = [
+            [{"role": "user", "content": json.loads(line)["question"]}]
+            for _, line in zip(range(options.prompts), file)
+        ]
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
 
 
 def limits(options: argparse.Namespace, asked: list[list[int]]) -> list[int]:
@@ -136,17 +146,23 @@ class Ours:
             max_num_seqs=options.max_num_seqs,
             max_model_len=longest(options, asked),
             gpu_memory_utilization=options.vllm_memory if name.startswith("strop-vllm") else None,
-            engine_kwargs={"vllm": {"python": options.vllm_python}} if options.vllm_python != sys.executable else None,
+            engine_kwargs={"vllm": {"python": options.vllm_python}}
+            if options.vllm_python != sys.executable
+            else None,
         )
         self.facts: dict[str, Any] = {}
         most = limits(options, asked)
-        self._requests = [Request(ids, n=options.samples, max_tokens=limit) for ids, limit in zip(asked, most)]
+        self._requests = [
+            Request(ids, n=options.samples, max_tokens=limit) for ids, limit in zip(asked, most)
+        ]
         self._sampling = Sampling(ignore_eos=not options.ragged, stop_ids=end_tokens(model, options))
         self._cuda, self._turn = options.device == "cuda", 0
 
     def __call__(self) -> tuple[int, float]:
         self._turn += 1
-        self._engine.update_weights((), self._turn)  # each round computes its prompts, as after a weight update
+        self._engine.update_weights(
+            (), self._turn
+        )  # each round computes its prompts, as after a weight update
         start = time.perf_counter()
         answers = self._engine.generate(self._requests, self._sampling)
         if self._cuda:
@@ -159,14 +175,24 @@ class Ours:
 
 
 class Vllm:
-    """vLLM in a process of its own; a call makes all completions and returns how many tokens in how many seconds."""
+    """vLLM in a process of its own; a call makes all completions and returns how many tokens in how many
+    seconds."""
 
     def __init__(
-        self, name: str, folder: str, asked: list[list[int]], stop_ids: tuple[int, ...], options: argparse.Namespace
+        self,
+        name: str,
+        folder: str,
+        asked: list[list[int]],
+        stop_ids: tuple[int, ...],
+        options: argparse.Namespace,
     ) -> None:
         script = str(Path(__file__).with_name("rollout_vllm.py"))
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if "-mp" in name else "0"}
-        defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "2"}
+        defaults = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+        }
         self._process = subprocess.Popen(
             [options.vllm_python, script],
             env={**defaults, **os.environ, **own},
@@ -224,10 +250,15 @@ def measure(systems: dict[str, System], repeats: int) -> dict[str, list[float]]:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder of a Hugging Face model")
     parser.add_argument(
-        "--shape", default="smollm2-135m", choices=sorted(SHAPES), help="random model where --model is not given"
+        "--shape",
+        default="smollm2-135m",
+        choices=sorted(SHAPES),
+        help="random model where --model is not given",
     )
     parser.add_argument("--engines", default="hf,native")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -235,11 +266,18 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--ragged", type=int, nargs=2, help="least and most new tokens, drawn for each prompt; may end earlier")
+    parser.add_argument(
+        "--ragged",
+        type=int,
+        nargs=2,
+        help="least and most new tokens, drawn for each prompt; may end earlier",
+    )
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
     parser.add_argument("--questions", help="JSON lines with a question each, as prompts of --model")
     parser.add_argument("--max-num-seqs", type=int)
-    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM")
+    parser.add_argument(
+        "--vllm-python", default=sys.executable, help="interpreter of an environment with vLLM"
+    )
     parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
@@ -247,7 +285,9 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def systems_of(model: Any, folder: str, asked: list[list[int]], options: argparse.Namespace) -> dict[str, System]:
+def systems_of(
+    model: Any, folder: str, asked: list[list[int]], options: argparse.Namespace
+) -> dict[str, System]:
     made: dict[str, System] = {}
     for name in options.engines.split(","):
         if name.startswith("vllm"):
@@ -257,7 +297,9 @@ def systems_of(model: Any, folder: str, asked: list[list[int]], options: argpars
     return made
 
 
-def describe(name: str, found: list[float], facts: dict[str, Any], asked_for: argparse.Namespace) -> dict[str, Any]:
+def describe(
+    name: str, found: list[float], facts: dict[str, Any], asked_for: argparse.Namespace
+) -> dict[str, Any]:
     lengths = "{}-{}".format(*asked_for.ragged) if asked_for.ragged else asked_for.tokens
     return {
         "engine": name,
@@ -288,7 +330,9 @@ def main() -> None:
     lines = [describe(name, found, systems[name].facts, asked_for) for name, found in rates.items()]
     if "native" in rates:
         own = statistics.median(rates["native"])
-        ratios = {f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"}
+        ratios = {
+            f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"
+        }
         lines.append({"work": lines[0]["work"], "model": lines[0]["model"], **ratios})
     for line in lines:
         print(json.dumps(line), flush=True)

@@ -1,6 +1,8 @@
-"""A picture of benchmarks/rollout.py's results: tokens per second of every engine, one group of bars per work.
+"""A picture of benchmarks/rollout.py's results: tokens per second of every engine, one group of bars per
+work.
 
-    python benchmarks/rollout_chart.py benchmarks/results/rollout_h200.jsonl benchmarks/results/rollout_h200.png
+    python benchmarks/rollout_chart.py benchmarks/results/rollout_h200.jsonl \\
+        benchmarks/results/rollout_h200.png
 
 Needs matplotlib.
 """
@@ -12,12 +14,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-NAMES = {"native": "Strop", "vllm": "vLLM in the process", "vllm-mp": "vLLM in its own process", "hf": "transformers"}
+NAMES = {
+    "native": "Strop",
+    "vllm": "vLLM in the process",
+    "vllm-mp": "vLLM in its own process",
+    "hf": "transformers",
+}
 COLOURS = {"native": "#1f6feb", "vllm": "#8b949e", "vllm-mp": "#c9d1d9", "hf": "#e3b341"}
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """By work and engine; a work that was measured again counts as in its last run. A run ends with a line of ratios."""
+    """By work and engine; a work that was measured again counts as in its last run. A run ends with a line of
+    ratios."""
     works: dict[str, dict[str, dict[str, Any]]] = {}
     run: dict[str, dict[str, Any]] = {}
     for line in map(json.loads, path.read_text().splitlines()):
@@ -40,7 +48,14 @@ def draw(works: dict[str, dict[str, dict[str, Any]]], target: Path) -> None:
         for i, (name, line) in enumerate(engines.items()):
             rate = line["tokens_per_second"] / 1000
             spread = [[rate - line["min"] / 1000], [line["max"] / 1000 - rate]]
-            axis.bar(i, rate, color=COLOURS.get(name, "#57606a"), label=NAMES.get(name, name), yerr=spread, capsize=3)
+            axis.bar(
+                i,
+                rate,
+                color=COLOURS.get(name, "#57606a"),
+                label=NAMES.get(name, name),
+                yerr=spread,
+                capsize=3,
+            )
             text = f"{rate:.0f}k" + (f"\n{line['tokens_per_second'] / best:.1f}x" if name == "native" else "")
             axis.annotate(text, (i, line["max"] / 1000), ha="center", va="bottom", fontsize=9)
         axis.set_title(title, fontsize=9)

@@ -1,7 +1,9 @@
-"""vLLM alone, on work that another process hands it: the peer of benchmarks/rollout.py. Imports nothing of Strop.
+"""vLLM alone, on work that another process hands it: the peer of benchmarks/rollout.py. Imports nothing of
+Strop.
 
-The first line of standard input is the work as JSON; a line of output says that vLLM is ready, with its version and the seconds
-it took. Every further line of input is answered, after all completions were made, by their number of tokens and the seconds.
+The first line of standard input is the work as JSON; a line of output says that vLLM is ready, with its
+version and the seconds it took. Every further line of input is answered, after all completions were made, by
+their number of tokens and the seconds.
 """
 
 from __future__ import annotations

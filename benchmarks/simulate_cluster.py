@@ -1,12 +1,14 @@
-"""A cluster that is not here: 1,024 rollout replicas and 256 trainer ranks, simulated with measured times of the driver.
+"""A cluster that is not here: 1,024 rollout replicas and 256 trainer ranks, simulated with measured times of
+the driver.
 
     python benchmarks/simulate_cluster.py
 
-What the Python of this project costs each rank per prompt, request and token is measured on this machine, on the functions that
-a run calls. Devices are assumed (see ASSUMED). The simulation then lets replicas sample long-tailed answers in rows, ranks take
-what the window hands out, and everybody wait for whom they wait in a run. The cluster grows with its work: `--seqs` samples per
-replica in each step. One JSON line for the service times, one per size and way of training, and the size (a power of two times
-the largest of them) at which a rank's own work would take half of a step, since nothing else of a step grows with the cluster.
+What the Python of this project costs each rank per prompt, request and token is measured on this machine, on
+the functions that a run calls. Devices are assumed (see ASSUMED). The simulation then lets replicas sample
+long-tailed answers in rows, ranks take what the window hands out, and everybody wait for whom they wait in a
+run. The cluster grows with its work: `--seqs` samples per replica in each step. One JSON line for the service
+times, one per size and way of training, and the size (a power of two times the largest of them) at which a
+rank's own work would take half of a step, since nothing else of a step grows with the cluster.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.advantages import estimate
+from strop.algorithms.advantages.base import estimate
+from strop.ppo.rank_sharing import PackedTrajectories, prompt_checksum
+from strop.ppo.report import staleness
+from strop.ppo.sampler import single_turn_trajectory
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.interruptible import Interruptible
-from strop.trainer.collect import _trajectory
-from strop.trainer.parcel import Parcel
-from strop.trainer.shares import _fingerprint
-from strop.trainer.staleness import staleness
 from strop.types import Prompt, batch_of
 
 PROMPT, SAMPLES = 256, 8
@@ -91,6 +92,7 @@ class Immediate:
     """An engine that has its answers already."""
 
     version = 0
+    same_stream = False
 
     def __init__(self, answers: list[list[Completion]]) -> None:
         self.answers = answers
@@ -115,32 +117,38 @@ def measure(groups: int = 32) -> Service:
     def ask() -> list[Any]:
         requests = [Request(prompt.ids, SAMPLES, seed=i) for i, prompt in enumerate(prompts)]
         found = engine.generate(requests, Sampling())
-        return [_trajectory(prompts[i], i, c) for i, group in enumerate(found) for c in group]
+        return [single_turn_trajectory(prompts[i], i, c) for i, group in enumerate(found) for c in group]
 
     made = ask()
     for i, t in enumerate(made):
         t.score = float(i % 2)
     known = dict(enumerate(prompts))
-    sent = pickle.dumps(Parcel.of(made))
+    sent = pickle.dumps(PackedTrajectories.pack(made))
 
     def take() -> None:
-        arrived = list(pickle.loads(sent).trajectories(known))
+        arrived = list(pickle.loads(sent).unpack(known))
         staleness(arrived, 1)
         batch = batch_of(arrived)
         assert batch.scores is not None
-        estimate("grpo", rewards=batch.scores, mask=batch.mask, groups=torch.unique(batch.groups, return_inverse=True)[1])
+        estimate(
+            "grpo",
+            rewards=batch.scores,
+            mask=batch.mask,
+            groups=torch.unique(batch.groups, return_inverse=True)[1],
+        )
 
     tokens = sum(len(t.response) for t in made)
     return Service(
-        prompt=best(lambda: _fingerprint(prompts)) / groups,
+        prompt=best(lambda: prompt_checksum(list(known.items()))) / groups,
         request=best(ask) / groups,
-        own_token=best(lambda: pickle.dumps(Parcel.of(made))) / tokens,
+        own_token=best(lambda: pickle.dumps(PackedTrajectories.pack(made))) / tokens,
         token=best(take) / tokens,
     )
 
 
 class Replica:
-    """Rows that take samples in order; time is the replicas' own, which stands still while weights are exchanged."""
+    """Rows that take samples in order; time is the replicas' own, which stands still while weights are
+    exchanged."""
 
     def __init__(self, rows: int) -> None:
         self.free = [0.0] * rows
@@ -196,7 +204,9 @@ class Cluster:
             ready = max(wall, ends[step] + paused)
             python, wire = self.driver_seconds(tokens[step])
             learning = tokens[step] * device.train_seconds_per_token / self.ranks
-            spent += Counter(waiting=ready - wall, python=python, wire=wire, learning=learning, tokens=tokens[step])  # type: ignore[arg-type]
+            spent += Counter(
+                waiting=ready - wall, python=python, wire=wire, learning=learning, tokens=tokens[step]
+            )  # type: ignore[arg-type]
             again = device.rows * device.median / device.prefill_tokens_per_second if self.age else 0.0
             wall = ready + python + wire + learning + device.weights_seconds
             paused += device.weights_seconds + again
@@ -208,37 +218,54 @@ class Cluster:
             "driver_network": spent["wire"] / steps,
             "training": spent["learning"] / steps,
             "weights": device.weights_seconds,
-            "replica_rows_busy": spent["tokens"] * device.token_seconds / (self.replicas * device.rows * wall),
+            "replica_rows_busy": spent["tokens"]
+            * device.token_seconds
+            / (self.replicas * device.rows * wall),
             "tokens_per_second": spent["tokens"] / wall,
         }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seqs", type=int, default=64, help="samples per replica and step")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--sizes", default="16,64,256,1024", help="numbers of replicas; a quarter as many ranks")
+    parser.add_argument(
+        "--sizes", default="16,64,256,1024", help="numbers of replicas; a quarter as many ranks"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     service = measure()
-    print(json.dumps({"service_seconds": {name: float(f"{value:.3g}") for name, value in asdict(service).items()}}), flush=True)
+    print(
+        json.dumps(
+            {"service_seconds": {name: float(f"{value:.3g}") for name, value in asdict(service).items()}}
+        ),
+        flush=True,
+    )
     for size in (int(text) for text in asked.sizes.split(",")):
         for age in (0, 1, 2, 4):
             cluster = Cluster(size, max(1, size // 4), asked.seqs, service, age)
             found = cluster.simulate(asked.steps)
-            line = {"replicas": size, "ranks": cluster.ranks, "age": age} | {k: float(f"{v:.4g}") for k, v in found.items()}
+            line = {"replicas": size, "ranks": cluster.ranks, "age": age} | {
+                k: float(f"{v:.4g}") for k, v in found.items()
+            }
             print(json.dumps(line), flush=True)
     print(json.dumps(half_of_a_step(cluster, found)))
 
 
 def half_of_a_step(cluster: Cluster, found: dict[str, float]) -> dict[str, int]:
-    """Where the Python of a rank takes as long as everything else in a step, given what was `found` for a cluster."""
+    """Where the Python of a rank takes as long as everything else in a step, given what was `found` for a
+    cluster."""
     rest = found["step_seconds"] - found["driver_python"]
     tokens = found["tokens_per_second"] * found["step_seconds"] / cluster.replicas
     while True:
         python, _ = cluster.driver_seconds(int(tokens * cluster.replicas))
         if python > rest:
-            return {"driver_is_half_of_a_step_at_replicas": cluster.replicas, "step_seconds": round(python + rest)}
+            return {
+                "driver_is_half_of_a_step_at_replicas": cluster.replicas,
+                "step_seconds": round(python + rest),
+            }
         cluster = replace(cluster, replicas=2 * cluster.replicas, ranks=2 * cluster.ranks)
 
 

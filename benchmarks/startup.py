@@ -1,4 +1,5 @@
-"""How long the front door takes: `strop --help`, a typo, a configuration error. The goal is half a second each.
+"""How long the front door takes: `strop --help`, a typo, a configuration error. The goal is half a second
+each.
 
     python benchmarks/startup.py [--repeats 11]
 
@@ -19,7 +20,14 @@ COMMANDS = {
     "interpreter": [sys.executable, "-c", "pass"],
     "help": [*STROP, "--help"],
     "typo": [*STROP, "check", "ppo", "data.trian_files=x"],
-    "clash": [*STROP, "check", "ppo", "actor_rollout_ref.model.path=m", "data.train_files=f", "data.train_batch_size=100"],
+    "clash": [
+        *STROP,
+        "check",
+        "ppo",
+        "actor_rollout_ref.model.path=m",
+        "data.train_files=f",
+        "data.train_batch_size=100",
+    ],
     "clash, through Hydra": [*STROP, "check", "ppo", "data.train_files=['a b']", "data.train_batch_size=100"],
 }
 

@@ -1,14 +1,17 @@
-"""Rows per second of supervised training: `strop sft|rm|dpo` beside TRL's trainers, on the same model, rows and batch.
+"""Rows per second of supervised training: `strop sft|rm|dpo` beside TRL's trainers, on the same model, rows
+and batch.
 
     python benchmarks/supervised.py sft-tiny --peer PYTHON_WITH_TRL
-    python benchmarks/supervised.py dpo-smollm2 --peer PYTHON_WITH_TRL --gsm8k train.jsonl --rounds 2 --steps 2
-    python benchmarks/supervised.py mfu                              # one GPU: share of its measured bf16 matmul peak
+    python benchmarks/supervised.py dpo-smollm2 --peer PYTHON_WITH_TRL --gsm8k train.jsonl \\
+        --rounds 2 --steps 2
+    python benchmarks/supervised.py mfu     # one GPU: share of its measured bf16 matmul peak
 
-The two systems take turns for `--rounds` rounds, each time as a process of its own, so that a noisy moment hits both; the first
-`--warm-up` steps of every turn are left out. A step is the time from the end of one to the end of the next. On a machine with
-other work to do, `--threads 1 --clock processor` counts the processor's time, which does not include the waiting. Neither
-recomputes activations; both compute in fp32 and take the rows in their order; DPO asks its reference in every step. Of several
-micro-batch sizes of the peer the fastest counts. Prints one JSON line per system and the ratio last.
+The two systems take turns for `--rounds` rounds, each time as a process of its own, so that a noisy moment
+hits both; the first `--warm-up` steps of every turn are left out. A step is the time from the end of one to
+the end of the next. On a machine with other work to do, `--threads 1 --clock processor` counts the
+processor's time, which does not include the waiting. Neither recomputes activations; both compute in fp32 and
+take the rows in their order; DPO asks its reference in every step. Of several micro-batch sizes of the peer
+the fastest counts. Prints one JSON line per system and the ratio last.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ WORKS = {
 }
 
 
-# --- what both are given ------------------------------------------------------------------------------------------------------
+# --- what both are given ------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, work: Work, gsm8k: str | None) -> None:
@@ -66,15 +69,15 @@ def prepare(folder: Path, work: Work, gsm8k: str | None) -> None:
 
 
 def save_model(folder: Path, name: str) -> None:
-    from strop.config.schema.model import Model
+    from strop.config.schema.model import ModelConfig
     from strop.models.build import build_policy, build_tokenizer
-    from strop.trainer.tiny import tiny_model, tiny_tokenizer
+    from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
     if name == "tiny":
         tokenizer = tiny_tokenizer()
         model = tiny_model(tokenizer, hidden=128, layers=4)
     else:
-        settings = Model(path="smollm2-135m")
+        settings = ModelConfig(path="smollm2-135m")
         model, tokenizer = build_policy(settings), build_tokenizer(settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -90,33 +93,42 @@ def sums(count: int) -> list[Question]:
     made = []
     for _ in range(count):
         numbers = [chance.randint(0, 99) for _ in range(chance.randint(2, 6))]
-        made.append(("+".join(map(str, numbers)) + "=", str(sum(numbers)), str(sum(numbers) + chance.randint(1, 20))))
+        made.append(
+            ("+".join(map(str, numbers)) + "=", str(sum(numbers)), str(sum(numbers) + chance.randint(1, 20)))
+        )
     return made
 
 
 def word_problems(gsm8k: str | None) -> list[Question]:
     """Problems of GSM8K with their solutions; the wrong one is the solution of the next problem."""
     if gsm8k is None:
-        raise SystemExit("--gsm8k FILE: name the training split of GSM8K, a jsonl file with question and answer.")
+        raise SystemExit(
+            "--gsm8k FILE: name the training split of GSM8K, a jsonl file with question and answer."
+        )
     rows = [json.loads(line) for line in Path(gsm8k).read_text().splitlines()[:512]]
     return [(row["question"], row["answer"], other["answer"]) for row, other in pairwise(rows)]
 
 
-def rows_of(verb: str, questions: list[Question], *, chat: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows_of(
+    verb: str, questions: list[Question], *, chat: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     def turn(role: str, text: str) -> Any:
         return [{"role": role, "content": text}] if chat else text
 
     if verb == "sft":
         ours = [{"prompt": q, "response": a} for q, a, _ in questions]
-        return ours, [{"prompt": turn("user", q), "completion": turn("assistant", a)} for q, a, _ in questions]
+        return ours, [
+            {"prompt": turn("user", q), "completion": turn("assistant", a)} for q, a, _ in questions
+        ]
     ours = [{"prompt": q, "chosen": a, "rejected": b} for q, a, b in questions]
     theirs = [
-        {"prompt": turn("user", q), "chosen": turn("assistant", a), "rejected": turn("assistant", b)} for q, a, b in questions
+        {"prompt": turn("user", q), "chosen": turn("assistant", a), "rejected": turn("assistant", b)}
+        for q, a, b in questions
     ]
     return ours, theirs
 
 
-# --- one turn each ------------------------------------------------------------------------------------------------------------
+# --- one turn each ------------------------------------------------------------------------------------------
 
 
 def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> list[str]:
@@ -173,7 +185,7 @@ def seconds(turn: dict[str, Any], clock: str, warm_up: int) -> list[float]:
     return [after - before for before, after in pairwise(turn[clock])][max(warm_up - 1, 0) :]
 
 
-# --- the comparison -----------------------------------------------------------------------------------------------------------
+# --- the comparison -----------------------------------------------------------------------------------------
 
 
 def summary(system: str, turns: list[dict[str, Any]], work: Work, clock: str, warm_up: int) -> dict[str, Any]:
@@ -211,7 +223,11 @@ def compare(name: str, asked: argparse.Namespace) -> dict[str, Any]:
         ours.append(strop_turn(work, folder, steps, asked.lr))
     lines = [
         summary("strop", ours, work, asked.clock, asked.warm_up),
-        {**summary("trl", theirs, work, asked.clock, asked.warm_up), "micro": best, "versions": theirs[0]["versions"]},
+        {
+            **summary("trl", theirs, work, asked.clock, asked.warm_up),
+            "micro": best,
+            "versions": theirs[0]["versions"],
+        },
     ]
     unit = "tokens_per_second" if work.verb == "sft" else "pairs_per_second"
     last = {
@@ -229,7 +245,9 @@ def compare(name: str, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=[*sorted(WORKS), "mfu"])
     parser.add_argument("--peer", help="the Python interpreter that has TRL")
     parser.add_argument("--micro", type=int, default=0, help="the peer's rows per forward; 0: try several")

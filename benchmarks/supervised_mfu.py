@@ -1,8 +1,9 @@
 """Model-flops utilisation of supervised training on one GPU: `python benchmarks/supervised.py mfu`.
 
-A model of the Qwen2.5-0.5B shape with random weights learns packed rows. What counts is the arithmetic the model needs (two
-operations per weight and token forward, four backward; causal attention), not what is recomputed, over the time of a whole
-update with its optimizer step, divided by the rate that a large bf16 matrix product reaches on the same device.
+A model of the Qwen2.5-0.5B shape with random weights learns packed rows. What counts is the arithmetic the
+model needs (two operations per weight and token forward, four backward; causal attention), not what is
+recomputed, over the time of a whole update with its optimizer step, divided by the rate that a large bf16
+matrix product reaches on the same device.
 """
 
 from __future__ import annotations
@@ -41,12 +42,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b")
-    parser.add_argument("--length", type=int, default=2048, help="longest row; rows share packs of this many tokens")
+    parser.add_argument(
+        "--length", type=int, default=2048, help="longest row; rows share packs of this many tokens"
+    )
     parser.add_argument("--packs", type=int, default=32, help="packs per update")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens per micro-batch")
-    parser.add_argument("--shortest", type=int, default=0, help="shortest row; 0: every row has --length tokens")
+    parser.add_argument(
+        "--shortest", type=int, default=0, help="shortest row; 0: every row has --length tokens"
+    )
     parser.add_argument("--taught", type=float, default=1.0, help="share of every row that is taught")
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="compute activations again in the backward pass"
+    )
     parser.add_argument("--liger", action="store_true")
     return parser.parse_args(words)
 
@@ -54,8 +61,9 @@ def parse(words: list[str]) -> argparse.Namespace:
 def build(asked: argparse.Namespace, device: torch.device) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from strop.backends.base import BackendSettings
     from strop.backends.single import SingleBackend
-    from strop.config.schema.model import Optim
+    from strop.config.schema.model import OptimConfig
     from strop.models.build import checkpoint_activations, compute_dtype
 
     torch.manual_seed(0)
@@ -67,38 +75,49 @@ def build(asked: argparse.Namespace, device: torch.device) -> Any:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
-    settings = Optim(lr=1e-6, lr_warmup_steps=0)
-    return SingleBackend(model, optim=settings, device=device, compute=compute_dtype("bfloat16", device))
+    settings = OptimConfig(lr=1e-6, lr_warmup_steps=0)
+    return SingleBackend(
+        model, BackendSettings(optim=settings, device=device, compute=compute_dtype("bfloat16", device))
+    )
 
 
 def batch_of(asked: argparse.Namespace) -> Any:
     """Random tokens: whole packs, or rows of mixed lengths that fill as many packs."""
     from strop.data.chat import Rendered
-    from strop.trainer.supervised_batches import conversations
+    from strop.shared.rendered_batch import rendered_batch
 
     generator = torch.Generator().manual_seed(0)
     rows, left = [], asked.packs * asked.length
     while left > 1:
         longest = min(asked.length, left)
         size = (
-            longest if not asked.shortest else int(torch.randint(asked.shortest, asked.length + 1, (1,), generator=generator))
+            longest
+            if not asked.shortest
+            else int(torch.randint(asked.shortest, asked.length + 1, (1,), generator=generator))
         )
         size = min(size, longest)
         prompt = max(1, round(size * (1 - asked.taught)))
         ids = torch.randint(SHAPES[asked.shape]["vocab_size"], (size,), generator=generator).tolist()
         rows.append(Rendered(ids, [0] * prompt + [1] * (size - prompt)))
         left -= size
-    return conversations([row for row in rows if any(row.mask)])
+    return rendered_batch([row for row in rows if any(row.mask)])
 
 
 def operations(asked: argparse.Namespace, batch: Any) -> float:
-    """Forward and backward of one update, without recomputation and without what is not taught in the head."""
+    """Forward and backward of one update, without recomputation and without what is not taught in the
+    head."""
     shape = SHAPES[asked.shape]
     hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
     width = hidden // heads
-    linear = layers * hidden * (2 * hidden + 2 * shape["num_key_value_heads"] * width + 3 * shape["intermediate_size"])
+    linear = (
+        layers
+        * hidden
+        * (2 * hidden + 2 * shape["num_key_value_heads"] * width + 3 * shape["intermediate_size"])
+    )
     tokens = sum(batch.lengths)
-    attention = sum(2 * layers * heads * width * length * length for length in batch.lengths)  # half of QK and PV: causal
+    attention = sum(
+        2 * layers * heads * width * length * length for length in batch.lengths
+    )  # half of QK and PV: causal
     head = float(batch.mask.sum()) * hidden * shape["vocab_size"]
     return 3.0 * (2 * (tokens * linear + head) + attention)
 
@@ -126,12 +145,12 @@ def wait(device: torch.device) -> None:
 
 def main(words: list[str], *, steps: int, warm_up: int, save: str | None) -> None:
     from strop.backends.base import MicroBatching
-    from strop.trainer.supervised_tasks import Imitation
+    from strop.supervised.tasks import SftTask
 
     asked = parse(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = matmul_peak(device)
-    backend, batch, task = build(asked, device), batch_of(asked), Imitation()
+    backend, batch, task = build(asked, device), batch_of(asked), SftTask()
     micro, spent = MicroBatching(max_tokens=asked.tokens), []
     for _ in range(warm_up + steps):
         wait(device)

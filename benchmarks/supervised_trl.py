@@ -1,4 +1,5 @@
-"""One turn of TRL for `supervised.py`: SFTTrainer, RewardTrainer or DPOTrainer. Prints when each step ended, as JSON."""
+"""One turn of TRL for `supervised.py`: SFTTrainer, RewardTrainer or DPOTrainer. Prints when each step ended,
+as JSON."""
 
 from __future__ import annotations
 
@@ -52,9 +53,13 @@ def trainer_of(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> Any:
     }
     data, as_fp32 = Dataset.from_list(rows), {"dtype": "float32"}
     if asked.verb == "rm":
-        model = AutoModelForSequenceClassification.from_pretrained(asked.folder / "model", num_labels=1, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            asked.folder / "model", num_labels=1, dtype=torch.float32
+        )
         model.config.pad_token_id = tokenizer.pad_token_id
-        return trl.RewardTrainer(model, args=trl.RewardConfig(**shared), train_dataset=data, processing_class=tokenizer)
+        return trl.RewardTrainer(
+            model, args=trl.RewardConfig(**shared), train_dataset=data, processing_class=tokenizer
+        )
     kind, config = (trl.SFTTrainer, trl.SFTConfig) if asked.verb == "sft" else (trl.DPOTrainer, trl.DPOConfig)
     return kind(
         model=str(asked.folder / "model"),

@@ -1,9 +1,10 @@
-"""A stand-in for an engine on machines of its own: real tokens, and a clock that makes them as slow as wanted.
+"""A stand-in for an engine on machines of its own: real tokens, and a clock that makes them as slow as
+wanted.
 
-Name it by `plugins=[benchmarks/timed_engine.py] actor_rollout_ref.rollout.name=timed`. The tokens are the native engine's.
-A sample holds one of `rows` rows for as long as its tokens take, whoever else runs, as in a decoder that is bound by memory.
-Some samples take much longer than most; which, and how much, is a function of the seed, so that every way of training meets the
-same tail. The processor is free meanwhile.
+Name it by `plugins=[benchmarks/timed_engine.py] actor_rollout_ref.rollout.name=timed`. The tokens are the
+native engine's. A sample holds one of `rows` rows for as long as its tokens take, whoever else runs, as in a
+decoder that is bound by memory. Some samples take much longer than most; which, and how much, is a function
+of the seed, so that every way of training meets the same tail. The processor is free meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from strop.catalog import ENGINES
-from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.base import Completion, MoreRequests, Request, Sampling, refuse_more
 from strop.rollout.native.engine import NativeEngine
 
 
@@ -52,9 +53,15 @@ class TimedEngine:
     same_stream = True
 
     def __init__(
-        self, model: Any, *, max_num_seqs: int = 256, engine_kwargs: Mapping[str, float] | None = None, **settings: Any
+        self,
+        model: Any,
+        *,
+        max_num_seqs: int = 256,
+        engine_kwargs: Mapping[str, float] | None = None,
+        **settings: Any,
     ) -> None:
-        """`engine_kwargs`: `seconds`, of the median token, and `spread`, sigma of the logarithm of a sample's slowness."""
+        """`engine_kwargs`: `seconds`, of the median token, and `spread`, sigma of the logarithm of a sample's
+        slowness."""
         own = engine_kwargs or {}
         self.native = NativeEngine(model, **settings)
         self.rows, self.seconds, self.spread = max_num_seqs, own.get("seconds", 0.01), own.get("spread", 1.0)
@@ -70,7 +77,10 @@ class TimedEngine:
     def version(self) -> int:
         return self.native.version
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
+    ) -> list[list[Completion]]:
+        refuse_more(self, more)
         with self._native:
             answers = self.native.generate(requests, sampling)
         rows = [
@@ -93,9 +103,15 @@ class TimedEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.native.update_weights(weights, version)
 
+    def use_stream(self, stream: Any) -> None:
+        self.native.use_stream(stream)
+
     def sleep(self) -> None: ...
 
     def wake(self) -> None: ...
+
+    def release_memory(self) -> bool:
+        return False
 
     def abort(self) -> None:
         with self._changed:
@@ -120,7 +136,9 @@ class TimedEngine:
     def _slowness(self, request: Request, sample: int) -> float:
         if request.seed is None:
             return self.seconds
-        return self.seconds * math.exp(self.spread * random.Random(f"{request.seed}/{request.first + sample}").gauss(0.0, 1.0))
+        return self.seconds * math.exp(
+            self.spread * random.Random(f"{request.seed}/{request.first + sample}").gauss(0.0, 1.0)
+        )
 
     def _keep_time(self) -> None:
         with self._changed:
@@ -134,4 +152,6 @@ class TimedEngine:
                     row = self._waiting.popleft()
                     row.start = now
                     heapq.heappush(self._running, (row.end, id(row), row))
-                self._changed.wait(max(0.0, self._running[0][0] - time.perf_counter()) if self._running else None)
+                self._changed.wait(
+                    max(0.0, self._running[0][0] - time.perf_counter()) if self._running else None
+                )

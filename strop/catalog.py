@@ -1,17 +1,19 @@
-"""The menu: every choice that ships with Strop, and what it needs, on one page.
+"""The catalog of all built-in choices (estimators, losses, scorers, engines ...), and what each of them
+needs.
 
-Entries are import paths, so this file costs nothing to read: `strop check` knows that `gae` wants a critic without importing
-torch. Functions themselves stay undecorated and pure.
+Entries are import paths, so that importing this file is cheap: `strop check` knows that `gae` needs a critic
+without importing torch. The functions themselves are undecorated.
 """
 
 from __future__ import annotations
 
 from strop.registry import Registry
 
-# --- Advantage estimators ------------------------------------------------------------------------------------------------
-# needs: what the batch must carry beside rewards and mask: "values" (so a critic exists), "group" (several samples of one
-# prompt are compared), "greedy_baseline" (one greedy rollout per prompt), "sum_pi_squared" (from the old log-prob pass),
-# "old_log_probs", "reward_components". min_group: the smallest rollout.n that makes sense.
+# --- Advantage estimators -----------------------------------------------------------------------------------
+# needs: what the batch must contain in addition to rewards and mask: "values" (so a critic exists), "group"
+# (several samples of one prompt are compared), "greedy_baseline" (one greedy rollout per prompt),
+# "sum_pi_squared" (from the old log-prob pass), "old_log_probs", "reward_components". min_group: the smallest
+# rollout.n that makes sense.
 ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1})
 _advantages = "strop.algorithms.advantages"
 ADVANTAGES.declare("gae", f"{_advantages}.gae:gae", needs=("values",))
@@ -28,27 +30,36 @@ ADVANTAGES.declare("opo", f"{_advantages}.outcome:opo", needs=("group",), min_gr
 ADVANTAGES.declare("gpg", f"{_advantages}.outcome:gpg", needs=("group",), min_group=2)
 ADVANTAGES.declare("gdpo", f"{_advantages}.outcome:gdpo", needs=("group", "reward_components"), min_group=2)
 ADVANTAGES.declare(
-    "reinforce_plus_plus_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
+    "reinforce_plus_plus_baseline",
+    f"{_advantages}.outcome:reinforce_plus_plus_baseline",
+    needs=("group",),
+    min_group=2,
 )
 for _name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
     _needs = ("group", "old_log_probs", "sum_pi_squared")
     ADVANTAGES.declare(_name, f"{_advantages}.token_baseline:{_name}", needs=_needs, min_group=2)
-# OpenRLHF's names of the same.
+# OpenRLHF's names of the same estimators.
 ADVANTAGES.declare("group_norm", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2)
+ADVANTAGES.declare(
+    "reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
+)
 ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce")
 
-# --- Policy losses -------------------------------------------------------------------------------------------------------
-# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional: where the
-# advantages of a row are 0, its loss and gradient are 0.
+# --- Policy losses ------------------------------------------------------------------------------------------
+# aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional:
+# where the advantages of a row are 0, its loss and gradient are 0.
 POLICY_LOSSES = Registry("policy loss", facts={"needs": (), "aggregation": None, "proportional": False})
 _losses = "strop.algorithms.policy_losses"
 POLICY_LOSSES.declare("vanilla", f"{_losses}.clipped:vanilla", proportional=True)
 POLICY_LOSSES.declare("dppo_tv", f"{_losses}.clipped:dppo_tv", proportional=True)
 POLICY_LOSSES.declare("dppo_kl", f"{_losses}.clipped:dppo_kl", proportional=True)
 POLICY_LOSSES.declare("gspo", f"{_losses}.sequence:gspo", proportional=True)
-POLICY_LOSSES.declare("luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum", proportional=True)
-POLICY_LOSSES.declare("geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean", proportional=True)
+POLICY_LOSSES.declare(
+    "luspo", f"{_losses}.sequence:gspo", aggregation="seq-mean-token-sum", proportional=True
+)
+POLICY_LOSSES.declare(
+    "geo_mean", f"{_losses}.sequence:geo_mean", aggregation="seq-mean-token-mean", proportional=True
+)
 POLICY_LOSSES.declare("cispo", f"{_losses}.smooth:cispo", proportional=True)
 POLICY_LOSSES.declare("sapo", f"{_losses}.smooth:sapo", aggregation="seq-mean-token-mean", proportional=True)
 POLICY_LOSSES.declare("vespo", f"{_losses}.smooth:vespo", proportional=True)
@@ -57,9 +68,11 @@ POLICY_LOSSES.declare("kl_cov", f"{_losses}.covariance:kl_cov")
 POLICY_LOSSES.declare("gpg", f"{_losses}.reinforce:gpg", proportional=True)
 POLICY_LOSSES.declare("reinforce", f"{_losses}.reinforce:reinforce", proportional=True)
 POLICY_LOSSES.declare("dro", f"{_losses}.reinforce:dro")
-POLICY_LOSSES.declare("bypass_mode", f"{_losses}.bypass:bypass_mode", needs=("rollout_log_probs",), proportional=True)
+POLICY_LOSSES.declare(
+    "bypass_mode", f"{_losses}.reinforce:bypass_mode", needs=("rollout_log_probs",), proportional=True
+)
 
-# --- Estimators of the KL divergence to the reference --------------------------------------------------------------------
+# --- Estimators of the KL divergence to the reference -------------------------------------------------------
 # Names with a `+` have the value of the name before it and the gradient of k2.
 KL_ESTIMATORS = Registry("KL estimator")
 _kl = {"kl": "k1", "k1": "k1", "abs": "absolute", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -68,7 +81,7 @@ for _name, _target in _kl.items():
     KL_ESTIMATORS.declare(f"{_name}+", f"strop.algorithms.kl:{_target}")
 KL_ESTIMATORS.declare("full", "strop.algorithms.kl:full")
 
-# --- Ways to reduce a per-token loss to a number -------------------------------------------------------------------------
+# --- Ways to reduce a per-token loss to a number ------------------------------------------------------------
 AGGREGATIONS = Registry("loss aggregation")
 AGGREGATIONS.declare("token-mean", "strop.algorithms.aggregation:token_mean")
 AGGREGATIONS.declare("token-sum", "strop.algorithms.aggregation:token_sum")
@@ -76,44 +89,68 @@ AGGREGATIONS.declare("seq-mean-token-sum", "strop.algorithms.aggregation:sequenc
 AGGREGATIONS.declare("seq-mean-token-mean", "strop.algorithms.aggregation:sequence_mean_token_mean")
 AGGREGATIONS.declare("seq-mean-token-sum-norm", "strop.algorithms.aggregation:sequence_mean_token_sum_norm")
 
-# --- Learning-rate schedules ---------------------------------------------------------------------------------------------
+# --- Learning-rate schedules --------------------------------------------------------------------------------
 SCHEDULES = Registry("learning-rate schedule")
 for _name in ("constant", "cosine", "linear", "wsd"):
-    SCHEDULES.declare(_name, f"strop.algorithms.schedules:{_name}")
+    SCHEDULES.declare(_name, f"strop.backends.optimizer:{_name}")
 
-# --- Pairwise and supervised losses --------------------------------------------------------------------------------------
-# needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same of a frozen copy).
-# length_normalised: the log-probs of an answer are averaged over its tokens, not summed. terms: further settings it knows.
+# --- Pairwise and supervised losses -------------------------------------------------------------------------
+# needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same
+# of a frozen copy). length_normalised: the log-probs of an answer are averaged over its tokens, not summed.
+# terms: further settings it knows.
 PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False, "terms": ()})
-PREFERENCE_LOSSES.declare("sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",), terms=("margin",))
+PREFERENCE_LOSSES.declare(
+    "sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",), terms=("margin",)
+)
 PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.preference:reward_logexp", needs=("scores",))
 _policy = ("log_probs", "reference")
 _terms = ("label_smoothing", "target_margin", "nll_coef")
 PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.preference:dpo", needs=_policy, terms=_terms)
 PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.preference:ipo", needs=_policy, terms=("nll_coef",))
 PREFERENCE_LOSSES.declare(
-    "simpo", "strop.algorithms.preference:simpo", needs=("log_probs",), length_normalised=True, terms=("target_margin",)
+    "simpo",
+    "strop.algorithms.preference:simpo",
+    needs=("log_probs",),
+    length_normalised=True,
+    terms=("target_margin",),
 )
 
-# --- Rule scorers --------------------------------------------------------------------------------------------------------
-# sources: shell-style patterns of `data_source` that this scorer answers for; slow: it can hang (sympy, regex), so it runs in
-# a worker process with a time limit; vote: reads the answer of a response, for majorities (not needed where it returns `pred`);
-# runs_programs: it waits for other processes, so several are called at a time, with `sandbox` set to
-# reward_model.sandbox_fusion; needs_truth: a row without a ground truth cannot be scored by it.
-SCORERS = Registry("scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False, "needs_truth": True})
+# --- Rule scorers -------------------------------------------------------------------------------------------
+# sources: shell-style patterns of `data_source` that select this scorer; slow: it can hang (sympy, regex), so
+# it runs in a worker process with a timeout; vote: extracts the answer of a response, for majority votes (not
+# needed if the scorer returns `pred`); runs_programs: it waits for other processes, so several calls run
+# concurrently, with `sandbox` set to reward_model.sandbox_fusion; needs_truth: a row without a ground truth
+# cannot be scored by it.
+SCORERS = Registry(
+    "scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False, "needs_truth": True}
+)
 _VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"
-SCORERS.declare("gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number")
+SCORERS.declare(
+    "gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number"
+)
 SCORERS.declare(
     "math_boxed",
     f"{_RULES}.math_boxed:compute_score",
     sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     vote=f"{_VOTES}:boxed",
 )
-SCORERS.declare("math_dapo", f"{_RULES}.math_dapo:compute_score", sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"))
+SCORERS.declare(
+    "math_dapo",
+    f"{_RULES}.math_dapo:compute_score",
+    sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+)
 SCORERS.declare("math_symbolic", f"{_RULES}.math_symbolic:compute_score", sources=("numina_*",), slow=True)
-SCORERS.declare("geo3k", f"{_RULES}.geo3k:compute_score", sources=("hiyouga/geometry3k",), slow=True, vote=f"{_VOTES}:boxed")
-SCORERS.declare("search_qa", f"{_RULES}.search_qa:compute_score", sources=("searchR1_*",), vote=f"{_VOTES}:tagged")
+SCORERS.declare(
+    "geo3k",
+    f"{_RULES}.geo3k:compute_score",
+    sources=("hiyouga/geometry3k",),
+    slow=True,
+    vote=f"{_VOTES}:boxed",
+)
+SCORERS.declare(
+    "search_qa", f"{_RULES}.search_qa:compute_score", sources=("searchR1_*",), vote=f"{_VOTES}:tagged"
+)
 SCORERS.declare(
     "multiple_choice",
     f"{_RULES}.multiple_choice:compute_score",
@@ -129,8 +166,9 @@ SCORERS.declare(
 SCORERS.declare("format", f"{_RULES}.format:compute_score", needs_truth=False)
 SCORERS.declare("arithmetic", f"{_RULES}.arithmetic:compute_score", sources=("arithmetic*",))
 
-# --- Data sets as they are published ---------------------------------------------------------------------------------------
-# (row, split, index) -> a row for training. columns: what the published row must have; splits: what `strop data` writes.
+# --- Data sets as they are published ------------------------------------------------------------------------
+# (row, split, index) -> a row for training. columns: what the published row must have; splits: what `strop
+# data` writes.
 DATASETS = Registry("data set", facts={"columns": (), "splits": ("train", "test")})
 DATASETS.declare("gsm8k", "strop.data.make:gsm8k", columns=("question", "answer"))
 DATASETS.declare("math", "strop.data.make:math", columns=("problem", "solution"))
@@ -138,7 +176,7 @@ DATASETS.declare("math500", "strop.data.make:math500", columns=("problem", "answ
 DATASETS.declare("aime", "strop.data.make:aime", columns=("Problem", "Answer"), splits=("test",))
 DATASETS.declare("hh_rlhf", "strop.data.make:hh_rlhf", columns=("chosen", "rejected"))
 
-# --- Trackers ------------------------------------------------------------------------------------------------------------
+# --- Trackers -----------------------------------------------------------------------------------------------
 # library: what must be installed, an extra of the same name.
 TRACKERS = Registry("tracker", facts={"library": None})
 TRACKERS.declare("console", "strop.run.trackers.console:ConsoleTracker")
@@ -152,12 +190,14 @@ TRACKERS.declare("mlflow", "strop.run.trackers.mlflow:MlflowTracker", library="m
 TRACKERS.declare("swanlab", "strop.run.trackers.swanlab:SwanlabTracker", library="swanlab")
 TRACKERS.declare("trackio", "strop.run.trackers.trackio:TrackioTracker", library="trackio")
 
-# --- Rollout engines -----------------------------------------------------------------------------------------------------
-# settings: what the engine takes from the `rollout` section beside the module. library: what must be installed, unless
-# rollout.engine_kwargs names another interpreter or a server that has it. own_weights: the engine holds a copy of the weights,
-# so each update must bring them; the others sample from the trainer's own module. fed: `generate` takes further requests while
-# it runs.
-ENGINES = Registry("rollout engine", facts={"settings": (), "library": None, "own_weights": False, "fed": False})
+# --- Rollout engines ----------------------------------------------------------------------------------------
+# settings: the keys of the `rollout` section that the engine takes. library: the package that must be
+# installed, unless rollout.engine_kwargs names another interpreter or a server that has it. own_weights: the
+# engine holds a copy of the weights, so each update needs a weight sync; other engines sample from the
+# trainer's module. fed: `generate` accepts further requests while it runs.
+ENGINES = Registry(
+    "rollout engine", facts={"settings": (), "library": None, "own_weights": False, "fed": False}
+)
 _shared = ("max_model_len", "max_num_seqs", "seed")
 ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
 ENGINES.declare(
@@ -202,10 +242,14 @@ ENGINES.declare(
     ),
 )
 ENGINES.declare(
-    "sglang", "strop.rollout.sglang:SglangEngine", library="sglang", own_weights=True, settings=(*_shared, *_outside)
+    "sglang",
+    "strop.rollout.sglang:SglangEngine",
+    library="sglang",
+    own_weights=True,
+    settings=(*_shared, *_outside),
 )
 
-# --- Formats of tool calls ------------------------------------------------------------------------------------------------
+# --- Formats of tool calls ----------------------------------------------------------------------------------
 # reads_template: the parser is made from the tokenizer, whose chat template shows the format.
 TOOL_PARSERS = Registry("format of tool calls", facts={"reads_template": False})
 TOOL_PARSERS.declare("hermes", "strop.agents.parsers.hermes:HermesParser")
@@ -216,18 +260,20 @@ TOOL_PARSERS.declare("pythonic", "strop.agents.parsers.pythonic:PythonicParser")
 for _name in ("template", "auto"):
     TOOL_PARSERS.declare(_name, "strop.agents.parsers.template:template_parser", reads_template=True)
 
-# --- Agent loops ----------------------------------------------------------------------------------------------------------
+# --- Agent loops --------------------------------------------------------------------------------------------
 AGENT_LOOPS = Registry("agent loop")
-for _name, _kind in {"single_turn_agent": "SingleTurnAgent", "tool_agent": "ToolAgent", "react_agent": "ReactAgent"}.items():
-    AGENT_LOOPS.declare(_name, f"strop.agents.{_name}:{_kind}")
+AGENT_LOOPS.declare("single_turn_agent", "strop.agents.loops:SingleTurnAgent")
+AGENT_LOOPS.declare("tool_agent", "strop.agents.tool_agent:ToolAgent")
+AGENT_LOOPS.declare("react_agent", "strop.agents.react_agent:ReactAgent")
 
-# --- Reward managers -----------------------------------------------------------------------------------------------------
-# stores_acc: a scorer's plain number is also reported as `acc`; takes_lists: the function is called once, with lists.
+# --- Reward managers ----------------------------------------------------------------------------------------
+# stores_acc: a scorer's plain number is also reported as `acc`; takes_lists: the function is called once,
+# with lists.
 REWARD_MANAGERS = Registry("reward manager", facts={"stores_acc": False, "takes_lists": False})
-_managers = "strop.rewards.managers.kinds"
-REWARD_MANAGERS.declare("naive", f"{_managers}:Naive")
-REWARD_MANAGERS.declare("prime", f"{_managers}:Prime")
-REWARD_MANAGERS.declare("batch", f"{_managers}:Lists", stores_acc=True, takes_lists=True)
-REWARD_MANAGERS.declare("dapo", f"{_managers}:Naive", stores_acc=True)
-REWARD_MANAGERS.declare("rate_limited", f"{_managers}:RateLimited")
-REWARD_MANAGERS.declare("remote", f"{_managers}:Prime")
+_managers = "strop.rewards.managers"
+REWARD_MANAGERS.declare("naive", f"{_managers}:NaiveRewardManager")
+REWARD_MANAGERS.declare("prime", f"{_managers}:PrimeRewardManager")
+REWARD_MANAGERS.declare("batch", f"{_managers}:BatchRewardManager", stores_acc=True, takes_lists=True)
+REWARD_MANAGERS.declare("dapo", f"{_managers}:NaiveRewardManager", stores_acc=True)
+REWARD_MANAGERS.declare("rate_limited", f"{_managers}:RateLimitedRewardManager")
+REWARD_MANAGERS.declare("remote", f"{_managers}:PrimeRewardManager")

@@ -1,4 +1,5 @@
-"""strop <verb>: compose a configuration, call the program that carries it out. Heavy things are imported when needed."""
+"""strop <verb>: compose a configuration, call the program that carries it out. Heavy things are imported when
+needed."""
 
 from __future__ import annotations
 
@@ -31,22 +32,29 @@ train
   quickstart    a tiny model learns arithmetic on this machine, in minutes (--algorithm ppo|rloo|...)
   openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
 use
-  generate      answers for a file of prompts: strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
-  eval          scores for a file of answers: strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
-  merge         a checkpoint (of Strop or verl) as a Hugging Face folder: strop merge --local_dir .../actor --target_dir OUT
-  serve-rm      a reward model behind HTTP, in OpenRLHF's protocol: strop serve-rm model.path=RM server.port=5000
+  generate      responses for a file of prompts:
+                strop generate model.path=DIR data.path=IN data.output_path=OUT.parquet
+  eval          scores for a file of responses:
+                strop eval data.path=OUT.parquet | strop eval --compare A.parquet B.parquet
+  merge         a checkpoint (of Strop or verl) as a Hugging Face folder:
+                strop merge --local_dir .../actor --target_dir OUT
+  serve-rm      a reward model behind HTTP, in OpenRLHF's protocol:
+                strop serve-rm model.path=RM server.port=5000
 look
-  board         a web page over runs: strop board DIR [--port 8700]; curves, samples token by token, configurations, health
+  board         a web page over runs (curves, samples token by token, configurations, health):
+                strop board DIR [--port 8700]
 watch
   profile       where the time of a step goes, and what to turn first: strop profile RUN
   doctor        what every process of a run is doing, and since when: strop doctor RUN
   replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
   check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
-  plan          memory and time on devices that need not be here: strop plan key=value ... --gpu h100 --gpus-per-node 8
+  plan          memory and time on devices that this machine need not have:
+                strop plan key=value ... --gpu h100 --gpus-per-node 8
   config        strop config show NAME [key=value ...] | explain KEY | docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
-  data          write ready-made data sets: strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
+  data          write ready-made data sets:
+                strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
 
 Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tracebacks.
 """
@@ -54,7 +62,7 @@ Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tr
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    from strop.trainer.prepare import prepare_process
+    from strop.shared.process_setup import prepare_process
 
     prepare_process()
     return answer(lambda: dispatch(arguments))
@@ -69,7 +77,9 @@ def dispatch(arguments: list[str]) -> int:
         print(f"strop {__version__}")
         return 0
     if verb not in PROGRAMS:
-        raise ValueError(f"There is no verb {verb!r}.{did_you_mean(verb, PROGRAMS)} `strop --help` lists them.")
+        raise ValueError(
+            f"There is no verb {verb!r}.{did_you_mean(verb, PROGRAMS)} `strop --help` lists them."
+        )
     if rest[:1] in (["-h"], ["--help"]) and verb not in HAVE_OPTIONS:
         print(help_of(verb))
         return 0
@@ -78,12 +88,20 @@ def dispatch(arguments: list[str]) -> int:
 
 def help_of(verb: str) -> str:
     """The line of HELP about the verb, and where its keys are explained."""
-    [about] = [line.strip() for line in HELP.splitlines() if line.startswith(f"  {verb} ")]
-    usage = (
-        f"usage: strop {verb} [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]\n" if verb in VERBS else ""
+    lines = HELP.splitlines()
+    [first] = [place for place, line in enumerate(lines) if line.startswith(f"  {verb} ")]
+    about = lines[first].strip()
+    if lines[first + 1].startswith(" " * 16):  # the example stands on a line of its own
+        about += "\n" + lines[first + 1]
+    usage = ""
+    if verb in VERBS:
+        usage = f"usage: strop {verb} [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]\n"
+    show = f"strop config show {VERBS.get(verb, 'ppo_trainer')}"
+    explain = "strop config explain KEY"
+    return (
+        f"{about}\n{usage}\n{show:<34} every key, its default and what it does\n"
+        f"{explain:<34} everything about one key"
     )
-    show, explain = f"strop config show {VERBS.get(verb, 'ppo_trainer')}", "strop config explain KEY"
-    return f"{about}\n{usage}\n{show:<34} every key, its default and what it does\n{explain:<34} everything about one key"
 
 
 def ppo(arguments: list[str]) -> int:
@@ -141,11 +159,12 @@ def board(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    from strop.trainer.preflight import main as preflight
+    from strop.preflight.examine import main as preflight
 
     if not arguments or arguments[0] not in VERBS:
         raise ValueError(
-            f"Expected: strop check {'|'.join(VERBS)} [key=value ...] [--json], got {' '.join(arguments) or 'nothing'}."
+            f"Expected: strop check {'|'.join(VERBS)} [key=value ...] [--json], got "
+            f"{' '.join(arguments) or 'nothing'}."
         )
     return preflight(VERBS[arguments[0]], arguments[1:])
 
@@ -167,7 +186,8 @@ def config(arguments: list[str]) -> int:
             root = VERBS.get(name, name)
             if root not in ROOTS:
                 raise ValueError(
-                    f"There is no configuration {name!r}.{did_you_mean(name, ROOTS)} There are {', '.join(ROOTS)}."
+                    f"There is no configuration {name!r}.{did_you_mean(name, ROOTS)} There are "
+                    f"{', '.join(ROOTS)}."
                 )
             asked = parse(rest)
             print(show(root, load(root, asked.overrides, asked.config, asked.search).tree()), end="")
@@ -183,36 +203,40 @@ def config(arguments: list[str]) -> int:
 def convert(arguments: list[str]) -> int:
     match arguments:
         case ["openrlhf", "--", *command] | ["openrlhf", *command] if command:
-            from strop.config.openrlhf import convert as from_openrlhf
+            from strop.config.openrlhf.convert import convert as from_openrlhf
 
             print(from_openrlhf(command).render(), end="")
         case ["verl", "--to", "openrlhf", *rest]:
             from strop.config.commandline import parse
             from strop.config.compose import load
-            from strop.config.openrlhf_reverse import to_openrlhf
+            from strop.config.openrlhf.reverse import to_openrlhf
 
             asked = parse(rest)
             tree = load("ppo_trainer", asked.overrides, asked.config, asked.search).tree()
             print(to_openrlhf(tree, defaults=load("ppo_trainer").tree()).render(), end="")
         case _:
-            raise ValueError("Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...")
+            raise ValueError(
+                "Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf "
+                "key=value ..."
+            )
     return 0
 
 
 def openrlhf(arguments: list[str]) -> int:
-    from strop.config.openrlhf import convert as from_openrlhf
+    from strop.config.openrlhf.convert import convert as from_openrlhf
 
     conversion = from_openrlhf(arguments)
     print(conversion.render(), file=sys.stderr)
     if conversion.verb not in PROGRAMS:
         raise ValueError(
-            f"`strop {conversion.verb}` cannot run yet; `strop check {conversion.verb} ...` examines the configuration."
+            f"`strop {conversion.verb}` cannot run yet; `strop check {conversion.verb} ...` examines the "
+            "configuration."
         )
     return PROGRAMS[conversion.verb](conversion.arguments())
 
 
 def profile(arguments: list[str]) -> int:
-    from strop.run.profile_report import main as account
+    from strop.run.profile.report import main as account
 
     return account(arguments)
 
@@ -224,7 +248,7 @@ def doctor(arguments: list[str]) -> int:
 
 
 def replay(arguments: list[str]) -> int:
-    from strop.trainer.replay import main as again
+    from strop.replay.replay import main as again
 
     return again(arguments)
 
@@ -236,7 +260,7 @@ def data(arguments: list[str]) -> int:
 
 
 def quickstart(arguments: list[str]) -> int:
-    from strop.trainer.quickstart import main as start
+    from strop.quickstart.quickstart import main as start
 
     return start(arguments)
 

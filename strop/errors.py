@@ -1,4 +1,5 @@
-"""The border between a mistake of the user, which gets one clear message, and a mistake of ours, which gets a traceback."""
+"""Exit codes and error output of commands: a user error prints one clear message, an unexpected error prints
+a traceback."""
 
 from __future__ import annotations
 
@@ -8,24 +9,28 @@ import traceback
 from collections.abc import Callable
 
 REFUSED = 1
-"""Exit code of a mistake of the user: the message says what to set, and trying again would say it again."""
+"""Exit code of a user error: the message says what to set. A retry would fail again."""
 CRASHED = 70
-"""Exit code of an error nobody expected: trying again may help."""
+"""Exit code of an unexpected error. A retry may succeed."""
 
 
 def exit_code(error: BaseException) -> int:
-    """Of a process that ends with this error; an error may bring its own."""
-    return int(getattr(error, "exit_code", REFUSED if isinstance(error, ValueError | OSError) else CRASHED))
+    """Exit code of a process that ends with this error: the error's own `exit_code`, or that of its type."""
+    default = CRASHED
+    if isinstance(error, ValueError | OSError):
+        default = REFUSED
+    return int(getattr(error, "exit_code", default))
 
 
 def answer(program: Callable[[], int]) -> int:
-    """Run a command; a user's mistake prints its message and gives exit code 1. STROP_DEBUG=1 shows where it came from."""
+    """Run a command and return its exit code. A user error prints its message; STROP_DEBUG=1 adds the
+    traceback."""
     try:
         return program()
     except (ValueError, OSError) as error:
         if os.environ.get("STROP_DEBUG") == "1":
             traceback.print_exc()
-        if not getattr(error, "told_by_another", False):
+        if not getattr(error, "reported_by_other_rank", False):
             for line in str(error).splitlines() or [type(error).__name__]:
                 sys.stderr.write(f"strop: error: {line}\n")
         return exit_code(error)

@@ -1,8 +1,9 @@
-"""The processes of a run, and what they say to each other about plain values. One process is the simplest case of many.
+"""The ranks of a run, and collective operations on plain Python values. A single process is a world of size
+1.
 
-Every rank runs the same program and holds the same batch; only sampling, scoring and passes over models are divided. What one
-rank finds out is therefore either told to all (`gather`, `summed`), or everybody fails together (`together`): a rank that waits
-for one that has failed would wait for ever.
+Every rank runs the same program and holds the same batch; only sampling, scoring and model passes are
+sharded. Results of one rank are therefore gathered on all ranks (`gather`, `summed`). If one rank fails, all
+ranks fail together (`together`), because a rank that waits for a failed rank would hang.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ T = TypeVar("T")
 
 
 class SharedFailure(ValueError):
-    """A failure of one rank that every rank knows of."""
+    """A failure of one rank that all ranks know of."""
 
-    told_by_another: bool = False
-    """Whether another rank tells people about it."""
+    reported_by_other_rank: bool = False
+    """Whether another rank prints the message."""
     exit_code: int = REFUSED
-    """Of the process that ends with it."""
+    """Exit code of the process that ends with this failure."""
 
 
 @dataclass(frozen=True)
 class Ranks:
+    """The rank of this process and the world size, with collective operations."""
+
     rank: int = 0
     world: int = 1
 
     @property
     def lead(self) -> bool:
-        """Whether this rank writes files and speaks to people."""
+        """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What every rank says, in the order of ranks."""
+        """All-gather: the values of all ranks, in the order of ranks."""
         if self.world == 1:
             return [value]
         import torch.distributed as dist
@@ -46,7 +49,7 @@ class Ranks:
         return found
 
     def from_lead(self, value: T) -> T:
-        """What rank 0 says; the `value` of the others is not looked at."""
+        """Broadcast: the value of rank 0; the `value` of other ranks is ignored."""
         if self.world == 1:
             return value
         import torch.distributed as dist
@@ -56,7 +59,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def summed(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The numbers of all ranks added up by name, in double precision and in the order of ranks."""
+        """The sums of the numbers of all ranks by name, in double precision and in the order of ranks."""
         totals: dict[str, float] = {}
         for mine in self.gather(dict(numbers)):
             for name, value in mine.items():
@@ -64,7 +67,7 @@ class Ranks:
         return totals
 
     def first_to_claim(self, name: str) -> bool:
-        """Whether no rank asked for `name` before. Needs no answer from the others, so they may be busy."""
+        """Whether this rank is the first to claim `name`. It is not collective: other ranks may be busy."""
         if self.world == 1:
             return True
         from torch.distributed.distributed_c10d import _get_default_store
@@ -72,9 +75,10 @@ class Ranks:
         return int(_get_default_store().add(f"strop/claim/{name}", 1)) == 1
 
     def together(self, work: Callable[[], T], doing: str) -> T:
-        """What `work` returns here. If it raises on any rank, every rank raises, and the message names the rank.
+        """The result of `work` on this rank. If it raises on any rank, all ranks raise, and the message names
+        the rank.
 
-        There must be no exchange between ranks inside `work`.
+        `work` must contain no collective operation.
         """
         if self.world == 1:
             return work()
@@ -84,8 +88,11 @@ class Ranks:
             result = work()
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
             problem = error
-        told = self.gather(None if problem is None else (f"{type(problem).__name__}: {problem}", exit_code(problem)))
-        failed = [(rank, *said) for rank, said in enumerate(told) if said is not None]
+        report = None
+        if problem is not None:
+            report = (f"{type(problem).__name__}: {problem}", exit_code(problem))
+        reports = self.gather(report)
+        failed = [(rank, *found) for rank, found in enumerate(reports) if found is not None]
         if failed:
             rank, text, code = failed[0]
             others = f" So did {len(failed) - 1} other rank(s)." if len(failed) > 1 else ""
@@ -95,11 +102,11 @@ class Ranks:
         return result
 
     def agree(self, what: str, value: str) -> None:
-        """Refuse to go on when ranks see different things; `what` names the thing and the key behind it."""
-        said = self.gather(value)
-        odd = [rank for rank, other in enumerate(said) if other != said[0]]
-        if odd:
+        """Raise if ranks have different values; `what` names the value and its configuration key."""
+        values = self.gather(value)
+        different = [rank for rank, other in enumerate(values) if other != values[0]]
+        if different:
             raise SharedFailure(
-                f"Ranks disagree about {what}: rank 0 has {said[0]}, rank {odd[0]} has {said[odd[0]]}. All of them must read "
-                "the same files with the same configuration."
+                f"Ranks disagree about {what}: rank 0 has {values[0]}, rank {different[0]} has "
+                f"{values[different[0]]}. All of them must read the same files with the same configuration."
             )

@@ -1,10 +1,10 @@
 """Names that can be chosen in a configuration, and what each choice needs.
 
-A registry maps a name to an entry. An entry carries *facts* (what it needs, what it forbids), so nobody else has to
-compare names: the trainer asks `entry.facts["needs"]`, never `name == "gae"`.
+A registry maps a name to an entry. An entry has *facts* (what it needs, what it forbids), so that no other
+code compares names: the trainer reads `entry.facts["needs"]`, never `name == "gae"`.
 
-Built-ins are declared in `catalog.py` by import path, without importing them (torch stays out of the configuration room).
-Users add their own with the decorator, in a file named under `plugins:`
+Built-ins are declared in `catalog.py` by import path, without importing them, so that configuration code does
+not import torch. Users add entries with the decorator, in a file that `plugins:` lists
 
     from strop.catalog import ADVANTAGES
 
@@ -23,18 +23,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+Target = TypeVar("Target")
 
 
-def nearest(name: str, choices: Iterable[str], most: int = 3) -> list[str]:
-    """The choices a person who typed `name` may have meant, best first."""
-    return difflib.get_close_matches(name, list(choices), n=most, cutoff=0.6)
+def nearest(name: str, choices: Iterable[str], limit: int = 3) -> list[str]:
+    """The choices that are most similar to `name`, best first."""
+    return difflib.get_close_matches(name, list(choices), n=limit, cutoff=0.6)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A sentence to end an error message with, or nothing."""
+    """A sentence for the end of an error message; empty if no choice is similar."""
     close = nearest(name, choices)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    if not close:
+        return ""
+    return f" Did you mean {' or '.join(map(repr, close))}?"
 
 
 @dataclass
@@ -42,11 +46,12 @@ class Entry:
     """One registered choice."""
 
     name: str
-    target: Any  # the object, or "module:attribute" until it is first used
+    target: object  # the object, or "module:attribute" until it is first used
     facts: Mapping[str, Any] = field(default_factory=dict)
     source: str = "built-in"
 
     def load(self) -> Any:
+        """The registered object; it is imported on the first call."""
         if isinstance(self.target, str):
             module, _, attribute = self.target.partition(":")
             self.target = getattr(importlib.import_module(module), attribute)
@@ -54,49 +59,56 @@ class Entry:
 
 
 class Registry:
-    """All choices of one kind. Hyphens and underscores in names are the same."""
+    """All choices of one kind. Names are compared with hyphens and underscores as equal."""
 
     def __init__(self, kind: str, facts: Mapping[str, Any] | None = None):
-        """`facts` are the facts an entry of this kind may declare, with the value of those it does not."""
+        """`facts`: the facts that an entry of this kind may declare, with their defaults."""
         self.kind = kind
         self.defaults = dict(facts or {})
         self._entries: dict[str, Entry] = {}
 
-    def declare(self, name: str, target: Any, *, source: str = "built-in", **facts: Any) -> None:
-        """Add an entry; `target` may be "package.module:attribute", imported when first used."""
+    def declare(self, name: str, target: object, *, source: str = "built-in", **facts: object) -> None:
+        """Add an entry; `target` may be "package.module:attribute", which is imported on first use."""
         key = self._key(name)
-        strange = sorted(set(facts) - set(self.defaults))
-        if strange:
+        unknown = sorted(set(facts) - set(self.defaults))
+        if unknown:
             raise ValueError(
-                f"{self.kind} {name!r} declares {strange}, but entries of this kind may declare {sorted(self.defaults)}."
+                f"{self.kind} {name!r} declares {unknown}, but entries of this kind may declare "
+                f"{sorted(self.defaults)}."
             )
         old = self._entries.get(key)
         if old is not None and (old.source != source or source == "built-in"):
-            raise ValueError(f"{self.kind} {name!r} is registered twice: by {old.source} and by {source}. Rename one of them.")
+            raise ValueError(
+                f"{self.kind} {name!r} is registered twice: by {old.source} and by {source}. Rename one of "
+                "them."
+            )
         self._entries[key] = Entry(key, target, {**self.defaults, **facts}, source)
 
-    def register(self, name: str, **facts: Any) -> Callable[[Any], Any]:
+    def register(self, name: str, **facts: object) -> Callable[[Target], Target]:
         """Decorator form of `declare`, for plugins."""
 
-        def decorate(target: Any) -> Any:
+        def decorate(target: Target) -> Target:
             self.declare(name, target, source=getattr(target, "__module__", "a plugin"), **facts)
             return target
 
         return decorate
 
     def entry(self, name: str) -> Entry:
+        """The entry of a name; a ValueError lists the known names."""
         found = self._entries.get(self._key(name)) if isinstance(name, str) else None
         if found is None:
             raise ValueError(
-                f"Unknown {self.kind} {name!r}.{did_you_mean(str(name), self._entries)} "
-                f"Known: {', '.join(self.names())}. Your own goes in a file listed under `plugins`."
+                f"Unknown {self.kind} {name!r}.{did_you_mean(str(name), self._entries)} Known: "
+                f"{', '.join(self.names())}. Your own goes in a file listed under `plugins`."
             )
         return found
 
     def get(self, name: str) -> Any:
+        """The registered object of a name."""
         return self.entry(name).load()
 
     def names(self) -> list[str]:
+        """All names, sorted."""
         return sorted(self._entries)
 
     def __contains__(self, name: object) -> bool:
@@ -117,7 +129,7 @@ def load_module(path: str) -> ModuleType:
     file = Path(plain).expanduser().resolve()
     if not file.is_file():
         raise ValueError(f"The Python file {path!r} does not exist (looked for {file}).")
-    # A name that is stable over processes, so that what the file defines can be pickled to workers.
+    # The name is the same in every process, so that objects of the file can be pickled to workers.
     name = f"strop_plugin_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -130,18 +142,21 @@ def load_module(path: str) -> ModuleType:
     except SyntaxError as error:
         del sys.modules[name]
         raise ValueError(f"{file} does not parse: {error.msg} (line {error.lineno}).") from error
-    except (Exception, SystemExit) as error:  # a script that parses a command line exits; silently, were it not told here
+    except (Exception, SystemExit) as error:  # a script that parses its command line raises SystemExit
         del sys.modules[name]
         raise ValueError(f"{file} fails while it is imported: {type(error).__name__}: {error}") from error
     return module
 
 
 def load_attribute(path: str, name: str) -> Any:
-    """What a user's file calls `name`."""
+    """The object `name` of a user's file."""
     module = load_module(path)
     if not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
-        raise ValueError(f"{path} defines no {name!r}.{did_you_mean(name, public)} It has: {', '.join(public) or 'nothing'}.")
+        raise ValueError(
+            f"{path} defines no {name!r}.{did_you_mean(name, public)} It has: "
+            f"{', '.join(public) or 'nothing'}."
+        )
     return getattr(module, name)
 
 
@@ -155,4 +170,6 @@ def _import_dotted(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(f"The module {name!r} cannot be imported: {error}. Install it, or give a path to a .py.") from error
+        raise ValueError(
+            f"The module {name!r} cannot be imported: {error}. Install it, or give a path to a .py."
+        ) from error

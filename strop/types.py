@@ -1,4 +1,5 @@
-"""What travels through a run: prompts, trajectories, batches. Tokens are the only currency; text is made of them."""
+"""The data types of a run: prompts, trajectories and batches. They hold token ids; text is decoded from them
+when it is needed."""
 
 from __future__ import annotations
 
@@ -16,40 +17,40 @@ if TYPE_CHECKING:
 class Prompt:
     """One row of a data set, rendered.
 
-    Example: Prompt(index=7, ids=[1, 4093, 198], messages=[{"role": "user", "content": "2+2?"}], data_source="arithmetic",
-    ground_truth="4")
+    Example: Prompt(index=7, ids=[1, 4093, 198], messages=[{"role": "user", "content": "2+2?"}],
+    data_source="arithmetic", ground_truth="4")
     """
 
     index: int
-    """Row number in the data set; the same prompt keeps it over epochs and runs."""
+    """Row number in the data set; it is the same in all epochs and runs."""
     ids: list[int]
     """Tokens of the rendered prompt, generation prefix included."""
     messages: list[dict[str, Any]]
-    """The conversation before the first answer, as role and content."""
+    """The conversation before the first response, as role and content."""
     data_source: str
-    """Chooses the scorer, and groups validation metrics."""
+    """Selects the scorer, and groups validation metrics."""
     ground_truth: Any = None
-    """What the scorer compares with."""
+    """The reference answer of the scorer."""
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """Handed to the scorer, tools and interactions as it is."""
+    """Passed to the scorer, tools and interactions unchanged."""
     agent_name: str | None = None
-    """Which agent loop answers; None: the configured default."""
+    """Name of the agent loop; None: the configured default."""
     images: list[Any] = field(default_factory=list)
     """Images in the order of their placeholders."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn after the prompt: who wrote `response[start:end]`."""
+    """One turn after the prompt: the role that wrote `response[start:end]`."""
 
     role: str
-    """assistant where the policy sampled it; else what the environment is called: tool, user ..."""
+    """assistant if the policy sampled the turn; else the role of the environment: tool, user ..."""
     start: int
     end: int
 
 
 class TokenArrays(NamedTuple):
-    """The tokens of one or many trajectories, in the precision of a batch: what is made of all of them is made of arrays."""
+    """The tokens of one or more trajectories as numpy arrays, in the precision of a batch."""
 
     response: np.ndarray
     mask: np.ndarray
@@ -59,19 +60,21 @@ class TokenArrays(NamedTuple):
     def of(response: Sequence[int], mask: Sequence[int], log_probs: Sequence[float]) -> TokenArrays:
         import numpy as np
 
-        return TokenArrays(np.array(response, np.int32), np.array(mask, np.int8), np.array(log_probs, np.float32))
+        return TokenArrays(
+            np.array(response, np.int32), np.array(mask, np.int8), np.array(log_probs, np.float32)
+        )
 
 
 @dataclass
 class Trajectory:
-    """One answer to a prompt: everything that stands after the prompt, token by token.
+    """One response to a prompt: all tokens after the prompt.
 
     Example (a tool was called once): response=[9, 4, 2, 77, 78, 5, 2], mask=[1, 1, 1, 0, 0, 1, 1]
     """
 
     prompt: Prompt
     group: int
-    """Which prompt of the step it answers; samples of one prompt share the number."""
+    """Number of the prompt in the step; all samples of one prompt have the same number."""
     response: list[int]
     """Tokens after the prompt, tool and user turns included."""
     mask: list[int]
@@ -81,34 +84,38 @@ class Trajectory:
     finish: str = "stop"
     """stop | length | abort | error."""
     version: int = 0
-    """Version of the weights that sampled it (the newest, if they changed on the way)."""
+    """Version of the weights that sampled it (the newest, if the weights changed during sampling)."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Where weights changed on the way: (version, tokens it sampled), in order. Empty: all of them by `version`."""
+    """If the weights changed during sampling: (version, tokens it sampled), in order. Empty: `version`
+    sampled all tokens."""
     num_turns: int = 2
-    """Turns of the conversation, the prompt's included."""
+    """Turns of the conversation, including those of the prompt."""
     score: float | None = None
-    """The outcome reward; None when its scorer failed, which masks the trajectory."""
+    """The outcome reward; None if the scorer failed, which masks the trajectory."""
     baseline: float | None = None
-    """Score of the greedy answer to the same prompt, where an estimator wants it."""
+    """Score of the greedy response to the same prompt, if the estimator needs it."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
-    """Rewards inside the response: position of the token -> reward."""
+    """Rewards of single turns: position of the token -> reward."""
     extras: dict[str, Any] = field(default_factory=dict)
-    """Whatever the scorer or the agent loop reported beside the score."""
+    """Further values that the scorer or the agent loop reported."""
     turns: list[Turn] = field(default_factory=list)
     """The turns that make up the response, in order. Empty: one turn of the assistant."""
 
     @property
     def reward(self) -> float | None:
-        """Everything it earned, on the way and at the end; None when it could not be scored."""
-        return None if self.score is None else self.score + sum(self.turn_rewards.values())
+        """The total reward: score and turn rewards; None if the scorer failed."""
+        if self.score is None:
+            return None
+        return self.score + sum(self.turn_rewards.values())
 
     @property
     def sampled(self) -> int:
-        """How many tokens the policy wrote."""
+        """Number of tokens that the policy sampled."""
         return sum(self.mask)
 
     @property
     def arrays(self) -> TokenArrays:
+        """Response, mask and log-probs as numpy arrays."""
         return TokenArrays.of(self.response, self.mask, self.log_probs)
 
     def __post_init__(self) -> None:
@@ -119,7 +126,7 @@ class Trajectory:
         )
 
 
-# Roles of a Batch's fields decide how they are cut, joined and padded.
+# The role of a Batch field says how it is selected, concatenated and padded.
 TOKENS, ROWS, LISTS = "tokens", "rows", "lists"
 
 
@@ -135,10 +142,10 @@ def rows() -> Any:
 
 @dataclass
 class Batch:
-    """B sequences as the trainer sees them. A field that nobody needed stays None.
+    """B sequences as tensors for training. A field that the run does not need is None.
 
-    Response-aligned fields are [B, T], T the longest response: column t speaks of the t-th response token, and its log-prob or
-    value comes from the state *before* that token.
+    Response-aligned fields are [B, T], where T is the longest response: column t belongs to the t-th response
+    token, and its log-prob or value comes from the state *before* that token.
     """
 
     sequences: list[Tensor] = field(metadata={"role": LISTS})
@@ -148,33 +155,33 @@ class Batch:
     mask: Tensor = field(metadata={"role": TOKENS})
     """1 on tokens that are trained."""
     groups: Tensor = rows()
-    """Which prompt each sequence answers."""
+    """Number of each sequence's prompt in the step."""
     rollout_log_probs: Tensor | None = tokens()
-    """Log-probs the engine reported."""
+    """Log-probs that the engine reported."""
     old_log_probs: Tensor | None = tokens()
-    """Log-probs under the weights the step began with."""
+    """Log-probs under the weights at the start of the step."""
     ref_log_probs: Tensor | None = tokens()
-    """Log-probs under the reference."""
+    """Log-probs under the reference model."""
     entropy: Tensor | None = tokens()
-    """Entropy under the weights the step began with."""
+    """Entropy under the weights at the start of the step."""
     sum_pi_squared: Tensor | None = tokens()
-    """Sum of squared probabilities under those weights."""
+    """Sum of squared probabilities under the weights at the start of the step."""
     values: Tensor | None = tokens()
     """The critic's values."""
     scores: Tensor | None = tokens()
     """Rewards before any KL penalty, on the tokens they belong to."""
     rewards: Tensor | None = tokens()
-    """Rewards after it."""
+    """Rewards after the KL penalty."""
     advantages: Tensor | None = tokens()
     """Advantages."""
     returns: Tensor | None = tokens()
-    """What the critic is fitted to."""
+    """Targets of the critic."""
     rollout_weights: Tensor | None = tokens()
     """Importance weights of rollout correction."""
     baselines: Tensor | None = rows()
-    """Score of the greedy answer to the same prompt."""
+    """Score of the greedy response to the same prompt."""
     row_ids: Tensor | None = rows()
-    """Position in the step's first order, kept over reordering."""
+    """Position in the original order of the step; reordering keeps it."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -191,7 +198,7 @@ class Batch:
         return [sequence.shape[0] for sequence in self.sequences]
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """The rows at `indices`, in that order; columns that then hold only padding are cut away."""
+        """The rows at `indices`, in that order; columns that hold only padding afterwards are removed."""
         import torch
 
         index = torch.as_tensor(indices, dtype=torch.long)
@@ -210,22 +217,22 @@ class Batch:
         return dataclasses.replace(self, **changed)
 
     def split(self, size: int) -> list[Batch]:
-        """Consecutive pieces of at most `size` rows."""
+        """Consecutive batches of at most `size` rows."""
         return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
 
     @staticmethod
     def concat(pieces: Sequence[Batch]) -> Batch:
-        """Pieces one after the other; a field must be there in all of them or in none."""
+        """Concatenate batches; a field must be set in all of them or in none."""
         import torch
 
         width = max(piece.mask.shape[1] for piece in pieces)
         joined: dict[str, Any] = {}
         for f in dataclasses.fields(Batch):
             values = [getattr(piece, f.name) for piece in pieces]
-            there = [value is not None for value in values]
-            if not any(there):
+            present = [value is not None for value in values]
+            if not any(present):
                 continue
-            assert all(there), f"{f.name} is missing in some of the {len(pieces)} pieces"
+            assert all(present), f"{f.name} is missing in some of the {len(pieces)} pieces"
             if f.metadata["role"] == LISTS:
                 joined[f.name] = [item for value in values for item in value]
             elif f.metadata["role"] == TOKENS:
@@ -235,6 +242,7 @@ class Batch:
         return Batch(**joined)
 
     def replace(self, **changes: Any) -> Batch:
+        """A copy with some fields replaced."""
         return dataclasses.replace(self, **changes)
 
 
@@ -246,7 +254,7 @@ def pad_columns(values: Tensor, width: int) -> Tensor:
 
 
 def rows_of(rows: Sequence[Sequence[float] | np.ndarray], width: int) -> Tensor:
-    """Rows of numbers as [B, width] float32, with zeros behind the end of each."""
+    """Rows of numbers as a [B, width] float32 tensor, zero-padded on the right."""
     import numpy as np
     import torch
 
@@ -257,7 +265,8 @@ def rows_of(rows: Sequence[Sequence[float] | np.ndarray], width: int) -> Tensor:
 
 
 def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
-    """Trajectories as tensors. The score stands on the last response token; failed ones (no score) are masked out whole."""
+    """Trajectories as tensors. The score is put on the last response token; trajectories without a score are
+    masked completely."""
     import numpy as np
     import torch
 
@@ -273,14 +282,17 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
             row[position] = reward
     failed = torch.tensor([t.score is None for t in trajectories])
     groups = torch.tensor([t.group for t in trajectories])
-    # A failed sample is nobody's peer: alone in a group, its missing score moves no baseline.
+    # Each failed sample gets a group of its own, so that its missing score changes no group's baseline.
     groups[failed] = -1 - torch.arange(int(failed.sum()))
     mask = rows_of([one.mask for one in arrays], width)
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
     prompts = {id(t.prompt): t.prompt for t in trajectories}
-    asked = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
-    whole = [np.concatenate([asked[id(t.prompt)], one.response], dtype=np.int64) for t, one in zip(trajectories, arrays)]
+    prompt_ids = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
+    whole = [
+        np.concatenate([prompt_ids[id(t.prompt)], one.response], dtype=np.int64)
+        for t, one in zip(trajectories, arrays)
+    ]
     return Batch(
         baselines=None if None in baselines else torch.tensor(baselines),
         sequences=[torch.from_numpy(sequence) for sequence in whole],

@@ -21,4 +21,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 if name == "golden" and report.when == "call":
                     total.update(value[1])
     if total:
-        terminalreporter.write_line("golden cases: " + ", ".join(f"{n} {kind}" for kind, n in sorted(total.items())))
+        terminalreporter.write_line(
+            "golden cases: " + ", ".join(f"{n} {kind}" for kind, n in sorted(total.items()))
+        )

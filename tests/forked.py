@@ -19,9 +19,9 @@ from tests import forked_child
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "strop.trainer.build",
-        "strop.trainer.preflight",
-        "strop.trainer.supervised_build",
+        "strop.ppo.build",
+        "strop.preflight.examine",
+        "strop.supervised.build",
         "strop.rollout.native.engine",
         "transformers.models.llama.modeling_llama",
         "peft",
@@ -34,7 +34,9 @@ if not forked_child.inside:
 class Forked:
     """`python -m module words` as a process, its output in files; the methods are those of subprocess.Popen."""
 
-    def __init__(self, module: str, words: Sequence[str], out: Path, err: Path | None = None, **environment: str) -> None:
+    def __init__(
+        self, module: str, words: Sequence[str], out: Path, err: Path | None = None, **environment: str
+    ) -> None:
         """`err`: where errors go when not to `out`."""
         whole = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), **environment}
         self.args = [module, *words]

@@ -18,7 +18,10 @@ def begin(module: str, words: list[str], environment: dict[str, str], out: str, 
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644) for path in dict.fromkeys([out, err])]
+    files = [
+        os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        for path in dict.fromkeys([out, err])
+    ]
     os.dup2(files[0], 1)
     os.dup2(files[-1], 2)
     sys.argv = [module, *words]

@@ -23,12 +23,24 @@ def strop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_help_lists_the_verbs():
     done = strop("--help")
     assert done.returncode == 0
-    for verb in ("ppo", "generate", "eval", "merge", "serve-rm", "check", "config", "convert", "quickstart", "data"):
+    for verb in (
+        "ppo",
+        "generate",
+        "eval",
+        "merge",
+        "serve-rm",
+        "check",
+        "config",
+        "convert",
+        "quickstart",
+        "data",
+    ):
         assert f"\n  {verb} " in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("verb", "words"), [("rm", "strop config show rm_trainer"), ("plan", "--gpus-per-node"), ("data", "--from")]
+    ("verb", "words"),
+    [("rm", "strop config show rm_trainer"), ("plan", "--gpus-per-node"), ("data", "--from")],
 )
 def test_every_verb_has_help(verb, words):
     done = strop(verb, "--help")
@@ -47,7 +59,10 @@ def test_every_verb_has_help(verb, words):
         (["config", "show", "ppo_trainr"], ["ppo_trainer"]),
         (["config", "explain", "data.shufle"], ["data.shuffle"]),
         (["convert", "openrlhf"], ["strop convert openrlhf --"]),
-        (["convert", "openrlhf", "--", "train_ppo_ray", "--actor_learning_rat", "1"], ["actor_learning_rate"]),
+        (
+            ["convert", "openrlhf", "--", "train_ppo_ray", "--actor_learning_rat", "1"],
+            ["actor_learning_rate"],
+        ),
     ],
 )
 def test_mistakes_get_one_message_and_exit_code_1(arguments, words):
@@ -86,6 +101,9 @@ def test_a_configuration_error_is_told_without_torch():
 
 def test_the_module_form_answers_like_the_verb():
     done = subprocess.run(
-        [sys.executable, "-m", "strop.trainer.main_ppo", "data.train_fils=x"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "strop.trainer.main_ppo", "data.train_fils=x"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 1 and "data.train_files" in done.stderr and "Traceback" not in done.stderr

@@ -13,7 +13,7 @@ import yaml
 from strop.cli import PROGRAMS, VERBS
 from strop.config.aliases import translate
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -61,7 +61,9 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     """The configuration and the words of every command in a block of code that takes keys."""
     for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            found = re.match(r"(?:strop |python3? -m strop\.trainer\.main_)(?:check |plan )?([a-z-]+) (.*)", line)
+            found = re.match(
+                r"(?:strop |python3? -m strop\.trainer\.main_)(?:check |plan )?([a-z-]+) (.*)", line
+            )
             if found and (found[1] in VERBS or line.startswith("strop plan")):
                 yield VERBS.get(found[1], "ppo_trainer"), shlex.split(found[2], comments=True)
 
@@ -70,11 +72,37 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
 def test_commands_name_keys_that_exist(page: Path) -> None:
     for root, words in commands(page):
         known = {key.path for key in keys(ROOTS[root])}
-        for name in [word.partition("=")[0].lstrip("+") for word in words if re.match(r"\+*[a-z_]+(\.\w+)+=", word)]:
+        for name in [
+            word.partition("=")[0].lstrip("+") for word in words if re.match(r"\+*[a-z_]+(\.\w+)+=", word)
+        ]:
             current, _ = translate({name: 0}, root)
-            missing = [key for key in current if key not in known and not any(key.startswith(f"{path}.") for path in known)]
+            missing = [
+                key
+                for key in current
+                if key not in known and not any(key.startswith(f"{path}.") for path in known)
+            ]
             assert not missing, f"{page.name}: {root} has no {missing}"
 
 
 def test_commands_are_found() -> None:
     assert sum(len(words) for page in PAGES for _, words in commands(page)) > 150
+
+
+FILES = [
+    path.relative_to(ROOT)
+    for folder in ("strop", "tests", "benchmarks", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+]
+OF_THE_READER = {"my_reward.py", "centred_by_median.py"}
+"""Files that a page asks the reader to write."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    missing = []
+    for name in re.findall(r"`([\w./]+\.py)`", text):
+        found = [file for file in FILES if f"/{file}".endswith(f"/{name}")]
+        if not found and name not in OF_THE_READER:
+            missing.append(name)
+    assert not missing, f"{page.name} names files that do not exist: {missing}"

@@ -1,8 +1,9 @@
 """GSM8K for a model that calls a calculator: `python prepare.py --from train.jsonl test.jsonl`.
 
-The worked solutions mark every computation (`48/2 = <<48/2=24>>24`). Here each mark becomes a tool call: the solution up to it,
-the call, the tool's answer as a turn of its own, and the solution goes on. Writes sft_{train,test}.parquet (conversations to
-learn from, column `messages`) and {train,test}.parquet (prompts with agent_name=tool_agent).
+The worked solutions mark every computation (`48/2 = <<48/2=24>>24`). Here each mark becomes a tool call: the
+solution up to it, the call, the tool's answer as a turn of its own, and the solution goes on. Writes
+sft_{train,test}.parquet (conversations to learn from, column `messages`) and {train,test}.parquet (prompts
+with agent_name=tool_agent).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def turns(answer: str) -> list[dict[str, str]]:
     place = 0
     for mark in _MARK.finditer(answer):
         call = json.dumps({"name": "calculator", "arguments": {"expression": mark[1].strip()}})
-        made.append({"role": "assistant", "content": f"{answer[place : mark.start()]}<tool_call>{call}</tool_call>"})
+        made.append(
+            {"role": "assistant", "content": f"{answer[place : mark.start()]}<tool_call>{call}</tool_call>"}
+        )
         made.append({"role": "tool", "content": mark[2].strip()})
         place = mark.end()
     return [*made, {"role": "assistant", "content": answer[place:]}]
@@ -49,7 +52,9 @@ def converted(row: dict[str, Any], split: str, index: int) -> tuple[dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--from", nargs=2, required=True, metavar=("TRAIN", "TEST"), dest="files")
     parser.add_argument("--out", type=Path, default=Path("runs/gsm8k_calculator/data"))
     asked = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""Greedy accuracy of a model on GSM8K: `python evaluate.py --model PATH --data test.parquet [--out result.json]`.
+"""Greedy accuracy of a model on GSM8K: `python evaluate.py --model PATH --data test.parquet [--out
+result.json]`.
 
 Strict: the answer must stand after `#### `, as the prompt asks. Flexible: the last number of the text counts.
 """
@@ -12,24 +13,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config.schema.model import Model
+from strop.config.schema.model import ModelConfig
 from strop.data.chat import Chat, stop_ids
 from strop.data.files import open_rows
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
 from strop.rewards.rules.gsm8k import compute_score
-from strop.rollout.base import Request, Sampling
-from strop.rollout.build import build_engine
-from strop.trainer.build import device_of
+from strop.rollout.base import Request, Sampling, build_engine
+from strop.shared.backend_maker import device_of
 
 
-def accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], *, max_tokens: int = 256) -> dict[str, Any]:
+def accuracy(
+    model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], *, max_tokens: int = 256
+) -> dict[str, Any]:
     """Greedy answers to all rows with the native engine, scored both ways."""
     chat = Chat(tokenizer)
     requests = [Request(chat.ids(row["prompt"])) for row in rows]
     stops = stop_ids(tokenizer, getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     engine = build_engine("native", model)
     begun = time.perf_counter()
-    found = engine.generate(requests, Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=tuple(sorted(stops))))
+    found = engine.generate(
+        requests, Sampling(temperature=0.0, max_tokens=max_tokens, stop_ids=tuple(sorted(stops)))
+    )
     seconds = time.perf_counter() - begun
     engine.close()
     answers = [completions[0] for completions in found]
@@ -61,10 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--device", default="auto")
     asked = parser.parse_args(arguments)
     device = device_of(asked.device)
-    settings = Model(path=asked.model)
+    settings = ModelConfig(path=asked.model)
     model = build_policy(settings).to(device, compute_dtype("bfloat16", device))
     rows = list(open_rows(asked.data))[: asked.max_rows if asked.max_rows > 0 else None]
-    result = {"model": asked.model, **accuracy(model, build_tokenizer(settings), rows, max_tokens=asked.max_tokens)}
+    result = {
+        "model": asked.model,
+        **accuracy(model, build_tokenizer(settings), rows, max_tokens=asked.max_tokens),
+    }
     print(json.dumps(result))
     if asked.out:
         Path(asked.out).parent.mkdir(parents=True, exist_ok=True)

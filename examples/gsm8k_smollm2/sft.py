@@ -1,7 +1,8 @@
 """A short warm-up on worked solutions: `python sft.py --model PATH --out FOLDER`.
 
-At temperature 1 the plain model almost never writes `#### 42`, so a strict reward would have nothing to say. A pass or two over
-the training split's solutions teaches the form. This is `strop sft` with sft.yaml, and after it the accuracy of every epoch.
+At temperature 1 the plain model almost never writes `#### 42`, so a strict reward would have nothing to say.
+A pass or two over the training split's solutions teaches the form. This is `strop sft` with sft.yaml, and
+after it the accuracy of every epoch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 from evaluate import accuracy
 
 from strop.config.compose import load
-from strop.config.schema.model import Model
+from strop.config.schema.model import ModelConfig
 from strop.data.files import open_rows
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
-from strop.trainer.build import device_of
-from strop.trainer.preflight import require
-from strop.trainer.supervised_build import build_supervised_trainer
+from strop.preflight.examine import require
+from strop.shared.backend_maker import device_of
+from strop.supervised.build import build_supervised_trainer
 
 CONFIG = Path(__file__).parent / "sft.yaml"
 
@@ -61,7 +62,7 @@ def train(asked: argparse.Namespace, run: Path) -> list[dict[str, Any]]:
 
 
 def tested(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    settings, device = Model(path=str(folder)), device_of(asked.device)
+    settings, device = ModelConfig(path=str(folder)), device_of(asked.device)
     model = build_policy(settings).to(device, compute_dtype("bfloat16", device))
     rows = list(open_rows(asked.test))[: asked.max_rows if asked.max_rows > 0 else None]
     return accuracy(model, build_tokenizer(settings), rows, max_tokens=asked.max_tokens)
@@ -79,7 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             mine = steps[(epoch - 1) * updates : epoch * updates]
             mean, spent = (sum(step[name] for step in mine) for name in ("train/loss", "timing_s/step"))
             found = tested(folder, asked) if asked.test else {}
-            values = {"epoch": epoch, "updates": updates, "loss": mean / updates, "seconds": spent, "test": found}
+            values = {
+                "epoch": epoch,
+                "updates": updates,
+                "loss": mean / updates,
+                "seconds": spent,
+                "test": found,
+            }
             print(json.dumps(values), file=log, flush=True)
             right = found.get("strict", float("nan"))
             print(f"epoch {epoch}: loss {values['loss']:.3f}, {spent:.0f} s, strict accuracy {right:.2%}")

@@ -12,8 +12,8 @@ FOUND, SENSELESS = 1.0, -0.5
 class GuessingInteraction(BaseInteraction):
     """Rows have interaction_kwargs {name: guessing, secret: 5}.
 
-    The right guess earns 1 and ends the game. A guess that the hints so far rule out, or that is no number, costs 0.5 at once:
-    that is a reward for one turn, not for the game.
+    The right guess earns 1 and ends the game. A guess that the hints so far rule out, or that is no number,
+    costs 0.5 at once: that is a reward for one turn, not for the game.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from strop.data.make import write
-from strop.trainer.tiny import Pair, teach, tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import Pair, teach, tiny_model, tiny_tokenizer
 
 WORDS = ("higher", "lower", "?")
 

@@ -1,9 +1,10 @@
-"""An agent loop of your own, in one file: the model simplifies an expression step by step, and is told when a step is wrong.
+"""An agent loop of your own, in one file: the model simplifies an expression step by step, and is told when a
+step is wrong.
 
     (2+3)*(4-1)  ->  5*3  ->  15
 
-Each answer must have the value of what stood before it and be shorter; the last is a number. Listed in loops.yaml, chosen by
-rows with agent_name=math_expression.
+Each answer must have the value of what stood before it and be shorter; the last is a number. Listed in
+loops.yaml, chosen by rows with agent_name=math_expression.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class MathExpression:
             if right:
                 length, episode.extras["steps"] = len(said), episode.extras["steps"] + 1
                 episode.reward(self.step_reward)
-            if not episode.may_go_on() or not episode.tell({"role": "user", "content": "=" if right else "-"}):
+            if not episode.may_go_on() or not episode.tell(
+                {"role": "user", "content": "=" if right else "-"}
+            ):
                 return
 
 

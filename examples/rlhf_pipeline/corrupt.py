@@ -1,4 +1,5 @@
-"""Worked solutions of GSM8K with a mistake in them, always the same for the same row: what a reward model should see through.
+"""Worked solutions of GSM8K with a mistake in them, always the same for the same row: what a reward model
+should see through.
 
 A solution calculates in marks, `48+24 = <<48+24=72>>72`, and ends with `#### 72`.
 """

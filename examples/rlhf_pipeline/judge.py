@@ -1,7 +1,8 @@
 """What a good answer is: right before all, then polite and brief.
 
-Preferences follow this rule, and `strop eval` asks it in the end. PPO never sees it: what it optimises is the reward model.
-To 23+05= the answer `gladly: 28` is perfect, `28` is curt, `hmm, gladly: 28` hesitates; no manners make up for `gladly: 31`.
+Preferences follow this rule, and `strop eval` asks it in the end. PPO never sees it: what it optimises is the
+reward model. To 23+05= the answer `gladly: 28` is perfect, `28` is curt, `hmm, gladly: 28` hesitates; no
+manners make up for `gladly: 31`.
 """
 
 from __future__ import annotations

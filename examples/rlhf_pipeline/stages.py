@@ -1,4 +1,5 @@
-"""Stages of a pipeline as `strop` commands in the current folder: models/, answers/, logs/, and a folder for each training.
+"""Stages of a pipeline as `strop` commands in the current folder: models/, answers/, logs/, and a folder for
+each training.
 
 A script on top of this says which stages there are; a `Check` says whether one did what it is for.
 """
@@ -42,7 +43,10 @@ def strop(verb: str, *arguments: str) -> None:
     with log.open("w") as file:
         code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     if code:
-        sys.exit(f"strop {verb} failed with exit code {code}; the end of {log.resolve()}:\n{log.read_text()[-3000:]}")
+        sys.exit(
+            f"strop {verb} failed with exit code {code}; the end of "
+            f"{log.resolve()}:\n{log.read_text()[-3000:]}"
+        )
     print(f"  {time.time() - begun:.0f} s ({cpu_seconds() - used:.0f} s of a core), {log}", flush=True)
 
 
@@ -56,13 +60,19 @@ def train(verb: str, config: Path, *overrides: str) -> None:
     """Run a training; its model comes to models/<verb>."""
     strop(verb, str(config / f"{verb}.yaml"), *overrides)
     step = Path(verb, "latest_checkpointed_iteration.txt").read_text().strip()
-    shutil.copytree(Path(verb, f"global_step_{step}", ROLES.get(verb, "model"), "huggingface"), Path("models", verb))
+    shutil.copytree(
+        Path(verb, f"global_step_{step}", ROLES.get(verb, "model"), "huggingface"), Path("models", verb)
+    )
 
 
 def answer(model: str, config: Path, split: str = "test", *overrides: str, path: str | None = None) -> Path:
     """The answers of models/<model> (or of the model at `path`) to the prompts of a split."""
     out = Path("answers", f"{model}_{split}.parquet")
-    places = (f"model.path={path or f'models/{model}'}", f"data.path=data/{split}.parquet", f"data.output_path={out}")
+    places = (
+        f"model.path={path or f'models/{model}'}",
+        f"data.path=data/{split}.parquet",
+        f"data.output_path={out}",
+    )
     strop("generate", str(config / "generate.yaml"), *places, *overrides)
     return out
 

@@ -1,4 +1,5 @@
-"""The files of the task: sums, answers to imitate, a model that knows nothing; and later, preferences between its answers."""
+"""The files of the task: sums, answers to imitate, a model that knows nothing; and later, preferences between
+its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from judge import HESITANT, POLITE, compute_score
 
 from strop.data.files import open_rows
 from strop.data.make import Row, arithmetic, write
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 DEMONSTRATIONS, MOST_HESITATION, PAIRS = 8, 2, 8
 
@@ -40,7 +41,8 @@ def demonstration(number: str, chance: random.Random) -> str:
 
 
 def prefer(answers: Path, pairs: Path, *, seed: int) -> int:
-    """What people would say of a model's answers, as pairs of a better and a worse one. Returns how many there are."""
+    """What people would say of a model's answers, as pairs of a better and a worse one. Returns how many
+    there are."""
     chance = random.Random(seed)
     rows = [pair for row in open_rows(str(answers)) for pair in _pairs(row, chance)]
     if not rows:

@@ -1,7 +1,8 @@
-"""A tiny model that knows how a tool is called, seldom does it, and cannot multiply by itself; and problems for it.
+"""A tiny model that knows how a tool is called, seldom does it, and cannot multiply by itself; and problems
+for it.
 
-It learns by example from two kinds of answers to the same questions: most say a number at once, some call the calculator
-first. Which is better it is not told.
+It learns by example from two kinds of answers to the same questions: most say a number at once, some call the
+calculator first. Which is better it is not told.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from strop.data.make import arithmetic, write
-from strop.trainer.tiny import Pair, teach, tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import Pair, teach, tiny_model, tiny_tokenizer
 
 # Like ChatML, with a token for each part. Results of tools stand behind <tool>, answers behind <answer>.
 TEMPLATE = (
@@ -49,7 +50,13 @@ def examples(questions: list[tuple[str, str]], share: float, seed: int) -> list[
 
 
 def prepare(
-    out: Path, *, size: int = 6000, test_size: int = 200, updates: int = 300, share: float = 0.15, seed: int = 1
+    out: Path,
+    *,
+    size: int = 6000,
+    test_size: int = 200,
+    updates: int = 300,
+    share: float = 0.15,
+    seed: int = 1,
 ) -> None:
     made = arithmetic(size, test_size, digits=2, operators="*", seed=seed)
     for split, rows in made.items():

@@ -1,1 +1,1 @@
-"""Who talks in a rollout: loops, tools, interactions."""
+"""Multi-turn rollouts: episodes, agent loops, tools, simulated users."""

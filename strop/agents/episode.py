@@ -1,10 +1,10 @@
-"""One conversation on its way, token by token.
+"""One conversation, token by token.
 
-    said = await episode.answer()                                  # the policy speaks; its ids are kept as sampled, mask 1
-    episode.tell({"role": "tool", "content": "4"})                 # the environment speaks; mask 0
-    episode.reward(0.5)                                            # for the answer before, on its last token
+    answer = await episode.answer()                  # the policy samples; its ids are kept as sampled, mask 1
+    episode.tell({"role": "tool", "content": "4"})   # the environment adds messages; mask 0
+    episode.reward(0.5)                              # for the answer before, on its last token
 
-A loop calls these in any order it likes; the episode keeps ids, mask, log-probs and turns in step, and spends one budget:
+A loop calls these in any order. The episode keeps ids, mask, log-probs and turns aligned, and has one budget:
 `data.max_response_length` tokens over all turns.
 """
 
@@ -14,47 +14,66 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from strop.agents.world import World
-from strop.rollout.base import Request, Sampling
-from strop.rollout.partial import merged, stretches, up_to
+from strop.agents.context import EpisodeContext
+from strop.agents.interaction import ChatMessage
+from strop.agents.tool_schema import JsonObject
+from strop.algorithms.metrics.training import count_metrics
+from strop.data.chat import Message
+from strop.rollout.base import Completion, Request, Sampling, merge_spans, truncate_spans, version_spans
 from strop.types import Prompt, Trajectory, Turn
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantMessage:
     """An answer of the policy."""
 
     text: str
-    """With special tokens, which some formats of tool calls are made of; without the token that ended it."""
+    """With special tokens, which some formats of tool calls use; without the stop token."""
     finish: str
     """stop | length | abort."""
 
 
 class EpisodeError(ValueError):
-    """Why an episode cannot go on. Its sample is masked and counted; the others go on."""
+    """Why an episode cannot go on. Its sample is masked and counted; other episodes go on."""
+
+
+T = TypeVar("T")
 
 
 class Episode:
-    def __init__(self, world: World, prompt: Prompt, sampling: Sampling, *, seeds: Sequence[int], group: int = 0) -> None:
-        """Answer number t draws from the random stream of `seeds` and t, whatever else is in the batch."""
-        self.world, self.prompt, self.sampling, self.group = world, prompt, sampling, group
-        self.messages: list[dict[str, Any]] = [dict(message) for message in prompt.messages]
+    """A conversation that a loop drives, and the sample that comes of it."""
+
+    def __init__(
+        self,
+        context: EpisodeContext,
+        prompt: Prompt,
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int],
+        group: int = 0,
+    ) -> None:
+        """Answer number t uses the random stream of `seeds` and t, independent of the rest of the batch."""
+        self.context = context
+        self.prompt = prompt
+        self.sampling = sampling
+        self.group = group
+        self.messages: list[ChatMessage] = [dict(message) for message in prompt.messages]
         """The conversation so far, as interactions read it."""
-        self.tools: Sequence[Mapping[str, Any]] | None = None
-        """Schemas that the template listed in the prompt."""
+        self.tools: Sequence[JsonObject] | None = None
+        """Schemas that the template lists in the prompt."""
         self.score: float | None = None
-        """Set it to score the whole conversation here; no scorer is asked then."""
+        """A loop may set the score of the whole conversation; then no scorer is called."""
         self.extras: dict[str, Any] = {}
-        """Whatever should be seen in dumps, validation metrics and by the scorer."""
+        """Values for dumps, validation metrics and the scorer."""
         self.counts: Counter[str] = Counter()
-        """What happened, for the metrics of the step."""
+        """Events, for the metrics of the step."""
         self.seconds = {"generate_sequences": 0.0, "tool_calls": 0.0}
         self.stopped = ""
-        """Why the conversation ended, where it was not simply over."""
+        """Why the conversation ended, if the loop did not simply finish."""
         self.error: Exception | None = None
         self._seeds = tuple(seeds)
         self._ids: list[int] = []
@@ -65,13 +84,13 @@ class Episode:
         self._finish = "stop"
         self._versions: list[tuple[int, int]] = []
 
-    # --- what a loop may ask ---------------------------------------------------------------------------------------------
+    # --- what a loop may read -------------------------------------------------------------------------------
 
     @property
     def room(self) -> int:
-        """Tokens that are left of the budget."""
-        limits = self.world.limits
-        return min(limits.response_length, limits.longest - len(self.prompt.ids)) - len(self._ids)
+        """Tokens left of the budget."""
+        limits = self.context.limits
+        return min(limits.response_length, limits.max_model_len - len(self.prompt.ids)) - len(self._ids)
 
     def __len__(self) -> int:
         """Tokens after the prompt."""
@@ -83,12 +102,12 @@ class Episode:
 
     @property
     def user_turns(self) -> int:
-        """Turns of tools and users."""
+        """Turns of tools and users together."""
         return len(self._turns) - self.assistant_turns
 
     def may_go_on(self) -> bool:
-        """Whether another round is allowed; if not, `stopped` says why."""
-        limits = self.world.limits
+        """Return whether another turn is allowed; if not, `stopped` says why."""
+        limits = self.context.limits
         if self.stopped:
             return False
         if self.room < 1:
@@ -99,50 +118,68 @@ class Episode:
             self.stopped = "max_user_turns"
         return not self.stopped
 
-    # --- what a loop may do ----------------------------------------------------------------------------------------------
+    # --- what a loop may do ---------------------------------------------------------------------------------
 
-    def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Begin with another prompt than the row's, for loops that explain themselves to the model."""
+    def open(self, messages: Sequence[Message], *, tools: Sequence[JsonObject] | None = None) -> None:
+        """Replace the prompt of the row, for loops that explain themselves to the model."""
         assert not self._turns, "a prompt cannot change after the first answer"
-        ids = self.world.chat.ids(messages, tools=tools)
-        if len(ids) > self.world.limits.prompt_length:
+        ids = self.context.chat.ids(messages, tools=tools)
+        if len(ids) > self.context.limits.prompt_length:
             raise EpisodeError(
-                f"with what the agent loop adds, the prompt has {len(ids)} tokens, over data.max_prompt_length="
-                f"{self.world.limits.prompt_length}. Raise it, or drop the row."
+                f"with what the agent loop adds, the prompt has {len(ids)} tokens, over "
+                f"data.max_prompt_length={self.context.limits.prompt_length}. Raise it, or drop the row."
             )
-        self.messages, self.tools = [dict(message) for message in messages], tools
+        self.messages = [dict(message) for message in messages]
+        self.tools = tools
         self.prompt = replace(self.prompt, ids=ids, messages=self.messages)
 
-    async def answer(self, *, until: str | None = None, max_tokens: int | None = None) -> Said:
-        """Let the policy speak. An answer that comes to the text `until` is cut before it."""
+    async def answer(self, *, until: str | None = None, max_tokens: int | None = None) -> AssistantMessage:
+        """Sample an answer of the policy. An answer that contains the text `until` is cut before it."""
         if self._finish != "stop" or self.room < 1:
-            raise EpisodeError(f"no room for another answer: {len(self._ids)} tokens are spent; ask may_go_on() first.")
-        room = self.room if max_tokens is None else min(self.room, max_tokens)
-        seed = self.world.seed(*self._seeds, self.assistant_turns)
+            raise EpisodeError(
+                f"no room for another answer: {len(self._ids)} tokens are spent; ask may_go_on() first."
+            )
+        completion = await self._sample(max_tokens)
+        ids = list(completion.ids)
+        if until is not None:
+            ids = ids[: self._length_before(ids, until)]
+        if not ids:
+            raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
+        cut = len(ids) < len(completion.ids)
+        self._append("assistant", ids, list(completion.log_probs[: len(ids)]))
+        self._versions = merge_spans([*self._versions, *truncate_spans(version_spans(completion), len(ids))])
+        finish = "stop" if cut else completion.finish
+        if finish != "stop" and not (finish == "length" and self.room > 0):
+            self._finish = self.stopped = finish
+        if ids[-1] in self.sampling.stop_ids:
+            ids = ids[:-1]
+        text, content = self.context.decode(ids)
+        self.messages.append({"role": "assistant", "content": content})
+        return AssistantMessage(text, finish)
+
+    async def _sample(self, max_tokens: int | None) -> Completion:
+        """Return one completion of the conversation so far."""
+        room = self.room
+        if max_tokens is not None:
+            room = min(room, max_tokens)
+        seed = self.context.seed(*self._seeds, self.assistant_turns)
         request = Request([*self.prompt.ids, *self._ids], seed=seed, max_tokens=room)
         start = time.perf_counter()
-        [completion] = await self.world.engine.agenerate(request, self.sampling)
+        [completion] = await self.context.engine.agenerate(request, self.sampling)
         self.seconds["generate_sequences"] += time.perf_counter() - start
         if completion.finish == "error":
             raise EpisodeError(f"the engine refused: {completion.error}.")
-        kept = len(completion.ids) if until is None else self._before(list(completion.ids), until)
-        ids = list(completion.ids[:kept])
-        if not ids:
-            raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
-        self._append("assistant", ids, list(completion.log_probs[:kept]))
-        self._versions = merged([*self._versions, *up_to(stretches(completion), kept)])
-        finish = completion.finish if kept == len(completion.ids) else "stop"
-        if finish != "stop" and not (finish == "length" and self.room > 0):
-            self._finish = self.stopped = finish
-        said = ids[:-1] if ids[-1] in self.sampling.stop_ids else ids
-        text, content = self.world.texts(said)
-        self.messages.append({"role": "assistant", "content": content})
-        return Said(text, finish)
+        return completion
 
-    def tell(self, *messages: Mapping[str, Any]) -> bool:
-        """Append what tools or a user said and open the next answer; False, and nothing appended, when it does not fit."""
-        assert self._turns and self._turns[-1].role == "assistant", "the policy speaks first, and after each tell()"
-        ids = self.world.rendering.after(self.messages[:-1], messages, last_id=self._ids[-1], tools=self.tools)
+    def tell(self, *messages: Message) -> bool:
+        """Append messages of tools or a user and the header of the next answer; False, with nothing appended,
+        when they do not fit."""
+        assert self._turns and self._turns[-1].role == "assistant", (
+            "the policy speaks first, and after each tell()"
+        )
+        ids = self.context.rendering.after(
+            self.messages[:-1], messages, last_id=self._ids[-1], tools=self.tools
+        )
         if len(ids) >= self.room:
             self._finish = self.stopped = "length"
             return False
@@ -151,78 +188,134 @@ class Episode:
         return True
 
     def reward(self, amount: float) -> None:
-        """A reward for the latest answer; it stands on the last token that was sampled."""
+        """Reward the latest answer; the reward is on its last sampled token."""
         if not math.isfinite(amount):
-            raise EpisodeError(f"a reward of {amount} for turn {self.assistant_turns} is not a number to learn from.")
+            raise EpisodeError(
+                f"a reward of {amount} for turn {self.assistant_turns} is not a number to learn from."
+            )
         place = max(turn.end for turn in self._turns if turn.role == "assistant") - 1
         self._rewards[place] = self._rewards.get(place, 0.0) + float(amount)
 
-    async def waiting(self, work: Any) -> Any:
-        """Await something of the environment; its time counts as that of tools."""
+    async def waiting(self, work: Awaitable[T]) -> T:
+        """Await something of the environment; its time counts as tool time."""
         start = time.perf_counter()
         try:
             return await work
         finally:
             self.seconds["tool_calls"] += time.perf_counter() - start
 
-    # --- what comes of it ------------------------------------------------------------------------------------------------
+    # --- the sample -----------------------------------------------------------------------------------------
 
     def trajectory(self) -> Trajectory:
-        """The sample to train on; a failed episode has finish=error."""
-        made = Trajectory(
+        """Return the sample to train on; a failed episode has finish=error."""
+        failed = self.error is not None
+        extras = dict(self.extras)
+        if self.stopped:
+            extras["stopped"] = self.stopped
+        sample = Trajectory(
             prompt=self.prompt,
             group=self.group,
             response=self._ids,
             mask=self._mask,
             log_probs=self._log_probs,
-            finish="error" if self.error is not None else self._finish,
+            finish="error" if failed else self._finish,
             version=max((version for version, _ in self._versions), default=0),
             versions=self._versions if len(self._versions) > 1 else [],
             num_turns=1 + len(self._turns),
-            score=None if self.error is not None else self.score,
+            score=None if failed else self.score,
             turn_rewards=self._rewards,
-            extras={**self.extras, **({"stopped": self.stopped} if self.stopped else {})},
+            extras=extras,
             turns=self._turns,
         )
-        check_exact(made)
-        return made
+        check_exact(sample)
+        return sample
 
     def _append(self, role: str, ids: Sequence[int], log_probs: Sequence[float] | None) -> None:
+        """Append a turn. `log_probs`: of sampled tokens; None for tokens of the environment."""
         start = len(self._ids)
         self._ids += ids
-        self._mask += [int(log_probs is not None)] * len(ids)
-        self._log_probs += log_probs if log_probs is not None else [0.0] * len(ids)
+        if log_probs is None:
+            self._mask += [0] * len(ids)
+            self._log_probs += [0.0] * len(ids)
+        else:
+            self._mask += [1] * len(ids)
+            self._log_probs += log_probs
         self._turns.append(Turn(role, start, len(self._ids)))
 
-    def _before(self, ids: list[int], until: str) -> int:
-        """How many ids stand before `until` begins; all where it does not occur, or nothing stands before it."""
-        decode = self.world.chat.tokenizer.decode
+    def _length_before(self, ids: list[int], until: str) -> int:
+        """Return how many ids come before the text `until`; all ids where it does not occur, or comes
+        first."""
+        decode = self.context.chat.tokenizer.decode
         place = str(decode(ids, skip_special_tokens=False)).find(until)
-        low, high = 0, len(ids)
+        low = 0
+        high = len(ids)
         while place >= 0 and high - low > 1:
             middle = (low + high) // 2
-            fits = len(decode(ids[:middle], skip_special_tokens=False)) <= place
-            low, high = (middle, high) if fits else (low, middle)
+            if len(decode(ids[:middle], skip_special_tokens=False)) <= place:
+                low = middle
+            else:
+                high = middle
         return low or len(ids)
 
 
 def check_exact(trajectory: Trajectory) -> None:
-    """Turns make up the response without gap; exactly the assistant's tokens are sampled ones; rewards stand on their ends."""
+    """Assert that turns cover the response without gaps, that exactly the assistant's tokens are sampled, and
+    that rewards are on the last token of a turn."""
     place = 0
     for turn in trajectory.turns:
         assert turn.start == place < turn.end, f"turn {turn} does not follow token {place}"
         sampled = int(turn.role == "assistant")
-        assert trajectory.mask[turn.start : turn.end] == [sampled] * (turn.end - turn.start), f"mask of {turn} is not {sampled}"
-        assert sampled or not any(trajectory.log_probs[turn.start : turn.end]), f"{turn} was not sampled, but has log-probs"
+        assert trajectory.mask[turn.start : turn.end] == [sampled] * (turn.end - turn.start), (
+            f"mask of {turn} is not {sampled}"
+        )
+        assert sampled or not any(trajectory.log_probs[turn.start : turn.end]), (
+            f"{turn} was not sampled, but has log-probs"
+        )
         place = turn.end
     assert place == len(trajectory.response), f"{len(trajectory.response) - place} tokens belong to no turn"
     ends = {turn.end - 1 for turn in trajectory.turns if turn.role == "assistant"}
     assert set(trajectory.turn_rewards) <= ends, "a reward stands inside a turn"
 
 
-async def within(work: Any, seconds: float, what: str) -> Any:
-    """Await `work`; late is an EpisodeError that names it."""
+async def within(work: Awaitable[T], seconds: float, what: str) -> T:
+    """Await `work`; after `seconds` it is an EpisodeError that names `what`."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
-        raise EpisodeError(f"{what} did not answer within {seconds:g} seconds (multi_turn.call_timeout).") from error
+        raise EpisodeError(
+            f"{what} did not answer within {seconds:g} seconds (multi_turn.call_timeout)."
+        ) from error
+
+
+# --- metrics ------------------------------------------------------------------------------------------------
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of a step's episodes.
+
+    agent/...: failures, why conversations ended, events. timing_s/agent_loop/...: verl's names.
+    """
+    if not episodes:
+        return {}
+    metrics: dict[str, float] = {
+        "agent/episodes": len(episodes),
+        "agent/failed": sum(episode.error is not None for episode in episodes),
+    }
+    ends = Counter(episode.stopped for episode in episodes if episode.stopped)
+    for reason, count in ends.items():
+        metrics[f"agent/stopped/{reason}"] = count
+    events: Counter[str] = Counter()
+    for episode in episodes:
+        events.update(episode.counts)
+    for name, count in events.items():
+        metrics[f"agent/{name}"] = count
+    metrics |= count_metrics("agent/assistant_turns", [episode.assistant_turns for episode in episodes])
+    for name in ("generate_sequences", "tool_calls"):
+        seconds = [episode.seconds[name] for episode in episodes]
+        metrics |= count_metrics(f"timing_s/agent_loop/{name}", seconds)
+    slowest = max(episodes, key=lambda episode: sum(episode.seconds.values()))
+    for name, duration in slowest.seconds.items():
+        metrics[f"timing_s/agent_loop/slowest/{name}"] = duration
+    metrics["timing_s/agent_loop/slowest/prompt_length"] = len(slowest.prompt.ids)
+    metrics["timing_s/agent_loop/slowest/response_length"] = len(slowest)
+    return metrics

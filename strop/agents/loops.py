@@ -1,24 +1,24 @@
-"""Who answers a row: agent loops by name.
+"""Agent loops by name: the program that runs the conversation of a row.
 
-A loop is a class with `async def run(self, episode)`, or just such a function. Built-in ones are in the catalog; your own are
-registered by a plugin (`@AGENT_LOOPS.register("mine")`), or listed in the YAML of rollout.agent.agent_loop_config_path:
+A loop is a class with `async def run(self, episode)`, or just such a function. The built-in loops are in the
+catalog. Your own loops are registered by a plugin (`@AGENT_LOOPS.register("mine")`), or listed in the YAML of
+rollout.agent.agent_loop_config_path:
 
     - name: math_expression
-      _target_: math_expression.py:MathExpression     # beside the YAML or the working directory; or package.module.Name
-      step_reward: 0.1                                # further keys are its arguments
+      _target_: math_expression.py:MathExpression   # relative to the YAML or to the working directory
+      step_reward: 0.1                              # further keys are its arguments
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from strop.agents.config_files import load_target, read_yaml
 from strop.agents.episode import Episode
-from strop.agents.interaction import read_yaml
-from strop.agents.toolbox import load_target
 from strop.catalog import AGENT_LOOPS
 from strop.registry import did_you_mean
 
@@ -26,17 +26,25 @@ KEY = "rollout.agent.agent_loop_config_path"
 
 
 class AgentLoop(Protocol):
-    """What a loop may say of itself: `lists_tools` (the chat template shows the tools), `batched` (one answer is all)."""
+    """Runs one conversation.
+
+    A loop may have two further attributes: `lists_tools` (the chat template shows the tools) and `batched`
+    (one answer is the whole conversation).
+    """
 
     async def run(self, episode: Episode) -> None:
-        """Hold one conversation."""
+        """Run the conversation of one episode."""
         ...
 
 
-class FunctionLoop:
-    """A plain coroutine function as a loop."""
+LoopFactory = Callable[..., Any]
+"""A class of loops, or a coroutine function that is the loop itself."""
 
-    def __init__(self, function: Callable[[Episode], Any], **arguments: Any) -> None:
+
+class FunctionLoop:
+    """A coroutine function as a loop."""
+
+    def __init__(self, function: Callable[..., Awaitable[object]], **arguments: object) -> None:
         self._function = functools.partial(function, **arguments)
         self.lists_tools = bool(getattr(function, "lists_tools", False))
 
@@ -44,67 +52,89 @@ class FunctionLoop:
         await self._function(episode)
 
 
-class Loops:
-    """The loops of a run, made when a row first asks for them."""
+class SingleTurnAgent:
+    """single_turn_agent: one answer. Its rows are sampled in one batch, without an episode each."""
 
-    def __init__(self, default: str = "single_turn_agent", listed: Mapping[str, tuple[Any, Mapping[str, Any]]] | None = None):
+    batched = True
+
+    async def run(self, episode: Episode) -> None:
+        await episode.answer()
+
+
+class AgentLoops:
+    """The loops of a run. Each is built when a row first needs it."""
+
+    def __init__(
+        self,
+        default: str = "single_turn_agent",
+        listed: Mapping[str, tuple[LoopFactory, Mapping[str, object]]] | None = None,
+    ) -> None:
         """`listed`: name -> (class or function, its arguments)."""
         self.default = default
         self._listed = dict(listed or {})
-        self._made: dict[str, AgentLoop] = {}
+        self._built: dict[str, AgentLoop] = {}
 
     @classmethod
-    def from_config(cls, default: str, path: str | None) -> Loops:
-        listed: dict[str, tuple[Any, Mapping[str, Any]]] = {}
-        entries = [] if path is None else read_yaml(path, KEY)
+    def from_config(cls, default: str, path: str | None) -> AgentLoops:
+        """Read the YAML list of further loops."""
+        if path is None:
+            return cls(default)
+        entries = read_yaml(path, KEY)
         if not isinstance(entries, list):
             raise ValueError(f"{KEY}={path} must hold a list of {{name, _target_, ...}}.")
+        listed: dict[str, tuple[LoopFactory, Mapping[str, object]]] = {}
         for number, entry in enumerate(entries, 1):
             where = f"{path}, loop {number}"
             if not isinstance(entry, dict) or not {"name", "_target_"} <= set(entry):
                 raise ValueError(f"{where} is {entry!r}; it needs `name` and `_target_`.")
-            arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-            name = str(entry["name"])
+            arguments = dict(entry)
+            name = str(arguments.pop("name"))
+            target = str(arguments.pop("_target_"))
             if name in listed or name in AGENT_LOOPS:
                 raise ValueError(f"{where}: the name {name!r} is taken already. Choose another.")
-            listed[name] = (load_target(str(entry["_target_"]), Path(str(path)).parent, where), arguments)
+            listed[name] = (load_target(target, Path(path).parent, where), arguments)
         return cls(default, listed)
 
     def names(self) -> list[str]:
+        """Return the names of all loops."""
         return sorted({*AGENT_LOOPS.names(), *self._listed})
 
     def get(self, name: str | None) -> AgentLoop:
-        """The loop of a row's agent_name; None asks for the default."""
+        """Return the loop of a row's agent_name; None means the default."""
         wanted = name or self.default
-        if wanted not in self._made:
-            self._made[wanted] = self._make(wanted)
-        return self._made[wanted]
+        if wanted not in self._built:
+            self._built[wanted] = self._build(wanted)
+        return self._built[wanted]
 
     def batched(self, name: str | None) -> bool:
-        """Whether rows of this agent are one answer, so that the engine may be given all of them at once."""
+        """Return whether rows of this loop are one answer, so that the engine can get all of them at once."""
         return bool(getattr(self.get(name), "batched", False))
 
     def lists_tools(self, name: str | None) -> bool:
-        """Whether the chat template shows the tools in prompts of this agent."""
+        """Return whether the chat template shows the tools in prompts of this loop."""
         return bool(getattr(self.get(name), "lists_tools", False))
 
-    def _make(self, name: str) -> AgentLoop:
-        if name in self._listed:
-            kind, arguments = self._listed[name]
-        elif name in AGENT_LOOPS:
-            kind, arguments = AGENT_LOOPS.get(name), {}
-        else:
-            known = self.names()
-            raise ValueError(
-                f"Unknown agent loop {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. Your own goes in the list "
-                f"that {KEY} names, or in a file listed under `plugins`."
-            )
-        if inspect.iscoroutinefunction(kind):
-            return FunctionLoop(kind, **arguments)
+    def _build(self, name: str) -> AgentLoop:
+        factory, arguments = self._factory(name)
+        if inspect.iscoroutinefunction(factory):
+            return FunctionLoop(factory, **arguments)
         try:
-            loop: AgentLoop = kind(**arguments)
+            loop: AgentLoop = factory(**arguments)
         except TypeError as error:
-            raise ValueError(f"The agent loop {name!r} cannot be made with {dict(arguments)}: {error}.") from error
+            raise ValueError(
+                f"The agent loop {name!r} cannot be made with {dict(arguments)}: {error}."
+            ) from error
         if not inspect.iscoroutinefunction(getattr(loop, "run", None)):
             raise ValueError(f"The agent loop {name!r} needs a method `async def run(self, episode)`.")
         return loop
+
+    def _factory(self, name: str) -> tuple[LoopFactory, Mapping[str, object]]:
+        if name in self._listed:
+            return self._listed[name]
+        if name in AGENT_LOOPS:
+            return AGENT_LOOPS.get(name), {}
+        known = self.names()
+        raise ValueError(
+            f"Unknown agent loop {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}. Your own "
+            f"goes in the list that {KEY} names, or in a file listed under `plugins`."
+        )

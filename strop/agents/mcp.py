@@ -1,8 +1,9 @@
 """Tools of MCP servers, through the official client.
 
 In the tools YAML: `mcp: {command, args, env, cwd}` or `mcp: {url, headers}`. verl's form is read too: `mcp:
-{mcp_servers_config_path: servers.json, tool_selected_list: [...]}`, where the file has `mcpServers`. A connection lives on the
-loop of the tools for the whole run, shared by all episodes; one that broke is opened again by the next call.
+{mcp_servers_config_path: servers.json, tool_selected_list: [...]}`, where the file has `mcpServers`. A
+connection lives on the event loop of the tools for the whole run, and all episodes share it; a broken
+connection is opened again by the next call.
 """
 
 from __future__ import annotations
@@ -13,34 +14,76 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from strop.agents.tool_schema import ToolSchema
-from strop.agents.tools import NotText, StatelessTool, ToolResult
+from strop.agents.tool_schema import JsonObject
+from strop.agents.tools import NotText, StatelessTool, ToolResult, ToolSchema
+from strop.concurrency import BackgroundLoop
 from strop.extras import require
 from strop.registry import did_you_mean
-from strop.rewards.calls import BackgroundLoop
 
 WHY = "An MCP server as a tool"
-KEYS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "mcp_servers_config_path", "tool_selected_list")
-ALIVE = 5.0  # seconds for a server to say that it is still there
-CLOSING = 10.0  # seconds for a server to end
+KEYS = (
+    "command",
+    "args",
+    "env",
+    "cwd",
+    "url",
+    "headers",
+    "auth_token",
+    "mcp_servers_config_path",
+    "tool_selected_list",
+)
+PING_SECONDS = 5.0
+"""Seconds for a server to show that it still answers."""
+CLOSING_SECONDS = 10.0
+"""Seconds for a server to end."""
+
+
+class ListedTool(Protocol):
+    """A tool as the MCP client lists it."""
+
+    name: str
+    description: str | None
+    input_schema: JsonObject
+
+
+class ContentBlock(Protocol):
+    """A part of a result; blocks of type text have a `text`."""
+
+    type: str
+
+
+class CallResult(Protocol):
+    """What the MCP client returns for a call."""
+
+    content: Sequence[ContentBlock]
+    structured_content: object
+    is_error: bool | None
+
+
+class McpClient(Protocol):
+    """The methods of the MCP client that are used here."""
+
+    async def call_tool(self, name: str, arguments: JsonObject) -> CallResult: ...
+
+    async def list_tools(self, **options: object) -> Any: ...
 
 
 def open_servers(
-    settings: Mapping[str, Any],
+    settings: JsonObject,
     names: Sequence[str] | None,
     loop: BackgroundLoop,
     folder: Path,
     where: str,
     *,
     timeout: float,
-) -> list[Server]:
-    """Connect to the servers of one entry of the YAML and ask for their tools; only `names` of them, if given."""
-    servers: list[Server] = []
+) -> list[McpServer]:
+    """Connect to the servers of one entry of the YAML and list their tools, or only `names` of them."""
+    servers: list[McpServer] = []
     try:
         for target in _targets(settings, folder, where):
-            servers.append(Server(target, loop, where))
+            servers.append(McpServer(target, loop, where))
             servers[-1].open(timeout)
         wanted = names or settings.get("tool_selected_list")
         if wanted:
@@ -52,34 +95,41 @@ def open_servers(
         raise
 
 
-class Server:
-    """One connection. It is entered and left by one task, as the client demands, which waits in between."""
+class McpServer:
+    """One connection. The client demands that the same task opens and closes it; that task waits in
+    between."""
 
-    def __init__(self, target: Mapping[str, Any], loop: BackgroundLoop, where: str):
-        self.target, self.loop, self.where = target, loop, where
+    def __init__(self, target: JsonObject, loop: BackgroundLoop, where: str) -> None:
+        self.target = target
+        self.loop = loop
+        self.where = where
         self.name = str(target.get("url") or target.get("command"))
         self.tools: list[McpTool] = []
-        self._keeper: asyncio.Task[None] | None = None
-        self._client: asyncio.Future[Any] | None = None
-        self._over: asyncio.Event | None = None
+        self._connection: asyncio.Task[None] | None = None
+        self._client: asyncio.Future[McpClient] | None = None
+        self._closing: asyncio.Event | None = None
 
     def open(self, timeout: float) -> None:
-        """Connect and read the list of tools; ValueError if that fails or takes too long."""
+        """Connect and list the tools; ValueError if that fails or takes too long."""
         try:
-            listed = self.loop.run(self._list(), timeout)
+            listed = self.loop.run(self._list_tools(), timeout)
         except ValueError:  # the client is not installed
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {_innermost(error)}"
-            raise ValueError(f"{self.where}: the MCP server {self.name} could not be reached. {reason}") from error
+            raise ValueError(
+                f"{self.where}: the MCP server {self.name} could not be reached. {reason}"
+            ) from error
         self.tools = [McpTool(self, tool) for tool in listed]
 
     def close(self) -> None:
+        """Close the connection; errors are ignored."""
         with contextlib.suppress(Exception):
-            self.loop.run(self._disconnect(), CLOSING)
+            self.loop.run(self._disconnect(), CLOSING_SECONDS)
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        client = await self._connected()
+    async def call(self, name: str, arguments: JsonObject) -> CallResult:
+        """Call a tool. After an error, a server that does not answer any more is disconnected."""
+        client = await self._connected_client()
         try:
             return await client.call_tool(name, arguments)
         except Exception:
@@ -87,57 +137,73 @@ class Server:
                 await self._disconnect()
             raise
 
-    async def _list(self) -> list[Any]:
-        client = await self._connected()
-        found: list[Any] = []
+    async def _list_tools(self) -> list[ListedTool]:
+        client = await self._connected_client()
+        tools: list[ListedTool] = []
         page = await client.list_tools()
-        found += page.tools
+        tools += page.tools
         while page.next_cursor:
             page = await client.list_tools(cursor=page.next_cursor)
-            found += page.tools
-        return found
+            tools += page.tools
+        return tools
 
-    async def _connected(self) -> Any:
+    async def _connected_client(self) -> McpClient:
         if self._client is None:
-            self._client, self._over = asyncio.get_running_loop().create_future(), asyncio.Event()
-            self._keeper = asyncio.ensure_future(self._keep(self._client, self._over))
+            self._client = asyncio.get_running_loop().create_future()
+            self._closing = asyncio.Event()
+            self._connection = asyncio.ensure_future(self._hold_connection(self._client, self._closing))
         return await asyncio.shield(self._client)
 
     async def _disconnect(self) -> None:
-        keeper, over = self._keeper, self._over
-        self._client = self._keeper = self._over = None
-        if over is not None and keeper is not None:
-            over.set()
+        connection = self._connection
+        closing = self._closing
+        self._forget_connection()
+        if closing is not None and connection is not None:
+            closing.set()
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.shield(keeper), CLOSING)
+                await asyncio.wait_for(asyncio.shield(connection), CLOSING_SECONDS)
 
-    async def _keep(self, ready: asyncio.Future[Any], over: asyncio.Event) -> None:
+    async def _hold_connection(self, ready: asyncio.Future[McpClient], closing: asyncio.Event) -> None:
+        """Open the connection, and close it when `closing` is set."""
         try:
-            async with _client(self.target) as client:
+            async with _open_client(self.target) as client:
                 ready.set_result(client)
-                await over.wait()
-        except Exception as error:  # noqa: BLE001 - whatever keeps a server from answering is told to whoever waits for it
+                await closing.wait()
+        except Exception as error:  # noqa: BLE001 - raised where the client is awaited
             if not ready.done():
                 ready.set_exception(error)
-                ready.exception()  # it may be that nobody waits any more
+                ready.exception()  # marks it as seen, in case nothing awaits it any more
         finally:
             if self._client is ready:
-                self._client = self._keeper = self._over = None
+                self._forget_connection()
+
+    def _forget_connection(self) -> None:
+        self._client = None
+        self._connection = None
+        self._closing = None
 
 
 class McpTool(StatelessTool):
-    def __init__(self, server: Server, listed: Any):
-        self.server = server
-        form = {"name": listed.name, "description": listed.description, "parameters": listed.input_schema}
-        self.schema = ToolSchema.from_openai({"type": "function", "function": form}, f"The MCP server {server.name}")
+    """One tool of an MCP server."""
 
-    async def execute(self, instance_id: str, arguments: dict[str, Any]) -> ToolResult:
+    def __init__(self, server: McpServer, listed: ListedTool) -> None:
+        self.server = server
+        function = {
+            "name": listed.name,
+            "description": listed.description,
+            "parameters": listed.input_schema,
+        }
+        self.schema = ToolSchema.from_openai(
+            {"type": "function", "function": function}, f"The MCP server {server.name}"
+        )
+
+    async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
         result = await self.server.call(self.schema.name, arguments)
         return ToolResult(_text(result), failed=bool(result.is_error))
 
 
 @contextlib.asynccontextmanager
-async def _client(target: Mapping[str, Any]) -> AsyncIterator[Any]:
+async def _open_client(target: JsonObject) -> AsyncIterator[McpClient]:
     mcp = require("mcp", extra="mcp", why=WHY)
     async with contextlib.AsyncExitStack() as stack:
         if target.get("command"):
@@ -151,84 +217,111 @@ async def _client(target: Mapping[str, Any]) -> AsyncIterator[Any]:
         yield await stack.enter_async_context(mcp.Client(place))
 
 
-async def _answers(client: Any) -> bool:
+async def _answers(client: McpClient) -> bool:
     try:
-        await asyncio.wait_for(client.list_tools(cache_mode="bypass"), ALIVE)
+        await asyncio.wait_for(client.list_tools(cache_mode="bypass"), PING_SECONDS)
     except Exception:  # noqa: BLE001 - any failure means that the connection is of no use
         return False
     return True
 
 
-def _targets(settings: Mapping[str, Any], folder: Path, where: str) -> list[dict[str, Any]]:
-    """What to connect to: the arguments of a command, or an address and headers."""
-    strange = [str(key) for key in settings if key not in KEYS]
-    if strange:
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def _targets(settings: JsonObject, folder: Path, where: str) -> list[JsonObject]:
+    """Return what to connect to: the arguments of a command, or an address and headers."""
+    unknown = [str(key) for key in settings if key not in KEYS]
+    if unknown:
         raise ValueError(
-            f"{where}: `mcp` has an unknown key {strange[0]!r}.{did_you_mean(strange[0], KEYS)} Known: {', '.join(KEYS)}."
+            f"{where}: `mcp` has an unknown key {unknown[0]!r}.{did_you_mean(unknown[0], KEYS)} Known: "
+            f"{', '.join(KEYS)}."
         )
-    listed = settings.get("mcp_servers_config_path")
-    if listed:
-        return [_target(server, folder, f"{where}, server {name!r}") for name, server in _listed(listed, folder, where).items()]
-    return [_target(settings, folder, where)]
+    path = settings.get("mcp_servers_config_path")
+    if not path:
+        return [_target(settings, folder, where)]
+    targets = []
+    for name, server in _read_servers(path, folder, where).items():
+        targets.append(_target(server, folder, f"{where}, server {name!r}"))
+    return targets
 
 
-def _target(settings: Mapping[str, Any], folder: Path, where: str) -> dict[str, Any]:
-    url, command = settings.get("url"), settings.get("command")
+def _target(settings: JsonObject, folder: Path, where: str) -> JsonObject:
+    url = settings.get("url")
+    command = settings.get("command")
     if bool(url) == bool(command):
         raise ValueError(
-            f"{where}: `mcp` needs either `url` or `command` (with `args`), it has {', '.join(settings) or 'nothing'}."
+            f"{where}: `mcp` needs either `url` or `command` (with `args`), it has "
+            f"{', '.join(settings) or 'nothing'}."
         )
     if command:
-        variables = {str(key): os.path.expandvars(str(value)) for key, value in (settings.get("env") or {}).items()}
-        cwd = folder / str(settings.get("cwd") or ".")
         return {
             "command": str(command),
             "args": [str(word) for word in settings.get("args") or []],
-            "env": variables or None,
-            "cwd": cwd,
+            "env": _expanded(settings.get("env")) or None,
+            "cwd": folder / str(settings.get("cwd") or "."),
         }
-    headers = {str(key): os.path.expandvars(str(value)) for key, value in (settings.get("headers") or {}).items()}
+    headers = _expanded(settings.get("headers"))
     if settings.get("auth_token"):
         headers.setdefault("Authorization", f"Bearer {os.path.expandvars(str(settings['auth_token']))}")
     return {"url": str(url), "headers": headers}
 
 
-def _listed(path: str, folder: Path, where: str) -> dict[str, Any]:
-    file = folder / path if (folder / path).is_file() else Path(path).expanduser()
+def _expanded(values: Mapping[str, object] | None) -> dict[str, str]:
+    """Return the values as text, with environment variables expanded."""
+    return {str(key): os.path.expandvars(str(value)) for key, value in (values or {}).items()}
+
+
+def _read_servers(path: str, folder: Path, where: str) -> dict[str, JsonObject]:
+    """Return the `mcpServers` of a JSON file."""
+    file = folder / path
+    if not file.is_file():
+        file = Path(path).expanduser()
     try:
         servers = json.loads(file.read_text())["mcpServers"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{where}: mcp_servers_config_path={path} must be a JSON file with `mcpServers`: {type(error).__name__}: {error}"
+            f"{where}: mcp_servers_config_path={path} must be a JSON file with `mcpServers`: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(servers, dict) or not servers:
         raise ValueError(f"{where}: mcp_servers_config_path={path} has no servers under `mcpServers`.")
     return servers
 
 
-def _select(servers: Sequence[Server], names: Sequence[str], where: str) -> None:
-    known = [tool.schema.name for server in servers for tool in server.tools]
+def _select(servers: Sequence[McpServer], names: Sequence[str], where: str) -> None:
+    """Keep only the tools with these names."""
+    known = []
+    for server in servers:
+        known += [tool.schema.name for tool in server.tools]
     for name in names:
         if name not in known:
             raise ValueError(
-                f"{where}: no MCP server has a tool {name!r}.{did_you_mean(name, known)} Tools: {', '.join(known)}."
+                f"{where}: no MCP server has a tool {name!r}.{did_you_mean(name, known)} Tools: "
+                f"{', '.join(known)}."
             )
     for server in servers:
         server.tools = [tool for tool in server.tools if tool.schema.name in names]
 
 
-def _text(result: Any) -> str:
-    """The text of a result; pictures and sounds are refused, because nothing shows them to the model."""
-    other = sorted({block.type for block in result.content if not isinstance(getattr(block, "text", None), str)})
+def _text(result: CallResult) -> str:
+    """Return the text of a result; images and audio are refused, because the model gets text only."""
+    texts = []
+    other = set()
+    for block in result.content:
+        text = getattr(block, "text", None)
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            other.add(block.type)
     if other:
-        raise NotText(f"it returned {' and '.join(other)}, and only text can be told to the model")
+        raise NotText(f"it returned {' and '.join(sorted(other))}, and only text can be told to the model")
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(block.text for block in result.content)
+    return "\n".join(texts)
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """The client runs in groups of tasks, whose errors come wrapped."""
+    """The client runs in task groups, whose errors come wrapped."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return error

@@ -1,65 +1,71 @@
-"""How messages of tools and users become ids behind what was sampled.
+"""Messages of tools and users as token ids after what was sampled.
 
-Sampled ids are never made into text and back. What the environment says is rendered alone and appended. Whether the whole is
-then exactly what the chat template would have written for the conversation is proven once, with a trial conversation: such a
-template is *stable*, and later turns are rendered with the true history before them. A template that rewrites earlier turns
-(as some do with thoughts) is rendered without it, and a notice says so.
+Sampled ids are never decoded and encoded again. A new message is rendered by itself and appended. A probe
+conversation checks once whether the result is exactly what the chat template writes for the whole
+conversation. If it is, the template is *stable*, and later turns are rendered with the true history before
+them. A template that rewrites earlier turns (some remove thoughts) is rendered without history, and a warning
+says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from strop.agents.interaction import ChatMessage
+from strop.agents.tool_schema import JsonObject
 from strop.data.chat import Chat, Message
 
-RESULT = "RESULTxOFxTHExTOOL"
-TRIAL: tuple[dict[str, Any], ...] = (
+PROBE_RESULT = "RESULTxOFxTHExTOOL"
+PROBE: tuple[ChatMessage, ...] = (
     {"role": "user", "content": "What is 2 plus 3?"},
     {"role": "assistant", "content": "<think>\nI look it up.\n</think>\n\nOne moment."},
-    {"role": "tool", "content": RESULT, "name": "calculator", "tool_call_id": "call_0"},
+    {"role": "tool", "content": PROBE_RESULT, "name": "calculator", "tool_call_id": "call_0"},
     {"role": "assistant", "content": "<think>\nThat was easy.\n</think>\n\nIt is 5."},
     {"role": "user", "content": "And one more?"},
     {"role": "assistant", "content": "That makes 6."},
     {"role": "user", "content": "Good."},
 )
+Schemas = Sequence[JsonObject]
+SHOWN = 40
+"""Characters that the warning shows of two texts that differ."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A chat template as agents use it."""
+    """A chat template as episodes use it."""
 
     chat: Chat
     stable: bool
     """A conversation that grew turn by turn is what the template writes for the whole."""
     tool_role: str = "tool"
-    """Who results of tools come from: templates that know no tools are told that a user says them."""
+    """The role of tool results: `user` for templates that know no tools."""
     notices: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, chat: Chat, *, tools: Sequence[Mapping[str, Any]] | None = None) -> Rendering:
-        """Try the template; a ValueError if conversations of several turns cannot be had from it at all."""
+    def of(cls, chat: Chat, *, tools: Schemas | None = None) -> Rendering:
+        """Check the template with the probe; ValueError if it cannot write several turns at all."""
         notices: list[str] = []
         role = "tool"
         if tools and not _shows_results(chat, tools):
             role = "user"
-            notices.append("The chat template has no place for results of tools; they are given as what the user says.")
-        trial = [{**m, "role": role} if m["role"] == "tool" else m for m in TRIAL if tools or m["role"] != "tool"]
-        if not tools:
-            trial = [m for m in trial if m["content"] != TRIAL[1]["content"]]
-        grown, whole = _grown(chat, trial, tools), chat.text(trial, generate=True, tools=tools)
+            notices.append(
+                "The chat template has no place for results of tools; they are given as what the user says."
+            )
+        probe = _probe_conversation(role, with_tools=bool(tools))
+        grown = _render_turn_by_turn(chat, probe, tools)
+        whole = chat.text(probe, generate=True, tools=tools)
         if grown == whole:
             return cls(chat, True, role, tuple(notices))
         rendering = cls(chat, False, role)
-        for place, message in enumerate(trial):
+        for place, message in enumerate(probe):  # raises ValueError when a turn cannot be written at all
             if place and message["role"] != "assistant":
-                rendering.after(trial[: place - 1], [message], last_id=None, tools=tools)
-        same = next((i for i, (a, b) in enumerate(zip(grown, whole)) if a != b), min(len(grown), len(whole)))
+                rendering.after(probe[: place - 1], [message], last_id=None, tools=tools)
+        same = _common_prefix(grown, whole)
         notices.append(
             "The chat template writes a whole conversation differently from its turns one by one "
-            f"({whole[same : same + 40]!r} where the turns gave {grown[same : same + 40]!r}). Turns stay as they were sampled, "
-            "and new messages are rendered without the history before them."
+            f"({whole[same : same + SHOWN]!r} where the turns gave {grown[same : same + SHOWN]!r}). Turns "
+            "stay as they were sampled, and new messages are rendered without the history before them."
         )
         return cls(chat, False, role, tuple(notices))
 
@@ -69,28 +75,51 @@ class Rendering:
         messages: Sequence[Message],
         *,
         last_id: int | None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Schemas | None = None,
     ) -> list[int]:
-        """Ids of `messages` behind an answer that ended with `last_id`; `history` is everything before that answer."""
-        told = [{**m, "role": self.tool_role} if m["role"] == "tool" else m for m in messages]
+        """Return the ids of `messages` after an answer that ended with `last_id`; `history` is everything
+        before that answer."""
+        renamed = [_with_role(message, self.tool_role) for message in messages]
         if self.stable:
-            return self.chat.later_turn(told, last_id=last_id, history=history, tools=tools)
-        return self.chat.later_turn(told, last_id=last_id)
+            return self.chat.later_turn(renamed, last_id=last_id, history=history, tools=tools)
+        return self.chat.later_turn(renamed, last_id=last_id)
 
 
-def _shows_results(chat: Chat, tools: Sequence[Mapping[str, Any]]) -> bool:
+def _with_role(message: Message, tool_role: str) -> Message:
+    """Return the message with the role that the template has for tool results."""
+    if message["role"] != "tool":
+        return message
+    return {**message, "role": tool_role}
+
+
+def _probe_conversation(tool_role: str, *, with_tools: bool) -> list[Message]:
+    """Return the probe; without tools it lacks the tool result and the answer that leads to it."""
+    if with_tools:
+        return [_with_role(message, tool_role) for message in PROBE]
+    return [PROBE[0], *PROBE[3:]]
+
+
+def _shows_results(chat: Chat, tools: Schemas) -> bool:
     try:
-        return RESULT in chat.text(TRIAL[:3], tools=tools)
+        return PROBE_RESULT in chat.text(PROBE[:3], tools=tools)
     except ValueError:
         return False
 
 
-def _grown(chat: Chat, trial: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """The trial conversation as an episode writes it: each turn behind the last."""
-    text = chat.text(trial[:1], generate=True, tools=tools)
-    for place, message in enumerate(trial):
+def _render_turn_by_turn(chat: Chat, probe: Sequence[Message], tools: Schemas | None) -> str:
+    """Return the probe as an episode writes it: each turn after the one before."""
+    text = chat.text(probe[:1], generate=True, tools=tools)
+    for place, message in enumerate(probe):
         if message["role"] == "assistant":
             text += str(message["content"])
         elif place:
-            text += chat.later_text([message], history=trial[: place - 1], tools=tools)
+            text += chat.later_text([message], history=probe[: place - 1], tools=tools)
     return text
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return how many characters are the same at the beginning."""
+    for place, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return place
+    return min(len(one), len(other))

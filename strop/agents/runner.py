@@ -1,7 +1,7 @@
-"""Many episodes at once: one coroutine each over one engine, at most `max_concurrency` in flight.
+"""Many episodes at once: one coroutine each over one engine, at most `max_concurrency` at a time.
 
-The border of one episode is here: whatever its loop, a tool or an interaction raises ends that episode alone. Its sample is
-masked and counted. Only when every episode fails is the loop itself taken to be broken.
+An exception of a loop, a tool or an interaction ends only its own episode: the sample is masked and counted.
+When every episode fails, the loop itself counts as broken.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.agents.context import EpisodeContext
 from strop.agents.episode import Episode
-from strop.agents.loops import Loops
-from strop.agents.world import World
-from strop.rewards.calls import BackgroundLoop
+from strop.agents.loops import AgentLoops
+from strop.concurrency import BackgroundLoop
 from strop.rollout.base import Sampling
 from strop.types import Prompt
 
 log = logging.getLogger(__name__)
-FAREWELL_SECONDS = 10.0
-"""For episodes that are interrupted to let go of their tools."""
+CLOSING_SECONDS = 10.0
+"""Seconds for interrupted episodes to release their tools."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """One episode that is wanted."""
+class EpisodeRequest:
+    """One episode to run."""
 
     prompt: Prompt
     sampling: Sampling
@@ -34,57 +34,66 @@ class Start:
 
 
 class EpisodeRunner:
-    def __init__(self, world: World, loops: Loops, *, max_concurrency: int) -> None:
-        self.world, self.loops, self.max_concurrency = world, loops, max_concurrency
-        self._running: list[asyncio.Future[Episode]] = []
-        self._loop = BackgroundLoop("strop-agents")  # one for the whole run: connections of tools live in it
+    """Runs episodes for the whole run."""
 
-    def run(self, starts: Sequence[Start], *, all_may_fail: bool = False) -> list[Episode]:
-        """All episodes, ended, in the order of `starts`."""
+    def __init__(self, context: EpisodeContext, loops: AgentLoops, *, max_concurrency: int) -> None:
+        self.context = context
+        self.loops = loops
+        self.max_concurrency = max_concurrency
+        self._running: list[asyncio.Future[Episode]] = []
+        self._event_loop = BackgroundLoop("strop-agents")  # one for the run: connections of tools live in it
+
+    def run(self, requests: Sequence[EpisodeRequest], *, all_may_fail: bool = False) -> list[Episode]:
+        """Return all episodes, ended, in the order of `requests`."""
         try:
-            episodes: list[Episode] = self._loop.start(self._all(starts)).result()
+            episodes: list[Episode] = self._event_loop.start(self._run_all(requests)).result()
         except KeyboardInterrupt:
-            self._loop.run(self._give_up(), timeout=FAREWELL_SECONDS)
+            self._event_loop.run(self._cancel(), timeout=CLOSING_SECONDS)
             raise
-        _complain(episodes, all_may_fail)
+        _report_failures(episodes, all_may_fail)
         return episodes
 
     def close(self) -> None:
-        """Let go of tools and their connections."""
-        self.world.toolbox.close()
-        self._loop.close()
+        """Close the tools and their connections."""
+        self.context.tools.close()
+        self._event_loop.close()
 
-    async def _all(self, starts: Sequence[Start]) -> list[Episode]:
-        room = asyncio.Semaphore(self.max_concurrency)
-        self._running = [asyncio.ensure_future(self._one(start, room)) for start in starts]
+    async def _run_all(self, requests: Sequence[EpisodeRequest]) -> list[Episode]:
+        semaphore = asyncio.Semaphore(self.max_concurrency)
+        self._running = [asyncio.ensure_future(self._run_one(request, semaphore)) for request in requests]
         return list(await asyncio.gather(*self._running))
 
-    async def _give_up(self) -> None:
-        """Cancel what is running, and wait until tools and interactions were let go of."""
+    async def _cancel(self) -> None:
+        """Cancel the running episodes, and wait until they have released tools and interactions."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def _one(self, start: Start, room: asyncio.Semaphore) -> Episode:
-        loop = self.loops.get(start.prompt.agent_name)
-        async with room:
-            episode = Episode(self.world, start.prompt, start.sampling, seeds=start.seeds, group=start.group)
+    async def _run_one(self, request: EpisodeRequest, semaphore: asyncio.Semaphore) -> Episode:
+        loop = self.loops.get(request.prompt.agent_name)
+        async with semaphore:
+            episode = Episode(
+                self.context, request.prompt, request.sampling, seeds=request.seeds, group=request.group
+            )
             try:
                 await loop.run(episode)
-            except Exception as error:  # noqa: BLE001 - the border of one episode: its loop and tools are the user's
+            except Exception as error:  # noqa: BLE001 - loops and tools are user code, and may raise anything
                 episode.error = error
             return episode
 
 
-def _complain(episodes: Sequence[Episode], all_may_fail: bool) -> None:
-    """One line for the first failure of the step; an error when nothing but failures came."""
+def _report_failures(episodes: Sequence[Episode], all_may_fail: bool) -> None:
+    """Log the first failure of the step; ValueError when all episodes have failed."""
     failed = [episode for episode in episodes if episode.error is not None]
     if not failed:
         return
-    first, error = failed[0], failed[0].error
+    first = failed[0]
+    error = first.error
     what = f"row {first.prompt.index} of {first.prompt.data_source}: {type(error).__name__}: {error}"
     if len(failed) == len(episodes) and not all_may_fail:
         raise ValueError(
             f"All {len(episodes)} episodes failed, so the agent loop itself must be broken. The first, {what}"
         ) from error
-    log.warning("%d of %d episodes failed; their samples are masked. The first, %s", len(failed), len(episodes), what)
+    log.warning(
+        "%d of %d episodes failed; their samples are masked. The first, %s", len(failed), len(episodes), what
+    )

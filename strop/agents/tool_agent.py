@@ -1,54 +1,62 @@
-"""tool_agent: answer, run the tools that were called, tell their results, and again. A simulated user replies to other answers.
+"""tool_agent: answer, run the tools that were called, append their results, and again.
 
-It ends when an answer calls no tool and nobody replies, when the interaction says so, when the budget of tokens or turns is
-spent, or where `tool_error_policy` says that a failed call is the end.
+A simulated user replies to answers without a tool call. The conversation ends when an answer calls no tool
+and there is no user, when the user ends it, when the budget of tokens or turns is spent, or when
+`tool_error_policy` ends it after a failed call. Other loops use the functions of this file too.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
 
-from strop.agents.calls import Malformed, ToolCall
-from strop.agents.episode import Episode, EpisodeError
-from strop.agents.partner import Partner, partner_of
-from strop.agents.session import Session
+from strop.agents.episode import Episode, EpisodeError, within
+from strop.agents.interaction import BaseInteraction, ChatMessage
+from strop.agents.parsers.base import Malformed, ToolCall
+from strop.agents.tool_schema import JsonObject
+from strop.agents.tool_session import ToolSession
 
 
 class ToolAgent:
+    """The loop `tool_agent`."""
+
     lists_tools = True
 
     async def run(self, episode: Episode) -> None:
-        async with session_of(episode) as session, partner_of(episode) as partner:
+        async with open_tools(episode) as tools, open_interaction(episode) as user:
             while True:
-                said = await episode.answer()
-                calls = parsed(episode, said.text) if session is not None else ()
-                if session is not None and calls:
-                    going_on = episode.may_go_on() and await tell_results(episode, session, calls)
+                answer = await episode.answer()
+                calls: Sequence[ToolCall | Malformed] = ()
+                if tools is not None:
+                    calls = parse_tool_calls(episode, answer.text)
+                if tools is not None and calls:
+                    goes_on = episode.may_go_on() and await run_tool_calls(episode, tools, calls)
                 else:
-                    going_on = partner is not None and await converse(episode, partner)
-                if not going_on:
+                    goes_on = user is not None and await reply_as_user(episode, user)
+                if not goes_on:
                     return
 
 
-def parsed(episode: Episode, text: str) -> tuple[ToolCall | Malformed, ...]:
-    assert episode.world.parser is not None, "there are tools, but nobody knows how they are called"
-    return episode.world.parser.parse(text).calls
+# --- tools --------------------------------------------------------------------------------------------------
+
+MessageFormat = Callable[[ToolCall | Malformed, str], ChatMessage]
+"""From a call and its result to the message that the model reads."""
 
 
 @asynccontextmanager
-async def session_of(episode: Episode) -> AsyncIterator[Session | None]:
-    """The tools of one episode, released however it ends; None where no tools are configured.
+async def open_tools(episode: Episode) -> AsyncIterator[ToolSession | None]:
+    """Yield the tools of one episode, released however it ends; None where no tools are configured.
 
-    What the tools say at the end (calc_reward) is reported, and added to the score by its weight.
+    The tools' rewards for the episode (calc_reward) are reported, and added to the score by their weight.
     """
-    toolbox = episode.world.toolbox
-    if not toolbox.schemas:
+    tools = episode.context.tools
+    if not tools.schemas:
         yield None
         return
-    episode.tools = toolbox.schemas
-    session = await toolbox.open(episode.prompt.extra_info.get("tools_kwargs") or {})
+    episode.tools = tools.schemas
+    session = await tools.open(episode.prompt.extra_info.get("tools_kwargs") or {})
     try:
         yield session
         episode.extras["tool_rewards"] = await session.rewards()
@@ -57,37 +65,109 @@ async def session_of(episode: Episode) -> AsyncIterator[Session | None]:
         await session.close()
 
 
-Message = Callable[[ToolCall | Malformed, str], dict[str, Any]]
+def parse_tool_calls(episode: Episode, text: str) -> tuple[ToolCall | Malformed, ...]:
+    """Return the tool calls of an answer, in the configured format."""
+    assert episode.context.parser is not None, "there are tools, but no format of tool calls"
+    return episode.context.parser.parse(text).calls
 
 
-def result_message(call: ToolCall | Malformed, text: str) -> dict[str, Any]:
+def result_message(call: ToolCall | Malformed, text: str) -> ChatMessage:
+    """Return the result of a call as a message of the role `tool`."""
+    message: ChatMessage = {"role": "tool", "content": text}
     if isinstance(call, Malformed):
-        return {"role": "tool", "content": text}
-    return {"role": "tool", "content": text, "name": call.name, **({"tool_call_id": call.id} if call.id else {})}
+        return message
+    message["name"] = call.name
+    if call.id:
+        message["tool_call_id"] = call.id
+    return message
 
 
-async def tell_results(
-    episode: Episode, session: Session, calls: Sequence[ToolCall | Malformed], message: Message = result_message
+async def run_tool_calls(
+    episode: Episode,
+    tools: ToolSession,
+    calls: Sequence[ToolCall | Malformed],
+    message_format: MessageFormat = result_message,
 ) -> bool:
-    """Run the calls of one answer and tell the model what came of them; False when the conversation ends here."""
-    results = await episode.waiting(session.run(calls))
+    """Run the calls of one answer and append their results; False when the conversation ends here."""
+    results = await episode.waiting(tools.run(calls))
     for result in results:
         episode.extras.update(result.metrics)
-    if amount := sum(result.reward for result in results):
-        episode.reward(amount)
-    policy = episode.world.limits.tool_error_policy
+    if reward := sum(result.reward for result in results):
+        episode.reward(reward)
+    policy = episode.context.limits.tool_error_policy
     failed = [result for result in results if result.failed]
     if failed and policy == "mask":
         raise EpisodeError(f"a tool call failed, and multi_turn.tool_error_policy=mask: {failed[0].text}")
     if failed and policy == "stop":
         episode.stopped = "tool_error"
         return False
-    return episode.tell(*(message(call, result.text) for call, result in zip(calls, results, strict=True)))
+    messages = [message_format(call, result.text) for call, result in zip(calls, results, strict=True)]
+    return episode.tell(*messages)
 
 
-async def converse(episode: Episode, partner: Partner) -> bool:
-    """Let the partner judge the answer, also the last one, and reply where another round is allowed."""
-    ends, text = await partner.reply(episode)
+# --- simulated users ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InteractionSession:
+    """The simulated user of one episode."""
+
+    interaction: BaseInteraction
+    instance_id: str
+    kwargs: JsonObject
+    """The row's interaction_kwargs."""
+    timeout: float
+
+    async def reply(self, episode: Episode) -> tuple[bool, str]:
+        """Reward the latest answer and reply to it; whether the conversation ends, and what the user says."""
+        work = self.interaction.generate_response(self.instance_id, episode.messages, **self.kwargs)
+        reply = await episode.waiting(within(work, self.timeout, f"the interaction {self.name}"))
+        try:
+            ends, text, reward, numbers = reply
+        except (TypeError, ValueError) as error:
+            raise EpisodeError(
+                f"the interaction {self.name} returned {reply!r}; generate_response gives (should_stop, "
+                "text, reward, numbers)."
+            ) from error
+        episode.reward(float(reward))
+        episode.extras.update(numbers or {})
+        episode.counts["interactions"] += 1
+        return bool(ends), str(text)
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.interaction, "name", type(self.interaction).__name__))
+
+
+@asynccontextmanager
+async def open_interaction(episode: Episode) -> AsyncIterator[InteractionSession | None]:
+    """Yield the simulated user that the row names, finalized however the episode ends; None for rows
+    without."""
+    kwargs = dict(episode.prompt.extra_info.get("interaction_kwargs") or {})
+    interaction = episode.context.interactions.choose(kwargs)
+    if interaction is None:
+        yield None
+        return
+    kwargs.pop("name", None)
+    timeout = episode.context.limits.call_timeout
+    new_id = uuid.uuid4().hex
+    start = interaction.start_interaction(new_id, **kwargs)
+    instance_id = await within(start, timeout, "start_interaction") or new_id
+    try:
+        yield InteractionSession(interaction, instance_id, kwargs, timeout)
+        if hasattr(interaction, "calculate_score"):
+            work = interaction.calculate_score(instance_id, **kwargs)
+            episode.extras["interaction_score"] = float(await within(work, timeout, "calculate_score"))
+    finally:
+        if hasattr(interaction, "finalize_interaction"):
+            end = interaction.finalize_interaction(instance_id, **kwargs)
+            await within(end, timeout, "finalize_interaction")
+
+
+async def reply_as_user(episode: Episode, user: InteractionSession) -> bool:
+    """Let the user reward the answer, also the last one, and reply where another turn is allowed; False when
+    the conversation ends here."""
+    ends, text = await user.reply(episode)
     if ends:
         episode.stopped = episode.stopped or "interaction"
         return False

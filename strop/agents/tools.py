@@ -1,4 +1,4 @@
-"""What a tool is, what a call of it gives, and a typed Python function as a tool."""
+"""The protocol of tools, the result of a call, and a typed Python function as a tool."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from strop.agents.signature import schema_of
-from strop.agents.tool_schema import ToolSchema
+from strop.agents.tool_schema import JsonObject, ToolSchema, schema_of
 
-__all__ = ["NotText", "StatelessTool", "Tool", "ToolResult", "ToolSchema", "result_of", "stateless", "tool_from_function"]
+__all__ = [
+    "NotText",
+    "StatelessTool",
+    "Tool",
+    "ToolResult",
+    "ToolSchema",
+    "result_of",
+    "schema_of",
+    "stateless",
+    "tool_from_function",
+]
 
-MOST_ABANDONED = 64  # threads of one tool that never came back, before it is taken to be broken
-REST_SECONDS = 30.0
-"""After so long without a call a thread ends."""
+T = TypeVar("T")
+MAX_ABANDONED = 64
+"""Threads of one tool that never returned, before the tool counts as broken."""
+IDLE_SECONDS = 30.0
+"""A thread without a call ends after this time."""
 
 
 class NotText(ValueError):
@@ -27,8 +39,10 @@ class NotText(ValueError):
 
 @dataclass(frozen=True)
 class ToolResult:
+    """The result of one call."""
+
     text: str
-    """What the model is told."""
+    """What the model reads."""
     reward: float = 0.0
     """For this call."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -37,27 +51,29 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """An instance serves all episodes of a run at once; `instance_id` tells them apart."""
+    """One object serves all episodes of a run at once; `instance_id` tells the episodes apart."""
 
     schema: ToolSchema
 
     async def create(self, instance_id: str, **kwargs: Any) -> str:
-        """Begin an episode, before its first call; returns the instance id, which the other methods are given."""
+        """Begin an episode, before its first call; the instance id that the other methods get."""
         ...
 
-    async def execute(self, instance_id: str, arguments: dict[str, Any]) -> ToolResult: ...
+    async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
+        """Make one call."""
+        ...
 
     async def calc_reward(self, instance_id: str) -> float:
-        """The reward for the whole episode, asked for at its end."""
+        """Return the reward for the whole episode, at its end."""
         ...
 
     async def release(self, instance_id: str) -> None:
-        """The episode is over, however it ended."""
+        """End the episode, however it ended."""
         ...
 
 
 class StatelessTool:
-    """A tool whose calls have nothing to do with each other: only `execute` is left to write."""
+    """A tool whose calls are independent of each other: a subclass only writes `execute`."""
 
     async def create(self, instance_id: str, **kwargs: Any) -> str:
         return instance_id
@@ -70,14 +86,18 @@ class StatelessTool:
 
 
 def stateless(tool: Tool) -> bool:
-    """Whether an episode neither begins nor ends for this tool, so that it need not be asked."""
-    return all(getattr(type(tool), name, None) is getattr(StatelessTool, name) for name in ("create", "calc_reward", "release"))
+    """Return whether a tool keeps no state per episode, so that only `execute` needs to be called."""
+    for name in ("create", "calc_reward", "release"):
+        if getattr(type(tool), name, None) is not getattr(StatelessTool, name):
+            return False
+    return True
 
 
-def tool_from_function(function: Callable[..., Any], schema: ToolSchema | None = None) -> Tool:
-    """A tool with the name, the docstring and the typed parameters of `function`, which may be async.
+def tool_from_function(function: Callable[..., object], schema: ToolSchema | None = None) -> Tool:
+    """Return a tool with the name, the docstring and the typed parameters of `function`, which may be async.
 
-    It returns text, or anything that JSON can hold, or a ToolResult. A plain function runs in a thread of its own.
+    The function returns text, or anything that JSON can hold, or a ToolResult. A plain function runs in a
+    thread.
     """
     if not callable(function):
         raise ValueError(f"A tool function is needed, not {function!r}.")
@@ -85,51 +105,58 @@ def tool_from_function(function: Callable[..., Any], schema: ToolSchema | None =
 
 
 class FunctionTool(StatelessTool):
-    def __init__(self, function: Callable[..., Any], schema: ToolSchema):
-        self.function, self.schema = function, schema
+    """A Python function as a tool."""
+
+    def __init__(self, function: Callable[..., Any], schema: ToolSchema) -> None:
+        self.function = function
+        self.schema = schema
         self.is_async = inspect.iscoroutinefunction(function)
         self._threads = AbandonableThreads(f"strop-tool-{schema.name}")
 
-    async def execute(self, instance_id: str, arguments: dict[str, Any]) -> ToolResult:
+    async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
         if self.is_async:
             return result_of(await self.function(**arguments))
         return result_of(await self._threads.call(self.function, arguments))
 
 
 class AbandonableThreads:
-    """Calls in daemon threads: one that hangs neither holds up the event loop nor keeps the program from ending.
+    """Calls in daemon threads: a call that hangs blocks neither the event loop nor the end of the program.
 
-    A thread that is done waits for the next call. It cannot be stopped: those that were given up and still run are counted, and
-    too many of them are an error.
+    A thread that has finished waits for the next call. A thread cannot be stopped: those that were abandoned
+    and still run are counted, and too many of them are an error.
     """
 
-    def __init__(self, name: str):
-        self.name, self.abandoned = name, 0
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.abandoned = 0
         self._lock = threading.Lock()
-        self._resting: list[SimpleQueue[Callable[[], None]]] = []
-        """Where each thread that has nothing to do looks for its next call; the one that came last is taken first."""
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+        """The queue of each idle thread; the thread that became idle last is used first."""
 
-    async def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        if self.abandoned >= MOST_ABANDONED:
+    async def call(self, function: Callable[..., T], arguments: JsonObject) -> T:
+        """Await `function(**arguments)` in a thread."""
+        if self.abandoned >= MAX_ABANDONED:
             raise RuntimeError(f"{self.abandoned} earlier calls never returned, so no further one is made")
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        given_up = returned = False
+        answer: asyncio.Future[T] = loop.create_future()
+        given_up = False
+        returned = False
 
         def work() -> None:
             nonlocal returned
+            settle: Callable[[], None]
             try:
-                value, error = function(**arguments), None
-            except BaseException as caught:  # noqa: BLE001 - the border of one call: the caller gets whatever it raised
-                value, error = None, caught
+                settle = partial(_set_result, answer, function(**arguments))
+            except BaseException as error:  # noqa: BLE001 - the caller gets whatever the call raised
+                settle = partial(_set_error, answer, error)
             with self._lock:
                 returned = True
                 if given_up:
                     self.abandoned -= 1
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, answer, value, error)
+                loop.call_soon_threadsafe(settle)
 
-        self._hand_to_a_thread(work)
+        self._run_in_thread(work)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -139,9 +166,9 @@ class AbandonableThreads:
                     self.abandoned += 1
             raise
 
-    def _hand_to_a_thread(self, work: Callable[[], None]) -> None:
+    def _run_in_thread(self, work: Callable[[], None]) -> None:
         with self._lock:
-            inbox = self._resting.pop() if self._resting else None
+            inbox = self._idle.pop() if self._idle else None
         if inbox is None:
             inbox = SimpleQueue()
             threading.Thread(target=self._serve, args=(inbox,), name=self.name, daemon=True).start()
@@ -150,30 +177,33 @@ class AbandonableThreads:
     def _serve(self, inbox: SimpleQueue[Callable[[], None]]) -> None:
         while True:
             try:
-                inbox.get(timeout=REST_SECONDS)()
+                inbox.get(timeout=IDLE_SECONDS)()
             except Empty:
                 with self._lock:
-                    if inbox in self._resting:
-                        self._resting.remove(inbox)
+                    if inbox in self._idle:
+                        self._idle.remove(inbox)
                         return
-                continue  # a call is on its way
+                continue  # the queue was taken, so a call is on its way
             with self._lock:
-                self._resting.append(inbox)
+                self._idle.append(inbox)
 
 
-def _settle(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+def _set_result(answer: asyncio.Future[T], value: T) -> None:
+    if not answer.done():
+        answer.set_result(value)
+
+
+def _set_error(answer: asyncio.Future[T], error: BaseException) -> None:
     if answer.done():
         return
-    if error is None:
-        answer.set_result(value)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         answer.set_exception(error)
-    else:  # SystemExit and its like must end the call, not the program
+    else:  # SystemExit and the like must end the call, not the program
         answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
-def result_of(value: Any) -> ToolResult:
-    """What a function returned, as text for the model; NotText if it cannot be told in text."""
+def result_of(value: object) -> ToolResult:
+    """Return what a function returned as text for the model; NotText if it has no form in text."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str):

@@ -1,1 +1,2 @@
-"""Pure functions of tensors: advantages, losses, KL, aggregation, correction. No I/O, no processes, no configuration."""
+"""Pure functions of tensors: advantages, losses, KL, aggregation, rollout correction, metrics. They do no I/O
+and know no configuration."""

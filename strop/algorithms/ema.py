@@ -14,8 +14,8 @@ Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 class EMA:
     """average ← decay · average + (1 - decay) · value, kept in float32 whatever the dtype of the values.
 
-    With bfloat16 averages an update of a few thousandths would be rounded away. Integer and boolean tensors (buffers that
-    count) are copied, not averaged.
+    With bfloat16 averages an update of a few thousandths would be rounded away. Integer and boolean tensors
+    (buffers that count) are copied, not averaged.
     """
 
     def __init__(
@@ -24,17 +24,20 @@ class EMA:
         *,
         decay: float = 0.992,
         device: torch.device | str | None = None,
-        fill: Callable[[Tensor, Any], Any] = Tensor.copy_,
+        fill: Callable[[Tensor, Tensor], object] = Tensor.copy_,
     ):
-        """`fill(average, saved)` overwrites an average with a saved one, where averages are not plain tensors."""
+        """`fill(average, saved)` overwrites an average with a saved one; needed if averages are not plain
+        tensors."""
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"The EMA decay must lie between 0 and 1, it is {decay}.")
-        self.decay, self._fill = decay, fill
+        self.decay = decay
         self.updates = 0
+        self._fill = fill
         self.average = {name: _keep(value, device) for name, value in _items(named)}
 
     @torch.no_grad()
     def update(self, named: Named) -> None:
+        """Move the averages towards these tensors."""
         values = dict(_items(named))
         self._check(values)
         for name, average in self.average.items():
@@ -58,25 +61,34 @@ class EMA:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check(state["average"])
-        self.decay, self.updates = float(state["decay"]), int(state["updates"])
+        self.decay = float(state["decay"])
+        self.updates = int(state["updates"])
         for name, value in state["average"].items():
             self._fill(self.average[name], value)
 
     def _check(self, values: Mapping[str, Tensor]) -> None:
-        missing, strange = sorted(self.average.keys() - values.keys()), sorted(values.keys() - self.average.keys())
-        if missing or strange:
-            raise ValueError(f"The EMA was made of other tensors: missing {missing[:5]}, not known {strange[:5]}.")
+        missing = sorted(self.average.keys() - values.keys())
+        unknown = sorted(values.keys() - self.average.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"The EMA was made of other tensors: missing {missing[:5]}, not known {unknown[:5]}."
+            )
         for name, value in values.items():
             if value.shape != self.average[name].shape:
                 raise ValueError(
-                    f"The EMA of {name!r} has shape {tuple(self.average[name].shape)}, the tensor {tuple(value.shape)}."
+                    f"The EMA of {name!r} has shape {tuple(self.average[name].shape)}, the tensor "
+                    f"{tuple(value.shape)}."
                 )
 
 
 def _items(named: Named) -> Iterable[tuple[str, Tensor]]:
-    return named.items() if isinstance(named, Mapping) else named
+    if isinstance(named, Mapping):
+        return named.items()
+    return named
 
 
 def _keep(value: Tensor, device: torch.device | str | None) -> Tensor:
-    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    dtype = value.dtype
+    if value.is_floating_point():
+        dtype = torch.float32
     return value.detach().to(device=device or value.device, dtype=dtype, copy=True)

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence from the policy to its reference, and the coefficient that weighs it.
+"""Estimators of the KL divergence from the policy to its reference, and controllers of its coefficient.
 
 With d = log pi(a) - log pi_ref(a) on sampled tokens (Schulman, "Approximating KL divergence"):
 
@@ -25,22 +25,34 @@ UNLIMITED = float("inf")
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    """d, within ±`limit`."""
     gap = log_probs - ref_log_probs
-    return gap if limit == UNLIMITED else gap.clamp(-limit, limit)
+    if limit != UNLIMITED:
+        gap = gap.clamp(-limit, limit)
+    return gap
 
 
 def absolute(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    """|d|, at most `limit`."""
     gap = (log_probs - ref_log_probs).abs()
-    return gap if limit == UNLIMITED else gap.clamp(max=limit)
+    if limit != UNLIMITED:
+        gap = gap.clamp(max=limit)
+    return gap
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = UNLIMITED) -> Tensor:
+    """d² / 2, at most `limit`."""
     half_square = 0.5 * (log_probs - ref_log_probs).square()
-    return half_square if limit == UNLIMITED else half_square.clamp(max=limit)
+    if limit != UNLIMITED:
+        half_square = half_square.clamp(max=limit)
+    return half_square
 
 
-def k3(log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = 10.0, exponent_limit: float = 20.0) -> Tensor:
-    """The exponent is held in +-`exponent_limit` and the result at or below `limit`: one outlier must not drown the batch."""
+def k3(
+    log_probs: Tensor, ref_log_probs: Tensor, *, limit: float = 10.0, exponent_limit: float = 20.0
+) -> Tensor:
+    """exp(-d) - 1 + d. The exponent is clamped to ±`exponent_limit` and the result to `limit`, so that one
+    outlier does not dominate the batch."""
     gap = (ref_log_probs - log_probs).clamp(-exponent_limit, exponent_limit)
     return (gap.exp() - gap - 1.0).clamp(-limit, limit)
 
@@ -49,10 +61,12 @@ def full(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """Exact KL per position from two logit tensors [..., V]."""
     if logits.shape != ref_logits.shape:
         raise ValueError(
-            f"logits {tuple(logits.shape)} and ref_logits {tuple(ref_logits.shape)} must have one shape [..., vocabulary]."
+            f"logits {tuple(logits.shape)} and ref_logits {tuple(ref_logits.shape)} must have one shape "
+            "[..., vocabulary]."
         )
-    ours, theirs = logits.float().log_softmax(-1), ref_logits.float().log_softmax(-1)
-    return torch.where(ours.isneginf(), 0.0, ours.exp() * (ours - theirs)).sum(-1)
+    policy = logits.float().log_softmax(-1)
+    reference = ref_logits.float().log_softmax(-1)
+    return torch.where(policy.isneginf(), 0.0, policy.exp() * (policy - reference)).sum(-1)
 
 
 def kl_penalty(
@@ -66,18 +80,21 @@ def kl_penalty(
 ) -> Tensor:
     """The named estimate per token; `limits` go to the estimator (`limit`, for k3 also `exponent_limit`).
 
-    For a name with `+`: v + s - sg(s), v the detached value and s = k2. If an older policy sampled the tokens, `old_log_probs`
-    says how likely it found them, and s is weighed by the detached ratio pi / pi_old, at most `ratio_limit`.
+    For a name with `+`: v + s - sg(s), v the detached value and s = k2. If an older policy sampled the
+    tokens, `old_log_probs` are its log-probs, and s is weighted by the detached ratio pi / pi_old, at most
+    `ratio_limit`.
     """
     if log_probs.shape != ref_log_probs.shape:
         raise ValueError(
-            f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must have one shape."
+            f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must have "
+            "one shape."
         )
     function = KL_ESTIMATORS.get(estimator)
     if function is full:
         raise ValueError(
-            f"The KL estimator {estimator!r} needs the logits of both models, not the log-probs of the sampled tokens "
-            f"(got {tuple(log_probs.shape)}). Call `full(logits, ref_logits)`, or choose k1, k2 or k3."
+            f"The KL estimator {estimator!r} needs the logits of both models, not the log-probs of the "
+            f"sampled tokens (got {tuple(log_probs.shape)}). Call `full(logits, ref_logits)`, or choose k1, "
+            "k2 or k3."
         )
     value = function(log_probs, ref_log_probs, **limits)
     if not estimator.strip().endswith("+"):
@@ -101,7 +118,7 @@ class KLController(Protocol):
 
 
 class FixedKL:
-    """A coefficient that stays."""
+    """A constant coefficient."""
 
     def __init__(self, coef: float):
         self.value = coef
@@ -117,12 +134,15 @@ class FixedKL:
 
 
 class AdaptiveKL(FixedKL):
-    """Proportional control (Ziegler et al., 2019): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon."""
+    """Proportional control (Ziegler et al., 2019): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples /
+    horizon."""
 
     def __init__(self, coef: float, *, target: float, horizon: int):
         super().__init__(coef)
         if target <= 0 or horizon <= 0:
-            raise ValueError(f"An adaptive KL coefficient needs target_kl > 0 and horizon > 0, got {target} and {horizon}.")
+            raise ValueError(
+                f"An adaptive KL coefficient needs target_kl > 0 and horizon > 0, got {target} and {horizon}."
+            )
         self.target = target
         self.horizon = horizon
 

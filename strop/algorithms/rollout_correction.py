@@ -1,23 +1,25 @@
-"""Training on tokens that another numerical path has sampled.
+"""Rollout correction: training on tokens that were sampled by a slightly different policy.
 
-The engine and the trainer compute slightly different probabilities for the same weights (kernels, precision), and the engine's
-weights may be older. With d = log π_train - log π_rollout per token, two remedies are offered, alone or together:
+The engine and the trainer compute slightly different probabilities for the same weights (kernels, precision),
+and the engine's weights may be older. With d = log π_train - log π_rollout per token, there are two
+corrections, which can be combined:
 
-- importance weights exp(d), truncated (TIS) or zeroed outside a band (IcePop), per token or as the product over the sequence;
-- rejection: tokens or whole sequences whose divergence leaves a band are taken out of the mask.
+- importance weights exp(d), truncated (TIS) or zeroed outside a band (IcePop), per token or as the product
+  over the sequence;
+- rejection: tokens or whole sequences whose divergence is outside a band are removed from the mask.
 
-Both are constants for the gradient. `PRESETS` names the combinations in use.
+Both are constants for the gradient. `PRESETS` names common combinations.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_fill_zero
+from strop.algorithms.aggregation import masked_fill_zero, require_same_shape
 from strop.algorithms.rollout_diagnostics import (
     LIMIT,
     Metrics,
@@ -26,31 +28,30 @@ from strop.algorithms.rollout_diagnostics import (
     token_mean,
     weight_metrics,
 )
-from strop.algorithms.shapes import require_same_shape
 from strop.registry import did_you_mean
 
-CRITERIA = tuple(
-    f"{scope}_{kind}"
-    for scope, kinds in {
-        "token": ("k1", "k2", "k3"),
-        "seq_sum": ("k1", "k2", "k3"),
-        "seq_mean": ("k1", "k2", "k3"),
-        "seq_max": ("k2", "k3"),
-    }.items()
-    for kind in kinds
+CRITERIA = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
 )
 
 
 class Correction(NamedTuple):
-    weights: Tensor | None  # [B, T] for the `rollout_weights` of a policy loss; None when none were asked for
+    """The result of rollout correction."""
+
+    weights: Tensor | None  # [B, T] for the `rollout_weights` of a policy loss; None without rollout_is
     mask: Tensor  # [B, T] the mask without rejected tokens
     metrics: Metrics  # rollout_corr/..., one number each
 
 
 class Band(NamedTuple):
+    """The range of importance weights."""
+
     lower: float
     upper: float
-    outside: str  # what happens to a weight beyond: "clip" or "zero"
+    outside: str  # what happens to a weight outside the band: "clip" or "zero"
 
 
 def parse_band(threshold: float | str) -> Band:
@@ -77,16 +78,23 @@ def importance_weights(
 ) -> tuple[Tensor, Metrics]:
     """w = exp(d) per token, or exp(Σ_t d_t) for every token of a sequence; zero outside the mask.
 
-    `outside` says what happens beyond [lower, upper]: "clip" truncates (TIS), "zero" drops the token (IcePop). `normalize`
-    divides by the mean weight, over tokens or over sequences, after that.
+    `outside` says what happens beyond [lower, upper]: "clip" truncates (TIS), "zero" drops the token
+    (IcePop). `normalize` divides by the mean weight, over tokens or over sequences, after that.
     """
     require_same_shape(log_ratio=log_ratio, mask=mask)
     if level not in ("token", "sequence"):
-        raise ValueError(f"rollout_is must be 'token' or 'sequence', got {level!r}. Geometric means are a rejection criterion.")
+        raise ValueError(
+            f"rollout_is must be 'token' or 'sequence', got {level!r}. Geometric means are a rejection "
+            "criterion."
+        )
     if outside not in ("clip", "zero"):
         raise ValueError(f"outside must be 'clip' or 'zero', got {outside!r}.")
     d = masked_fill_zero(log_ratio.detach(), mask)
-    total = d if level == "token" else d.sum(-1, keepdim=True).expand_as(d)
+    total = d
+    mean_name = "rollout_is_mean"
+    if level == "sequence":
+        total = d.sum(-1, keepdim=True).expand_as(d)
+        mean_name = "rollout_is_seq_mean"
     ratio = total.clamp(-LIMIT, LIMIT).exp()
     if outside == "clip":
         weights = masked_fill_zero(ratio.clamp(lower, upper), mask)
@@ -98,18 +106,21 @@ def importance_weights(
     if outside == "zero":
         metrics["rollout_is_oob_ratio"] = token_mean((weights == 0).float(), mask)
     if normalize:
-        centre = metrics["rollout_is_mean" if level == "token" else "rollout_is_seq_mean"]
+        centre = metrics[mean_name]
         metrics["rollout_is_batch_norm_factor"] = centre
         weights = torch.where(centre > 0, weights / centre.clamp(min=1e-8), weights)
     return weights, metrics
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold: float | str | None) -> tuple[Tensor, Metrics]:
-    """The mask without what any criterion rejects. `criteria` and `threshold` are comma lists; one threshold serves all.
+def rejection_mask(
+    log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold: float | str | None
+) -> tuple[Tensor, Metrics]:
+    """The mask without what any criterion rejects. `criteria` and `threshold` are comma lists; one threshold
+    serves all.
 
-    token_*: each token by its own value; seq_sum_*, seq_mean_*, seq_max_*: the whole row. Values:
-    k1 = -d, kept while log(lo) <= k1 <= log(hi) for a ratio band "lo_hi" (one number u means "1/u_u"), so the band bounds
-    π_rollout / π_train; k2 = d² / 2 and k3 = exp(d) - 1 - d, kept up to the threshold.
+    token_*: each token by its own value; seq_sum_*, seq_mean_*, seq_max_*: the whole row. Values: k1 = -d,
+    kept while log(lo) <= k1 <= log(hi) for a ratio band "lo_hi" (one number u means "1/u_u"), so the band
+    bounds π_rollout / π_train; k2 = d² / 2 and k3 = exp(d) - 1 - d, kept up to the threshold.
     """
     require_same_shape(log_ratio=log_ratio, mask=mask)
     d = masked_fill_zero(log_ratio.detach(), mask).clamp(-LIMIT, LIMIT)
@@ -119,7 +130,9 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold:
     for name, lower, upper in parse_criteria(criteria, threshold):
         scope, _, kind = name.rpartition("_")
         value = _statistic(d, on, scope, kind)
-        passes = value <= upper if lower is None else (value >= lower) & (value <= upper)
+        passes = value <= upper
+        if lower is not None:
+            passes &= value >= lower
         metrics |= rejection_metrics(name, value, mask, passes, lower=lower, upper=upper)
         kept &= passes
     rejected = on & ~kept
@@ -137,11 +150,16 @@ def parse_criteria(criteria: str, threshold: float | str | None) -> list[tuple[s
     names = list(dict.fromkeys(part.strip() for part in criteria.split(",") if part.strip()))
     if threshold is None:
         raise ValueError(f"rollout_rs={criteria!r} needs rollout_rs_threshold: a number, or 'lo_hi' for k1.")
-    limits: list[float | str] = [*threshold.split(",")] if isinstance(threshold, str) else [threshold]
+    limits: list[float | str] = [threshold]
+    if isinstance(threshold, str):
+        limits = [*threshold.split(",")]
     if len(limits) == 1:
         limits = limits * len(names)
     if len(limits) != len(names):
-        raise ValueError(f"rollout_rs_threshold has {len(limits)} values but rollout_rs names {len(names)} criteria: {names}.")
+        raise ValueError(
+            f"rollout_rs_threshold has {len(limits)} values but rollout_rs names {len(names)} criteria: "
+            f"{names}."
+        )
     return [_criterion(name, limit) for name, limit in zip(names, limits)]
 
 
@@ -156,12 +174,16 @@ def correct_rollout(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> Correction:
-    """Weights and mask for one step's whole batch, with all diagnostics; with neither asked for, the diagnostics alone."""
+    """Weights and mask for the whole batch of a step, with all metrics. Without `rollout_is` and `rollout_rs`
+    only the metrics are computed."""
     require_same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     if not bool(mask.any()):
-        raise ValueError(f"mask (shape {tuple(mask.shape)}) has no trained token, so there is no rollout to correct.")
+        raise ValueError(
+            f"mask (shape {tuple(mask.shape)}) has no trained token, so there is no rollout to correct."
+        )
     log_ratio = old_log_probs.detach() - rollout_log_probs.detach()
-    weights, kept = None, mask
+    weights = None
+    kept = mask
     metrics: Metrics = {}
     if rollout_is:
         band = parse_band(rollout_is_threshold)
@@ -177,6 +199,7 @@ def correct_rollout(
 
 
 def _statistic(d: Tensor, on: Tensor, scope: str, kind: str) -> Tensor:
+    """The value of a criterion for every token [B, T]."""
     values = {"k1": -d, "k2": 0.5 * d.square(), "k3": d.exp() - 1 - d}[kind]
     if scope == "token":
         return values
@@ -191,18 +214,24 @@ def _statistic(d: Tensor, on: Tensor, scope: str, kind: str) -> Tensor:
 
 def _criterion(name: str, limit: float | str) -> tuple[str, float | None, float]:
     if name not in CRITERIA:
-        raise ValueError(f"Unknown rollout_rs criterion {name!r}.{did_you_mean(name, CRITERIA)} Known: {', '.join(CRITERIA)}.")
+        raise ValueError(
+            f"Unknown rollout_rs criterion {name!r}.{did_you_mean(name, CRITERIA)} Known: "
+            f"{', '.join(CRITERIA)}."
+        )
     numbers = _numbers(f"rollout_rs_threshold of {name}", limit)
     if name.endswith("k1"):
-        low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
-        return name, math.log(low), math.log(high)
+        if len(numbers) == 1:
+            numbers = [1 / numbers[0], numbers[0]]
+        return name, math.log(numbers[0]), math.log(numbers[1])
     if len(numbers) == 2:
-        raise ValueError(f"rollout_rs_threshold of {name} is one upper bound, got the band {limit!r}; bands are for k1.")
+        raise ValueError(
+            f"rollout_rs_threshold of {name} is one upper bound, got the band {limit!r}; bands are for k1."
+        )
     return name, None, numbers[0]
 
 
 def _numbers(what: str, value: float | str) -> list[float]:
-    """One positive number, or the two of "lo_hi" in rising order."""
+    """One positive number, or the two numbers of "lo_hi" in ascending order."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(f"{what} must be a number or 'lo_hi', got {value!r}.")
     try:
@@ -214,20 +243,23 @@ def _numbers(what: str, value: float | str) -> list[float]:
     return numbers
 
 
-def _decoupled(**settings: Any) -> dict[str, Any]:
+# --- presets ------------------------------------------------------------------------------------------------
+
+
+def _decoupled(**settings: float | str) -> dict[str, float | str]:
     return {"bypass_mode": False, **settings}
 
 
-def _bypass(loss_type: str, **settings: Any) -> dict[str, Any]:
+def _bypass(loss_type: str, **settings: float | str) -> dict[str, float | str]:
     return {"bypass_mode": True, "loss_type": loss_type, **settings}
 
 
-_TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
-_SEQ_TIS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
-_GEO_RS = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
-_K3_RS = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_TOKEN_TIS: dict[str, float | str] = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+_SEQ_TIS: dict[str, float | str] = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+_GEO_RS: dict[str, float | str] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3_RS: dict[str, float | str] = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, float | str]] = {
     "disabled": _decoupled(),
     "decoupled_token_is": _decoupled(**_TOKEN_TIS),
     "decoupled_seq_is": _decoupled(**_SEQ_TIS),
@@ -247,6 +279,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bypass_pg_geo_rs_token_tis": _bypass("reinforce", **_GEO_RS, **_TOKEN_TIS),
     "icepop": _decoupled(rollout_is="token", rollout_is_threshold="0.5_5.0"),
     "seq_mask_tis": _decoupled(
-        rollout_is="token", rollout_is_threshold=math.inf, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.2_2.0"
+        rollout_is="token",
+        rollout_is_threshold=math.inf,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold="0.2_2.0",
     ),
 }

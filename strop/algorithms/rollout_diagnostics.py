@@ -1,7 +1,7 @@
-"""How far the engine that sampled and the model that is trained disagree, in numbers for the log.
+"""Metrics of the mismatch between the rollout engine and the trained model.
 
-All functions take the log-ratio d = log π_train - log π_rollout or its parts, look only at the mask, and never divide by zero:
-what cannot be computed is 0.
+All functions take the log-ratio d = log π_train - log π_rollout or its parts, use only tokens in the mask,
+and never divide by zero: a metric that cannot be computed is 0.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import masked_fill_zero
-from strop.algorithms.shapes import require_same_shape
+from strop.algorithms.aggregation import masked_fill_zero, require_same_shape
 
 LIMIT = 20.0  # of a log-ratio before exp
 Metrics = dict[str, Tensor]
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over all tokens in the mask."""
     return masked_fill_zero(values, mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -27,23 +27,33 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """The sum of each row that has tokens."""
     return masked_fill_zero(values, mask).sum(-1)[mask.sum(-1) > 0]
 
 
 def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else values.new_zeros(())
+    if not values.numel():
+        return values.new_zeros(())
+    return values.mean()
 
 
 def _largest(values: Tensor) -> Tensor:
-    return values.max() if values.numel() else values.new_zeros(())
+    if not values.numel():
+        return values.new_zeros(())
+    return values.max()
 
 
 def _smallest(values: Tensor) -> Tensor:
-    return values.min() if values.numel() else values.new_zeros(())
+    if not values.numel():
+        return values.new_zeros(())
+    return values.min()
 
 
 def _spread(values: Tensor) -> Tensor:
-    return values.std() if values.numel() > 1 else values.new_zeros(())
+    """Standard deviation."""
+    if values.numel() < 2:
+        return values.new_zeros(())
+    return values.std()
 
 
 def _rate(flags: Tensor) -> Tensor:
@@ -55,7 +65,7 @@ def _token_rate(flags: Tensor, on: Tensor) -> Tensor:
 
 
 def _token_extremes(values: Tensor, on: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest and smallest over the mask; picking the tokens out would take longer than everything else together."""
+    """Largest and smallest value over the mask. Indexing by the mask would be much slower."""
     if not bool(on.any()):
         return values.new_zeros(()), values.new_zeros(())
     return values.masked_fill(~on, -torch.inf).max(), values.masked_fill(~on, torch.inf).min()
@@ -66,22 +76,31 @@ def _token_spread(values: Tensor, mask: Tensor) -> Tensor:
     return token_mean((values - centre).square(), mask).sqrt()
 
 
-def weight_metrics(log_ratio: Tensor, mask: Tensor, weights: Tensor, *, level: str, lower: float, upper: float) -> Metrics:
-    """Of importance weights after truncation and before normalisation; `upper` and `lower` count the ratios beyond them.
+def weight_metrics(
+    log_ratio: Tensor, mask: Tensor, weights: Tensor, *, level: str, lower: float, upper: float
+) -> Metrics:
+    """Metrics of importance weights after truncation and before normalisation; `upper` and `lower` are the
+    bounds whose violations are counted.
 
-    eff_sample_size = (mean w)² / mean w², in (0, 1]: the share of the tokens that still matters; 0 when all weights are.
+    eff_sample_size = (mean w)² / mean w², in (0, 1]: the effective share of the tokens; 0 if all weights
+    are 0.
     """
     rows = row_means(weights, mask)
     if level == "token":
-        on, ratio = mask.bool(), log_ratio.clamp(-LIMIT, LIMIT).exp()
+        on = mask.bool()
+        ratio = log_ratio.clamp(-LIMIT, LIMIT).exp()
         raw_rows = row_means(ratio, mask)
         largest, smallest = _token_extremes(weights, on)
-        high, low = _token_rate(ratio > upper, on), _token_rate(ratio < lower, on)
+        high = _token_rate(ratio > upper, on)
+        low = _token_rate(ratio < lower, on)
     else:
         raw_rows = row_sums(log_ratio, mask).clamp(max=LIMIT).exp()
-        largest, smallest = _largest(raw_rows), _smallest(raw_rows)
-        high, low = _rate(raw_rows > upper), _rate(raw_rows < lower)
-    mean, square = token_mean(weights, mask), token_mean(weights.square(), mask)
+        largest = _largest(raw_rows)
+        smallest = _smallest(raw_rows)
+        high = _rate(raw_rows > upper)
+        low = _rate(raw_rows < lower)
+    mean = token_mean(weights, mask)
+    square = token_mean(weights.square(), mask)
     return {
         "rollout_is_mean": mean,
         "rollout_is_max": largest,
@@ -103,18 +122,22 @@ def weight_metrics(log_ratio: Tensor, mask: Tensor, weights: Tensor, *, level: s
 def rejection_metrics(
     name: str, statistic: Tensor, mask: Tensor, kept: Tensor, *, lower: float | None, upper: float
 ) -> Metrics:
-    """Of one rejection criterion: its statistic [B, T] over the mask, and the share of tokens and rows it rejects.
+    """Metrics of one rejection criterion: its statistic [B, T] over the mask, and the share of tokens and
+    rows that it rejects.
 
-    The spread is that of the statistic limited to its bounds, so that one outlier, already counted, does not hide it.
+    The standard deviation is that of the statistic clamped to its bounds, so that one outlier does not
+    dominate it.
     """
     on = mask.bool()
     rows = row_means(statistic, mask)
-    floor = 0.0 if lower is None else lower
+    floor = lower or 0.0
     largest, smallest = _token_extremes(statistic, on)
     if name.startswith("token"):
-        high, low = _token_rate(statistic > upper, on), _token_rate(statistic < floor, on)
+        high = _token_rate(statistic > upper, on)
+        low = _token_rate(statistic < floor, on)
     else:
-        high, low = _rate(rows > upper), _rate(rows < floor)
+        high = _rate(rows > upper)
+        low = _rate(rows < floor)
     rejected = on & ~kept
     found = {
         "mean": token_mean(statistic, mask),
@@ -138,8 +161,8 @@ def rejection_metrics(
 
 
 def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor | None, mask: Tensor) -> Metrics:
-    """Perplexities of both policies, KL(rollout || train) by two estimators, and the χ² divergence that bounds the variance
-    of importance weights, per token and per sequence.
+    """Perplexities of both policies, KL(rollout || train) by two estimators, and the χ² divergence that
+    bounds the variance of importance weights, per token and per sequence.
     """
     require_same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     old_log_probs = old_log_probs.detach()

@@ -7,13 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from strop.algorithms.advantages.grouping import group_is_constant, group_mean, group_size
+from strop.algorithms.advantages.base import group_is_constant, group_mean, group_size
 
 
 def groups_that_disagree(metric: Tensor, groups: Tensor) -> Tensor:
     """DAPO's dynamic sampling: True [B] for samples of groups whose metric is not the same for all members.
 
-    Equal scores give advantage 0 and teach nothing. A group of one has nobody to agree with and is kept.
+    Equal scores give advantage 0 and no gradient. A group of one is kept.
     """
     _check_rows(metric, groups)
     return (~group_is_constant(metric, groups) | (group_size(groups) == 1))[groups]
@@ -28,7 +28,9 @@ def groups_within(metric: Tensor, groups: Tensor, *, low: float, high: float) ->
     return ((mean > low) & (mean < high))[groups]
 
 
-def pf_ppo_weights(scores: Tensor, *, method: Literal["pow", "max_min", "max_random"] = "pow", power: float = 2.0) -> Tensor:
+def pf_ppo_weights(
+    scores: Tensor, *, method: Literal["pow", "max_min", "max_random"] = "pow", power: float = 2.0
+) -> Tensor:
     """Sampling weights [B] of policy-filtration PPO (Zhang et al., 2024), each plus 1e-8.
 
     - "pow": |s|^power
@@ -42,17 +44,25 @@ def pf_ppo_weights(scores: Tensor, *, method: Literal["pow", "max_min", "max_ran
     elif method == "max_random":
         weights = torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
     else:
-        raise ValueError(f"The PF-PPO reweight_method must be 'pow', 'max_min' or 'max_random', got {method!r}.")
+        raise ValueError(
+            f"The PF-PPO reweight_method must be 'pow', 'max_min' or 'max_random', got {method!r}."
+        )
     return weights + 1e-8
 
 
 def resample_rows(weights: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
     """As many row indices as there are weights, drawn with replacement."""
-    if weights.dim() != 1 or not torch.isfinite(weights).all() or (weights < 0).any() or not (weights > 0).any():
-        raise ValueError(f"weights {tuple(weights.shape)} must be one finite, non-negative number per row, not all zero.")
+    valid = weights.dim() == 1 and bool(torch.isfinite(weights).all() & (weights >= 0).all())
+    if not valid or not (weights > 0).any():
+        raise ValueError(
+            f"weights {tuple(weights.shape)} must be one finite, non-negative number per row, not all zero."
+        )
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
 
 
 def _check_rows(metric: Tensor, groups: Tensor) -> None:
     if metric.dim() != 1 or metric.shape != groups.shape:
-        raise ValueError(f"metric {tuple(metric.shape)} and groups {tuple(groups.shape)} must both hold one entry per sample.")
+        raise ValueError(
+            f"metric {tuple(metric.shape)} and groups {tuple(groups.shape)} must both hold one entry per "
+            "sample."
+        )

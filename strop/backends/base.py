@@ -1,25 +1,30 @@
-"""The protocol of training backends: forward, forward_backward, step, export, save, load, offload."""
+"""The protocol of training backends (forward, forward_backward, step, export, state, offload), and the
+settings that all of them share."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from strop.config.schema.model import OptimConfig
 from strop.ranks import Ranks
 from strop.types import Batch
 
 
 @dataclass
 class Outputs:
-    """What a model says about the responses of a (micro-)batch; [b, T] and aligned with Batch unless it says otherwise."""
+    """Outputs of a model for the responses of a (micro-)batch; [b, T] and aligned with Batch unless stated
+    otherwise."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     observed_entropy: Tensor | None = None
-    """Entropy without a gradient: what is only reported costs the backward pass nothing."""
+    """Entropy without a gradient: a metric costs the backward pass nothing."""
     sum_pi_squared: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
@@ -29,8 +34,9 @@ class Outputs:
 
 
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
-"""(outputs, micro-batch) -> (scalar to differentiate, sums to report). Denominators are global and inside the loss already, so
-the scalars of all micro-batches on all ranks add up to the loss of the whole mini-batch, and so do the reported sums."""
+"""(outputs, micro-batch) -> (scalar to differentiate, sums to report). Denominators are global and inside the
+loss already, so the scalars of all micro-batches on all ranks add up to the loss of the whole mini-batch,
+and so do the reported sums."""
 
 
 @dataclass(frozen=True)
@@ -40,39 +46,74 @@ class StepInfo:
     skipped: bool = False
     """The gradient was not finite and the weights were left alone."""
     loss_scale: float | None = None
-    """By what the loss was multiplied, where the model computes in float16."""
+    """Factor of the loss, where the model computes in float16."""
 
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How a batch is cut for one pass over the model. It never changes the result."""
+    """How a batch is cut into micro-batches. It never changes the result."""
 
     rows: int = 8
     max_tokens: int | None = None
     """Set: fill micro-batches by tokens instead of by rows."""
     together: int = 1
-    """So many consecutive rows are never parted, nor is their order changed: 2 for pairs of answers."""
+    """So many consecutive rows stay in one micro-batch, in their order: 2 for pairs of responses."""
+
+
+def nothing_to_release() -> bool:
+    """For `BackendSettings.on_out_of_memory`, where no other owner of device memory is known."""
+    return False
+
+
+@dataclass(frozen=True)
+class BackendSettings:
+    """What every backend needs to know, however it divides the work."""
+
+    optim: OptimConfig | None = None
+    """None: the model is frozen and only answers."""
+    device: torch.device | str = "cpu"
+    compute: torch.dtype = torch.float32
+    """Precision of forward and backward."""
+    master: torch.dtype = torch.float32
+    """Precision of master weights and optimizer state."""
+    grad_clip: float | None = 1.0
+    temperature: float = 1.0
+    """Log-probs are those of the logits divided by it."""
+    packed: bool = True
+    """Sequences are packed into one row without padding."""
+    attention: str | None = None
+    """Attention function of the padded layout; None: sdpa, or eager where sdpa would leave something out."""
+    offload_activations: bool = False
+    """Activations wait for the backward pass in host memory."""
+    on_out_of_memory: Callable[[], bool] = nothing_to_release
+    """Called when a pass is out of memory: makes others release device memory, and says whether they did.
+    Then the pass is retried as it is, before micro-batches get smaller."""
 
 
 class Backend(Protocol):
-    """One model in training (or frozen). Batches live on the CPU; the backend moves micro-batches to its device."""
+    """One model in training (or frozen). Batches are on the CPU; the backend moves micro-batches to its
+    device."""
 
     module: nn.Module
     temperature: float
     """Log-probs are those of the logits divided by it."""
     ranks: Ranks
-    """Who shares the work. All of them call every method alike, with the same batch, and are given the same answer."""
+    """The ranks that share the work. All of them call every method with the same batch and get the same
+    result."""
 
     @property
     def out_of_memory(self) -> int:
-        """Times a pass did not fit into memory and was made again with smaller micro-batches."""
+        """How often a pass was out of memory (OOM) and retried with smaller micro-batches."""
         ...
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        """Outputs named in `want` (see response_outputs of models/forward.py), no gradient, on the CPU in fp32."""
+        """Outputs named in `want` (see response_outputs of models/forward.py), no gradient, on the CPU in
+        fp32."""
         ...
 
-    def forward_backward(self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching) -> dict[str, float]:
+    def forward_backward(
+        self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
+    ) -> dict[str, float]:
         """Accumulate gradients of `loss` over all micro-batches; returns the reported sums."""
         ...
 
@@ -97,3 +138,28 @@ class Backend(Protocol):
     def offload(self) -> None: ...
 
     def onload(self) -> None: ...
+
+
+# --- determinism --------------------------------------------------------------------------------------------
+
+WORKSPACE = ":4096:8"
+"""Fixed buffers of cuBLAS: with several streams it otherwise sums in the order in which they become free."""
+
+
+def use_deterministic_kernels() -> None:
+    """The same bits from run to run on one device, for this whole process. torch warns about operations
+    without a deterministic kernel: sampling needs some (a cumulative sum on a GPU), and sampled tokens do not
+    depend on the last bit of it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+@dataclass
+class Roles:
+    """The models of a run; None where the configuration needs none."""
+
+    actor: Backend
+    critic: Backend | None = None
+    reference: Backend | None = None

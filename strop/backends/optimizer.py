@@ -1,44 +1,246 @@
-"""Weights in two precisions, and the update between them.
+"""The optimizer of a backend: learning-rate schedules, loss scaling for float16, master weights, and
+optimizer state by parameter name.
 
-The module computes with weights in the compute precision (usually bf16). The optimizer moves masters in the master precision
-(fp32), because an update of 1e-6 relative size vanishes when it is added to a bf16 number. Gradients of micro-batches are
-summed in the masters' precision as they appear, one parameter at a time. Where both precisions are the same, a weight is its
-own master.
+A schedule is a pure function step -> factor of the base rate. `step` counts from 0: the factor at `step` is
+what the (step + 1)-th update uses. Warm-up rises as (step + 1) / warmup_steps, so the first update already
+moves the weights; `compat="verl"` gives step / warmup_steps (first update at `init_ratio`, which is 0) and
+lets the cosine rise again past `total_steps`, where ours stays at the floor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from strop.algorithms.schedules import make_scheduler, warmup_length
-from strop.config.schema.model import Optim
+from strop.catalog import SCHEDULES
+from strop.config.schema.model import OptimConfig
 from strop.registry import load_attribute
+
+# --- learning-rate schedules --------------------------------------------------------------------------------
+
+
+def constant(
+    step: int, *, warmup_steps: int = 0, init_ratio: float = 0.0, compat: Literal["verl"] | None = None
+) -> float:
+    """Warm-up, then 1."""
+    if step < warmup_steps:
+        return _warmup(step, warmup_steps, init_ratio, compat)
+    return 1.0
+
+
+def cosine(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_ratio: float = 0.0,
+    init_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    compat: Literal["verl"] | None = None,
+) -> float:
+    """Warm-up, then (1 + m)/2 + (1 - m)/2 · cos(2π · num_cycles · p), p the share of the steps after it, m =
+    min_ratio."""
+    if step < warmup_steps:
+        return _warmup(step, warmup_steps, init_ratio, compat)
+    progress = _progress(step, warmup_steps, total_steps, bounded=compat != "verl")
+    return _cosine(progress, min_ratio, num_cycles)
+
+
+def linear(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_ratio: float = 0.0,
+    init_ratio: float = 0.0,
+    compat: Literal["verl"] | None = None,
+) -> float:
+    """Warm-up, then a straight line from 1 to min_ratio at total_steps."""
+    if step < warmup_steps:
+        return _warmup(step, warmup_steps, init_ratio, compat)
+    return 1.0 - (1.0 - min_ratio) * _progress(step, warmup_steps, total_steps)
+
+
+def wsd(
+    step: int,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_ratio: float = 0.0,
+    init_ratio: float = 0.0,
+    stable_ratio: float = 0.9,
+    num_cycles: float = 0.5,
+    compat: Literal["verl"] | None = None,
+) -> float:
+    """Warm-up, stable, decay (MiniCPM): 1 for `stable_ratio` of the steps after warm-up, then a cosine to
+    min_ratio."""
+    if step < warmup_steps:
+        return _warmup(step, warmup_steps, init_ratio, compat)
+    decay_from = warmup_steps + int(stable_ratio * (total_steps - warmup_steps))
+    if step < decay_from:
+        return 1.0
+    if step >= total_steps:
+        return min_ratio
+    return _cosine(_progress(step, decay_from, total_steps), min_ratio, num_cycles)
+
+
+def warmup_length(total_steps: int, *, steps: int = -1, ratio: float = 0.0) -> int:
+    """Warm-up steps: `steps` if it is not negative (0 means none), else that share of the whole run."""
+    if steps >= 0:
+        return steps
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(
+            f"The warm-up ratio must lie between 0 and 1, it is {ratio}; give steps with lr_warmup_steps "
+            "instead."
+        )
+    return int(ratio * total_steps)
+
+
+def make_scheduler(optimizer: Optimizer, name: str, *, last_step: int = -1, **settings: float) -> LambdaLR:
+    """A torch scheduler over the schedule `name`.
+
+    The settings are the keyword arguments of the built-in schedules (total_steps, warmup_steps, min_ratio,
+    ...). Those that this schedule does not take are ignored, so one configuration serves all schedules.
+    """
+    for setting in ("min_ratio", "init_ratio", "stable_ratio"):
+        if not 0.0 <= settings.get(setting, 0.0) <= 1.0:
+            raise ValueError(f"{setting} must lie between 0 and 1, it is {settings[setting]}.")
+    if settings.get("total_steps", 1) < 1 or settings.get("warmup_steps", 0) < 0:
+        raise ValueError(
+            f"A schedule needs total_steps >= 1 and warmup_steps >= 0, got {settings.get('total_steps')} and "
+            f"{settings.get('warmup_steps')}; `warmup_length` turns a ratio into steps."
+        )
+    schedule = SCHEDULES.get(name)
+    taken = inspect.signature(schedule).parameters
+    strange = sorted(settings.keys() - taken.keys() - inspect.signature(wsd).parameters.keys())
+    if strange:
+        raise ValueError(f"The schedule {name!r} takes {sorted(set(taken) - {'step'})}, not {strange}.")
+    if "total_steps" in taken and "total_steps" not in settings:
+        raise ValueError(f"The schedule {name!r} needs total_steps: the number of updates of the whole run.")
+    factor = partial(schedule, **{key: value for key, value in settings.items() if key in taken})
+    return LambdaLR(optimizer, factor, last_epoch=last_step)
+
+
+def _warmup(step: int, warmup_steps: int, init_ratio: float, compat: Literal["verl"] | None) -> float:
+    if compat != "verl":
+        step += 1
+    done = step / max(1, warmup_steps)
+    return init_ratio + (1.0 - init_ratio) * done
+
+
+def _progress(step: int, start: int, end: int, *, bounded: bool = True) -> float:
+    done = (step - start) / max(1, end - start)
+    if bounded:
+        return min(done, 1.0)
+    return done
+
+
+def _cosine(progress: float, min_ratio: float, num_cycles: float) -> float:
+    wave = math.cos(2 * math.pi * num_cycles * progress)
+    return max(min_ratio, (1.0 + min_ratio) / 2 + (1.0 - min_ratio) / 2 * wave)
+
+
+def set_schedule(schedule: LambdaLR, step: int) -> None:
+    """Go to `step` of a schedule, as after a resume."""
+    schedule.last_epoch = step
+    schedule._step_count = step + 1
+    groups = schedule.optimizer.param_groups
+    for group, factor, base in zip(groups, schedule.lr_lambdas, schedule.base_lrs, strict=True):
+        group["lr"] = base * factor(step)
+    schedule._last_lr = [group["lr"] for group in groups]
+
+
+# --- loss scaling -------------------------------------------------------------------------------------------
+
+_FIRST_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**24
+_PATIENCE = 100
+"""Updates with finite gradients after which the scale doubles."""
+
+
+class LossScale:
+    """Loss scaling for float16, which has three more bits than bfloat16, but no numbers below 6e-8 or above
+    65,504.
+
+    The loss is multiplied by a power of two before the backward pass and gradients are divided by it
+    afterwards, which is exact. It halves until gradients are finite, and doubles after many finite updates.
+    """
+
+    def __init__(self, value: float = _FIRST_SCALE) -> None:
+        self.value = value
+        self.quiet = 0
+        """Updates since it last changed."""
+
+    def shrink(self) -> bool:
+        """After gradients that are not finite. False when the scale is 1 already, so it is not the cause."""
+        if self.value <= 1:
+            return False
+        self.value = max(1.0, self.value / 2)
+        self.quiet = 0
+        return True
+
+    def stepped(self) -> None:
+        """After an update with finite gradients."""
+        self.quiet += 1
+        if self.quiet >= _PATIENCE and self.value < _LARGEST_SCALE:
+            self.value *= 2
+            self.quiet = 0
+
+    def state(self) -> dict[str, float | int]:
+        return {"value": self.value, "quiet": self.quiet}
+
+    def load(self, state: dict[str, float | int]) -> None:
+        self.value = float(state["value"])
+        self.quiet = int(state["quiet"])
+
+
+# --- master weights -----------------------------------------------------------------------------------------
+#
+# The module computes with weights in the compute precision (usually bf16). The optimizer updates master
+# weights in the master precision (fp32), because an update of 1e-6 relative size vanishes when it is added to
+# a bf16 number. Gradients of micro-batches are summed in the master precision as they appear, one parameter
+# at a time. Where both precisions are the same, a weight is its own master.
 
 
 class MasterWeights:
     """The trained parameters of a module by name, each with its master copy."""
 
-    def __init__(self, module: nn.Module, *, compute: torch.dtype, master: torch.dtype, keep: frozenset[str] = frozenset()):
-        """Casts the module's parameters to `compute`, except those named in `keep`; buffers stay as they are."""
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        compute: torch.dtype,
+        master: torch.dtype,
+        keep: frozenset[str] = frozenset(),
+    ):
+        """Casts the module's parameters to `compute`, except those named in `keep`; buffers stay as they
+        are."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
-            narrow = master if name in keep else compute
-            if parameter.requires_grad:
-                copy = parameter.detach().to(master)
-                parameter.data = copy if narrow == master else copy.to(narrow)
-                self.parameters[name] = parameter
-                self.masters[name] = parameter if narrow == master else copy.requires_grad_()
-                if narrow != master:
-                    parameter.register_post_accumulate_grad_hook(_sum_into(self.masters[name]))
-            else:
+            narrow = compute
+            if name in keep:
+                narrow = master
+            if not parameter.requires_grad:
                 parameter.data = parameter.data.to(narrow)
+                continue
+            copy = parameter.detach().to(master)
+            self.parameters[name] = parameter
+            if narrow == master:
+                parameter.data = copy
+                self.masters[name] = parameter
+            else:
+                parameter.data = copy.to(narrow)
+                self.masters[name] = copy.requires_grad_()
+                parameter.register_post_accumulate_grad_hook(_sum_into(copy))
 
     @property
     def gradients(self) -> list[Tensor]:
@@ -46,8 +248,10 @@ class MasterWeights:
 
     def gradient_norm(self) -> float:
         """Euclidean norm of all gradients together, in fp32."""
-        norms = torch._foreach_norm(self.gradients, 2, dtype=torch.float32) if self.gradients else []
-        return float(torch.linalg.vector_norm(torch.stack(list(norms)))) if norms else 0.0
+        if not self.gradients:
+            return 0.0
+        norms = torch._foreach_norm(self.gradients, 2, dtype=torch.float32)
+        return float(torch.linalg.vector_norm(torch.stack(list(norms))))
 
     @torch.no_grad()
     def multiply_gradients(self, factor: float) -> None:
@@ -62,9 +266,14 @@ class MasterWeights:
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the module's weights."""
-        moved = [name for name, master in self.masters.items() if master is not self.parameters[name]]
-        if moved:
-            torch._foreach_copy_([self.parameters[name].data for name in moved], [self.masters[name] for name in moved])
+        targets = []
+        sources = []
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                targets.append(self.parameters[name].data)
+                sources.append(master)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def clear_gradients(self) -> None:
         for name, master in self.masters.items():
@@ -84,7 +293,7 @@ class MasterWeights:
                 master.grad = None if master.grad is None else master.grad.to(device)
 
 
-def _sum_into(master: Tensor) -> Any:
+def _sum_into(master: Tensor) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if master.grad is None:
@@ -96,72 +305,96 @@ def _sum_into(master: Tensor) -> Any:
     return add
 
 
-def make_optimizer(named: Mapping[str, Tensor], settings: Optim) -> Optimizer:
-    """The optimizer of `settings` over these tensors. Weight decay leaves biases and norms (one dimension) alone."""
-    # One kernel takes many tensors at once, but not tensors that are divided over different ranks.
-    sorts: dict[tuple[float, Any], list[Tensor]] = {}
+# --- the optimizer ------------------------------------------------------------------------------------------
+
+
+def make_optimizer(named: Mapping[str, Tensor], settings: OptimConfig) -> Optimizer:
+    """The optimizer of `settings` over these tensors. Biases and norms (one dimension) get no weight
+    decay."""
+    # One kernel takes many tensors at once, but not tensors that are sharded over different device meshes.
+    sorts: dict[tuple[float, object], list[Tensor]] = {}
     for tensor in sorted(named.values(), key=lambda tensor: tensor.dim() <= 1):
         decay = settings.weight_decay if tensor.dim() > 1 else 0.0
         sorts.setdefault((decay, getattr(tensor, "device_mesh", None)), []).append(tensor)
     groups = [{"params": tensors, "weight_decay": decay} for (decay, _), tensors in sorts.items()]
     cls = load_attribute(settings.optimizer_impl, settings.optimizer)
-    arguments: dict[str, Any] = {"lr": settings.lr}
+    arguments: dict[str, object] = {"lr": settings.lr}
     if "adam" in settings.optimizer.lower():
         arguments |= {"betas": tuple(settings.betas), "eps": settings.eps}
     if cls in (torch.optim.AdamW, torch.optim.Adam):
         arguments["fused"] = True
     arguments |= dict(settings.override_optimizer_config or {})
     try:
-        return cls(groups, **arguments)
+        made: Optimizer = cls(groups, **arguments)
+        return made
     except TypeError as error:
         raise ValueError(
-            f"{settings.optimizer_impl}.{settings.optimizer} does not take the arguments {sorted(arguments)}: {error}. "
-            f"Change override_optimizer_config."
+            f"{settings.optimizer_impl}.{settings.optimizer} does not take the arguments "
+            f"{sorted(arguments)}: {error}. Change override_optimizer_config."
         ) from error
 
 
-def make_schedule(optimizer: Optimizer, settings: Optim) -> LambdaLR:
+def make_schedule(optimizer: Optimizer, settings: OptimConfig) -> LambdaLR:
     """The learning rate per trainer step."""
     total = settings.total_training_steps
     if total < 1 and settings.lr_warmup_steps < 0 and settings.lr_warmup_steps_ratio > 0:
         raise ValueError(
-            f"lr_warmup_steps_ratio={settings.lr_warmup_steps_ratio} is a share of total_training_steps, which is not known "
-            f"({total}). Set total_training_steps or lr_warmup_steps."
+            f"lr_warmup_steps_ratio={settings.lr_warmup_steps_ratio} is a share of total_training_steps, "
+            f"which is not known ({total}). Set total_training_steps or lr_warmup_steps."
         )
+    warmup = warmup_length(
+        max(total, 0), steps=settings.lr_warmup_steps, ratio=settings.lr_warmup_steps_ratio
+    )
     known = {"total_steps": total} if total >= 1 else {}
     return make_scheduler(
         optimizer,
         settings.lr_scheduler_type,
-        warmup_steps=warmup_length(max(total, 0), steps=settings.lr_warmup_steps, ratio=settings.lr_warmup_steps_ratio),
+        warmup_steps=warmup,
         min_ratio=settings.min_lr_ratio or 0.0,
         num_cycles=settings.num_cycles,
         **known,
     )
 
 
-def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """What the optimizer remembers of each tensor, by name."""
-    return {name: dict(optimizer.state[tensor]) for name, tensor in named.items() if tensor in optimizer.state}
+def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor]) -> dict[str, dict[str, object]]:
+    """The optimizer state of each tensor, by name."""
+    found = {}
+    for name, tensor in named.items():
+        if tensor in optimizer.state:
+            found[name] = dict(optimizer.state[tensor])
+    return found
 
 
-def load_optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """The exact contrary; tensors are copied to where their parameter is."""
+def load_optimizer_state(
+    optimizer: Optimizer, named: Mapping[str, Tensor], state: Mapping[str, Mapping[str, object]]
+) -> None:
+    """The reverse of `optimizer_state`; tensors are copied to the device of their parameter."""
     for name, tensor in named.items():
         if name not in state:
             optimizer.state.pop(tensor, None)
             continue
-        remembered = {key: value.detach().clone() if isinstance(value, Tensor) else value for key, value in state[name].items()}
-        optimizer.state[tensor] = _moved(optimizer, remembered, tensor.device)
+        loaded: dict[str, object] = {}
+        for key, value in state[name].items():
+            if isinstance(value, Tensor):
+                value = value.detach().clone()
+            loaded[key] = value
+        optimizer.state[tensor] = _on_device(optimizer, loaded, tensor.device)
 
 
 def move_optimizer(optimizer: Optimizer, device: torch.device | str) -> None:
-    for remembered in optimizer.state.values():
-        remembered.update(_moved(optimizer, remembered, device))
+    """Move the optimizer state to another device."""
+    for state in optimizer.state.values():
+        state.update(_on_device(optimizer, state, device))
 
 
-def _moved(optimizer: Optimizer, remembered: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    # Unless it is fused, torch counts steps on the CPU, wherever the weights are.
-    fixed = () if optimizer.defaults.get("fused") or optimizer.defaults.get("capturable") else ("step",)
-    return {
-        key: value.to(device) if isinstance(value, Tensor) and key not in fixed else value for key, value in remembered.items()
-    }
+def _on_device(
+    optimizer: Optimizer, state: Mapping[str, object], device: torch.device | str
+) -> dict[str, object]:
+    # Unless it is fused or capturable, torch counts steps on the CPU, wherever the weights are.
+    steps_move = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    moved: dict[str, object] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and (key != "step" or steps_move):
+            value = value.to(device)
+        moved[key] = value
+    return moved

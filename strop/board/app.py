@@ -1,4 +1,5 @@
-"""The web application: a few routes that read. Answers are made in threads, so a slow disk holds up nobody else."""
+"""The web application of the board: read-only routes, answered in threads so that a slow disk blocks no
+others."""
 
 from __future__ import annotations
 
@@ -6,34 +7,38 @@ import hmac
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from strop.board import describe
-from strop.board.crew import LONGEST_TURN, QUICK, SEARCHING, Crew
-from strop.board.curves import MetricFile, curves
-from strop.board.find import METRICS, NotFound, Runs
-from strop.board.listing import Listings
-from strop.board.metric_store import MetricStore
-from strop.board.misses import Misses
-from strop.board.sample_file import SHOWN, SORTED, Damaged
-from strop.board.samples import Query, SampleFolder
+from strop.board.curves import Curve, MetricFile, MetricStore, curves
+from strop.board.run_index import METRICS, NotFound, RunIndex, StepListingCache
+from strop.board.sample_file import SHOWN, SORTED, DamagedSampleFile
+from strop.board.sample_pages import Query, SampleFolder, SearchMissCache
+from strop.board.worker_pool import LONGEST_TURN, QUICK, SEARCHING, WorkerPool
 from strop.extras import require
-from strop.run.plain_json import to_json
+from strop.run.atomic_files import to_json
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "strop_board"
 LOCAL = ("127.0.0.1", "localhost", "[::1]")
-MOST_POINTS, MOST_CURVES = 2000, 400
-LARGEST_PAGE = 100
-LONGEST_SEARCH = 200
+MAX_POINTS = 2000
+MAX_CURVES = 400
+MAX_PAGE_SIZE = 100
+MAX_SEARCH_LENGTH = 200
 FRESH = 1.0
-"""Seconds for which a list of runs is taken as it is."""
+"""Seconds for which a list of runs is reused."""
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -41,23 +46,28 @@ HEADERS = {
 }
 
 
-class Wrong(ValueError):
-    """A request that makes no sense."""
+Question: TypeAlias = "Callable[[BoardRequest], object]"
+"""A route: request values -> a plain value for JSON."""
+
+
+class BadRequest(ValueError):
+    """A request with invalid values."""
 
 
 class Board:
-    """Answers to questions about the runs under a folder, as plain values."""
+    """Answers requests about the runs under a folder, as plain values for JSON."""
 
     def __init__(self, root: Path):
-        self.runs = Runs(root)
+        self.runs = RunIndex(root)
         self.store = MetricStore()
-        self.listings = Listings()
-        self.misses = Misses()
+        self.listings = StepListingCache()
+        self.misses = SearchMissCache()
         self._listing = threading.Lock()
-        self._listed: tuple[float, Any] = (0.0, None)
+        self._listed: tuple[float, object] = (0.0, None)
 
-    def list_runs(self, ask: Ask | None = None) -> Any:
-        """Every reader asks for this every few seconds: one answer serves all who ask at about the same time."""
+    def list_runs(self, request: BoardRequest | None = None) -> object:
+        """Every reader asks for this every few seconds: one answer serves all who ask at about the same
+        time."""
         with self._listing:
             until, listed = self._listed
             if listed is None or time.monotonic() >= until:
@@ -66,77 +76,96 @@ class Board:
                 self._listed = (time.monotonic() + FRESH, listed)
         return listed
 
-    def names(self, ask: Ask) -> Any:
+    def names(self, request: BoardRequest) -> object:
         """Metrics of a run."""
-        path = self.runs.get(ask.path("run")).file(METRICS)
+        path = self.runs.get(request.path("run")).file(METRICS)
         return {"metrics": self.store.ask(path, lambda file: sorted(file.columns))}
 
-    def curves(self, ask: Ask) -> Any:
-        runs, names = ask.many("run"), ask.many("metric")
-        points = ask.number("points", 400, most=MOST_POINTS)
-        if len(runs) * len(names) > MOST_CURVES:
-            raise Wrong(f"{len(runs)} runs x {len(names)} metrics are more than {MOST_CURVES} curves.")
-        stacked = ask.text("stacked", 1) == "1"
+    def curves(self, request: BoardRequest) -> object:
+        runs = request.many("run")
+        names = request.many("metric")
+        points = request.number("points", 400, limit=MAX_POINTS)
+        if len(runs) * len(names) > MAX_CURVES:
+            raise BadRequest(f"{len(runs)} runs x {len(names)} metrics are more than {MAX_CURVES} curves.")
+        stacked = request.text("stacked", 1) == "1"
         files = {run: self.runs.get(run).file(METRICS) for run in runs}
 
-        def drawn(file: MetricFile) -> Any:
+        def drawn(file: MetricFile) -> dict[str, Curve]:
             return curves(file, names, points, stacked=stacked)
 
         return {run: self.store.ask(path, drawn) for run, path in files.items()}
 
-    def config(self, ask: Ask) -> Any:
-        return describe.config(self.runs.get(ask.path("run")))
+    def config(self, request: BoardRequest) -> object:
+        return describe.config(self.runs.get(request.path("run")))
 
-    def alerts(self, ask: Ask) -> Any:
-        return describe.alerts(self.runs.get(ask.path("run")))
+    def alerts(self, request: BoardRequest) -> object:
+        return describe.alerts(self.runs.get(request.path("run")))
 
-    def checkpoints(self, ask: Ask) -> Any:
-        return describe.checkpoints(self.runs.get(ask.path("run")))
+    def checkpoints(self, request: BoardRequest) -> object:
+        return describe.checkpoints(self.runs.get(request.path("run")))
 
-    def steps(self, ask: Ask) -> Any:
+    def steps(self, request: BoardRequest) -> object:
         """Steps of which samples are there."""
-        return self._samples(ask).steps()
+        return self._samples(request).steps()
 
-    def groups(self, ask: Ask) -> Any:
+    def groups(self, request: BoardRequest) -> object:
         query = Query(
-            show=ask.choice("show", SHOWN, "all"),
-            sort=ask.choice("sort", SORTED, "order"),
-            search=ask.text("search", LONGEST_SEARCH),
-            offset=ask.number("offset", 0),
-            limit=ask.number("limit", 30, most=LARGEST_PAGE),
+            show=request.choice("show", SHOWN, "all"),
+            sort=request.choice("sort", SORTED, "order"),
+            search=request.text("search", MAX_SEARCH_LENGTH),
+            offset=request.number("offset", 0),
+            limit=request.number("limit", 30, limit=MAX_PAGE_SIZE),
         )
-        samples, split = self._samples(ask), ask.path("split")
-        if ask.text("step", 20):
+        samples = self._samples(request)
+        split = request.path("split")
+        if request.text("step", 20):
             try:
-                return samples.page(split, ask.number("step", 0), query)
-            except Damaged as damaged:
+                return samples.page(split, request.number("step", 0), query)
+            except DamagedSampleFile as damaged:
                 return {"damaged": [str(damaged)]}
-        start = (ask.number("from", 0), query.offset) if ask.text("from", 20) else None
-        return samples.scan(split, query, start, ask.seconds)
+        start = None
+        if request.text("from", 20):
+            start = (request.number("from", 0), query.offset)
+        return samples.scan(split, query, start, request.seconds)
 
-    def group(self, ask: Ask) -> Any:
-        return self._samples(ask).group(ask.path("split"), ask.path("step"), ask.path("group"))
+    def group(self, request: BoardRequest) -> object:
+        return self._samples(request).group(
+            request.path("split"), request.index("step"), request.index("group")
+        )
 
-    def tokens(self, ask: Ask) -> Any:
-        place = (ask.path("split"), ask.path("step"), ask.path("group"), ask.path("sample"))
-        return self._samples(ask).tokens(*place, ask.number("start", 0))
+    def tokens(self, request: BoardRequest) -> object:
+        place = (
+            request.path("split"),
+            request.index("step"),
+            request.index("group"),
+            request.index("sample"),
+        )
+        return self._samples(request).tokens(*place, request.number("start", 0))
 
-    def text(self, ask: Ask) -> Any:
-        place = (ask.path("split"), ask.path("step"), ask.path("group"), ask.path("sample"))
-        return self._samples(ask).text(*place, ask.path("column"), ask.number("start", 0))
+    def text(self, request: BoardRequest) -> object:
+        place = (
+            request.path("split"),
+            request.index("step"),
+            request.index("group"),
+            request.index("sample"),
+        )
+        return self._samples(request).text(*place, request.path("column"), request.number("start", 0))
 
-    def history(self, ask: Ask) -> Any:
-        return self._samples(ask).history(ask.path("split"), ask.path("index"), ask.text("source", 1000), ask.seconds)
+    def history(self, request: BoardRequest) -> object:
+        return self._samples(request).history(
+            request.path("split"), request.index("index"), request.text("source", 1000), request.seconds
+        )
 
-    def _samples(self, ask: Ask) -> SampleFolder:
-        return SampleFolder(self.runs.get(ask.path("run")), self.listings, self.misses)
+    def _samples(self, request: BoardRequest) -> SampleFolder:
+        return SampleFolder(self.runs.get(request.path("run")), self.listings, self.misses)
 
-    def searches(self, question: Callable[[Ask], Any], ask: Ask) -> bool:
+    def searches(self, question: Question, request: BoardRequest) -> bool:
         """Whether an answer takes many files."""
-        return question == self.history or (question == self.groups and not ask.request.query_params.get("step"))
+        return question == self.history or (question == self.groups and not request.query.get("step"))
 
-    def routes(self) -> dict[str, Callable[[Ask], Any]]:
-        run, at = "/api/runs/{run}", "/api/runs/{run}/samples/{split}"
+    def routes(self) -> dict[str, Question]:
+        run = "/api/runs/{run}"
+        at = f"{run}/samples/{{split}}"
         one = f"{at}/{{step:int}}/{{group:int}}"
         return {
             "/api/runs": self.list_runs,
@@ -154,105 +183,119 @@ class Board:
         }
 
 
-class Ask:
-    """A request's values, each within its limits."""
+class BoardRequest:
+    """The values of a request, each within its limits."""
 
     seconds = LONGEST_TURN
-    """That an answer may take which looks through many files."""
+    """Seconds that a search through many files may take."""
 
-    def __init__(self, request: Any):
-        self.request = request
+    def __init__(self, request: Request):
+        self.query = request.query_params
+        self._path = request.path_params
 
-    def path(self, name: str) -> Any:
-        return self.request.path_params[name]
+    def path(self, name: str) -> str:
+        """A text in the path."""
+        return str(self._path[name])
+
+    def index(self, name: str) -> int:
+        """A number in the path."""
+        return int(self._path[name])
 
     def many(self, name: str) -> list[str]:
-        return list(dict.fromkeys(self.request.query_params.getlist(name)))
+        return list(dict.fromkeys(self.query.getlist(name)))
 
-    def text(self, name: str, longest: int) -> str:
-        value = str(self.request.query_params.get(name, ""))
-        if len(value) > longest:
-            raise Wrong(f"{name} has {len(value)} characters, {longest} are the most.")
+    def text(self, name: str, max_length: int) -> str:
+        value = str(self.query.get(name, ""))
+        if len(value) > max_length:
+            raise BadRequest(f"{name} has {len(value)} characters, {max_length} are the most.")
         return value
 
-    def number(self, name: str, default: int, most: int = 1 << 31) -> int:
-        text = self.request.query_params.get(name, str(default))
+    def number(self, name: str, default: int, limit: int = 1 << 31) -> int:
+        text = self.query.get(name, str(default))
         if not text.isascii() or not text.isdigit() or len(text) > 12:
-            raise Wrong(f"{name}={text[:40]!r} must be a whole number from 0 on.")
-        return min(int(text), most)
+            raise BadRequest(f"{name}={text[:40]!r} must be a whole number from 0 on.")
+        return min(int(text), limit)
 
-    def choice(self, name: str, known: Any, default: str) -> str:
-        value = self.request.query_params.get(name, default)
+    def choice(self, name: str, known: Collection[str], default: str) -> str:
+        value = self.query.get(name, default)
         if value not in known:
-            raise Wrong(f"{name}={value[:40]!r} is not one of {', '.join(known)}.")
+            raise BadRequest(f"{name}={value[:40]!r} is not one of {', '.join(known)}.")
         return str(value)
 
 
-def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> Any:
+def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] = LOCAL) -> ASGIApp:
     """The application that answers for a board.
 
-    Without a token only requests that name one of `hosts` are answered: a page of another site that points its own name at this
-    machine gets nothing.
+    Without a token only requests that name one of `hosts` are answered: a page of another site that points
+    its own name at this machine gets nothing.
     """
-    applications, routing = _starlette("applications"), _starlette("routing")
-    responses, static = _starlette("responses"), _starlette("staticfiles")
+    applications = _starlette("applications")
+    routing = _starlette("routing")
+    responses = _starlette("responses")
+    static = _starlette("staticfiles")
     compress = _starlette("middleware.gzip").GZipMiddleware
-    quick, searching = Crew(QUICK), Crew(SEARCHING)
+    quick = WorkerPool(QUICK)
+    searching = WorkerPool(SEARCHING)
 
-    def answers(question: Callable[[Ask], Any]) -> Callable[[Any], Any]:
-        async def endpoint(request: Any) -> Any:
-            ask = Ask(request)
-            crew = searching if board.searches(question, ask) else quick
-            status, body = await crew.answer(f"{request.url.path}?{request.url.query}", partial(answer, question, ask), request)
+    def answers(question: Question) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            values = BoardRequest(request)
+            pool = searching if board.searches(question, values) else quick
+            status, body = await pool.answer(
+                f"{request.url.path}?{request.url.query}", partial(answer, question, values), request
+            )
             return responses.Response(body, status, media_type="application/json")
 
         return endpoint
 
-    def page(_: Any) -> Any:
+    def page(_: Request) -> Response:
         return responses.FileResponse(STATIC / "index.html", media_type="text/html")
 
-    routes = [routing.Route(path, answers(question), methods=["GET"]) for path, question in board.routes().items()]
-    routes += [
-        routing.Route("/", page, methods=["GET"]),
-        routing.Mount("/static", app=static.StaticFiles(directory=STATIC)),
-    ]
+    routes = []
+    for path, question in board.routes().items():
+        routes.append(routing.Route(path, answers(question), methods=["GET"]))
+    routes.append(routing.Route("/", page, methods=["GET"]))
+    routes.append(routing.Mount("/static", app=static.StaticFiles(directory=STATIC)))
     app = applications.Starlette(routes=routes)
     app.add_middleware(compress, minimum_size=2000, compresslevel=4)
-    return Guard(app, token, hosts, responses)
+    return AccessGuard(app, token, hosts, responses)
 
 
-def answer(question: Callable[[Ask], Any], ask: Ask, seconds: float) -> tuple[int, str]:
-    """Status and JSON."""
-    ask.seconds = seconds
+def answer(question: Question, request: BoardRequest, seconds: float) -> tuple[int, str]:
+    """Status and JSON body of an answer."""
+    request.seconds = seconds
     try:
-        return 200, _json(question(ask))
+        return 200, _json(question(request))
     except NotFound as missing:
         return 404, to_json({"error": str(missing)})
-    except Wrong as wrong:
+    except BadRequest as wrong:
         return 400, to_json({"error": str(wrong)})
-    except (Damaged, OSError) as damaged:
+    except (DamagedSampleFile, OSError) as damaged:
         return 500, to_json({"error": str(damaged)})
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, TypeError):  # NaN and the like, which only a slower writer can spell
+    except (ValueError, TypeError):  # NaN and infinity, which only the slower to_json can write
         return to_json(value)
 
 
-class Guard:
-    """Around everything: who may ask, and the headers that keep a browser from running what it is shown."""
+class AccessGuard:
+    """ASGI middleware: checks the token or the host, and adds security headers to every answer."""
 
-    def __init__(self, app: Any, token: str | None, hosts: tuple[str, ...], responses: Any):
-        self.app, self.token, self.hosts, self.responses = app, token, hosts, responses
+    def __init__(self, app: ASGIApp, token: str | None, hosts: tuple[str, ...], responses: ModuleType):
+        self.app = app
+        self.token = token
+        self.hosts = hosts
+        self.responses = responses
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
 
-        async def send_with_headers(message: Any) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
                 message = {**message, "headers": [*message.get("headers", []), *added]}
@@ -261,24 +304,29 @@ class Guard:
         refused = self._refused(_starlette("requests").Request(scope))
         await (refused or self.app)(scope, receive, send_with_headers)
 
-    def _refused(self, request: Any) -> Any:
+    def _refused(self, request: Request) -> Response | None:
+        """The answer to a request that is not allowed; None where it is."""
         plain = self.responses.PlainTextResponse
         if self.token is None:
             host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-            return None if host in self.hosts else plain("This board answers at http://127.0.0.1 only.\n", 421)
+            if host in self.hosts:
+                return None
+            return cast("Response", plain("This board answers at http://127.0.0.1 only.\n", 421))
         given = request.query_params.get("token", "")
-        if request.url.path == "/" and self._right(given):
-            arrived = self.responses.RedirectResponse("/", 303)
-            arrived.set_cookie(COOKIE, given, httponly=True, samesite="strict", max_age=30 * 86400)
-            return arrived
+        if request.url.path == "/" and self._is_token(given):
+            redirect: Response = self.responses.RedirectResponse("/", 303)
+            redirect.set_cookie(COOKIE, given, httponly=True, samesite="strict", max_age=30 * 86400)
+            return redirect
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if self._right(request.cookies.get(COOKIE, "")) or self._right(bearer):
+        if self._is_token(request.cookies.get(COOKIE, "")) or self._is_token(bearer):
             return None
-        return plain("Open this page with the token it was started with: /?token=...\n", 401)
+        return cast(
+            "Response", plain("Open this page with the token it was started with: /?token=...\n", 401)
+        )
 
-    def _right(self, given: str) -> bool:
+    def _is_token(self, given: str) -> bool:
         return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _starlette(module: str) -> Any:
+def _starlette(module: str) -> ModuleType:
     return require(f"starlette.{module}", extra="board", why="strop board")

@@ -1,24 +1,34 @@
-"""Metrics of a run as columns in memory, and curves of them with no more points than a screen has."""
+"""Metrics of runs as columns in memory, and curves of them with no more points than a screen has.
+
+The store keeps the metrics of many runs within a memory limit; a list of runs does not wait for long files.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import queue
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from strop.board.tail import Tail
+from strop.board.jsonl_tail import FileTail
 
-MOST_METRICS = 4000
-LARGEST_STEP = 1 << 53
+Curve: TypeAlias = Mapping[str, Sequence[float | None]]
+"""step, time and value of each point."""
+T = TypeVar("T")
+
+MAX_METRICS = 4000
+MAX_STEP = 1 << 53
 BLOCK = 256
-"""Lines that are turned into columns at once."""
+"""Lines that are added to the columns at once."""
 
 
 @dataclass
@@ -29,10 +39,10 @@ class Column:
 
 
 class MetricFile:
-    """metrics.jsonl, as far as it was read."""
+    """metrics.jsonl as columns, as far as it was read."""
 
     def __init__(self, path: Path):
-        self.tail = Tail(path)
+        self.tail = FileTail(path)
         self.lock = threading.Lock()
         self._clear()
 
@@ -48,28 +58,32 @@ class MetricFile:
             self._clear()
         self.take(self.tail.new())
 
-    def take(self, lines: Iterable[dict[str, Any]]) -> None:
+    def take(self, lines: Iterable[dict[str, object]]) -> None:
         names: tuple[str, ...] = ()
-        block: list[Iterable[Any]] = []
+        block: list[Iterable[object]] = []
         for line in lines:
-            step, time, data = line.get("step"), line.get("time"), line.get("data")
-            if not isinstance(step, int) or abs(step) > LARGEST_STEP or not isinstance(data, dict):
+            step = line.get("step")
+            data = line.get("data")
+            if not isinstance(step, int) or abs(step) > MAX_STEP or not isinstance(data, dict):
                 self.tail.damaged += 1
                 continue
             if len(block) == BLOCK or names != tuple(data):
                 self._add(names, block)
-                names, block = tuple(data), []
+                names = tuple(data)
+                block = []
             self.steps.append(step)
-            self.times.append(math.nan if (when := _number(time)) is None else when)
+            time = _number(line.get("time"))
+            self.times.append(math.nan if time is None else time)
             block.append(data.values())
         self._add(names, block)
 
-    def _add(self, names: Sequence[str], block: Sequence[Iterable[Any]]) -> None:
-        """The latest lines, which all have these metrics: by columns, because a million values one by one take seconds."""
+    def _add(self, names: Sequence[str], block: Sequence[Iterable[object]]) -> None:
+        """The latest lines, which all have these metrics: by columns, because a million values one by one
+        take seconds."""
         start = len(self.steps) - len(block)
         for name, values in zip(names, zip(*block)):
             column = self.columns.get(name)
-            if column is None and len(self.columns) >= MOST_METRICS:
+            if column is None and len(self.columns) >= MAX_METRICS:
                 continue
             rows: Iterable[int] = range(start, len(self.steps))
             if set(map(type, values)) != {float}:
@@ -81,11 +95,12 @@ class MetricFile:
                 column.values.extend(values)
                 self.size += len(values)
 
-    def curve(self, name: str, points: int) -> dict[str, list[Any]] | None:
+    def curve(self, name: str, points: int) -> Curve | None:
         column = self.columns.get(name)
         if column is None:
             return None
-        rows, values = np.array(column.rows), np.array(column.values)
+        rows = np.array(column.rows)
+        values = np.array(column.values)
         kept = downsample(values, points)
         rows = rows[kept]
         return {
@@ -94,18 +109,22 @@ class MetricFile:
             "value": _finite(values[kept]),
         }
 
-    def shares(self, names: Sequence[str], points: int) -> dict[str, dict[str, list[Any]]]:
-        """Curves to put on top of each other: all at the same steps, each the mean over a stretch of lines, in which a metric
-        that a line does not have counts as 0."""
+    def shares(self, names: Sequence[str], points: int) -> dict[str, Curve]:
+        """Curves to put on top of each other: all at the same steps, each the mean over a stretch of lines,
+        in which a metric that a line does not have counts as 0."""
         count = len(self.steps)
         edges = np.unique(np.linspace(0, count, min(points, count) + 1).astype(int))
-        last, lengths = edges[1:] - 1, np.diff(edges)
-        steps, times = np.array(self.steps)[last].tolist(), _finite(np.array(self.times)[last])
-        found = {}
+        last = edges[1:] - 1
+        lengths = np.diff(edges)
+        steps = np.array(self.steps)[last].tolist()
+        times = _finite(np.array(self.times)[last])
+        found: dict[str, Curve] = {}
         for name in names:
             if name in self.columns:
                 values = np.nan_to_num(np.array(self.columns[name].values))
-                sums = np.bincount(np.searchsorted(last, np.array(self.columns[name].rows)), values, len(last))
+                sums = np.bincount(
+                    np.searchsorted(last, np.array(self.columns[name].rows)), values, len(last)
+                )
                 found[name] = {"step": steps, "time": times, "value": (sums / lengths).tolist()}
         return found
 
@@ -115,8 +134,8 @@ class MetricFile:
 
 
 def downsample(values: np.ndarray, points: int) -> np.ndarray:
-    """Positions of at most `points` values that draw the same picture: the lowest and the highest of each stretch, so that no
-    spike is lost. Where a stretch has a value that is no number, one such is kept too."""
+    """Positions of at most `points` values that draw the same picture: the lowest and the highest of each
+    stretch, so that no spike is lost. Where a stretch has a value that is no number, one such is kept too."""
     count = len(values)
     if count <= points:
         return np.arange(count)
@@ -133,17 +152,25 @@ def downsample(values: np.ndarray, points: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def _numbers(start: int, values: Iterable[Any]) -> tuple[list[int], tuple[float, ...]]:
+def _numbers(start: int, values: Iterable[object]) -> tuple[list[int], tuple[float, ...]]:
     """Lines, counted from `start`, whose value is a number or the name of one that JSON cannot write."""
-    found = [(row, number) for row, value in enumerate(values, start) if (number := _number(value)) is not None]
-    return [row for row, _ in found], tuple(number for _, number in found)
+    rows: list[int] = []
+    numbers: list[float] = []
+    for row, value in enumerate(values, start):
+        number = _number(value)
+        if number is not None:
+            rows.append(row)
+            numbers.append(number)
+    return rows, tuple(numbers)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, str):
         return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value)
+    if not isinstance(value, int | float):
+        return None
     try:
-        return float(value) if isinstance(value, int | float) else None
+        return float(value)
     except OverflowError:  # a whole number of hundreds of digits
         return math.inf if value > 0 else -math.inf
 
@@ -153,8 +180,131 @@ def _finite(values: np.ndarray) -> list[float | None]:
     return [value if finite else None for value, finite in zip(values.tolist(), np.isfinite(values).tolist())]
 
 
-def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool = False) -> dict[str, Any]:
+def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool = False) -> dict[str, Curve]:
+    """The curves of these metrics, by name."""
     if stacked:
         return file.shares(names, points)
-    found = {name: file.curve(name, points) for name in names}
-    return {name: curve for name, curve in found.items() if curve is not None}
+    found = {}
+    for name in names:
+        curve = file.curve(name, points)
+        if curve is not None:
+            found[name] = curve
+    return found
+
+
+MAX_VALUES = 16_000_000
+"""Over all runs in memory, 12 bytes each; the least recently used runs are evicted first."""
+LONG_FILE = 1 << 20
+"""Unread bytes that take too long to read while a list of runs waits."""
+END = 256 << 10
+"""Bytes at the end of a long file that `glance` reads."""
+
+State: TypeAlias = tuple[int, int, int]
+"""Inode, size and modification time of a file: while they are unchanged, so is its content."""
+
+
+class MetricStore:
+    """Metric files in memory, within MAX_VALUES."""
+
+    def __init__(self, max_values: int = MAX_VALUES) -> None:
+        self.max_values = max_values
+        self._files: OrderedDict[Path, MetricFile] = OrderedDict()
+        self._answers: dict[Path, tuple[State, object]] = {}
+        self._lock = threading.Lock()
+        self._late: queue.SimpleQueue[tuple[Path, Callable[[MetricFile], object]]] = queue.SimpleQueue()
+        self._waiting: set[Path] = set()
+        """Files that the reader has not read yet."""
+        self._reader: threading.Thread | None = None
+
+    def ask(self, path: Path, question: Callable[[MetricFile], T]) -> T:
+        """Read what was added to the file, and return the answer of `question`."""
+        with self._lock:
+            file = self._files.setdefault(path, MetricFile(path))
+            self._files.move_to_end(path)
+        with file.lock:
+            file.refresh()
+            answer = question(file)
+        self._evict()
+        return answer
+
+    def cached(self, path: Path, question: Callable[[MetricFile], T]) -> T:
+        """The answer of a question that is always the same, cached while the file is unchanged.
+
+        The answer stays in memory when the values of the file are evicted. The answer about a long file comes
+        from its two ends until a thread has read the rest.
+        """
+        try:
+            state = _state(path)
+        except OSError:
+            return self.ask(path, question)
+        known = self._answers.get(path)
+        if known is not None and known[0] == state:
+            return cast(T, known[1])
+        if self._unread(path, state) > LONG_FILE:
+            self._read_later(path, question)
+            return question(glance(path))
+        return self._read(path, question)
+
+    def _read(self, path: Path, question: Callable[[MetricFile], T]) -> T:
+        state = _state(path)
+        answer = self.ask(path, question)
+        self._answers[path] = (state, answer)
+        return answer
+
+    def _unread(self, path: Path, state: State) -> int:
+        file = self._files.get(path)
+        if file is None or path in self._waiting:
+            return state[1]
+        return state[1] - file.tail.offset
+
+    def _read_later(self, path: Path, question: Callable[[MetricFile], object]) -> None:
+        with self._lock:
+            if path in self._waiting:
+                return
+            self._waiting.add(path)
+            if self._reader is None:
+                self._reader = threading.Thread(target=self._work, name="metrics", daemon=True)
+                self._reader.start()
+        self._late.put((path, question))
+
+    def _work(self) -> None:
+        while True:
+            path, question = self._late.get()
+            try:
+                self._read(path, question)
+            except OSError:  # the next request for the list reports it
+                pass
+            finally:
+                self._waiting.discard(path)
+
+    def _evict(self) -> None:
+        with self._lock:
+            while len(self._files) > 1 and sum(file.size for file in self._files.values()) > self.max_values:
+                self._files.popitem(last=False)
+
+
+def glance(path: Path) -> MetricFile:
+    """A MetricFile of the first line and the last lines only."""
+    file = MetricFile(path)
+    with path.open("rb") as stream:
+        first = stream.readline(END)
+        size = stream.seek(0, 2)
+        # What stands before the first line break belongs to a line that is not whole, or is nothing.
+        stream.seek(max(0, len(first) - 1, size - END))
+        lines = [first, *stream.read(END).split(b"\n")[1:-1]]
+    file.take(value for line in lines if isinstance(value := _parsed(line), dict))
+    file.tail.damaged = 0
+    file.tail.offset = size
+    return file
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _state(path: Path) -> State:
+    facts = path.stat()
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns

@@ -1,14 +1,14 @@
-"""Old names. Files and commands of every era of verl load; what was renamed since is translated here, and said.
+"""Old names of keys. Files and commands of every version of verl load: a key that was renamed is translated
+here, with a notice.
 
-A row is (pattern, new names, why). `*` stands for any beginning of a path. A new name may use `{prefix}`; a function instead
-of names turns the value into a mapping of new names to values.
+A row is (pattern, new names, why). `*` stands for any beginning of a path. A new name may use `{prefix}`; a
+function instead of names turns the value into a mapping of new names to values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from strop.config.typed import ConfigError
 
@@ -16,40 +16,54 @@ from strop.config.typed import ConfigError
 @dataclass(frozen=True)
 class Alias:
     old: str
-    new: tuple[str, ...] | Callable[[str, Any], dict[str, Any]]
+    new: tuple[str, ...] | Callable[[str, object], dict[str, object]]
     why: str
     verbs: tuple[str, ...] = ()  # root names it is limited to
 
     def match(self, path: str) -> str | None:
-        """The part that `*` stands for ('' without one), or None."""
-        if not self.old.startswith("*."):
-            return "" if path == self.old else None
-        tail = self.old[1:]
-        return path[: -len(tail)] if path.endswith(tail) and len(path) > len(tail) else None
+        """The part of `path` that `*` stands for ("" without one); None when the pattern does not match."""
+        if self.old.endswith(".*"):
+            start = self.old[:-1]
+            return path[len(start) :] if path.startswith(start) else None
+        if self.old.startswith("*."):
+            tail = self.old[1:]
+            return path[: -len(tail)] if path.endswith(tail) and len(path) > len(tail) else None
+        return "" if path == self.old else None
 
 
-def _under(new: str) -> Callable[[str, Any], dict[str, Any]]:
+def _under(new: str) -> Callable[[str, object], dict[str, object]]:
     return lambda prefix, value: {new.format(prefix=prefix): value}
 
 
-def _ratio_cap(prefix: str, cap: Any) -> dict[str, Any]:
+def _ratio_cap(prefix: str, cap: object) -> dict[str, object]:
     correction = "algorithm.rollout_correction."
-    on = cap is not None and float(cap) > 0
-    return {f"{correction}rollout_is": "token" if on else None, **({f"{correction}rollout_is_threshold": cap} if on else {})}
+    if isinstance(cap, int | float | str) and float(cap) > 0:
+        return {f"{correction}rollout_is": "token", f"{correction}rollout_is_threshold": cap}
+    return {f"{correction}rollout_is": None}
 
 
 SUPERVISED = ("sft_trainer", "rm_trainer", "dpo_trainer")
 NSYS = "global_profiler.global_tool_config.nsys."
 
 ALIASES: tuple[Alias, ...] = (
-    Alias("*.checkpoint.contents", ("{prefix}.checkpoint.save_contents", "{prefix}.checkpoint.load_contents"), "split in two"),
+    Alias(
+        "*.checkpoint.contents",
+        ("{prefix}.checkpoint.save_contents", "{prefix}.checkpoint.load_contents"),
+        "split in two",
+    ),
     Alias("ray_init.timeline_json_file", ("ray_kwargs.timeline_json_file",), "moved"),
     Alias("ray_init.*", _under("ray_kwargs.ray_init.{prefix}"), "moved"),
     Alias("trainer.profile_steps", ("global_profiler.steps",), "moved"),
-    Alias("trainer.controller_nsight_options.*", _under(NSYS + "controller_nsight_options.{prefix}"), "moved"),
+    Alias(
+        "trainer.controller_nsight_options.*", _under(NSYS + "controller_nsight_options.{prefix}"), "moved"
+    ),
     Alias("trainer.worker_nsight_options.*", _under(NSYS + "worker_nsight_options.{prefix}"), "moved"),
     Alias("trainer.val_generations_to_log_to_wandb", ("trainer.log_val_generations",), "renamed"),
-    Alias("*.engine_kwargs.swap_space", ("{prefix}.engine_kwargs.vllm.swap_space",), "engine arguments now name their engine"),
+    Alias(
+        "*.engine_kwargs.swap_space",
+        ("{prefix}.engine_kwargs.vllm.swap_space",),
+        "engine arguments now name their engine",
+    ),
     Alias(
         "*.update_weights_bucket_megabytes",
         lambda prefix, value: (
@@ -87,9 +101,9 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Leaves of a nested mapping by dotted path; an empty mapping is a leaf."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in tree.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -99,9 +113,9 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, object]) -> dict[str, object]:
     """The opposite of `flatten`."""
-    tree: dict[str, Any] = {}
+    tree: dict[str, object] = {}
     for path, value in leaves.items():
         *parents, name = path.split(".")
         at = tree
@@ -116,11 +130,11 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def translate(leaves: Mapping[str, Any], root: str) -> tuple[dict[str, Any], list[str]]:
-    """Leaves under today's names, and one notice per name that was translated."""
-    current: dict[str, Any] = {}
+def translate(leaves: Mapping[str, object], root: str) -> tuple[dict[str, object], list[str]]:
+    """Leaves under their current names, and one notice per name that was translated."""
+    current: dict[str, object] = {}
     notices: list[str] = []
-    renamed: dict[str, tuple[str, Any]] = {}
+    renamed: dict[str, tuple[str, object]] = {}
     for path, value in leaves.items():
         found = _find(path, value, root)
         if found is None:
@@ -135,23 +149,24 @@ def translate(leaves: Mapping[str, Any], root: str) -> tuple[dict[str, Any], lis
             notices.append(f"{path} is now {' and '.join(new)} ({alias.why}).")
     for name, (old, value) in renamed.items():
         if name in current and current[name] != value:
-            raise ConfigError(f"{old}={value!r} and {name}={current[name]!r} are two names of one setting. Set only {name}.")
+            raise ConfigError(
+                f"{old}={value!r} and {name}={current[name]!r} are two names of one setting. Set only {name}."
+            )
         current[name] = value
     return current, notices
 
 
-def _find(path: str, value: Any, root: str) -> tuple[Alias, dict[str, Any]] | None:
+def _find(path: str, value: object, root: str) -> tuple[Alias, dict[str, object]] | None:
+    """The first alias that matches a path, with the new names and values."""
     for alias in ALIASES:
         if alias.verbs and root not in alias.verbs:
             continue
-        if alias.old.endswith(".*"):
-            start = alias.old[:-1]
-            prefix = path[len(start) :] if path.startswith(start) else None
-        else:
-            prefix = alias.match(path)
+        prefix = alias.match(path)
         if prefix is None:
             continue
-        new = alias.new(prefix, value) if callable(alias.new) else {n.format(prefix=prefix): value for n in alias.new}
-        if new or not callable(alias.new):
+        if not callable(alias.new):
+            return alias, {name.format(prefix=prefix): value for name in alias.new}
+        new = alias.new(prefix, value)
+        if new:
             return alias, new
     return None

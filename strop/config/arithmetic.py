@@ -1,20 +1,28 @@
-"""Batch arithmetic: what the sizes in a configuration amount to, in one unit, before anything runs.
+"""Batch arithmetic: updates, accumulation and steps that follow from the sizes in a configuration.
 
 Two units cause most confusion in this field. `data.train_batch_size` and `ppo_mini_batch_size` count PROMPTS;
-`*_micro_batch_size_per_gpu` count SEQUENCES (prompts times rollout.n). OpenRLHF's `train_batch_size` counts sequences.
+`*_micro_batch_size_per_gpu` count SEQUENCES (prompts times rollout.n). OpenRLHF's `train_batch_size` counts
+sequences.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from strop.config.asynchrony import in_words
-from strop.config.pools import devices_of, pools
+from strop.config.derived import describe_async, device_count, resource_pools
+
+if TYPE_CHECKING:
+    from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.critic import CriticConfig
+    from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.roots import AnySupervisedConfig
+    from strop.config.schema.trainer import TrainerConfig
 
 DERIVED_MICRO_BATCH = 8
-"""Sequences per forward when a configuration names none: small enough for memory, large enough to keep a device busy."""
+"""Sequences per forward when a configuration names none: small enough for memory, large enough to keep a
+device busy."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +48,27 @@ class Plan:
     on_policy: bool
     why: str
     ahead: tuple[str, str] | None = None
-    """How far sampling runs ahead, and what that means; None: it does not."""
+    """How far sampling runs ahead, and what that means; None: it is synchronous."""
 
     def table(self) -> list[tuple[str, str, str]]:
-        """(quantity, value, how it comes about) for people."""
-        n, mini = self.samples_per_prompt, self.mini_batch_prompts
+        """Rows (quantity, value, where it comes from) for the printed report."""
+        n = self.samples_per_prompt
+        mini = self.mini_batch_prompts
+        micro = "max_token_len tokens" if self.micro_batch is None else str(self.micro_batch)
         unknown = "known once the files are read"
         rows = [
             ("devices", str(self.devices), f"data-parallel ranks: {self.data_parallel}"),
             ("prompts per step", str(self.prompts_per_step), "data.train_batch_size"),
-            ("sequences per step", str(self.sequences_per_step), f"{self.prompts_per_step} prompts x rollout.n {n}"),
-            ("sequences per update", str(self.mini_batch_sequences), f"ppo_mini_batch_size {mini} x rollout.n {n}"),
+            (
+                "sequences per step",
+                str(self.sequences_per_step),
+                f"{self.prompts_per_step} prompts x rollout.n {n}",
+            ),
+            (
+                "sequences per update",
+                str(self.mini_batch_sequences),
+                f"ppo_mini_batch_size {mini} x rollout.n {n}",
+            ),
             (
                 "updates per step",
                 str(self.updates_per_step),
@@ -58,11 +76,14 @@ class Plan:
             ),
             (
                 "accumulation per update",
-                "by tokens" if self.accumulation is None else str(self.accumulation),
-                f"{self.sequences_per_device} sequences per device in micro-batches of "
-                + ("max_token_len tokens" if self.micro_batch is None else str(self.micro_batch)),
+                _passes(self.accumulation),
+                f"{self.sequences_per_device} sequences per device in micro-batches of {micro}",
             ),
-            ("steps per epoch", _known(self.steps_per_epoch), unknown if self.rows is None else f"{self.rows} rows"),
+            (
+                "steps per epoch",
+                _known(self.steps_per_epoch),
+                unknown if self.rows is None else f"{self.rows} rows",
+            ),
             (
                 "total steps",
                 _known(self.total_steps),
@@ -70,32 +91,44 @@ class Plan:
             ),
             ("policy", "on-policy" if self.on_policy else "off-policy", self.why),
         ]
-        return rows if self.ahead is None else [*rows, ("sampling", *self.ahead)]
+        if self.ahead is not None:
+            rows.append(("sampling", *self.ahead))
+        return rows
 
 
 def _known(number: int | None) -> str:
     return "?" if number is None else str(number)
 
 
-def plan_ppo(config: Any, rows: int | None = None, role: str = "actor") -> Plan:
+def _passes(accumulation: int | None) -> str:
+    return "by tokens" if accumulation is None else str(accumulation)
+
+
+def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") -> Plan:
     """The plan of a ppo_trainer configuration; `rows` is the number of training rows when it is known."""
-    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    section = actor if role == "actor" else config.critic
-    apart = role == "critic" and "critic" in pools(config)
-    devices = devices_of(section if apart else trainer)
-    sharing = section if apart else actor
-    parallel = max(1, devices // (sharing.ulysses_sequence_parallel_size * sharing.tensor_parallel_size))
-    prompts, n, mini = config.data.train_batch_size, rollout.n, section.ppo_mini_batch_size
+    actor = config.actor_rollout_ref.actor
+    trainer = config.trainer
+    prompts = config.data.train_batch_size
+    n = config.actor_rollout_ref.rollout.n
+    section: ActorConfig | CriticConfig = actor
+    sharding: ActorConfig | CriticConfig = actor
+    devices = device_count(trainer)
+    if role == "critic":
+        section = config.critic
+        if "critic" in resource_pools(config):
+            sharding = config.critic
+            devices = device_count(config.critic)
+    ranks = max(1, devices // (sharding.ulysses_sequence_parallel_size * sharding.tensor_parallel_size))
+    mini = section.ppo_mini_batch_size
     per_epoch = math.ceil(prompts / mini)
     updates = per_epoch * section.ppo_epochs
-    local = max(1, math.ceil(min(mini, prompts) * n / parallel))
-    micro = None if section.use_dynamic_bsz else micro_batch(section, "ppo_micro_batch_size", local, parallel)
-    steps = None if rows is None else rows // prompts
-    total = trainer.total_training_steps or (None if steps is None else steps * trainer.total_epochs)
-    on_policy = updates == 1
+    sequences = max(1, math.ceil(min(mini, prompts) * n / ranks))
+    micro = None
+    if not section.use_dynamic_bsz:
+        micro = micro_batch_size(section, "ppo_micro_batch_size", sequences, ranks)
     return Plan(
         devices=devices,
-        data_parallel=parallel,
+        data_parallel=ranks,
         prompts_per_step=prompts,
         samples_per_prompt=n,
         sequences_per_step=prompts * n,
@@ -104,16 +137,31 @@ def plan_ppo(config: Any, rows: int | None = None, role: str = "actor") -> Plan:
         updates_per_epoch=per_epoch,
         ppo_epochs=section.ppo_epochs,
         updates_per_step=updates,
-        sequences_per_device=local,
+        sequences_per_device=sequences,
         micro_batch=micro,
-        accumulation=None if micro is None else math.ceil(local / micro),
+        accumulation=_accumulation(sequences, micro),
         rows=rows,
-        steps_per_epoch=steps,
-        total_steps=total,
-        on_policy=on_policy,
-        why=_why(on_policy, per_epoch, section.ppo_epochs, prompts),
-        ahead=in_words(config),
+        steps_per_epoch=_steps_per_epoch(rows, prompts),
+        total_steps=_total_steps(trainer, _steps_per_epoch(rows, prompts)),
+        on_policy=updates == 1,
+        why=_why(updates == 1, per_epoch, section.ppo_epochs, prompts),
+        ahead=describe_async(config),
     )
+
+
+def _accumulation(sequences: int, micro: int | None) -> int | None:
+    """Micro-batches per update; None when tokens decide."""
+    return None if micro is None else math.ceil(sequences / micro)
+
+
+def _steps_per_epoch(rows: int | None, batch: int) -> int | None:
+    return None if rows is None else rows // batch
+
+
+def _total_steps(trainer: TrainerConfig, steps_per_epoch: int | None) -> int | None:
+    if trainer.total_training_steps or steps_per_epoch is None:
+        return trainer.total_training_steps
+    return steps_per_epoch * trainer.total_epochs
 
 
 def _why(on_policy: bool, per_epoch: int, epochs: int, prompts: int) -> str:
@@ -127,12 +175,14 @@ def _why(on_policy: bool, per_epoch: int, epochs: int, prompts: int) -> str:
     return "later updates of a step see older samples: " + " and ".join(causes)
 
 
-def micro_batch(section: Any, name: str, sequences: int, ranks: int) -> int:
-    """Sequences per forward on one device: the setting, its old global form, or a derived size."""
-    per_gpu, everywhere = getattr(section, f"{name}_per_gpu"), getattr(section, name)
-    if per_gpu is None and everywhere is not None:
-        per_gpu = max(1, everywhere // ranks)
-    return int(min(per_gpu or DERIVED_MICRO_BATCH, sequences))
+def micro_batch_size(section: object, name: str, sequences: int, ranks: int) -> int:
+    """Sequences per forward on one device: the key `{name}_per_gpu`, its old form over all devices (`name`),
+    or a default."""
+    per_gpu: int | None = getattr(section, f"{name}_per_gpu")
+    over_all: int | None = getattr(section, name)
+    if per_gpu is None and over_all is not None:
+        per_gpu = max(1, over_all // ranks)
+    return min(per_gpu or DERIVED_MICRO_BATCH, sequences)
 
 
 @dataclass(frozen=True)
@@ -149,33 +199,42 @@ class SupervisedPlan:
     total_steps: int | None
 
     def table(self) -> list[tuple[str, str, str]]:
+        """Rows (quantity, value, where it comes from) for the printed report."""
         return [
             ("devices", str(self.devices), "nnodes x n_gpus_per_node"),
             ("rows per update", str(self.rows_per_update), "data.train_batch_size"),
             (
                 "accumulation per update",
-                "by tokens" if self.accumulation is None else str(self.accumulation),
-                f"{self.rows_per_device} rows per device in micro-batches of {self.micro_batch or 'max_token_len tokens'}",
+                _passes(self.accumulation),
+                f"{self.rows_per_device} rows per device in micro-batches of "
+                f"{self.micro_batch or 'max_token_len tokens'}",
             ),
-            ("steps per epoch", _known(self.steps_per_epoch), "" if self.rows is None else f"{self.rows} rows"),
+            (
+                "steps per epoch",
+                _known(self.steps_per_epoch),
+                "" if self.rows is None else f"{self.rows} rows",
+            ),
             ("total steps", _known(self.total_steps), "total_epochs or total_training_steps"),
         ]
 
 
-def plan_supervised(config: Any, rows: int | None = None) -> SupervisedPlan:
-    data, trainer = config.data, config.trainer
-    devices = trainer.nnodes * trainer.n_gpus_per_node
+def plan_supervised(config: AnySupervisedConfig, rows: int | None = None) -> SupervisedPlan:
+    """The plan of an SFT, reward model or DPO configuration; `rows` as in `plan_ppo`."""
+    data = config.data
+    devices = device_count(config.trainer)
     ranks = max(1, devices // (config.ulysses_sequence_parallel_size * config.tensor_parallel_size))
-    local = max(1, math.ceil(data.train_batch_size / ranks))
-    micro = None if data.use_dynamic_bsz else micro_batch(data, "micro_batch_size", local, ranks)
-    steps = None if rows is None else rows // data.train_batch_size
+    rows_per_device = max(1, math.ceil(data.train_batch_size / ranks))
+    micro = None
+    if not data.use_dynamic_bsz:
+        micro = micro_batch_size(data, "micro_batch_size", rows_per_device, ranks)
+    steps = _steps_per_epoch(rows, data.train_batch_size)
     return SupervisedPlan(
         devices=devices,
         rows_per_update=data.train_batch_size,
-        rows_per_device=local,
+        rows_per_device=rows_per_device,
         micro_batch=micro,
-        accumulation=None if micro is None else math.ceil(local / micro),
+        accumulation=_accumulation(rows_per_device, micro),
         rows=rows,
         steps_per_epoch=steps,
-        total_steps=trainer.total_training_steps or (None if steps is None else steps * trainer.total_epochs),
+        total_steps=_total_steps(config.trainer, steps),
     )

@@ -1,4 +1,4 @@
-"""The part of a command line that chooses a configuration: Hydra's own options, a YAML file, overrides."""
+"""Parses the part of a command line that chooses a configuration: Hydra's options, a YAML file, overrides."""
 
 from __future__ import annotations
 
@@ -15,27 +15,31 @@ _OPTIONS = {
     "--config-dir": "search",
     "-cd": "search",
 }
+_HELP = "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands"
 _REFUSED = {
     "--multirun": "sweeps are not supported; start one run per value",
     "-m": "sweeps are not supported; start one run per value",
-    "--help": "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands",
-    "-h": "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands",
+    "--help": _HELP,
+    "-h": _HELP,
     "--cfg": "use `strop config show`",
     "-c": "use `strop config show`",
 }
 
 
 @dataclass
-class Asked:
+class ConfigArguments:
+    """Overrides, the name and folder of a YAML file, and switches such as --json."""
+
     overrides: list[str] = field(default_factory=list)
     config: str | None = None
     search: str | None = None
     switches: set[str] = field(default_factory=set)
 
 
-def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> Asked:
-    """`key=value` overrides, `--config-name`, `--config-path`, one YAML file by its path, and the named switches."""
-    asked = Asked()
+def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArguments:
+    """`key=value` overrides, `--config-name`, `--config-path`, one YAML file by its path, and the named
+    switches."""
+    asked = ConfigArguments()
     rest = list(arguments)
     while rest:
         word = rest.pop(0)

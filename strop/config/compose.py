@@ -1,8 +1,9 @@
 """From a command line and YAML files to one tree of values. The only file that knows Hydra.
 
-Hydra composes what the *user* said: a primary YAML, its `defaults:` list, groups, overrides. Our own groups are empty there;
-defaults come from the schema afterwards. So the tree that Hydra returns is exactly what was set by hand, which is what the
-notices ("you set X, but it does nothing because ...") need to know, and nothing is refused before old names are translated.
+Hydra composes what the *user* said: a primary YAML, its `defaults:` list, groups, overrides. Our own groups
+are empty there; defaults come from the schema afterwards. So the tree that Hydra returns is exactly what was
+set by hand, which is what the notices ("you set X, but it does nothing because ...") need to know, and
+nothing is refused before old names are translated.
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import flatten, nest, translate
-from strop.config.asynchrony import whole_step
+from strop.config.derived import fill_train_batch_size
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError, build, unknown_key
 from strop.registry import did_you_mean, load_plugins
+
+if TYPE_CHECKING:
+    from strop.config.schema.roots import RootConfig
+
+Root = TypeVar("Root", bound="RootConfig")
 
 BUILT_IN = Path(__file__).parent / "yaml"
 SETS_VALUES = ("ppo_megatron_trainer",)
 """Primaries whose groups say something."""
 
-# The group files of every era of verl, so that a `defaults:` list written for it composes. value: what the choice itself sets.
-GROUPS: dict[str, dict[str, Any]] = {
+# The group files of every era of verl, so that a `defaults:` list written for it composes. value: what the
+# choice itself sets.
+GROUPS: dict[str, dict[str, str]] = {
     **{f"actor/{name}": {} for name in ("actor", "dp_actor")},
     "actor/megatron_actor": {"strategy": "megatron"},
     **{f"ref/{name}": {} for name in ("ref", "dp_ref", "megatron_ref")},
@@ -34,7 +41,13 @@ GROUPS: dict[str, dict[str, Any]] = {
     **{f"critic/{name}": {} for name in ("critic", "dp_critic", "megatron_critic")},
     **{
         f"reward_model/{name}": {}
-        for name in ("reward_model", "dp_reward_model", "dp_reward_loop", "megatron_reward_model", "megatron_reward_loop")
+        for name in (
+            "reward_model",
+            "dp_reward_model",
+            "dp_reward_loop",
+            "megatron_reward_model",
+            "megatron_reward_loop",
+        )
     },
     "reward_manager/reward_manager": {},
     "data/legacy_data": {},
@@ -46,29 +59,38 @@ GROUPS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class Loaded:
+class Loaded(Generic[Root]):
     """A configuration that passed every check of single values."""
 
     root: str
-    config: Any
-    set_by_user: dict[str, Any]
+    config: Root
+    set_by_user: dict[str, object]
     notices: list[str] = field(default_factory=list)
 
     def tree(self) -> dict[str, Any]:
+        """The configuration as nested dictionaries."""
         return asdict(self.config)
 
 
-def load(root: str, overrides: Sequence[str] = (), config: str | None = None, search: str | None = None) -> Loaded:
-    """Compose and type-check. `root` is a name in ROOTS; `config` a YAML of the user's (name or path); `search` its folder."""
+def load(
+    root: str, overrides: Sequence[str] = (), config: str | None = None, search: str | None = None
+) -> Loaded:
+    """Compose and type-check. `root` is a name in ROOTS; `config` a YAML of the user's (name or path);
+    `search` its folder."""
     kind = ROOTS[root]
     overrides = [_clean(text) for text in overrides]
     _refuse_unknown(overrides, root)
-    plain = plain_values(overrides) if config is search is None and root not in SETS_VALUES else None
-    said = flatten(_compose(root, overrides, config, search)) if plain is None else plain
-    leaves, notices = translate({path: value for path, value in said.items() if value not in ("???", {})}, root)
-    notices += whole_step(leaves)
-    if isinstance(leaves.get("plugins"), list):  # may register the very names that `build` checks
-        load_plugins(str(path) for path in leaves["plugins"])
+    said = None
+    if config is None and search is None and root not in SETS_VALUES:
+        said = plain_values(overrides)
+    if said is None:
+        said = flatten(_compose(root, overrides, config, search))
+    set_values = {path: value for path, value in said.items() if value not in ("???", {})}
+    leaves, notices = translate(set_values, root)
+    notices += fill_train_batch_size(leaves)
+    plugins = leaves.get("plugins")
+    if isinstance(plugins, list):  # they may register names that `build` checks
+        load_plugins(str(path) for path in plugins)
     tree = resolve(_merge(asdict(kind()), nest(leaves)))
     made = build(kind, tree)
     for key in keys(kind):
@@ -77,8 +99,9 @@ def load(root: str, overrides: Sequence[str] = (), config: str | None = None, se
     return Loaded(root, made, leaves, notices)
 
 
-def reload(root: str, tree: Mapping[str, Any], changes: Mapping[str, Any]) -> Loaded:
-    """A configuration that was written down, with `changes` by key; what it does not say has today's default."""
+def reload(root: str, tree: Mapping[str, object], changes: Mapping[str, object]) -> Loaded:
+    """A configuration that was written down, with `changes` by key; what it does not say has today's
+    default."""
     kind = ROOTS[root]
     changed = nest({**flatten(dict(tree)), **changes})
     return Loaded(root, build(kind, resolve(_merge(asdict(kind()), changed))), {})
@@ -93,7 +116,11 @@ def _clean(text: str) -> str:
             raise ConfigError(f"Expected key=value, got {text!r}.")
         return "++" + text.lstrip("+")
     key = text.partition("=")[0]
-    is_group = "@" in key or "/" in key or key in {name.partition("/")[0] for name in GROUPS} - {"data", "critic", "algorithm"}
+    is_group = (
+        "@" in key
+        or "/" in key
+        or key in {name.partition("/")[0] for name in GROUPS} - {"data", "critic", "algorithm"}
+    )
     if is_group or key.startswith("hydra."):
         return text
     return "++" + text
@@ -127,25 +154,32 @@ _LIST = re.compile(r"\[[^\[\]{}()]+\]")
 _SPECIAL = {"true": True, "false": False, "null": None}
 
 
-def plain_values(overrides: Sequence[str]) -> dict[str, Any] | None:
-    """Overrides that are plain words, numbers and flat lists of them, read as Hydra reads them; None if any needs its grammar.
+def plain_values(overrides: Sequence[str]) -> dict[str, object] | None:
+    """Overrides that are plain words, numbers and flat lists of them, read as Hydra reads them; None if any
+    needs its grammar.
 
-    Hydra takes a third of a second to import and to start. Most command lines hold nothing but `a.b=3`, and our own primary
-    files and groups hold no values, so for those the answer is the same without it (a test compares the two).
+    Hydra takes a third of a second to import and to start. Most command lines hold nothing but `a.b=3`, and
+    our own primary files and groups hold no values, so for those the answer is the same without it (a test
+    compares the two).
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for text in overrides:
         path, _, value = text.removeprefix("++").partition("=")
-        if not text.startswith("++") or path.startswith("hydra.") or not re.fullmatch(r"[A-Za-z_][\w.-]*", path):
+        if not text.startswith("++") or path.startswith("hydra."):
+            return None
+        if not re.fullmatch(r"[A-Za-z_][\w.-]*", path):
             return None
         try:
-            found[path] = [_plain(item) for item in value[1:-1].split(",")] if _LIST.fullmatch(value) else _plain(value)
+            if _LIST.fullmatch(value):
+                found[path] = [_plain(item) for item in value[1:-1].split(",")]
+            else:
+                found[path] = _plain(value)
         except ValueError:
             return None
     return flatten(nest(found))
 
 
-def _plain(text: str) -> Any:
+def _plain(text: str) -> object:
     """A word or a number; ValueError for anything else."""
     if text.lower() in _SPECIAL:
         return _SPECIAL[text.lower()]
@@ -156,7 +190,9 @@ def _plain(text: str) -> Any:
     raise ValueError(text)
 
 
-def _compose(root: str, overrides: Sequence[str], config: str | None, search: str | None) -> dict[str, Any]:
+def _compose(
+    root: str, overrides: Sequence[str], config: str | None, search: str | None
+) -> dict[str, object]:
     import yaml
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -169,7 +205,9 @@ def _compose(root: str, overrides: Sequence[str], config: str | None, search: st
     for path, node in GROUPS.items():
         group, _, name = path.partition("/")
         store.store(group=group, name=name, node=node)
-    folder, name = _locate(root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides))
+    folder, name = _locate(
+        root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides)
+    )
     extra = [] if folder == BUILT_IN else [f"hydra.searchpath=[file://{BUILT_IN}]"]
     GlobalHydra.instance().clear()
     try:
@@ -195,7 +233,8 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
     else:
         folder = BUILT_IN
     if config is None:
-        # Our own primaries only list groups, and those are empty: without a file of the user's there is nothing to compose.
+        # Our own primaries only list groups, and those are empty: without a file of the user's there is
+        # nothing to compose.
         return folder, root if search is not None or root in SETS_VALUES or chooses_groups else "bare"
     as_path = (folder if search is not None else Path.cwd()) / Path(config).expanduser()
     for candidate in (as_path, as_path.with_name(as_path.name + ".yaml")):
@@ -203,20 +242,34 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
             return candidate.parent.resolve(), candidate.name.removesuffix(".yaml").removesuffix(".yml")
     if (BUILT_IN / f"{config.removesuffix('.yaml')}.yaml").is_file() and search is None:
         return BUILT_IN, config.removesuffix(".yaml")
-    names = [f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml"), *as_path.parent.glob("*.yaml")}]
-    raise ConfigError(f"There is no configuration {config!r}: no file {as_path}.{did_you_mean(Path(config).stem, names)}")
+    names = [
+        f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml"), *as_path.parent.glob("*.yaml")}
+    ]
+    raise ConfigError(
+        f"There is no configuration {config!r}: no file {as_path}.{did_you_mean(Path(config).stem, names)}"
+    )
 
 
 def _explain(error: Exception) -> str:
     override = getattr(error, "override", None)
     text = _one_line(error).partition(" See https")[0].partition(" Config search path:")[0]
     if not text:
-        return "A value does not parse. Interpolations are written ${section.key}; quote text that holds a dollar sign."
+        return (
+            "A value does not parse. Interpolations are written ${section.key}; quote text that holds a "
+            "dollar sign."
+        )
     if "must be a DictConfig" in text:
-        return f"{text.partition(' must')[0]} holds a list; a configuration holds keys and values (data: ...)."
+        return (
+            f"{text.partition(' must')[0]} holds a list; a configuration holds keys and values (data: ...)."
+        )
     if "Ambiguous value" in text:
-        return f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: 'key=\"a,b\"'."
-    return text if override is None else f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."
+        return (
+            f"{text.partition(' 1.')[0]}. A value with commas is a list: write key=[a,b], or quote it: "
+            "'key=\"a,b\"'."
+        )
+    if override is None:
+        return text
+    return f"{override.lstrip('+')}: {text}. Quote values with special characters: 'key=\"...\"'."
 
 
 def _one_line(error: Exception) -> str:
@@ -224,12 +277,15 @@ def _one_line(error: Exception) -> str:
     return " ".join(lines[:6])
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, object], over: Mapping[str, object]) -> dict[str, object]:
     """`over` on top of `base`, section by section."""
     merged = dict(base)
     for name, value in over.items():
         below = merged.get(name)
-        merged[name] = _merge(below, value) if isinstance(below, dict) and isinstance(value, Mapping) else value
+        if isinstance(below, dict) and isinstance(value, Mapping):
+            merged[name] = _merge(below, value)
+        else:
+            merged[name] = value
     return merged
 
 
@@ -237,8 +293,9 @@ _WHOLE = re.compile(r"^\$\{([A-Za-z_][\w.]*)\}$")
 _INSIDE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
-def resolve(tree: dict[str, Any]) -> dict[str, Any]:
-    """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to OmegaConf."""
+def resolve(tree: dict[str, object]) -> dict[str, object]:
+    """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to
+    OmegaConf."""
     leaves = flatten(tree)
     if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in leaves.values()):
         from omegaconf import OmegaConf
@@ -248,10 +305,10 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
             return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
         except OmegaConfBaseException as error:
             raise ConfigError(_one_line(error)) from error
-    return _resolve(tree, tree, ())
+    return {name: _resolve(value, tree, ()) for name, value in tree.items()}
 
 
-def _resolve(value: Any, tree: dict[str, Any], seen: tuple[str, ...]) -> Any:
+def _resolve(value: object, tree: dict[str, object], seen: tuple[str, ...]) -> object:
     if isinstance(value, dict):
         return {name: _resolve(below, tree, seen) for name, below in value.items()}
     if isinstance(value, list):
@@ -259,10 +316,10 @@ def _resolve(value: Any, tree: dict[str, Any], seen: tuple[str, ...]) -> Any:
     if not isinstance(value, str) or "${" not in value:
         return value
 
-    def look_up(path: str) -> Any:
+    def look_up(path: str) -> object:
         if path in seen:
             raise ConfigError(f"These keys refer to each other in a circle: {' -> '.join([*seen, path])}.")
-        at: Any = tree
+        at: object = tree
         for part in path.split("."):
             if not isinstance(at, dict) or part not in at:
                 raise ConfigError(f"{value!r} refers to {path}, which does not exist.")

@@ -1,34 +1,41 @@
-"""The schema for people: `strop config show`, `strop config explain`, docs/configuration.md."""
+"""The schema as text: `strop config show`, `strop config explain`, docs/configuration.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
 from strop.config.aliases import ALIASES, translate
-from strop.config.openrlhf_table import flags_for
+from strop.config.openrlhf.table import flags_for
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import Key, field_docs, hints, is_section, keys, sections, type_name
+from strop.config.schema.reflect import Key, field_docs, hints, is_section, keys, sections, type_name
 from strop.config.typed import ConfigError
 from strop.registry import Registry, did_you_mean, nearest
 
 
-def show(root: str, tree: Mapping[str, Any]) -> str:
+def show(root: str, tree: Mapping[str, object]) -> str:
     """A resolved configuration as YAML, the documentation of each key as a comment above it."""
     return "\n".join(_show(ROOTS[root], tree, 0)) + "\n"
 
 
-def _show(kind: type, tree: Mapping[str, Any], depth: int) -> list[str]:
+def _show(kind: type, tree: Mapping[str, object], depth: int) -> list[str]:
     lines: list[str] = []
     indent = "  " * depth
-    docs, types_of = field_docs(kind), hints(kind)
-    inert = {field.name: field.metadata["inert"] for field in dataclasses.fields(kind) if "inert" in field.metadata}
+    docs = field_docs(kind)
+    types_of = hints(kind)
+    inert: dict[str, str] = {}
+    for field in dataclasses.fields(kind):
+        if "inert" in field.metadata:
+            inert[field.name] = field.metadata["inert"]
     for name, value in tree.items():
-        doc = docs.get(name, "") + (f" No effect: {inert[name]}." if name in inert else "")
-        lines += textwrap.wrap(doc, 118 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
-        if is_section(types_of[name]):
+        doc = docs.get(name, "")
+        if name in inert:
+            doc += f" No effect: {inert[name]}."
+        lines += textwrap.wrap(
+            doc, 118 - len(indent), initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+        )
+        if is_section(types_of[name]) and isinstance(value, Mapping):
             lines.append(f"{indent}{name}:")
             lines += _show(types_of[name], value, depth + 1)
         else:
@@ -36,7 +43,7 @@ def _show(kind: type, tree: Mapping[str, Any], depth: int) -> list[str]:
     return lines
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     import yaml
 
     # PyYAML writes 1e-06, which YAML 1.1 reads back as text.
@@ -47,14 +54,17 @@ def _yaml(value: Any) -> str:
 
 
 def explain(name: str) -> str:
-    """Everything known of one key, in every configuration that has it. Old names and OpenRLHF's flags are understood."""
+    """Everything known of one key, in every configuration that has it. Old names and OpenRLHF's flags are
+    understood."""
     found = _find(name)
     if found is None:
         every = [key.path for kind in set(ROOTS.values()) for key in keys(kind)]
         last = name.rpartition(".")[2]
         close = list(dict.fromkeys(nearest(name, every) + [p for p in every if p.rpartition(".")[2] == last]))
         hint = (
-            f" Did you mean {' or '.join(close[:4])}?" if close else did_you_mean(last, {p.rpartition(".")[2] for p in every})
+            f" Did you mean {' or '.join(close[:4])}?"
+            if close
+            else did_you_mean(last, {p.rpartition(".")[2] for p in every})
         )
         raise ConfigError(f"{name}: no such key.{hint}")
     text, roots, remark = found
@@ -65,17 +75,32 @@ def explain(name: str) -> str:
     lines += ["", f"type:      {type_name(text.type)}", f"default:   {_default(text)}"]
     lines += [f"{label + ':':<10} {value}" for label, value in _limits(text)]
     lines.append(f"found in:  {', '.join(roots)}")
-    lines.append(f"read by:   {'nobody; ' + text.inert if text.inert else text.read_by}")
+    if text.inert:
+        lines.append(f"read by:   nobody; {text.inert}")
+    else:
+        lines += _reader_lines(text, roots)
     flags = flags_for(VERB_OF[roots[0]], text.path) if roots[0] in VERB_OF else ()
     if flags:
         lines.append(f"OpenRLHF:  {', '.join('--' + flag for flag in flags)}")
-    old = [alias.old for alias in ALIASES if not callable(alias.new) and any(_fits(new, text.path) for new in alias.new)]
+    old = [
+        alias.old
+        for alias in ALIASES
+        if not callable(alias.new) and any(_fits(new, text.path) for new in alias.new)
+    ]
     if old:
         lines.append(f"old name:  {', '.join(old)}")
     longer = {key.path for kind in ROOTS.values() for key in keys(kind) if key.path.endswith(f".{text.path}")}
     if longer:
         lines.append(f"see also:  {', '.join(sorted(longer))}")
     return "\n".join(lines) + "\n"
+
+
+def _reader_lines(key: Key, roots: list[str]) -> list[str]:
+    """The files that read a key, as one line; none when no file does."""
+    from strop.config.readers import readers  # parses the package
+
+    files = sorted({file for root in roots for file in readers(key, root)})
+    return [f"read by:   {', '.join(files)}"] if files else []
 
 
 def _fits(pattern: str, path: str) -> bool:
@@ -105,7 +130,8 @@ def _default(key: Key) -> str:
 
 
 def _limits(key: Key) -> list[tuple[str, str]]:
-    facts, found = key.facts, []
+    facts = key.facts
+    found = []
     if facts.get("choices"):
         found.append(("one of", ", ".join("null" if c is None else str(c) for c in facts["choices"])))
     registry = facts.get("one_of")
@@ -127,15 +153,23 @@ def reference() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Generated from `strop/config/schema` by `make docs`; a test keeps it fresh. Keys are verl's where verl has them.",
+        "Generated from `strop/config/schema` by `make docs`; a test keeps it fresh. Keys are verl's where "
+        "verl has them.",
         "",
-        "*no effect* marks keys that are accepted because people's files contain them, with the reason. A default written as",
-        "`→ key` follows that key. `strop config explain KEY` shows one key, `strop config show NAME` a whole resolved file.",
+        "*no effect* marks keys that are accepted because people's files contain them, with the reason. A "
+        "default written as",
+        "`→ key` follows that key. `strop config explain KEY` shows one key, `strop config show NAME` a "
+        "whole resolved file.",
         "",
     ]
     for root, kind in ROOTS.items():
         if root == "ppo_megatron_trainer":
-            lines += ["## ppo_megatron_trainer", "", "The keys of ppo_trainer with `actor.strategy: megatron`; see there.", ""]
+            lines += [
+                "## ppo_megatron_trainer",
+                "",
+                "The keys of ppo_trainer with `actor.strategy: megatron`; see there.",
+                "",
+            ]
             continue
         lines += [f"## {root}", "", (kind.__doc__ or "").strip(), ""]
         about = dict(sections(kind))
@@ -150,7 +184,11 @@ def reference() -> str:
         lines.append("")
     lines += ["## Old names", "", "| old | now | why |", "|---|---|---|"]
     for alias in ALIASES:
-        new = "depends on the value" if callable(alias.new) else ", ".join(f"`{n.replace('{prefix}', '*')}`" for n in alias.new)
+        new = (
+            "depends on the value"
+            if callable(alias.new)
+            else ", ".join(f"`{n.replace('{prefix}', '*')}`" for n in alias.new)
+        )
         lines.append(f"| `{alias.old}` | {new} | {alias.why} |")
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""From a plain tree of values to typed dataclasses, or to a list of everything that is wrong with it."""
+"""Builds typed dataclasses from a plain tree of values, or reports every wrong value at once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, TypeVar
 
-from strop.config.schema.walk import hints, is_section, keys, type_name
+from strop.config.schema.reflect import hints, is_section, keys, type_name
 from strop.registry import Registry, did_you_mean, nearest
+
+Kind = TypeVar("Kind")
 
 
 class ConfigError(ValueError):
@@ -21,24 +23,27 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def build(kind: type, tree: Mapping[str, Any]) -> Any:
-    """An instance of the dataclass `kind` from a resolved tree. Raises ConfigError with all problems at once."""
+def build(kind: type[Kind], tree: Mapping[str, object]) -> Kind:
+    """An instance of the dataclass `kind` from a resolved tree. Raises ConfigError with all problems at
+    once."""
     problems: list[str] = []
     made = _section(kind, tree, "", problems, kind)
-    if problems:
+    if problems or not isinstance(made, kind):
         raise ConfigError(problems)
     return made
 
 
-def _section(kind: type, tree: Any, path: str, problems: list[str], root: type) -> Any:
+def _section(kind: type, tree: object, path: str, problems: list[str], root: type) -> object:
     if not isinstance(tree, Mapping):
-        problems.append(f"{path.rstrip('.')}: expected a section with keys such as {_some(kind)}, got {tree!r}.")
+        problems.append(
+            f"{path.rstrip('.')}: expected a section with keys such as {_some(kind)}, got {tree!r}."
+        )
         return None
     types_of = hints(kind)
     for name in tree:
         if name not in types_of:
             problems.append(unknown_key(f"{path}{name}", root))
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for field in fields(kind):
         where = f"{path}{field.name}"
         wanted = types_of[field.name]
@@ -48,13 +53,17 @@ def _section(kind: type, tree: Any, path: str, problems: list[str], root: type) 
             continue
         value = tree[field.name]
         if is_section(wanted):
-            values[field.name] = _section(wanted, value if value is not None else {}, f"{where}.", problems, root)
+            values[field.name] = _section(
+                wanted, value if value is not None else {}, f"{where}.", problems, root
+            )
         else:
             values[field.name] = _leaf(wanted, value, where, field.metadata, problems)
     return None if problems else kind(**values)
 
 
-def _leaf(wanted: Any, value: Any, where: str, facts: Mapping[str, Any], problems: list[str]) -> Any:
+def _leaf(
+    wanted: object, value: object, where: str, facts: Mapping[str, object], problems: list[str]
+) -> object:
     try:
         value = convert(wanted, value)
     except (TypeError, ValueError):
@@ -66,8 +75,9 @@ def _leaf(wanted: Any, value: Any, where: str, facts: Mapping[str, Any], problem
     return value
 
 
-def convert(wanted: Any, value: Any) -> Any:
-    """`value` as the wanted type; TypeError or ValueError if it is not one. Numbers written as text count as numbers."""
+def convert(wanted: object, value: object) -> object:
+    """`value` as the wanted type; TypeError or ValueError if it is not one. Numbers written as text count as
+    numbers."""
     if wanted is Any:
         return value
     if isinstance(wanted, types.UnionType):
@@ -102,10 +112,10 @@ def convert(wanted: Any, value: Any) -> Any:
         return number
     if number != int(number):
         raise TypeError(value)
-    return int(number) if isinstance(value, float) else int(float(value)) if isinstance(value, str) else value
+    return value if isinstance(value, int) else int(number)
 
 
-def _convert_union(wanted: Any, value: Any) -> Any:
+def _convert_union(wanted: object, value: object) -> object:
     options = typing.get_args(wanted)
     exact = [o for o in options if (typing.get_origin(o) or o) is type(value)]
     for option in [*exact, *options]:
@@ -116,9 +126,10 @@ def _convert_union(wanted: Any, value: Any) -> Any:
     raise TypeError(value)
 
 
-def limit_broken(value: Any, facts: Mapping[str, Any]) -> str | None:
+def limit_broken(value: object, facts: Mapping[str, Any]) -> str | None:
     """Which limit of a field a value breaks, in words."""
-    choices, registry = facts.get("choices"), facts.get("one_of")
+    choices = facts.get("choices")
+    registry = facts.get("one_of")
     if choices is not None and value not in choices:
         listed = ", ".join("null" if c is None else str(c) for c in choices)
         return f"{value!r} is not one of: {listed}.{did_you_mean(str(value), [str(c) for c in choices])}"
@@ -144,7 +155,9 @@ def unknown_key(path: str, root: type) -> str:
     known = [key.path for key in keys(root)]
     name = path.rpartition(".")[2]
     close = [p for p in known if p.rpartition(".")[2] == name] + nearest(path, known)
-    close = sorted(set(close), key=lambda p: (not p.endswith(f".{path}"), -SequenceMatcher(None, path, p).ratio(), p))
+    close = sorted(
+        set(close), key=lambda p: (not p.endswith(f".{path}"), -SequenceMatcher(None, path, p).ratio(), p)
+    )
     if not close:
         names = {p.rpartition(".")[2]: p for p in known}
         close = [names[n] for n in nearest(name, names)]

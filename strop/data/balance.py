@@ -1,7 +1,8 @@
-"""Equal work for every rank and a token budget for every micro-batch.
+"""Load balancing: equal work for every rank, and micro-batches within a token budget.
 
-Everything here speaks of indices: sequence lengths go in, lists of row numbers come out, and `inverse_permutation` undoes any
-reordering. The multiway differencing method of Karmarkar and Karp (1982) keeps the heaviest part within a hair of the mean.
+All functions take sequence lengths and return lists of row indices; `inverse_permutation` undoes a
+reordering. The multiway differencing method of Karmarkar and Karp (1982) keeps the heaviest part close to the
+mean.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 Partition = list[list[int]]
-_Part = tuple[int, int, int, list[int]]  # weight, count, first row, rows: an order without ties, since rows are disjoint
+_Part = tuple[int, int, int, list[int]]
+"""Weight, count, first row, rows: sorting has no ties, because the rows are disjoint."""
 
 
 def workload(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Cost of a sequence of L tokens, 24576 L + L²: matrix products are linear in L, attention is quadratic.
+    """Return the cost of sequences of L tokens, 24576 L + L²: matmuls are linear in L, attention is
+    quadratic.
 
     The constant is the ratio of the two for a model of hidden size 4096 (six times the hidden size).
     """
@@ -29,15 +33,19 @@ def workload(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
 def karmarkar_karp(weights: Sequence[int], parts: int, *, equal_size: bool = False) -> Partition:
     """Divide rows into `parts` of nearly equal weight; with `equal_size` also of exactly equal count.
 
-    Largest differencing: keep a heap of partial partitions ordered by spread (heaviest part minus lightest), and repeatedly
-    merge the two widest, heavy parts of one with light parts of the other. Parts come heaviest first.
+    Largest differencing: keep a heap of partial partitions ordered by spread (heaviest part minus lightest),
+    and repeatedly merge the two with the largest spread, heavy parts of one with light parts of the other.
+    The heaviest part comes first.
     """
     _check_parts(len(weights), parts, equal_size)
     order = sorted(range(len(weights)), key=lambda row: (weights[row], row))
-    step = parts if equal_size else 1
+    step = 1
+    if equal_size:
+        step = parts
     heap = []
     for start in range(0, len(order), step):
-        state = sorted(((int(weights[row]), 1, row, [row]) for row in order[start : start + step]), reverse=True)
+        state: list[_Part] = [(int(weights[row]), 1, row, [row]) for row in order[start : start + step]]
+        state.sort(reverse=True)
         heap.append(_keyed(state, parts))
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -53,32 +61,38 @@ def balanced_partitions(weights: Sequence[int], parts: int, *, equal_size: bool 
 
 
 def greedy_partition(weights: Sequence[int], parts: int, *, equal_size: bool = False) -> Partition:
-    """Give each row, in the order it arrives, to the lightest part so far (with `equal_size`: among the least filled)."""
+    """Assign each row, in order, to the lightest part so far (with `equal_size`: among those with fewest
+    rows)."""
     _check_parts(len(weights), parts, equal_size)
     chosen: Partition = [[] for _ in range(parts)]
     heap = [(0, 0, part) for part in range(parts)]
     for row, weight in enumerate(weights):
         count, total, part = heapq.heappop(heap)
         chosen[part].append(row)
-        heapq.heappush(heap, (count + 1 if equal_size else 0, total + int(weight), part))
+        if equal_size:
+            count += 1
+        heapq.heappush(heap, (count, total + int(weight), part))
     return chosen
 
 
 def group_balanced_partitions(lengths: Sequence[int], groups: Sequence[object], parts: int) -> Partition:
-    """Balance whole groups (the samples of one prompt stay together), the same number of groups in every part."""
+    """Balance whole groups (the samples of one prompt), with the same number of groups in every part."""
     if len(groups) != len(lengths):
-        raise ValueError(f"`groups` names {len(groups)} rows but `lengths` has {len(lengths)}; both need one entry per row.")
+        raise ValueError(
+            f"`groups` names {len(groups)} rows but `lengths` has {len(lengths)}; both need one entry per "
+            "row."
+        )
     members: dict[object, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
     blocks = list(members.values())
     if len(blocks) % parts:
         raise ValueError(
-            f"{len(blocks)} groups cannot be dealt evenly to {parts} parts; make the number of prompts a multiple of {parts}."
+            f"{len(blocks)} groups cannot be divided evenly into {parts} parts; make the number of prompts a "
+            f"multiple of {parts}."
         )
-    costs = workload(lengths)
-    dealt = balanced_partitions([int(costs[rows].sum()) for rows in blocks], parts, equal_size=True)
-    return [[row for block in part for row in blocks[block]] for part in dealt]
+    partition = balanced_partitions(_block_costs(lengths, blocks), parts, equal_size=True)
+    return [_rows_of(part, blocks) for part in partition]
 
 
 def micro_batches(
@@ -93,74 +107,81 @@ def micro_batches(
 ) -> Partition:
     """Split rows into micro-batches of at most `max_tokens` tokens and nearly equal work.
 
-    The count starts at ceil(tokens / max_tokens), at least `min_count`, rounded up to `count_multiple` (pipeline stages), and
-    grows until every micro-batch fits. All ranks must run the same count: pass the largest one as `min_count`. With
-    `group_size`, that many consecutive rows are never parted. `padded_width` is given when the micro-batches stay padded, so
-    that a budget below one row is refused. `light_ends` puts the light ones first and last, where pipeline bubbles are.
+    The count starts at ceil(tokens / max_tokens), at least `min_count`, rounded up to `count_multiple`
+    (pipeline stages), and grows until every micro-batch fits. All ranks must run the same count: pass the
+    largest one as `min_count`. With `group_size`, that many consecutive rows are never separated.
+    `padded_width` is given for padded micro-batches, so that a budget below one row raises. `light_ends` puts
+    the light ones first and last, where pipeline bubbles are.
     """
     blocks = _blocks(lengths, max_tokens, group_size, padded_width)
-    costs = workload(lengths)
-    block_tokens = [sum(int(lengths[row]) for row in rows) for rows in blocks]
-    block_costs = [int(costs[rows].sum()) for rows in blocks]
+    block_tokens = [_total(lengths, rows) for rows in blocks]
+    block_costs = _block_costs(lengths, blocks)
     count = max(min_count, math.ceil(sum(block_tokens) / max_tokens), 1)
     while True:
         count = math.ceil(count / count_multiple) * count_multiple
         if count > len(blocks):
+            unit = "rows"
+            if group_size > 1:
+                unit = "groups"
             raise ValueError(
-                f"{count} micro-batches were asked for, but there are only {len(blocks)} "
-                f"{'groups' if group_size > 1 else 'rows'} to fill them (min_count={min_count}, "
-                f"count_multiple={count_multiple}, max_tokens={max_tokens}). Raise the token budget or the batch size."
+                f"{count} micro-batches were asked for, but there are only {len(blocks)} {unit} to fill them "
+                f"(min_count={min_count}, count_multiple={count_multiple}, max_tokens={max_tokens}). Raise "
+                "the token budget or the batch size."
             )
         parts = balanced_partitions(block_costs, count)
-        if all(sum(block_tokens[block] for block in part) <= max_tokens for part in parts):
+        if max(_total(block_tokens, part) for part in parts) <= max_tokens:
             break
         count += max(1, count // 100)  # one by one would take minutes for tens of thousands of rows
     if light_ends:
-        parts.sort(key=lambda part: (sum(block_costs[block] for block in part), part[0]), reverse=True)
-        parts = both_ends(parts)
-    return [[row for block in part for row in blocks[block]] for part in parts]
+        parts.sort(key=lambda part: (_total(block_costs, part), part[0]), reverse=True)
+        parts = light_ends_order(parts)
+    return [_rows_of(part, blocks) for part in parts]
 
 
-def both_ends(heaviest_first: Partition) -> Partition:
-    """Reorder so that the heaviest sits in the middle and weights fall towards both ends."""
+def light_ends_order(heaviest_first: Partition) -> Partition:
+    """Return the parts with the heaviest in the middle and the lightest at both ends."""
     return heaviest_first[::2][::-1] + heaviest_first[1::2]
 
 
 def first_fit_count(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many bins first-fit needs, in the given order; a row over the budget gets a bin of its own."""
-    room: list[int] = []
+    """Return the number of bins that first-fit needs, in the given order; a row over the budget fills one
+    bin."""
+    free_tokens: list[int] = []
     for length in lengths:
-        for place, free in enumerate(room):
+        for bin_index, free in enumerate(free_tokens):
             if length <= free:
-                room[place] -= length
+                free_tokens[bin_index] -= length
                 break
         else:
-            room.append(max_tokens - length)
-    return len(room)
+            free_tokens.append(max_tokens - length)
+    return len(free_tokens)
 
 
 def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """Where each row went: `shuffled[inverse[i]]` is row i, given `shuffled[j]` is row `order[j]`."""
+    """Return the position of each row: `shuffled[inverse[i]]` is row i, if `shuffled[j]` is row
+    `order[j]`."""
     inverse = [-1] * len(order)
-    for place, row in enumerate(order):
+    for position, row in enumerate(order):
         if not 0 <= row < len(order) or inverse[row] >= 0:
-            raise ValueError(f"`order` is not a permutation of 0..{len(order) - 1}: entry {place} is {row}.")
-        inverse[row] = place
+            raise ValueError(
+                f"`order` is not a permutation of 0..{len(order) - 1}: entry {position} is {row}."
+            )
+        inverse[row] = position
     return inverse
 
 
 def restore_order(partition: Sequence[Sequence[int]]) -> list[int]:
-    """The index that undoes a concatenation of micro-batches: `concatenated[restore_order(parts)]` is the original order."""
-    return inverse_permutation([row for part in partition for row in part])
+    """Return the index that restores the original order: `concatenated[restore_order(parts)]`."""
+    return inverse_permutation(list(chain.from_iterable(partition)))
 
 
 def imbalance_metrics(
     lengths: Sequence[int], partition: Sequence[Sequence[int]], *, prefix: str = "global_seqlen"
 ) -> dict[str, float]:
-    """Tokens per rank before balancing (contiguous rows) and after it."""
+    """Return metrics of the tokens per rank, before balancing (contiguous rows) and after it."""
     parts = len(partition)
     before = [int(sum(chunk)) for chunk in np.array_split(np.asarray(lengths, dtype=np.int64), parts)]
-    after = [sum(int(lengths[row]) for row in rows) for rows in partition]
+    after = [_total(lengths, rows) for rows in partition]
     return {
         f"{prefix}/min": min(before),
         f"{prefix}/max": max(before),
@@ -172,19 +193,23 @@ def imbalance_metrics(
 
 
 def _keyed(state: list[_Part], parts: int) -> tuple[tuple[int, int, int, int], list[_Part]]:
-    """Heap key: widest spread first, then the heaviest leading part. A state lists its non-empty parts only."""
+    """Return a heap entry: largest spread first, then the heaviest part. A state has its non-empty parts
+    only."""
     weight, count, first, _ = state[0]
-    lightest = state[-1][0] if len(state) == parts else 0
+    lightest = 0
+    if len(state) == parts:
+        lightest = state[-1][0]
     return (lightest - weight, -weight, -count, -first), state
 
 
 def _merge(wide: list[_Part], narrow: list[_Part], parts: int) -> list[_Part]:
-    """Pair the i-th heaviest of `wide` with the i-th lightest of `narrow`, empty parts counting as lightest."""
-    alone = parts - len(narrow)
-    merged = wide[:alone]
-    for place in range(alone, len(wide)):
-        weight, count, first, rows = wide[place]
-        other = narrow[parts - 1 - place]
+    """Join the i-th heaviest part of `wide` with the i-th lightest of `narrow`; empty parts are the
+    lightest."""
+    unpaired = parts - len(narrow)
+    merged = wide[:unpaired]
+    for index in range(unpaired, len(wide)):
+        weight, count, first, rows = wide[index]
+        other = narrow[parts - 1 - index]
         rows.extend(other[3])
         merged.append((weight + other[0], count + other[1], first, rows))
     merged.extend(narrow[: parts - len(wide)])
@@ -195,21 +220,42 @@ def _merge(wide: list[_Part], narrow: list[_Part], parts: int) -> list[_Part]:
 def _blocks(lengths: Sequence[int], max_tokens: int, group_size: int, padded_width: int | None) -> Partition:
     if padded_width is not None and max_tokens < padded_width:
         raise ValueError(
-            f"max_tokens={max_tokens} is below one padded row of {padded_width} tokens; set it to {padded_width} or more."
+            f"max_tokens={max_tokens} is below one padded row of {padded_width} tokens; set it to "
+            f"{padded_width} or more."
         )
     if not lengths or len(lengths) % group_size:
-        raise ValueError(f"{len(lengths)} rows cannot be cut into groups of group_size={group_size}.")
+        raise ValueError(f"{len(lengths)} rows cannot be divided into groups of group_size={group_size}.")
     blocks = [list(range(start, start + group_size)) for start in range(0, len(lengths), group_size)]
     for rows in blocks:
-        tokens = sum(int(lengths[row]) for row in rows)
+        tokens = _total(lengths, rows)
         if tokens > max_tokens:
-            what = f"row {rows[0]}" if group_size == 1 else f"the group of rows {rows[0]}..{rows[-1]}"
-            raise ValueError(f"{what} has {tokens} tokens, over max_tokens={max_tokens}; set it to {tokens} or more.")
+            what = f"row {rows[0]}"
+            if group_size > 1:
+                what = f"the group of rows {rows[0]}..{rows[-1]}"
+            raise ValueError(
+                f"{what} has {tokens} tokens, over max_tokens={max_tokens}; set it to {tokens} or more."
+            )
     return blocks
+
+
+def _total(values: Sequence[int], rows: Sequence[int]) -> int:
+    return sum(int(values[row]) for row in rows)
+
+
+def _block_costs(lengths: Sequence[int], blocks: Partition) -> list[int]:
+    costs = workload(lengths)
+    return [int(costs[rows].sum()) for rows in blocks]
+
+
+def _rows_of(part: Sequence[int], blocks: Partition) -> list[int]:
+    """Return the rows of the blocks in a part."""
+    return list(chain.from_iterable(blocks[block] for block in part))
 
 
 def _check_parts(rows: int, parts: int, equal_size: bool) -> None:
     if parts < 1 or rows < parts:
         raise ValueError(f"{rows} rows cannot fill {parts} parts; ask for 1 to {rows} parts.")
     if equal_size and rows % parts:
-        raise ValueError(f"{rows} rows cannot be divided equally into {parts} parts; use a multiple of {parts} rows.")
+        raise ValueError(
+            f"{rows} rows cannot be divided equally into {parts} parts; use a multiple of {parts} rows."
+        )

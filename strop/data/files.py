@@ -1,8 +1,9 @@
-"""Files of rows: parquet, json and jsonl, on this machine or behind any fsspec address.
+"""Read rows of parquet, json and jsonl files, local or at any fsspec address.
 
-Opening a file costs a glance: parquet is known by its footer and decoded into one Arrow table at the first row, jsonl is an
-index of line positions. Only the row that is asked for becomes Python. JSON is parsed line by line and not by Arrow, whose
-type inference refuses columns of mixed type and turns strings that look like dates into dates.
+Opening a file is cheap: of parquet only the footer is read, and the Arrow table is decoded at the first row;
+of jsonl an index of line positions is built. Only requested rows become Python objects. JSON is parsed line
+by line and not by Arrow, whose type inference refuses columns of mixed type and turns date-like strings into
+dates.
 """
 
 from __future__ import annotations
@@ -15,34 +16,45 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strop.registry import did_you_mean
 
+if TYPE_CHECKING:
+    import pyarrow
+
 Row = dict[str, Any]
+RowSource = Sequence[Any]  # `FileRows`, or a user's data set of dictionaries or finished items
 FORMATS = (".parquet", ".json", ".jsonl")
 HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+FINGERPRINT_BYTES = 1 << 16  # of each end of a file
+PARQUET_BATCH = 8192  # rows
 
 
 def cache_root() -> Path:
-    """Where copies of remote files live: $STROP_CACHE, or ~/.cache/strop."""
+    """Return the folder for copies of remote files: $STROP_CACHE, or ~/.cache/strop."""
     return Path(os.environ.get("STROP_CACHE") or "~/.cache/strop").expanduser()
 
 
 def is_remote(address: str) -> bool:
+    """Whether an address is not a local path."""
     return "://" in address and not address.startswith("file://")
 
 
 def fetch(address: str) -> Path:
-    """The local path of a file; a remote one is copied to the cache, once per version of its content."""
-    return _download(address) if is_remote(address) else _local(address)
+    """Return the local path of a file; a remote one is copied to the cache, once per version."""
+    if is_remote(address):
+        return _download(address)
+    return _local(address)
 
 
 class RowFile(ABC):
-    """Rows of one file, by number."""
+    """The rows of one file, by index."""
 
     def __init__(self, address: str, path: Path):
         self.address = address
@@ -57,11 +69,11 @@ class RowFile(ABC):
     def __getitem__(self, row: int) -> Row: ...
 
     @abstractmethod
-    def column(self, name: str) -> Iterator[Any]:
-        """The values of one column, top to bottom; None where a row lacks it."""
+    def column(self, name: str) -> Iterator[object]:
+        """Yield the values of one column; None for rows without it."""
 
-    def table(self) -> Any:
-        """All rows as one Arrow table."""
+    def table(self) -> pyarrow.Table:
+        """Return all rows as one Arrow table."""
         import pyarrow
 
         columns = {}
@@ -69,26 +81,32 @@ class RowFile(ABC):
             try:
                 columns[name] = pyarrow.array(list(self.column(name)))
             except (pyarrow.ArrowException, OverflowError) as error:
-                said = " ".join(str(error).split())[:200]
-                raise ValueError(f"{self.address}: the column {name!r} has values of different types: {said}") from error
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"{self.address}: the column {name!r} has values of different types: {reason}"
+                ) from error
         return pyarrow.table(columns)
 
     @property
     def stem(self) -> str:
+        """The file name without its extension."""
         return Path(self.address.rpartition("/")[2]).stem
 
     def fingerprint(self) -> str:
-        """Changes when the file does. Reads its size and both ends (a parquet footer describes every page), not all of it."""
+        """Return a hash that changes with the file; of its size and both ends (a parquet footer lists all
+        pages)."""
         size = self.path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with self.path.open("rb") as file:
-            digest.update(file.read(1 << 16))
-            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
             digest.update(file.read())
         return digest.hexdigest()[:16]
 
 
 class ParquetFile(RowFile):
+    """A parquet file; its table is read at the first row."""
+
     def __init__(self, address: str, path: Path):
         super().__init__(address, path)
         import pyarrow
@@ -101,7 +119,7 @@ class ParquetFile(RowFile):
             self.columns = list(pyarrow.parquet.read_schema(path).names)
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(address, "parquet", error) from error
-        self._table: Any = None
+        self._table: pyarrow.Table | None = None
 
     def __len__(self) -> int:
         return self._rows
@@ -109,35 +127,39 @@ class ParquetFile(RowFile):
     def __getitem__(self, row: int) -> Row:
         if self._table is None:
             self._table = self._read(None)
-        return self._table.slice(row, 1).to_pylist(maps_as_pydicts="lossy")[0]
+        rows: list[Row] = self._table.slice(row, 1).to_pylist(maps_as_pydicts="lossy")
+        return rows[0]
 
-    def column(self, name: str) -> Iterator[Any]:
+    def column(self, name: str) -> Iterator[object]:
         if name not in self.columns:
-            yield from (None for _ in range(len(self)))
+            yield from [None] * len(self)
             return
-        for batch in self._read([name]).to_batches(max_chunksize=8192):
+        for batch in self._read([name]).to_batches(max_chunksize=PARQUET_BATCH):
             yield from batch.column(0).to_pylist(maps_as_pydicts="lossy")
 
-    def table(self) -> Any:
+    def table(self) -> pyarrow.Table:
         return self._read(None)
 
-    def _read(self, columns: list[str] | None) -> Any:
+    def _read(self, columns: list[str] | None) -> pyarrow.Table:
         import pyarrow
         import pyarrow.parquet
 
         try:
             table = pyarrow.parquet.read_table(self.path, columns=columns, memory_map=True, partitioning=None)
-            table.validate(full=True)  # rotten text would otherwise surface at its row, in the middle of a run
+            table.validate(
+                full=True
+            )  # invalid UTF-8 would otherwise raise at its row, in the middle of a run
             return table
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(self.address, "parquet", error) from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # other processes read the file themselves
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_table": None}  # worker processes read the file themselves
 
 
 class JsonLinesFile(RowFile):
-    """One JSON object per line. Every line is parsed once at the start, so that a bad one is found before a run begins."""
+    """One JSON object per line. Every line is parsed when the file is opened, so that errors are found
+    early."""
 
     def __init__(self, address: str, path: Path):
         super().__init__(address, path)
@@ -162,10 +184,11 @@ class JsonLinesFile(RowFile):
             raise _corrupt(self.address, "json", error, row) from error
         return _object(value, self.address, row)
 
-    def column(self, name: str) -> Iterator[Any]:
-        return (self[row].get(name) for row in range(len(self)))
+    def column(self, name: str) -> Iterator[object]:
+        for row in range(len(self)):
+            yield self[row].get(name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_bytes": None}
 
 
@@ -178,59 +201,61 @@ class JsonArrayFile(RowFile):
             values = json.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise _corrupt(address, "json", error) from error
-        self._values = [_object(value, address, row) for row, value in enumerate(values)]
-        self.columns = list(dict.fromkeys(name for row in self._values for name in row))
+        self._rows = [_object(value, address, row) for row, value in enumerate(values)]
+        self.columns = list(dict.fromkeys(chain.from_iterable(self._rows)))
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._rows)
 
     def __getitem__(self, row: int) -> Row:
-        return self._values[row]
+        return self._rows[row]
 
-    def column(self, name: str) -> Iterator[Any]:
-        return (row.get(name) for row in self._values)
+    def column(self, name: str) -> Iterator[object]:
+        for row in self._rows:
+            yield row.get(name)
 
 
-class Rows(Sequence[Row]):
-    """Several files, one after the other."""
+class FileRows(Sequence[Row]):
+    """The rows of several files, concatenated."""
 
     def __init__(self, files: Sequence[RowFile]):
         self.files = list(files)
         self.counts = [len(file) for file in self.files]
-        self._ends = np.cumsum(self.counts).tolist()
+        self._ends: list[int] = np.cumsum(self.counts).tolist()
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return sum(self.counts)
 
     def __getitem__(self, index: Any) -> Any:
         file, row = self.place(index)
         return file[row]
 
     def place(self, index: int) -> tuple[RowFile, int]:
-        """The file of a row, and the row's number in it."""
+        """Return the file of a row, and the row's index in it."""
         if not 0 <= index < len(self):
             raise IndexError(f"Row {index} of {len(self)}.")
         number = bisect.bisect_right(self._ends, index)
         return self.files[number], index - (self._ends[number] - self.counts[number])
 
     def where(self, index: int) -> str:
-        """How to name a row to a person; rows count from 0."""
+        """Return the file and row number of a row, for messages; rows count from 0."""
         file, row = self.place(index)
         return f"{file.address}, row {row}"
 
-    def column(self, name: str) -> Iterator[Any]:
+    def column(self, name: str) -> Iterator[object]:
+        """Yield the values of one column over all files."""
         for file in self.files:
             yield from file.column(name)
 
     @property
     def columns(self) -> list[str]:
-        """Columns that every file has, in the order of the first."""
+        """Columns that every file has, in the order of the first file."""
         if not self.files:
             return []
         return [name for name in self.files[0].columns if all(name in file.columns for file in self.files)]
 
-    def table(self) -> Any:
-        """All rows as one Arrow table; a column that a file lacks is null there."""
+    def table(self) -> pyarrow.Table:
+        """Return all rows as one Arrow table; a column that a file lacks is null."""
         import pyarrow
 
         try:
@@ -240,19 +265,22 @@ class Rows(Sequence[Row]):
             raise ValueError(f"{names} cannot be joined: {' '.join(str(error).split())[:200]}") from error
 
     def fingerprint(self) -> str:
+        """Return a hash that changes with any of the files."""
         return hashlib.sha256("".join(file.fingerprint() for file in self.files).encode()).hexdigest()[:16]
 
 
 def addresses(files: str | Sequence[str] | None, *, key: str = "data.train_files") -> list[str]:
-    """One path or a list of them, as a list."""
-    listed = [files] if isinstance(files, str | os.PathLike) else list(files or [])
+    """Return one path or a list of paths as a list."""
+    if isinstance(files, str | os.PathLike):
+        return [str(files)]
+    listed = list(files or [])
     if not listed:
         raise ValueError(f"{key} names no file. Set it to one path or a list of them.")
     return [str(file) for file in listed]
 
 
 def open_file(address: str) -> RowFile:
-    """Open one file by its extension. Missing, corrupt or empty: ValueError that names it."""
+    """Open one file by its extension; ValueError if it is missing, corrupt or empty."""
     path = fetch(address)
     kind = _format(address)
     if path.stat().st_size == 0:
@@ -268,13 +296,13 @@ def open_file(address: str) -> RowFile:
     return opened
 
 
-def open_rows(files: str | Sequence[str] | None, *, key: str = "data.train_files") -> Rows:
-    """Open all files of a setting; `key` is its name, for messages."""
-    return Rows([open_file(address) for address in addresses(files, key=key)])
+def open_rows(files: str | Sequence[str] | None, *, key: str = "data.train_files") -> FileRows:
+    """Open all files of a setting; `key` is the setting, for messages."""
+    return FileRows([open_file(address) for address in addresses(files, key=key)])
 
 
 def count_rows(files: str | Sequence[str]) -> int:
-    """How many rows files have, from parquet footers and line ends alone."""
+    """Return the number of rows of files; only parquet footers and line ends are read."""
     total = 0
     for address in addresses(files):
         path = fetch(address)
@@ -288,41 +316,47 @@ def count_rows(files: str | Sequence[str]) -> int:
 def _format(address: str) -> str:
     suffix = Path(address.partition("?")[0]).suffix.lower()
     if suffix not in FORMATS:
-        raise ValueError(f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}.")
+        raise ValueError(
+            f"{address} ends in {suffix or 'no extension'!r}; files of rows end in {', '.join(FORMATS)}."
+        )
     return suffix
 
 
 def _first_byte(path: Path) -> bytes:
     with path.open("rb") as file:
-        while piece := file.read(4096):
-            text = piece.removeprefix(b"\xef\xbb\xbf").lstrip()
+        while chunk := file.read(4096):
+            text = chunk.removeprefix(b"\xef\xbb\xbf").lstrip()
             if text:
                 return text[:1]
     return b""
 
 
-def _line_spans(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Start and end of every line that is not blank."""
+def _line_spans(path: Path) -> NDArray[np.int64]:
+    """Return the start and end of every line that is not blank."""
     spans = []
-    place = 0
+    position = 0
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                spans.append((place, place + len(line)))
-            place += len(line)
+                spans.append((position, position + len(line)))
+            position += len(line)
     return np.asarray(spans, dtype=np.int64).reshape(-1, 2)
 
 
-def _object(value: Any, address: str, row: int) -> Row:
+def _object(value: object, address: str, row: int) -> Row:
     if not isinstance(value, dict):
-        raise ValueError(f"{address}, row {row} is a JSON {type(value).__name__}; a row is an object with columns as keys.")
+        raise ValueError(
+            f"{address}, row {row} is a JSON {type(value).__name__}; a row is an object with columns as keys."
+        )
     return value
 
 
 def _corrupt(address: str, kind: str, error: BaseException, row: int | None = None) -> ValueError:
-    place = address if row is None else f"{address}, row {row}"
-    said = " ".join(str(error).split())[:300]
-    return ValueError(f"{place} cannot be read as {kind}: {type(error).__name__}: {said}")
+    where = address
+    if row is not None:
+        where = f"{address}, row {row}"
+    reason = " ".join(str(error).split())[:300]
+    return ValueError(f"{where} cannot be read as {kind}: {type(error).__name__}: {reason}")
 
 
 def _local(address: str) -> Path:
@@ -330,15 +364,18 @@ def _local(address: str) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        held = sorted(file.name for file in path.iterdir() if file.suffix in FORMATS)
-        raise ValueError(f"{address} is a folder; name its files. It holds: {', '.join(held[:10]) or 'no file of rows'}.")
+        names = sorted(file.name for file in path.iterdir() if file.suffix in FORMATS)
+        raise ValueError(
+            f"{address} is a folder; name its files. It holds: {', '.join(names[:10]) or 'no file of rows'}."
+        )
     if HUB_NAME.fullmatch(address) and path.suffix.lower() not in FORMATS:
         raise ValueError(
             f"{address} does not exist. A data set of the Hugging Face hub is named by its files: "
             f"hf://datasets/{address}/FILE.parquet, or the paths of files that were fetched."
         )
-    beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    hint = did_you_mean(path.name, beside) if path.parent.is_dir() else f" The folder {path.parent} does not exist either."
+    hint = f" The folder {path.parent} does not exist either."
+    if path.parent.is_dir():
+        hint = did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
     raise ValueError(f"{address} does not exist.{hint}")
 
 

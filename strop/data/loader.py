@@ -1,53 +1,64 @@
-"""Batches of rows in a seeded order, resumable at the exact row.
+"""A data loader: batches of rows in a seeded order, resumable at the exact row.
 
-A loader's whole state is an epoch and a number of rows drawn in it; the order of an epoch is a function of the seed and the
-epoch. A state carries a fingerprint of the data, because a position in other data means nothing.
+Its state is an epoch and the number of rows drawn in it; the order of an epoch is a function of the seed and
+the epoch. A saved state holds a fingerprint of the data, because a position is valid for the same data only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from strop.config.schema.data import Data, Sampler
-from strop.data.custom import order_seed
-from strop.data.prompts import PromptDataset, Split
-from strop.data.selection import permutation
-from strop.data.workers import Ahead, items
+from strop.config.schema.data import DataConfig, SamplerConfig
+from strop.data.prompts import PromptDataset, Split, content_fingerprint, order_seed
+from strop.data.selection import Indices, permutation
+from strop.data.workers import Prefetcher
 from strop.registry import load_attribute
+from strop.types import Prompt
 
 logger = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 
-class Loader:
-    """Draws batches (lists of items) from anything with a length and items by place."""
+
+class RowSampler(Protocol):
+    """A user's order of rows: iterating it yields indices of the data set.
+
+    It may also have `__len__`, `update(batch)`, `state_dict()` and `load_state_dict(state)`.
+    """
+
+    def __iter__(self) -> Iterator[int]: ...
+
+
+class Loader(Generic[Item]):
+    """Draws batches (lists of items) from a data set."""
 
     def __init__(
         self,
-        dataset: Sequence[Any],
+        dataset: Sequence[Item],
         batch_size: int,
         *,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
-        sampler: Any = None,
+        sampler: RowSampler | None = None,
         workers: int = 0,
     ):
-        """`sampler` replaces the shuffled order: iterating it gives places, and it may have update(batch), state_dict() and
-        load_state_dict(). `workers` are processes that make items ahead of time."""
+        """`sampler` replaces the shuffled order; `workers` are processes that prepare items ahead of time."""
         if not len(dataset):
             raise ValueError("The data set holds no rows, so there is nothing to draw.")
         if drop_last and len(dataset) < batch_size:
             raise ValueError(
-                f"The data set has {len(dataset)} rows, fewer than one batch of {batch_size}, so no step could be made. "
-                f"Set data.train_batch_size (or data.gen_batch_size) to {len(dataset)} or less."
+                f"The data set has {len(dataset)} rows, fewer than one batch of {batch_size}, so no step "
+                f"could be made. Set data.train_batch_size (or data.gen_batch_size) to {len(dataset)} or "
+                "less."
             )
         if workers and sampler is not None:
             raise ValueError(
-                f"data.dataloader_num_workers={workers} makes batches ahead of time, before data.sampler has seen what came of "
-                "the step. Set data.dataloader_num_workers=0."
+                f"data.dataloader_num_workers={workers} prepares batches ahead of time, before data.sampler "
+                "has seen the result of the step. Set data.dataloader_num_workers=0."
             )
         self.dataset = dataset
         self.batch_size = batch_size
@@ -57,142 +68,172 @@ class Loader:
         self.sampler = sampler
         self.epoch = 0
         self.position = 0
-        self._order: tuple[tuple[int, int], Sequence[int]] | None = None
+        self._order: Sequence[int] | Indices = ()
+        self._order_key: tuple[int, int] | None = None
+        """Seed and epoch of `_order`."""
         self._sampled: Iterator[int] | None = None
-        self._ahead = Ahead(dataset, workers) if workers else None
+        self._prefetcher: Prefetcher[Item] | None = None
+        if workers:
+            self._prefetcher = Prefetcher(dataset, workers)
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        whole, rest = divmod(self._rows(), self.batch_size)
-        return whole if self.drop_last or not rest else whole + 1
+        rows = len(self.dataset)
+        if isinstance(self.sampler, Sized):
+            rows = len(self.sampler)
+        batches, rest = divmod(rows, self.batch_size)
+        if rest and not self.drop_last:
+            return batches + 1
+        return batches
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        """The batches that are left of this epoch; the next epoch begins at the next call."""
+    def __iter__(self) -> Iterator[list[Item]]:
+        """Yield the remaining batches of this epoch; the next epoch begins with the next iteration."""
         while (batch := self._draw()) is not None:
             yield batch
         self._next_epoch()
 
-    def draw(self) -> list[Any]:
-        """The next batch, from the next epoch if this one is used up."""
+    def draw(self) -> list[Item]:
+        """Return the next batch, of the next epoch if this one has ended."""
         batch = self._draw()
         if batch is None:
             self._next_epoch()
             batch = self._draw()
         if batch is None:
-            raise ValueError(f"data.sampler gave fewer than one batch of {self.batch_size} rows in a whole epoch.")
+            raise ValueError(
+                f"data.sampler gave fewer than one batch of {self.batch_size} rows in a whole epoch."
+            )
         return batch
 
-    def update(self, batch: Any) -> None:
-        """Tell a curriculum what came of a step."""
-        if hasattr(self.sampler, "update"):
+    def update(self, batch: object) -> None:
+        """Pass the result of a step to the sampler, for a curriculum."""
+        if self.sampler is not None and hasattr(self.sampler, "update"):
             self.sampler.update(batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
+    def state_dict(self) -> dict[str, object]:
+        """Return the position, and what is needed to check that it is valid."""
+        state: dict[str, object] = {
             "epoch": self.epoch,
             "position": self.position,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "rows": len(self.dataset),
-            "fingerprint": _fingerprint(self.dataset),
+            "fingerprint": content_fingerprint(self.dataset),
         }
-        if hasattr(self.sampler, "state_dict"):
+        if self.sampler is not None and hasattr(self.sampler, "state_dict"):
             state["sampler"] = self.sampler.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], *, on_change: Literal["error", "restart"] = "error") -> None:
-        """Go on where `state` was taken. If the data changed since: refuse, or `restart` the epoch with the new data."""
-        now = _fingerprint(self.dataset)
-        if state["fingerprint"] != now:
-            said = (
-                f"The data changed since the checkpoint: it had {state['rows']} rows (fingerprint {state['fingerprint']}), now "
-                f"there are {len(self.dataset)} ({now}). Row {state['position']} of epoch {state['epoch']} is not the same row."
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_change: Literal["error", "restart"] = "error"
+    ) -> None:
+        """Continue where `state` was saved. If the data changed: raise, or `restart` the epoch with the new
+        data."""
+        fingerprint = content_fingerprint(self.dataset)
+        if state["fingerprint"] != fingerprint:
+            change = (
+                f"The data changed since the checkpoint: it had {state['rows']} rows (fingerprint "
+                f"{state['fingerprint']}), now there are {len(self.dataset)} ({fingerprint}). Row "
+                f"{state['position']} of epoch {state['epoch']} is not the same row."
             )
             if on_change == "error":
                 raise ValueError(
-                    f"{said} Restore data.train_files, data.train_max_samples, data.seed and the length filter as they were, "
-                    "or begin a new run (trainer.resume_mode=disable)."
+                    f"{change} Restore data.train_files, data.train_max_samples, data.seed and the length "
+                    "filter as they were, or begin a new run (trainer.resume_mode=disable)."
                 )
-            logger.warning("%s Epoch %d begins anew.", said, state["epoch"])
-            self._go_to(int(state["epoch"]), 0)
+            logger.warning("%s Epoch %d starts again.", change, state["epoch"])
+            self._seek(int(state["epoch"]), 0)
             return
         if (state["seed"], state["shuffle"]) != (self.seed, self.shuffle):
             logger.warning(
-                "Rows go on in the order of the checkpoint (seed=%s, shuffle=%s), not as configured (seed=%s, shuffle=%s).",
+                "Rows continue in the order of the checkpoint (seed=%s, shuffle=%s), not as configured "
+                "(seed=%s, shuffle=%s).",
                 *(state["seed"], state["shuffle"], self.seed, self.shuffle),
             )
-            self.seed, self.shuffle = state["seed"], state["shuffle"]
-        self._go_to(int(state["epoch"]), int(state["position"]))
+            self.seed = state["seed"]
+            self.shuffle = state["shuffle"]
+        self._seek(int(state["epoch"]), int(state["position"]))
         if self.sampler is not None:
-            self._resume_sampler(state.get("sampler"))
+            self._resume_sampler(self.sampler, state.get("sampler"))
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        """Stop the worker processes."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
-    def _draw(self) -> list[Any] | None:
-        places = self._places()
-        if places is None:
-            return None
-        batch = self._ahead.take(places, self._following(places)) if self._ahead else items(self.dataset, places)
-        self.position += len(places)  # before the batch is handed out: a state taken while it is used counts it as drawn
-        return batch
-
-    def _places(self) -> list[int] | None:
-        """Places of the next batch, or None at the end of the epoch."""
-        if self.sampler is None:
-            places = self._slice(self.position)
-        else:
-            self._sampled = self._sampled or iter(self.sampler)
-            places = [int(place) for place in islice(self._sampled, self.batch_size)]
-        if not places or (self.drop_last and len(places) < self.batch_size):
-            return None
-        return places
-
-    def _slice(self, start: int, epoch: int | None = None) -> list[int]:
-        order = self.order(self.epoch if epoch is None else epoch)
-        return [int(place) for place in order[start : start + self.batch_size]]
-
-    def order(self, epoch: int) -> Sequence[int]:
-        """The places of an epoch, in the order in which they are drawn without a sampler."""
+    def order(self, epoch: int) -> Sequence[int] | Indices:
+        """Return the indices of an epoch, in the order in which they are drawn without a sampler."""
         if not self.shuffle:
             return range(len(self.dataset))
-        if self._order is None or self._order[0] != (self.seed, epoch):
-            self._order = ((self.seed, epoch), permutation(len(self.dataset), seed=self.seed, stream=epoch))  # type: ignore[assignment]
-        assert self._order is not None
-        return self._order[1]
+        if self._order_key != (self.seed, epoch):
+            self._order = permutation(len(self.dataset), seed=self.seed, stream=epoch)
+            self._order_key = (self.seed, epoch)
+        return self._order
 
-    def _following(self, places: list[int]) -> list[list[int]]:
-        """The batches after this one, as far as this epoch goes."""
-        assert self._ahead is not None
-        starts = (self.position + len(places) + self.batch_size * number for number in range(self._ahead.depth))
-        batches = (self._slice(start) for start in starts)
-        return [batch for batch in batches if batch and (len(batch) == self.batch_size or not self.drop_last)]
+    def _draw(self) -> list[Item] | None:
+        indices = self._next_indices()
+        if indices is None:
+            return None
+        if self._prefetcher is not None:
+            batch = self._prefetcher.take(indices, self._following(self._prefetcher.depth))
+        else:
+            batch = [self.dataset[index] for index in indices]
+        # Before the batch is returned: a state that is saved while the batch is used counts it as drawn.
+        self.position += len(indices)
+        return batch
 
-    def _rows(self) -> int:
-        return len(self.sampler) if hasattr(self.sampler, "__len__") else len(self.dataset)
+    def _next_indices(self) -> list[int] | None:
+        """Return the indices of the next batch, None at the end of the epoch."""
+        if self.sampler is None:
+            indices = self._slice(self.position)
+        else:
+            if self._sampled is None:
+                self._sampled = iter(self.sampler)
+            indices = [int(index) for index in islice(self._sampled, self.batch_size)]
+        if not self._is_batch(indices):
+            return None
+        return indices
+
+    def _is_batch(self, indices: list[int]) -> bool:
+        if self.drop_last:
+            return len(indices) == self.batch_size
+        return bool(indices)
+
+    def _slice(self, start: int) -> list[int]:
+        order = self.order(self.epoch)
+        return [int(index) for index in order[start : start + self.batch_size]]
+
+    def _following(self, count: int) -> list[list[int]]:
+        """Return the indices of up to `count` batches after the next one, in this epoch."""
+        batches = []
+        for number in range(1, count + 1):
+            indices = self._slice(self.position + self.batch_size * number)
+            if self._is_batch(indices):
+                batches.append(indices)
+        return batches
 
     def _next_epoch(self) -> None:
-        self._go_to(self.epoch + 1, 0)
+        self._seek(self.epoch + 1, 0)
 
-    def _go_to(self, epoch: int, position: int) -> None:
-        self.epoch, self.position, self._sampled = epoch, position, None
+    def _seek(self, epoch: int, position: int) -> None:
+        self.epoch = epoch
+        self.position = position
+        self._sampled = None
 
-    def _resume_sampler(self, state: Any) -> None:
-        """A sampler with a state goes on by itself; another one is run forward to the position."""
-        if state is not None and hasattr(self.sampler, "load_state_dict"):
-            self.sampler.load_state_dict(state)
+    def _resume_sampler(self, sampler: RowSampler, state: object) -> None:
+        """Restore the state of a sampler that has one; skip the drawn rows of any other sampler."""
+        if state is not None and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict(state)
             return
-        if hasattr(self.sampler, "update"):
+        if hasattr(sampler, "update"):
             logger.warning(
-                "data.sampler has update() but no state_dict() and load_state_dict(), so what it learned before the checkpoint "
-                "is lost; only its position is restored."
+                "data.sampler has update() but no state_dict() and load_state_dict(), so what it learned "
+                "before the checkpoint is lost; only its position is restored."
             )
-        self._sampled = islice(iter(self.sampler), self.position, None)
+        self._sampled = islice(iter(sampler), self.position, None)
 
 
-def build_loader(config: Data, dataset: PromptDataset, *, split: Split = "train") -> Loader:
-    """The loader of a configuration: training drops a last short batch, validation sees every row once."""
+def build_loader(config: DataConfig, dataset: PromptDataset, *, split: Split = "train") -> Loader[Prompt]:
+    """Build the loader of a configuration; training drops a short last batch, validation reads every row."""
     workers = config.dataloader_num_workers
     if split == "val":
         return Loader(
@@ -213,18 +254,19 @@ def build_loader(config: Data, dataset: PromptDataset, *, split: Split = "train"
     )
 
 
-def build_sampler(config: Sampler, dataset: Sequence[Any], data_config: Any) -> Any:
-    """The user's own order of rows: a class made from (dataset, config) that is iterated for places."""
+def build_sampler(
+    config: SamplerConfig, dataset: Sequence[object], data_config: DataConfig
+) -> RowSampler | None:
+    """Build the user's sampler (data.sampler) from (dataset, config); None if there is none."""
     if not config.class_path:
         return None
     if not config.class_name:
-        raise ValueError(f"data.sampler.class_path={config.class_path} is set but data.sampler.class_name is not.")
-    sampler = load_attribute(config.class_path, config.class_name)(dataset, data_config)
+        raise ValueError(
+            f"data.sampler.class_path={config.class_path} is set but data.sampler.class_name is not."
+        )
+    sampler: RowSampler = load_attribute(config.class_path, config.class_name)(dataset, data_config)
     if not hasattr(sampler, "__iter__"):
-        raise ValueError(f"{config.class_name} in {config.class_path} has no __iter__; a sampler gives the places of rows.")
+        raise ValueError(
+            f"{config.class_name} in {config.class_path} has no __iter__; a sampler yields indices of rows."
+        )
     return sampler
-
-
-def _fingerprint(dataset: Sequence[Any]) -> str:
-    own = getattr(dataset, "fingerprint", None)
-    return str(own()) if callable(own) else f"{type(dataset).__qualname__} of {len(dataset)}"

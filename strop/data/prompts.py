@@ -1,4 +1,4 @@
-"""The data set of reinforcement learning: rows of files become `Prompt`s, rendered when they are asked for."""
+"""The RL data set: rows of files as `Prompt`s, which are rendered on access."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from strop.config.schema.data import Data
-from strop.data.chat import Chat
-from strop.data.custom import custom_rows, order_seed
-from strop.data.files import Rows, open_rows
-from strop.data.measure import measure
-from strop.data.schema import Fields, Keys, check_columns, row_fields
+from strop.config.schema.data import DataConfig
+from strop.config.schema.supervised import SupervisedDataConfig
+from strop.data.chat import Chat, Tools
+from strop.data.files import FileRows, Row, RowSource, open_rows
+from strop.data.schema import ColumnKeys, RowFields, check_columns, parse_row
 from strop.data.selection import Indices, select
+from strop.data.workers import measure_prompts
+from strop.registry import load_attribute
 from strop.types import Prompt
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ CACHED_PROMPTS = 1024
 def truncate(
     ids: list[int], limit: int, mode: str, *, where: str = "a prompt", setting: str = "data.max_prompt_length"
 ) -> list[int]:
-    """Cut ids to `limit`: left keeps the end, right the beginning, middle both ends (the odd token at the end).
+    """Cut ids to `limit`: left keeps the end, right the beginning, middle both ends (an odd token at the
+    end).
 
     >>> truncate([1, 2, 3, 4, 5], 3, "middle")
     [1, 4, 5]
@@ -56,25 +58,28 @@ def truncate(
 
 @dataclasses.dataclass(frozen=True)
 class ToolListing:
-    """Schemas of tools that the chat template lists in the prompts of some agents."""
+    """Tool schemas that the chat template lists in the prompts of some agents."""
 
-    schemas: Sequence[dict[str, Any]]
+    schemas: Tools
     agents: frozenset[str | None]
-    """Agent names of such rows; None stands for rows that name none."""
+    """Names of these agents; None stands for rows without agent_name."""
 
-    def of(self, agent_name: str | None) -> Sequence[dict[str, Any]] | None:
-        return self.schemas if agent_name in self.agents else None
+    def for_agent(self, agent_name: str | None) -> Tools | None:
+        """Return the schemas if the agent's prompts list them, else None."""
+        if agent_name in self.agents:
+            return self.schemas
+        return None
 
 
 class PromptDataset(Sequence[Prompt]):
-    """Prompts by place. `rows` are files, or any sequence that gives dictionaries (or finished `Prompt`s)."""
+    """Prompts by index. `rows` are files, or any sequence of dictionaries or finished `Prompt`s."""
 
     def __init__(
         self,
-        rows: Rows | Sequence[Any],
+        rows: RowSource,
         chat: Chat,
         *,
-        keys: Keys | None = None,
+        keys: ColumnKeys | None = None,
         max_prompt_length: int = 512,
         truncation: str = "error",
         indices: Indices | None = None,
@@ -82,45 +87,63 @@ class PromptDataset(Sequence[Prompt]):
     ):
         self.rows = rows
         self.chat = chat
-        self.keys = keys or Keys()
+        self.keys = keys or ColumnKeys()
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
-        self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
+        if indices is None:
+            indices = np.arange(len(rows), dtype=np.int64)
+        self.indices = indices
+        """The rows that are used, in order."""
         self.listing = listing
         self._cache: OrderedDict[int, Prompt] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, place: Any) -> Any:
-        index = int(self.indices[place])
-        if index not in self._cache:
-            self._cache[index] = self._render(index)
+    def __getitem__(self, index: Any) -> Any:
+        row = int(self.indices[index])
+        if row not in self._cache:
+            self._cache[row] = self._render(row)
             if len(self._cache) > CACHED_PROMPTS:
                 self._cache.popitem(last=False)
-        return self._cache[index]
+        return self._cache[row]
 
-    def where(self, index: int) -> str:
-        return self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}"
+    def where(self, row: int) -> str:
+        """Return the name of a row, for messages."""
+        return row_name(self.rows, row)
 
-    def fields(self, index: int, row: Any = None) -> Fields:
-        """A row by its number in the files, understood but not rendered."""
-        stem = self.rows.place(index)[0].stem if isinstance(self.rows, Rows) else "custom"
-        return row_fields(self.rows[index] if row is None else row, self.keys, where=self.where(index), stem=stem)
+    def fields(self, row: int, content: Row | None = None) -> RowFields:
+        """Return a row, by its number in the files, parsed but not rendered; `content` if it was read
+        already."""
+        stem = "custom"
+        if isinstance(self.rows, FileRows):
+            stem = self.rows.place(row)[0].stem
+        if content is None:
+            content = self.rows[row]
+        return parse_row(content, self.keys, where=self.where(row), stem=stem)
 
-    def lengths(self, places: Sequence[int] | None = None) -> list[int]:
-        """Tokens of prompts before truncation."""
-        wanted = [int(index) for index in (self.indices if places is None else self.indices[list(places)])]
-        rows = {index: self.rows[index] for index in wanted}
-        finished = {index: len(row.ids) for index, row in rows.items() if isinstance(row, Prompt)}
-        others = [index for index in rows if index not in finished]
-        fields = [self.fields(index, rows[index]) for index in others]
-        measured = dict(zip(others, prompt_lengths(fields, self.chat, self.listing)))
-        return [finished.get(index, measured.get(index, 0)) for index in wanted]
+    def lengths(self, indices: Sequence[int] | None = None) -> list[int]:
+        """Return the number of tokens of prompts, before truncation."""
+        chosen = self.indices
+        if indices is not None:
+            chosen = self.indices[list(indices)]
+        lengths: dict[int, int] = {}
+        unrendered: dict[int, RowFields] = {}
+        for row in map(int, chosen):
+            if row in lengths or row in unrendered:
+                continue
+            content = self.rows[row]
+            if isinstance(content, Prompt):
+                lengths[row] = len(content.ids)
+            else:
+                unrendered[row] = self.fields(row, content)
+        measured = prompt_lengths(list(unrendered.values()), self.chat, self.listing)
+        lengths.update(zip(unrendered, measured))
+        return [lengths[int(row)] for row in chosen]
 
     def without_overlong(self, *, workers: int = 1) -> PromptDataset:
-        """The same data set without prompts over the limit."""
-        lengths = measure(self, workers=workers)
+        """Return the data set without prompts over the limit."""
+        lengths = measure_prompts(self, workers=workers)
         keep = lengths <= self.max_prompt_length
         dropped = int((~keep).sum())
         if not keep.any():
@@ -129,7 +152,12 @@ class PromptDataset(Sequence[Prompt]):
                 f"(the shortest has {lengths.min()} tokens), so nothing is left. Raise it."
             )
         if dropped:
-            logger.info("%d of %d prompts are over %d tokens and left out.", dropped, len(self), self.max_prompt_length)
+            logger.info(
+                "%d of %d prompts are longer than %d tokens and are dropped.",
+                dropped,
+                len(self),
+                self.max_prompt_length,
+            )
         return PromptDataset(
             self.rows,
             self.chat,
@@ -141,19 +169,19 @@ class PromptDataset(Sequence[Prompt]):
         )
 
     def fingerprint(self) -> str:
-        """Changes when the files or the choice of rows do; a saved position in other data means nothing."""
-        own = getattr(self.rows, "fingerprint", None)
-        content = own() if callable(own) else f"{type(self.rows).__qualname__} of {len(self.rows)}"
-        return hashlib.sha256(str(content).encode() + self.indices.tobytes()).hexdigest()[:16]
+        """Return a hash of the files and the selected rows; a saved position is valid for the same hash
+        only."""
+        return selection_fingerprint(self.rows, self.indices)
 
-    def _render(self, index: int) -> Prompt:
-        row = self.rows[index]
-        if isinstance(row, Prompt):
-            return dataclasses.replace(row, ids=self._cut(row.ids, index))
-        fields = self.fields(index, row)
+    def _render(self, row: int) -> Prompt:
+        content = self.rows[row]
+        if isinstance(content, Prompt):
+            return dataclasses.replace(content, ids=self._truncate(content.ids, row))
+        fields = self.fields(row, content)
+        ids = self.chat.ids(fields.messages, tools=_listed_tools(self.listing, fields))
         return Prompt(
-            index=index,
-            ids=self._cut(self.chat.ids(fields.messages, tools=self._tools(fields)), index),
+            index=row,
+            ids=self._truncate(ids, row),
             messages=fields.messages,
             data_source=fields.data_source,
             ground_truth=fields.ground_truth,
@@ -162,28 +190,42 @@ class PromptDataset(Sequence[Prompt]):
             images=fields.images,
         )
 
-    def _tools(self, fields: Fields) -> Sequence[dict[str, Any]] | None:
-        return None if self.listing is None else self.listing.of(fields.agent_name)
+    def _truncate(self, ids: list[int], row: int) -> list[int]:
+        return truncate(ids, self.max_prompt_length, self.truncation, where=self.where(row))
 
-    def _cut(self, ids: list[int], index: int) -> list[int]:
-        return truncate(ids, self.max_prompt_length, self.truncation, where=self.where(index))
-
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_cache": OrderedDict()}
 
 
-def prompt_lengths(rows: Sequence[Fields], chat: Chat, listing: ToolListing | None = None) -> list[int]:
-    """Tokens of each prompt, the listed tools included."""
+def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing | None = None) -> list[int]:
+    """Return the number of tokens of each prompt, including listed tools."""
+    with_tools: list[int] = []
+    without_tools: list[int] = []
+    for index, row in enumerate(rows):
+        if _listed_tools(listing, row) is None:
+            without_tools.append(index)
+        else:
+            with_tools.append(index)
     lengths = [0] * len(rows)
-    for tools in (None,) if listing is None else (None, listing.schemas):
-        places = [place for place, row in enumerate(rows) if (listing and listing.of(row.agent_name)) is tools]
-        for place, length in zip(places, chat.lengths([rows[place].messages for place in places], tools=tools)):
-            lengths[place] = length
+    for index, length in zip(without_tools, chat.lengths([rows[i].messages for i in without_tools])):
+        lengths[index] = length
+    if listing is not None:
+        measured = chat.lengths([rows[i].messages for i in with_tools], tools=listing.schemas)
+        for index, length in zip(with_tools, measured):
+            lengths[index] = length
     return lengths
 
 
-def chat_of(config: Data, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> Chat:
-    """How the prompts of a configuration are rendered."""
+def _listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
+    if listing is None:
+        return None
+    return listing.for_agent(fields.agent_name)
+
+
+def build_chat(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+) -> Chat:
+    """Return the chat that renders the prompts of a configuration."""
     return Chat(
         tokenizer,
         template=chat_template,
@@ -193,36 +235,116 @@ def chat_of(config: Data, tokenizer: PreTrainedTokenizerBase, chat_template: str
 
 
 def build_prompts(
-    config: Data,
+    config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     split: Split = "train",
     chat_template: str | None = None,
     listing: ToolListing | None = None,
 ) -> PromptDataset:
-    """The training or validation prompts of a configuration."""
-    train = split == "train"
-    files = config.train_files if train else config.val_files
-    most = config.train_max_samples if train else config.val_max_samples
-    shuffle = config.shuffle if train else config.validation_shuffle
-    keys = Keys.of(config)
-    rows = custom_rows(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
-    counts, weights = [len(rows)], None
-    if isinstance(rows, Rows):
+    """Build the training or validation prompts of a configuration."""
+    files = config.val_files
+    limit = config.val_max_samples
+    shuffle = config.validation_shuffle
+    if split == "train":
+        files = config.train_files
+        limit = config.train_max_samples
+        shuffle = config.shuffle
+    keys = ColumnKeys.from_config(config)
+    rows = load_custom_dataset(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
+    if isinstance(rows, FileRows):
         for file in rows.files:
             check_columns(file.columns, keys, where=file.address)
-        counts, weights = rows.counts, config.prompt_probs if train else None
     dataset = PromptDataset(
         rows,
-        chat_of(config, tokenizer, chat_template),
+        build_chat(config, tokenizer, chat_template),
         keys=keys,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,
-        indices=select(counts, weights=weights, most=most, shuffle=shuffle, seed=order_seed(config)),
+        indices=select_rows(config, rows, split, limit=limit, shuffle=shuffle),
         listing=listing,
     )
     if not len(dataset):
-        raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")
+        raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
     if config.filter_overlong_prompts:
         dataset = dataset.without_overlong(workers=config.filter_overlong_prompts_workers)
     return dataset
+
+
+# --- Shared with supervised data sets -----------------------------------------------------------------------
+
+
+def select_rows(
+    config: DataConfig | SupervisedDataConfig,
+    rows: RowSource,
+    split: Split,
+    *,
+    limit: int,
+    shuffle: bool,
+) -> Indices:
+    """Return the rows of a split: at most `limit`, and for training files mixed by data.prompt_probs."""
+    counts = [len(rows)]
+    weights: Sequence[float] | None = None
+    if isinstance(rows, FileRows):
+        counts = rows.counts
+        if split == "train":
+            weights = config.prompt_probs
+    return select(counts, weights=weights, limit=limit, shuffle=shuffle, seed=order_seed(config))
+
+
+def row_name(rows: RowSource, row: int) -> str:
+    """Return the name of a row, for messages."""
+    if isinstance(rows, FileRows):
+        return rows.where(row)
+    return f"row {row}"
+
+
+def selection_fingerprint(rows: RowSource, indices: Indices) -> str:
+    """Return a hash of the content of `rows` and of the selected rows."""
+    content = content_fingerprint(rows)
+    return hashlib.sha256(content.encode() + indices.tobytes()).hexdigest()[:16]
+
+
+def content_fingerprint(rows: RowSource) -> str:
+    """Return `rows.fingerprint()` if there is such a method, else the type and the length."""
+    fingerprint = getattr(rows, "fingerprint", None)
+    if callable(fingerprint):
+        return str(fingerprint())
+    return f"{type(rows).__qualname__} of {len(rows)}"
+
+
+def load_custom_dataset(
+    config: DataConfig | SupervisedDataConfig,
+    files: str | list[str] | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> RowSource | None:
+    """Build the user's data set (data.custom_cls) from (files, tokenizer, config); None if there is none.
+
+    Its items are rows (dictionaries) or finished items.
+    """
+    path = config.custom_cls.path
+    name = config.custom_cls.name
+    if not path:
+        return None
+    if not name:
+        raise ValueError(
+            f"data.custom_cls.path={path} is set but data.custom_cls.name is not; name the class in that "
+            "file."
+        )
+    rows = load_attribute(path, name)(files, tokenizer, config)
+    missing = []
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(rows, method):
+            missing.append(method)
+    if missing:
+        raise ValueError(f"{name} in {path} has no {' and no '.join(missing)}; a data set needs both.")
+    if not len(rows):
+        raise ValueError(f"{name} in {path} holds no rows.")
+    return rows
+
+
+def order_seed(config: DataConfig | SupervisedDataConfig) -> int:
+    """Return data.seed, which follows trainer.seed; 0 if neither is set."""
+    if isinstance(config.seed, int):
+        return config.seed
+    return 0

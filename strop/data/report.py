@@ -1,61 +1,197 @@
-"""What the preflight says about files of prompts: rows, columns, scorers needed, lengths, and everything that is wrong."""
+"""Checks of data before a run: `probe_template` tests a chat template, `inspect_files` the rows of prompt
+files.
+
+Both return findings and load no weights.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from strop.config.schema.data import Data
-from strop.data.chat import Chat
-from strop.data.files import Rows, open_file
+from strop.config.schema.data import DataConfig
+from strop.data.chat import Chat, Tools, stop_ids
+from strop.data.files import FileRows, RowFile, open_file
 from strop.data.files import addresses as listed
-from strop.data.findings import Finding
-from strop.data.measure import CHUNK
-from strop.data.prompts import ToolListing, chat_of, prompt_lengths
-from strop.data.schema import Fields, Keys, check_columns, fields_at
+from strop.data.prompts import ToolListing, build_chat, prompt_lengths
+from strop.data.schema import ColumnKeys, RowFields, check_columns, read_row
+from strop.data.workers import CHUNK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE = 2000
-NAMED = 3  # bad rows that are named, of each kind
+Level = Literal["error", "warning", "info"]
+SAMPLE = 2000  # rows that are read
+MAX_NAMED_ROWS = 3  # bad rows that are named
+
+
+@dataclass(frozen=True)
+class DataFinding:
+    """A message; a run cannot start with an error."""
+
+    level: Level
+    message: str
+
+
+# --- Chat templates -----------------------------------------------------------------------------------------
+
+
+CONVERSATION: list[dict[str, str]] = [
+    {"role": "user", "content": "What is 2 plus 3?"},
+    {"role": "assistant", "content": "It is 5."},
+    {"role": "user", "content": "And one more?"},
+    {"role": "assistant", "content": "That makes 6."},
+]
+
+
+def probe_template(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str | None = None,
+    kwargs: Mapping[str, object] | None = None,
+    tools: Tools | None = None,
+    plain: bool = False,
+    further_stop_ids: Sequence[int] | int | None = None,
+    multi_turn: bool = False,
+) -> list[DataFinding]:
+    """Render a short conversation and check prefix stability, the generation prompt and the stop token.
+
+    With `multi_turn` (agents, conversations in supervised training) a template that rewrites earlier turns is
+    an error, otherwise a warning. An empty list means that the template has no problems.
+    """
+    found: list[DataFinding] = []
+    try:
+        chat = Chat(tokenizer, template=template, kwargs=dict(kwargs or {}), tools=tools, plain=plain)
+        ids = chat.ids(CONVERSATION[:1])
+        chat.text(CONVERSATION)
+    except ValueError as error:
+        return [DataFinding("error", str(error))]
+    if not ids:
+        found.append(DataFinding("error", "A prompt renders to no tokens at all."))
+    if "2 plus 3" not in chat.text(CONVERSATION[:1]):
+        found.append(DataFinding("error", "The chat template loses what the user said."))
+    if tokenizer.eos_token_id is not None and tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        message = (
+            f"The tokenizer has no pad token of its own; {tokenizer.eos_token!r} pads batches, without loss."
+        )
+        found.append(DataFinding("info", message))
+    if not plain and _lacks_generation_prompt(chat):
+        message = (
+            "The chat template ignores add_generation_prompt: the model must open its own turn before it "
+            "answers."
+        )
+        found.append(DataFinding("warning", message))
+    level: Level = "warning"
+    if multi_turn:
+        level = "error"
+    found += _check_prefix_stability(chat, level)
+    found += _check_stop_token(chat, stop_ids(tokenizer, further_stop_ids))
+    return found
+
+
+def _lacks_generation_prompt(chat: Chat) -> bool:
+    """Whether answers start with a role or marker that the generation prompt does not contain."""
+    prompt = chat.text(CONVERSATION[:1])
+    with_answer = chat.text(CONVERSATION[:2])
+    if with_answer.startswith(prompt + CONVERSATION[1]["content"]):
+        return False
+    return chat.text(CONVERSATION[:1], generate=True) == prompt
+
+
+def _check_prefix_stability(chat: Chat, level: Level) -> list[DataFinding]:
+    """Each rendering must begin with the ids of the one before."""
+    for count in range(1, len(CONVERSATION)):
+        after = chat.ids(CONVERSATION[: count + 1], generate=False)
+        before = chat.ids(CONVERSATION[:count], generate=False)
+        if after[: len(before)] != before:
+            return [_instability(chat, level, f"{count} messages", before, after)]
+        if CONVERSATION[count]["role"] == "assistant":
+            before = chat.ids(CONVERSATION[:count], generate=True)
+            if after[: len(before)] != before:
+                return [_instability(chat, level, "the generation prompt", before, after)]
+    return []
+
+
+def _instability(chat: Chat, level: Level, what: str, before: list[int], after: list[int]) -> DataFinding:
+    position = 0
+    while position < min(len(before), len(after)) and before[position] == after[position]:
+        position += 1
+    old = chat.tokenizer.decode(before[position : position + 12])
+    new = chat.tokenizer.decode(after[position : position + 12])
+    return DataFinding(
+        level,
+        f"The chat template is not prefix-stable: {what} rendered {old!r} at token {position}, but with one "
+        f"more message it is {new!r}. Supervised training on conversations of several turns cannot use it; "
+        "agents keep each turn as it was sampled.",
+    )
+
+
+def _check_stop_token(chat: Chat, stops: set[int]) -> list[DataFinding]:
+    """The last token with loss in an assistant turn must be one that ends a generation."""
+    if not stops:
+        message = "The tokenizer has no end-of-text token, so no answer would ever stop. Set eos_token."
+        return [DataFinding("error", message)]
+    try:
+        rendered = chat.conversation(CONVERSATION[:2])
+    except ValueError:
+        return []  # reported already: it is not prefix-stable
+    last = max(position for position, learned in enumerate(rendered.mask) if learned)
+    if rendered.ids[last] in stops:
+        return []
+    shown = chat.tokenizer.decode([rendered.ids[last]])
+    known = ", ".join(repr(chat.tokenizer.decode([token])) for token in sorted(stops))
+    return [
+        DataFinding(
+            "warning",
+            f"The chat template ends the assistant's turn with {shown!r}, which does not stop generation "
+            f"({known} would). A model trained with it does not learn to stop. Add that token to the stop "
+            "tokens, or set eos_token to it.",
+        )
+    ]
+
+
+# --- Prompt files -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SourceReport:
-    """Rows of one data_source, and the first of them: what its scorer will be asked with."""
+    """Number of rows of one data_source, and the first of them, to try its scorer with."""
 
     rows: int
-    example: Fields | None
+    example: RowFields | None
 
 
 @dataclass
 class DataReport:
+    """What `inspect_files` found."""
+
     rows: int = 0
     columns: list[str] = field(default_factory=list)
     data_sources: dict[str, SourceReport] = field(default_factory=dict)
     agents: dict[str, int] = field(default_factory=dict)
-    """Rows per agent loop they name; rows that name none are not counted."""
+    """Rows per agent loop; rows without agent_name are not counted."""
     measured: int = 0
-    """Rows that were read and rendered; all, or an evenly spread sample."""
+    """Rows that were read and rendered: all, or an evenly spread sample."""
     too_long: int = 0
-    """Of those, prompts over data.max_prompt_length."""
+    """How many of these prompts are over data.max_prompt_length."""
     longest: int = 0
-    """Tokens of the longest of them."""
-    findings: list[Finding] = field(default_factory=list)
+    """Tokens of the longest of these prompts."""
+    findings: list[DataFinding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
+        """Whether no finding is an error."""
         return not any(finding.level == "error" for finding in self.findings)
 
 
-def inspect(
+def inspect_files(
     files: str | Sequence[str] | None,
-    config: Data,
+    config: DataConfig,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     key: str = "data.train_files",
@@ -63,34 +199,39 @@ def inspect(
     listing: ToolListing | None = None,
     sample: int = SAMPLE,
 ) -> DataReport:
-    """Look at files of prompts. What is wrong becomes a finding, never an exception. Without tokenizer nothing is rendered."""
+    """Read a sample of prompt files; problems become findings, not exceptions. Rendering needs a
+    tokenizer."""
     report = DataReport()
     try:
-        keys = Keys.of(config)
+        keys = ColumnKeys.from_config(config)
         rows = _open(listed(files, key=key), keys, report)
     except ValueError as error:
-        report.findings.append(Finding("error", str(error)))
+        report.findings.append(DataFinding("error", str(error)))
         return report
-    report.rows, report.columns = len(rows), rows.columns
+    report.rows = len(rows)
+    report.columns = rows.columns
     if not report.ok:
         return report
     chat = None
     if tokenizer is not None:
         try:
-            chat = chat_of(config, tokenizer, chat_template)
+            chat = build_chat(config, tokenizer, chat_template)
         except ValueError as error:
-            report.findings.append(Finding("error", str(error)))
+            report.findings.append(DataFinding("error", str(error)))
     try:
-        firsts = _describe_columns(rows, keys, report)
+        first_rows = _describe_columns(rows, keys, report)
         spread = np.linspace(0, len(rows) - 1, min(sample, len(rows))).astype(np.int64)
-        _read_sample(rows, keys, np.unique([*spread, *firsts]), chat, config, report, listing)
+        sampled = np.unique([*spread, *first_rows]).tolist()
+        parsed = _read_sample(rows, keys, sampled, report)
+        if chat is not None:
+            _measure(parsed, chat, config, report, listing)
     except ValueError as error:
-        report.findings.append(Finding("error", str(error)))
+        report.findings.append(DataFinding("error", str(error)))
     return report
 
 
-def _open(addresses: list[str], keys: Keys, report: DataReport) -> Rows:
-    """All files that can be used; a finding for each that cannot."""
+def _open(addresses: list[str], keys: ColumnKeys, report: DataReport) -> FileRows:
+    """Open all usable files, and report the others."""
     opened = []
     for address in addresses:
         try:
@@ -98,64 +239,78 @@ def _open(addresses: list[str], keys: Keys, report: DataReport) -> Rows:
             check_columns(file.columns, keys, where=address)
             opened.append(file)
         except ValueError as error:
-            report.findings.append(Finding("error", str(error)))
-    return Rows(opened)
+            report.findings.append(DataFinding("error", str(error)))
+    return FileRows(opened)
 
 
-def _describe_columns(rows: Rows, keys: Keys, report: DataReport) -> list[int]:
-    """Data sources and agents of all rows, from these two columns alone; gives the first row of each source."""
+def _describe_columns(rows: FileRows, keys: ColumnKeys, report: DataReport) -> list[int]:
+    """Count data sources and agents of all rows, from these two columns; return the first row of each
+    source."""
     counts: Counter[str] = Counter()
     first: dict[str, int] = {}
-    names: Counter[str] = Counter()
+    agents: Counter[str] = Counter()
     start = 0
     for file in rows.files:
-        by_name = keys.source if keys.source in file.columns or keys.source != "data_source" else "datasource"
-        values = file.column(by_name) if by_name in file.columns else iter([file.stem] * len(file))
-        for row, value in enumerate(values):
+        for row, value in enumerate(_source_values(file, keys)):
             if value is not None:
                 counts[str(value)] += 1
                 first.setdefault(str(value), start + row)
-        names.update(str(name) for name in file.column("agent_name") if name)
+        agents.update(str(name) for name in file.column("agent_name") if name)
         start += len(file)
     for source, count in counts.items():
-        try:
-            report.data_sources[source] = SourceReport(count, fields_at(rows, first[source], keys))
-        except ValueError:
-            report.data_sources[source] = SourceReport(count, None)  # the sample names the row
-    report.agents = dict(names)
+        example = None
+        with contextlib.suppress(ValueError):  # reported when the sample is read
+            example = read_row(rows, first[source], keys)
+        report.data_sources[source] = SourceReport(count, example)
+    report.agents = dict(agents)
     if not any({"reward_model", keys.label} & set(file.columns) for file in rows.files):
-        said = "No reward_model column and no data.label_key: scorers get no ground truth, only a model can score."
-        report.findings.append(Finding("warning", said))
+        message = (
+            "No reward_model column and no data.label_key: scorers get no ground truth, only a model can "
+            "score."
+        )
+        report.findings.append(DataFinding("warning", message))
     return list(first.values())
 
 
+def _source_values(file: RowFile, keys: ColumnKeys) -> Iterable[object]:
+    """Return the data source of every row of a file; its name if it has no such column."""
+    if keys.source in file.columns:
+        return file.column(keys.source)
+    if keys.source == "data_source" and "datasource" in file.columns:
+        return file.column("datasource")
+    return [file.stem] * len(file)
+
+
 def _read_sample(
-    rows: Rows,
-    keys: Keys,
-    places: Any,
-    chat: Chat | None,
-    config: Data,
-    report: DataReport,
-    listing: ToolListing | None = None,
-) -> None:
+    rows: FileRows, keys: ColumnKeys, indices: list[int], report: DataReport
+) -> dict[str, RowFields]:
+    """Parse the rows at `indices`; return the good ones by name, and report the bad ones."""
     bad: list[str] = []
-    good: dict[str, Fields] = {}
-    for place in places:
+    good: dict[str, RowFields] = {}
+    for index in indices:
         try:
-            good[rows.where(int(place))] = fields_at(rows, int(place), keys)
+            good[rows.where(index)] = read_row(rows, index, keys)
         except ValueError as error:
             bad.append(str(error))
-    report.measured = len(places)
-    report.findings += [Finding("error", message) for message in bad[:NAMED]]
-    if len(bad) > NAMED:
-        report.findings.append(Finding("error", f"{len(bad) - NAMED} further rows cannot be used either."))
-    if len(places) < len(rows):
-        report.findings.append(Finding("info", f"{len(places)} of {len(rows)} rows were read, spread evenly over the files."))
-    if chat is not None:
-        _measure(good, chat, config, report, listing)
+    report.measured = len(indices)
+    report.findings += [DataFinding("error", message) for message in bad[:MAX_NAMED_ROWS]]
+    if len(bad) > MAX_NAMED_ROWS:
+        message = f"{len(bad) - MAX_NAMED_ROWS} further rows cannot be used either."
+        report.findings.append(DataFinding("error", message))
+    if len(indices) < len(rows):
+        message = f"{len(indices)} of {len(rows)} rows were read, spread evenly over the files."
+        report.findings.append(DataFinding("info", message))
+    return good
 
 
-def _measure(named: dict[str, Fields], chat: Chat, config: Data, report: DataReport, listing: ToolListing | None) -> None:
+def _measure(
+    named: dict[str, RowFields],
+    chat: Chat,
+    config: DataConfig,
+    report: DataReport,
+    listing: ToolListing | None,
+) -> None:
+    """Report prompts that are empty or too long."""
     lengths: list[int] = []
     rows = list(named.values())
     for start in range(0, len(rows), CHUNK):
@@ -164,18 +319,27 @@ def _measure(named: dict[str, Fields], chat: Chat, config: Data, report: DataRep
     report.too_long = sum(length > config.max_prompt_length for length in lengths)
     if 0 in lengths:
         first = list(named)[lengths.index(0)]
-        report.findings.append(Finding("error", f"{lengths.count(0)} prompts render to no tokens at all; the first: {first}."))
-    if not report.too_long:
-        return
-    said = (
-        f"{report.too_long} of {len(lengths)} prompts are over data.max_prompt_length={config.max_prompt_length} "
+        message = f"{lengths.count(0)} prompts render to no tokens at all; the first: {first}."
+        report.findings.append(DataFinding("error", message))
+    if report.too_long:
+        report.findings.append(_too_long(report, config, len(lengths)))
+
+
+def _too_long(report: DataReport, config: DataConfig, count: int) -> DataFinding:
+    """Return the finding about prompts over data.max_prompt_length, of `count` that were measured."""
+    problem = (
+        f"{report.too_long} of {count} prompts are over data.max_prompt_length={config.max_prompt_length} "
         f"(the longest has {report.longest} tokens)"
     )
     if config.filter_overlong_prompts:
-        nothing_left = report.too_long == len(lengths) == report.rows
-        report.findings.append(Finding("error" if nothing_left else "info", f"{said} and will be left out."))
-    elif config.truncation == "error":
-        fix = f"Set it to {report.longest}, or data.filter_overlong_prompts=true, or data.truncation=left|right|middle."
-        report.findings.append(Finding("error", f"{said}. {fix}"))
-    else:
-        report.findings.append(Finding("warning", f"{said} and will be cut ({config.truncation})."))
+        level: Level = "info"
+        if report.too_long == count == report.rows:
+            level = "error"
+        return DataFinding(level, f"{problem} and will be left out.")
+    if config.truncation == "error":
+        return DataFinding(
+            "error",
+            f"{problem}. Set it to {report.longest}, or data.filter_overlong_prompts=true, or "
+            "data.truncation=left|right|middle.",
+        )
+    return DataFinding("warning", f"{problem} and will be cut ({config.truncation}).")

@@ -1,13 +1,13 @@
-"""What a row of reinforcement learning says: which columns are needed, and how a row becomes fields.
+"""The schema of RL data: the columns of a file, and how a row is parsed to `RowFields`.
 
-    data_source   chooses the scorer
+    data_source   selects the scorer
     prompt        messages [{role, content}, ...], or plain text that becomes one user message
     reward_model  {style, ground_truth}
-    extra_info    anything the scorer, tools or interactions want
+    extra_info    anything that the scorer, tools or interactions need
     ability, agent_name, images, videos   optional
 
-Plain files (a text column, perhaps a label column) do as well: `data.label_key` names the answer, and the file's name
-stands for the missing data_source.
+Files with only a text column and perhaps a label column work too: `data.label_key` names the answer, and the
+file name replaces the missing data_source.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 import numpy as np
 
-from strop.config.schema.data import Data
-from strop.data.files import Rows
+from strop.config.schema.data import DataConfig
+from strop.data.files import FileRows
 from strop.registry import did_you_mean
 
 Message = dict[str, Any]
 Row = Mapping[str, Any]
-WRITTEN_OUT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
-"""How json.dumps, or a csv file on the way, leaves messages."""
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""Messages that were converted to text, by json.dumps or a csv file."""
 
 
 @dataclass(frozen=True)
-class Keys:
-    """The columns to read, by role."""
+class ColumnKeys:
+    """The names of the columns to read."""
 
     prompt: str = "prompt"
     label: str | None = None
@@ -45,7 +45,8 @@ class Keys:
             _check_template(self.input_template)
 
     @classmethod
-    def of(cls, config: Data) -> Keys:
+    def from_config(cls, config: DataConfig) -> ColumnKeys:
+        """Return the column names of a configuration."""
         return cls(
             prompt=config.prompt_key,
             label=config.label_key,
@@ -57,22 +58,22 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Fields:
-    """A row, understood."""
+class RowFields:
+    """A parsed row."""
 
     messages: list[Message]
     data_source: str
-    ground_truth: Any = None
+    ground_truth: object = None
     style: str | None = None
     ability: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
+    images: list[object] = field(default_factory=list)
+    videos: list[object] = field(default_factory=list)
 
 
-def check_columns(columns: Sequence[str], keys: Keys, *, where: str) -> None:
-    """Refuse a file that lacks a column the settings name. `where` is the file."""
+def check_columns(columns: Sequence[str], keys: ColumnKeys, *, where: str) -> None:
+    """Raise ValueError if a file lacks a column that the settings name; `where` is the file."""
     needed = {"data.prompt_key": keys.prompt}
     if keys.label is not None:
         needed["data.label_key"] = keys.label
@@ -83,6 +84,7 @@ def check_columns(columns: Sequence[str], keys: Keys, *, where: str) -> None:
 
 
 def require_column(columns: Sequence[str], name: str, *, setting: str, where: str) -> None:
+    """Raise ValueError if the column `name`, the value of `setting`, is missing."""
     if name not in columns:
         raise ValueError(
             f"{where} has no column {name!r}, which {setting}={name} asks for.{did_you_mean(name, columns)} "
@@ -90,19 +92,27 @@ def require_column(columns: Sequence[str], name: str, *, setting: str, where: st
         )
 
 
-def row_fields(row: Row, keys: Keys, *, where: str, stem: str = "custom") -> Fields:
-    """Understand one row; `where` names it in errors, `stem` is its data_source when the file has none."""
-    row = {name: plain(value) for name, value in row.items()}
+def parse_row(row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom") -> RowFields:
+    """Parse one row; `where` names it in errors, `stem` is its data_source if the file has no such column."""
+    row = {name: to_plain(value) for name, value in row.items()}
     if row.get(keys.prompt) is None:
-        raise ValueError(f"{where}: the prompt column {keys.prompt!r} is empty.{_columns_hint(keys.prompt, row)}")
-    messages = as_messages(row[keys.prompt], where=f"{where}, column {keys.prompt!r}", input_template=keys.input_template)
+        raise ValueError(
+            f"{where}: the prompt column {keys.prompt!r} is empty.{_columns_hint(keys.prompt, row)}"
+        )
+    messages = as_messages(
+        row[keys.prompt], where=f"{where}, column {keys.prompt!r}", input_template=keys.input_template
+    )
     reward = _struct(row, "reward_model", where)
-    images, videos = (_list(row, name, where) for name in (keys.images, keys.videos))
+    images = _list(row, keys.images, where)
+    videos = _list(row, keys.videos, where)
     messages = split_placeholders(messages, {"image": len(images), "video": len(videos)}, where=where)
-    return Fields(
+    ground_truth = reward.get("ground_truth")
+    if keys.label:
+        ground_truth = row.get(keys.label)
+    return RowFields(
         messages=messages,
         data_source=_data_source(row, keys, where, stem),
-        ground_truth=row.get(keys.label) if keys.label else reward.get("ground_truth"),
+        ground_truth=ground_truth,
         style=reward.get("style"),
         ability=row.get("ability"),
         extra_info=_struct(row, "extra_info", where),
@@ -112,106 +122,127 @@ def row_fields(row: Row, keys: Keys, *, where: str, stem: str = "custom") -> Fie
     )
 
 
-def fields_at(rows: Rows, index: int, keys: Keys) -> Fields:
-    """Row `index` of files, understood."""
-    return row_fields(rows[index], keys, where=rows.where(index), stem=rows.place(index)[0].stem)
+def read_row(rows: FileRows, index: int, keys: ColumnKeys) -> RowFields:
+    """Return row `index` of files, parsed."""
+    return parse_row(rows[index], keys, where=rows.where(index), stem=rows.place(index)[0].stem)
 
 
-def as_messages(value: Any, *, where: str, input_template: str | None = None) -> list[Message]:
-    """Messages as they are; plain text as one user message, wrapped in `input_template`."""
+def as_messages(value: object, *, where: str, input_template: str | None = None) -> list[Message]:
+    """Return messages unchanged, and plain text as one user message, formatted with `input_template`."""
     if isinstance(value, str):
-        if WRITTEN_OUT.match(value):
-            raise ValueError(f"{where} is a list of messages written out as text, {_shown(value)}; store the list itself.")
-        text = value if input_template is None else input_template.format(value)
-        return [{"role": "user", "content": text}]
-    value = plain(value)
+        if MESSAGES_AS_TEXT.match(value):
+            raise ValueError(
+                f"{where} is a list of messages written out as text, {_shown(value)}; store the list itself."
+            )
+        if input_template is not None:
+            value = input_template.format(value)
+        return [{"role": "user", "content": value}]
+    value = to_plain(value)
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where} is {_shown(value)}; it must be text, or a list of messages with role and content.")
-    for number, message in enumerate(value):
+        raise ValueError(
+            f"{where} is {_shown(value)}; it must be text, or a list of messages with role and content."
+        )
+    for index, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where}, message {number} is {_shown(message)}; a message is {{'role': ..., 'content': ...}}.")
+            raise ValueError(
+                f"{where}, message {index} is {_shown(message)}; a message is {{'role': ..., 'content': "
+                "...}."
+            )
         content = message.setdefault("content", "")
         if not isinstance(content, str | list):
-            raise ValueError(f"{where}, message {number}: content is {_shown(content)}; it must be text or a list of parts.")
+            raise ValueError(
+                f"{where}, message {index}: content is {_shown(content)}; it must be text or a list of parts."
+            )
     return value
 
 
-def plain(value: Any) -> Any:
-    """Nested numpy and Arrow values as plain Python, without the nulls that parquet puts in structs.
+def to_plain(value: Any) -> Any:
+    """Return nested numpy and Arrow values as plain Python, without the nulls that parquet puts in structs.
 
-    Rows of one parquet file share one nested type, so a row that says {"search": {...}} comes back as
-    {"search": {...}, "calculator": None}; a null field is taken as absent, in every format alike.
+    Rows of one parquet file share one nested type, so a row {"search": {...}} is read as {"search": {...},
+    "calculator": None}; a null field counts as absent, in every file format.
     """
-    if isinstance(value, str | bytes | bool | int | float) or value is None:
-        return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, str | bytes | bool | int | float) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, np.ndarray):
-        return [plain(item) for item in value.tolist()]
+        return [to_plain(item) for item in value.tolist()]
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     as_py = getattr(value, "as_py", None)
-    return plain(as_py()) if callable(as_py) else value
+    if callable(as_py):
+        return to_plain(as_py())
+    return value
 
 
 def split_placeholders(messages: list[Message], counts: Mapping[str, int], *, where: str) -> list[Message]:
-    """Turn `<image>` and `<video>` in text into content parts, if the row has such; their numbers must agree."""
+    """Turn `<image>` and `<video>` in text into content parts; `counts` says how many of each the row has."""
     if not any(counts.values()):
         return messages
     found = dict.fromkeys(counts, 0)
-    made = []
+    result = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
             parts = list(_parts(parts, list(counts)))
+        has_media = False
         for part in parts:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind in found:
-                found[kind] += 1
-        has_media = any(isinstance(part, dict) and part.get("type") in counts for part in parts)
-        made.append({**message, "content": parts} if has_media else message)
+            if isinstance(part, dict) and part.get("type") in found:
+                found[part["type"]] += 1
+                has_media = True
+        if has_media:
+            message = {**message, "content": parts}
+        result.append(message)
     for kind, count in counts.items():
         if found[kind] != count:
-            raise ValueError(f"{where}: the prompt has {found[kind]} <{kind}> placeholders but the row has {count} {kind}s.")
-    return made
-
-
-def dig(row: Row, column: str, path: Iterable[str] | None, *, where: str) -> Any:
-    """The value of a column, or one nested in it under the names of `path`."""
-    value = plain(row.get(column))
-    for name in path or ():
-        if not isinstance(value, dict) or name not in value:
-            held = list(value) if isinstance(value, dict) else []
             raise ValueError(
-                f"{where}: {column!r} holds no {name!r}.{did_you_mean(name, held)} It holds {held or _shown(value)}."
+                f"{where}: the prompt has {found[kind]} <{kind}> placeholders but the row has {count} "
+                f"{kind}s."
+            )
+    return result
+
+
+def nested_value(row: Row, column: str, path: Iterable[str] | None, *, where: str) -> Any:
+    """Return the value of a column, or the one nested in it under the names of `path`."""
+    value = to_plain(row.get(column))
+    for name in path or ():
+        keys = []
+        if isinstance(value, dict):
+            keys = list(value)
+        if name not in keys:
+            raise ValueError(
+                f"{where}: {column!r} holds no {name!r}.{did_you_mean(name, keys)} It holds "
+                f"{keys or _shown(value)}."
             )
         value = value[name]
     return value
 
 
 def _parts(text: str, kinds: list[str]) -> Iterable[dict[str, str]]:
-    """Pieces of text and placeholders, in order."""
-    while text:
-        places = {kind: text.find(f"<{kind}>") for kind in kinds}
-        places = {kind: place for kind, place in places.items() if place >= 0}
-        if not places:
-            yield {"type": "text", "text": text}
-            return
-        kind = min(places, key=lambda name: places[name])
-        if places[kind]:
-            yield {"type": "text", "text": text[: places[kind]]}
-        yield {"type": kind}
-        text = text[places[kind] + len(kind) + 2 :]
+    """Yield the texts and placeholders of a text, in order."""
+    pattern = "|".join(f"<{re.escape(kind)}>" for kind in kinds)
+    position = 0
+    for match in re.finditer(pattern, text):
+        if match.start() > position:
+            yield {"type": "text", "text": text[position : match.start()]}
+        yield {"type": match.group()[1:-1]}
+        position = match.end()
+    if position < len(text):
+        yield {"type": "text", "text": text[position:]}
 
 
-def _data_source(row: Row, keys: Keys, where: str, stem: str) -> str:
-    for name in (keys.source, "datasource") if keys.source == "data_source" else (keys.source,):
-        if row.get(name) is not None:
-            return str(row[name])
+def _data_source(row: Row, keys: ColumnKeys, where: str, stem: str) -> str:
+    if row.get(keys.source) is not None:
+        return str(row[keys.source])
+    if keys.source == "data_source" and row.get("datasource") is not None:
+        return str(row["datasource"])
     if keys.source in row:
-        raise ValueError(f"{where}: the column {keys.source!r} is empty; it chooses the scorer, so every row needs it.")
+        raise ValueError(
+            f"{where}: the column {keys.source!r} is empty; it chooses the scorer, so every row needs it."
+        )
     return stem or "custom"
 
 
@@ -220,11 +251,13 @@ def _struct(row: Row, name: str, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: the column {name!r} is {_shown(value)}; it must be a struct (a dictionary).")
+        raise ValueError(
+            f"{where}: the column {name!r} is {_shown(value)}; it must be a struct (a dictionary)."
+        )
     return value
 
 
-def _list(row: Row, name: str, where: str) -> list[Any]:
+def _list(row: Row, name: str, where: str) -> list[object]:
     value = row.get(name)
     if value is not None and not isinstance(value, list):
         raise ValueError(f"{where}: the column {name!r} is {_shown(value)}; it must be a list.")
@@ -232,22 +265,31 @@ def _list(row: Row, name: str, where: str) -> list[Any]:
 
 
 def _columns_hint(name: str, row: Row) -> str:
-    others = [column for column in row if column != name]
+    others = []
+    for column in row:
+        if column != name:
+            others.append(column)
     return f"{did_you_mean(name, others)} The row has: {', '.join(others) or 'nothing else'}."
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
+    """Return the type and the shortened value, for messages."""
     text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    if len(text) > 80:
+        text = text[:77] + "..."
+    return f"{type(value).__name__} {text}"
 
 
 def _check_template(template: str) -> None:
     try:
-        kept = "\0" in template.format("\0")
+        has_placeholder = "\0" in template.format("\0")
     except (IndexError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"data.input_template={template!r} is not a format string with one {{}}: {type(error).__name__}: {error}. "
-            "Write {{ and }} for braces that should stay."
+            f"data.input_template={template!r} is not a format string with one {{}}: {type(error).__name__}: "
+            f"{error}. Write {{{{ and }}}} for braces that should stay."
         ) from error
-    if not kept:
-        raise ValueError(f"data.input_template={template!r} has no {{}}, so the prompt would be lost. Put {{}} where it goes.")
+    if not has_placeholder:
+        raise ValueError(
+            f"data.input_template={template!r} has no {{}}, so the prompt would be lost. Put {{}} where it "
+            "goes."
+        )

@@ -1,9 +1,9 @@
-"""Rows of supervised training: one answer or conversation to imitate, or a better and a worse one to tell apart."""
+"""Rows of supervised training: conversations to imitate (SFT), or a chosen and a rejected answer (RM,
+DPO)."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import math
 from collections.abc import Sequence
@@ -11,291 +11,357 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from strop.config.schema.supervised import PairData, SftData, SupervisedData
-from strop.data.chat import Chat, Message, Rendered
-from strop.data.custom import custom_rows, order_seed
-from strop.data.files import Rows, open_rows
-from strop.data.prompts import Split, truncate
-from strop.data.schema import as_messages, dig, plain, require_column
-from strop.data.selection import Indices, select
+from strop.config.schema.supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
+from strop.data.chat import Chat, Rendered, Tools
+from strop.data.files import FileRows, Row, RowSource, open_rows
+from strop.data.prompts import (
+    Split,
+    load_custom_dataset,
+    row_name,
+    select_rows,
+    selection_fingerprint,
+    truncate,
+)
+from strop.data.schema import Message, as_messages, nested_value, require_column, to_plain
+from strop.data.selection import Indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-SAID = 5
-"""Rows that are named while training."""
-KEPT_TOKENS = 50_000_000
-"""Tokens of rendered rows that stay in memory: 250 MB. Rendering a row again costs more than many models need to learn it."""
+MAX_ROW_WARNINGS = 5
+"""Bad rows that are named while training; later ones are only counted."""
+CACHED_TOKENS = 50_000_000
+"""Tokens of rendered rows that stay in memory: 250 MB. Rendering a row again takes longer than a step of a
+small model."""
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """Two answers to one prompt; the masks cover the answers."""
 
     chosen: Rendered
     rejected: Rendered
     margin: float = 0.0
     reference: tuple[float, float] | None = None
-    """Log-probs of the two answers under a reference, where they are known."""
+    """Log-probs of the two answers under the reference model, if they are known."""
+
+
+Example = Rendered | PreferencePair
 
 
 class UnusableRow(ValueError):
-    """A row that cannot be learned from."""
+    """A row that cannot be trained on."""
 
 
 class SupervisedDataset(Sequence[Any]):
-    """What `SftRows` and `PairRows` share: files, the choice of rows, the limit of tokens.
+    """Base of `SftDataset` and `PreferenceDataset`: files, selected rows, the token limit.
 
-    An item is None where a row cannot be used and data.bad_rows=skip.
+    An item is None if its row is unusable and data.bad_rows=skip.
     """
 
-    def __init__(self, rows: Rows | Sequence[Any], chat: Chat, config: Any, *, indices: Indices | None = None):
+    def __init__(
+        self,
+        rows: RowSource,
+        chat: Chat,
+        config: SupervisedDataConfig,
+        *,
+        indices: Indices | None = None,
+    ):
         self.rows = rows
         self.chat = chat
         self.config = config
-        self.indices = np.arange(len(rows), dtype=np.int64) if indices is None else indices
-        self._kept, self._said = _Kept(), 0
-        for file in rows.files if isinstance(rows, Rows) else ():
-            for setting, name in self.needed().items():
-                require_column(file.columns, name, setting=setting, where=file.address)
+        if indices is None:
+            indices = np.arange(len(rows), dtype=np.int64)
+        self.indices = indices
+        self._cache = _RowCache()
+        self._warnings = 0
+        if isinstance(rows, FileRows):
+            for file in rows.files:
+                for setting, name in self.required_columns().items():
+                    require_column(file.columns, name, setting=setting, where=file.address)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         try:
-            item, where = self.whole(place)
-            return self.cut(item, where)
+            item, where = self.untruncated(index)
+            return self.truncate(item, where)
         except UnusableRow as problem:
             if self.config.bad_rows == "error":
-                raise ValueError(f"{problem} Mend or remove it, or set data.bad_rows=skip to leave such rows out.") from problem
-            self._say("%s It is left out.", problem)
+                raise ValueError(
+                    f"{problem} Fix or remove it, or set data.bad_rows=skip to skip such rows."
+                ) from problem
+            self._warn("%s It is skipped.", problem)
             return None
 
-    def whole(self, place: int) -> tuple[Any, str]:
-        """An item before it is cut to data.max_length, and where it comes from; UnusableRow if nothing can be made of it."""
-        index = int(self.indices[place])
-        where = self.rows.where(index) if isinstance(self.rows, Rows) else f"row {index}"
-        item = self._kept.get(index)
+    def untruncated(self, index: int) -> tuple[Any, str]:
+        """Return an item before truncation to data.max_length, and the name of its row; may raise
+        UnusableRow."""
+        row = int(self.indices[index])
+        where = row_name(self.rows, row)
+        item: object = self._cache.get(row)
         if item is None:
-            row = self.rows[index]
-            item = self._kept.put(index, self.render(row, where)) if isinstance(row, dict) else row
+            item = self.rows[row]
+            if isinstance(item, dict):
+                example = self.render(item, where)
+                self._cache.put(row, example)
+                return example, where
         return item, where
 
-    def needed(self) -> dict[str, str]:
-        """Columns that must be there, by the setting that names them."""
+    def required_columns(self) -> dict[str, str]:
+        """Return the columns that every file must have, by the setting that names them."""
         raise NotImplementedError
 
-    def render(self, row: dict[str, Any], where: str) -> Any:
+    def render(self, row: Row, where: str) -> Example:
+        """Return a row as token ids with a loss mask."""
         raise NotImplementedError
 
     def fingerprint(self) -> str:
-        own = getattr(self.rows, "fingerprint", None)
-        content = own() if callable(own) else f"{type(self.rows).__qualname__} of {len(self.rows)}"
-        return hashlib.sha256(str(content).encode() + self.indices.tobytes()).hexdigest()[:16]
+        """Return a hash of the files and the selected rows."""
+        return selection_fingerprint(self.rows, self.indices)
 
-    def cut(self, item: Any, where: str) -> Any:
-        """At most data.max_length tokens."""
-        if isinstance(item, Pair):
-            better, worse = (f"{where}, column {key!r}" for key in (self.config.chosen_key, self.config.rejected_key))
-            return dataclasses.replace(item, chosen=self._cut(item.chosen, better), rejected=self._cut(item.rejected, worse))
-        return self._cut(item, where) if isinstance(item, Rendered) else item
+    def truncate(self, item: object, where: str) -> object:
+        """Return an item with at most data.max_length tokens; other items of a custom data set are
+        unchanged."""
+        if isinstance(item, Rendered):
+            return self._truncate(item, where)
+        if isinstance(item, PreferencePair):
+            assert isinstance(self.config, PairDataConfig)
+            chosen = self._truncate(item.chosen, f"{where}, column {self.config.chosen_key!r}")
+            rejected = self._truncate(item.rejected, f"{where}, column {self.config.rejected_key!r}")
+            return dataclasses.replace(item, chosen=chosen, rejected=rejected)
+        return item
 
-    def _say(self, message: str, *arguments: Any) -> None:
-        """A warning about a row, for the first few: the loop counts them all."""
-        self._said += 1
-        if self._said <= SAID:
-            logger.warning(message, *arguments)
-        elif self._said == SAID + 1:
-            logger.warning("More rows like these are counted in train/skipped_rows and not named.")
-
-    def _cut(self, rendered: Rendered, where: str) -> Rendered:
-        limit, mode = self.config.max_length, self.config.truncation
+    def _truncate(self, rendered: Rendered, where: str) -> Rendered:
+        limit = self.config.max_length
+        mode = self.config.truncation
         if len(rendered.ids) <= limit:
             return rendered
         if mode == "error":
             raise ValueError(
-                f"{where} has {len(rendered.ids)} tokens, over data.max_length={limit}. Raise it, or cut such rows "
-                "(data.truncation=left keeps their end, right their beginning)."
+                f"{where} has {len(rendered.ids)} tokens, over data.max_length={limit}. Raise it, or cut "
+                "such rows (data.truncation=left keeps their end, right their beginning)."
             )
         kept = Rendered(truncate(rendered.ids, limit, mode), truncate(rendered.mask, limit, mode))
         if not any(kept.mask):
-            self._say(
-                "%s teaches nothing: data.truncation=%s at data.max_length=%d of its %d tokens leaves only the prompt.",
+            self._warn(
+                "%s has no loss: data.truncation=%s at data.max_length=%d of its %d tokens leaves only the "
+                "prompt.",
                 *(where, mode, limit, len(rendered.ids)),
             )
         return kept
 
+    def _warn(self, message: str, *arguments: object) -> None:
+        """Log a warning about a row, for the first few rows; the training loop counts all of them."""
+        self._warnings += 1
+        if self._warnings <= MAX_ROW_WARNINGS:
+            logger.warning(message, *arguments)
+        elif self._warnings == MAX_ROW_WARNINGS + 1:
+            logger.warning("More rows like these are counted in train/skipped_rows and not named.")
 
-class _Kept:
-    """Rows that were rendered once, five bytes a token, as long as they fit into KEPT_TOKENS."""
+
+class _RowCache:
+    """Rendered rows, five bytes a token, up to CACHED_TOKENS."""
 
     def __init__(self) -> None:
-        self.items: dict[int, tuple[float, list[NDArray[Any]]]] = {}
+        self.items: dict[int, tuple[float, list[np.ndarray]]] = {}
+        """Margin, then ids and mask of each answer."""
         self.tokens = 0
 
-    def put(self, index: int, item: Any) -> Any:
-        """Remember an item; returns it."""
-        sides, margin = ((item.chosen, item.rejected), item.margin) if isinstance(item, Pair) else ((item,), 0.0)
-        size = sum(len(side.ids) for side in sides)
-        if self.tokens + size <= KEPT_TOKENS:
-            self.tokens += size
-            arrays = [array for side in sides for array in (np.array(side.ids, np.int32), np.array(side.mask, np.uint8))]
-            self.items[index] = margin, arrays
-        return item
+    def put(self, row: int, item: Example) -> None:
+        """Keep an item if there is room."""
+        margin = 0.0
+        if isinstance(item, PreferencePair):
+            margin = item.margin
+            answers = [item.chosen, item.rejected]
+        else:
+            answers = [item]
+        size = sum(len(answer.ids) for answer in answers)
+        if self.tokens + size > CACHED_TOKENS:
+            return
+        self.tokens += size
+        arrays: list[np.ndarray] = []
+        for answer in answers:
+            arrays.append(np.array(answer.ids, np.int32))
+            arrays.append(np.array(answer.mask, np.uint8))
+        self.items[row] = (margin, arrays)
 
-    def get(self, index: int) -> Any:
-        if index not in self.items:
+    def get(self, row: int) -> Example | None:
+        """Return the item of a row, None if it was not kept."""
+        if row not in self.items:
             return None
-        margin, arrays = self.items[index]
+        margin, arrays = self.items[row]
         lists = [array.tolist() for array in arrays]
         if len(lists) == 2:
             return Rendered(*lists)
-        return Pair(Rendered(*lists[:2]), Rendered(*lists[2:]), margin)
+        return PreferencePair(Rendered(*lists[:2]), Rendered(*lists[2:]), margin)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()  # a copy in another process begins with nothing
+    def __reduce__(self) -> tuple[type[_RowCache], tuple[()]]:
+        return _RowCache, ()  # a copy in another process starts empty
 
 
-class SftRows(SupervisedDataset):
-    """Rows as `Rendered`: ids, and 1 where the loss falls."""
+class SftDataset(SupervisedDataset):
+    """Rows as `Rendered`: token ids and loss mask."""
 
-    config: SftData
+    config: SftDataConfig
 
-    def needed(self) -> dict[str, str]:
+    def required_columns(self) -> dict[str, str]:
         if self.config.multiturn.enable:
             return {"data.multiturn.messages_key": self.config.multiturn.messages_key}
         columns = {"data.prompt_key": self.config.prompt_key}
-        return columns | ({"data.response_key": self.config.response_key} if self.config.response_key else {})
+        if self.config.response_key:
+            columns["data.response_key"] = self.config.response_key
+        return columns
 
-    def render(self, row: dict[str, Any], where: str) -> Rendered:
+    def render(self, row: Row, where: str) -> Rendered:
         config = self.config
-        chat, tools, learn_from = self.chat, None, 0
+        chat = self.chat
+        tools: Tools | None = None
+        learn_from = 0
         if config.multiturn.enable:
-            messages: Sequence[Message] = _messages(row.get(config.multiturn.messages_key), where)
-            tools = plain(row.get(config.multiturn.tools_key))
+            messages = _parse_messages(row.get(config.multiturn.messages_key), where)
+            tools = to_plain(row.get(config.multiturn.tools_key))
             thinking = row.get(config.multiturn.enable_thinking_key)
             if thinking is not None:
                 chat = dataclasses.replace(chat, kwargs={**chat.kwargs, "enable_thinking": bool(thinking)})
         else:
             messages, learn_from = self._prompt_and_response(row, where)
-        if config.pretrain_mode:  # whoever speaks first
+        if config.pretrain_mode:  # any role may come first
             ids = chat.ids(messages, generate=False, tools=tools)
             return Rendered(ids, [1] * len(ids))
-        return _rendered(chat, messages, learn_from, where, tools=tools)
+        return _render_conversation(chat, messages, learn_from, where, tools=tools)
 
-    def _prompt_and_response(self, row: dict[str, Any], where: str) -> tuple[list[Any], int]:
-        """The conversation, and where in it the answer begins."""
+    def _prompt_and_response(self, row: Row, where: str) -> tuple[list[Message], int]:
+        """Return the conversation, and the index of the message where the response begins."""
         config = self.config
-        prompt = dig(row, config.prompt_key, config.prompt_dict_keys, where=where)
-        place = f"{where}, column {config.prompt_key!r}"
+        prompt = nested_value(row, config.prompt_key, config.prompt_dict_keys, where=where)
+        prompt_column = f"{where}, column {config.prompt_key!r}"
         if prompt is None:
-            raise UnusableRow(f"{place} is empty.")
-        messages = _messages(prompt, place, config.input_template)
+            raise UnusableRow(f"{prompt_column} is empty.")
+        messages = _parse_messages(prompt, prompt_column, config.input_template)
         if config.response_key is None:
             return messages, len(messages) - 1
-        response = dig(row, config.response_key, config.response_dict_keys, where=where)
-        return [*messages, *_answer(response, f"{where}, column {config.response_key!r}")], len(messages)
+        response = nested_value(row, config.response_key, config.response_dict_keys, where=where)
+        answer = _answer_messages(response, f"{where}, column {config.response_key!r}")
+        return [*messages, *answer], len(messages)
 
 
-class PairRows(SupervisedDataset):
-    """Rows as `Pair`."""
+class PreferenceDataset(SupervisedDataset):
+    """Rows as `PreferencePair`: a chosen and a rejected answer."""
 
-    config: PairData
+    config: PairDataConfig
 
-    def needed(self) -> dict[str, str]:
+    def required_columns(self) -> dict[str, str]:
         columns = {"data.chosen_key": self.config.chosen_key, "data.rejected_key": self.config.rejected_key}
-        return columns | ({"data.prompt_key": self.config.prompt_key} if self.config.prompt_key else {})
+        if self.config.prompt_key:
+            columns["data.prompt_key"] = self.config.prompt_key
+        return columns
 
-    def render(self, row: dict[str, Any], where: str) -> Pair:
-        better, worse = self.config.chosen_key, self.config.rejected_key
-        chosen, rejected = self._side(row, better, where), self._side(row, worse, where)
+    def render(self, row: Row, where: str) -> PreferencePair:
+        chosen_key = self.config.chosen_key
+        rejected_key = self.config.rejected_key
+        chosen = self._answer(row, chosen_key, where)
+        rejected = self._answer(row, rejected_key, where)
         if chosen.ids == rejected.ids:
-            raise UnusableRow(f"{where}: {better!r} and {worse!r} say the same, so there is nothing to prefer.")
-        return Pair(chosen, rejected, margin=self._margin(row, where))
+            raise UnusableRow(
+                f"{where}: {chosen_key!r} and {rejected_key!r} say the same, so there is nothing to prefer."
+            )
+        return PreferencePair(chosen, rejected, margin=self._margin(row, where))
 
-    def _margin(self, row: dict[str, Any], where: str) -> float:
-        """How much better the chosen answer is; 0 where the row does not say."""
-        said = row.get(self.config.margin_key)
+    def _margin(self, row: Row, where: str) -> float:
+        """Return the margin of the chosen answer; 0 if the row has none."""
+        value = row.get(self.config.margin_key)
+        if value is None:
+            return 0.0
         try:
-            margin = 0.0 if said is None else float(said)
+            margin = float(value)
         except (TypeError, ValueError):
             margin = math.nan
         if not math.isfinite(margin):
-            raise UnusableRow(f"{where}, column {self.config.margin_key!r} is {said!r}, not a number.")
+            raise UnusableRow(f"{where}, column {self.config.margin_key!r} is {value!r}, not a number.")
         return margin
 
-    def _side(self, row: dict[str, Any], key: str, where: str) -> Rendered:
-        place = f"{where}, column {key!r}"
-        said = plain(row.get(key))
+    def _answer(self, row: Row, key: str, where: str) -> Rendered:
+        """Return the conversation that ends with the answer in the column `key`."""
+        column = f"{where}, column {key!r}"
+        answer = to_plain(row.get(key))
         if self.config.prompt_key:
             prompt = row.get(self.config.prompt_key)
             if prompt is None:
                 raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
-            messages = _messages(prompt, where, self.config.input_template)
-            whole, learn_from = [*messages, *_answer(said, place)], len(messages)
-        else:
-            if isinstance(said, str):
-                raise ValueError(
-                    f"{place} is text, but without data.prompt_key it must hold a whole conversation (a list of messages). "
-                    "Set data.prompt_key to the column with the prompt."
-                )
-            whole = _messages(said, place)
-            learn_from = len(whole) - 1
-        return _rendered(self.chat, whole, learn_from, place)
+            messages = _parse_messages(prompt, where, self.config.input_template)
+            conversation = [*messages, *_answer_messages(answer, column)]
+            return _render_conversation(self.chat, conversation, len(messages), column)
+        if isinstance(answer, str):
+            raise ValueError(
+                f"{column} is text, but without data.prompt_key it must hold a whole conversation (a list of "
+                "messages). Set data.prompt_key to the column with the prompt."
+            )
+        conversation = _parse_messages(answer, column)
+        return _render_conversation(self.chat, conversation, len(conversation) - 1, column)
 
 
 def build_supervised(
-    config: SupervisedData, tokenizer: PreTrainedTokenizerBase, *, split: Split = "train"
-) -> SftRows | PairRows:
-    """The training or validation rows of an sft, rm or dpo configuration."""
-    train = split == "train"
-    files = config.train_files if train else config.val_files
-    most = config.train_max_samples if train else config.val_max_samples
-    rows = custom_rows(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
-    counts, weights = [len(rows)], None
-    if isinstance(rows, Rows):
-        counts, weights = rows.counts, config.prompt_probs if train else None
-    indices = select(counts, weights=weights, most=most, shuffle=train and config.shuffle, seed=order_seed(config))
+    config: SupervisedDataConfig, tokenizer: PreTrainedTokenizerBase, *, split: Split = "train"
+) -> SftDataset | PreferenceDataset:
+    """Build the training or validation rows of an sft, rm or dpo configuration."""
+    files = config.val_files
+    limit = config.val_max_samples
+    shuffle = False
+    if split == "train":
+        files = config.train_files
+        limit = config.train_max_samples
+        shuffle = config.shuffle
+    rows = load_custom_dataset(config, files, tokenizer) or open_rows(files, key=f"data.{split}_files")
+    indices = select_rows(config, rows, split, limit=limit, shuffle=shuffle)
     if not len(indices):
-        raise ValueError(f"data.{split}_max_samples={most} leaves no rows. Set it to -1 for all of them.")
+        raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
     chat = Chat(
         tokenizer,
         template=config.chat_template,
         kwargs=dict(config.apply_chat_template_kwargs or {}),
         plain=not config.apply_chat_template,
     )
-    kind = PairRows if isinstance(config, PairData) else SftRows
-    return kind(rows, chat, config, indices=indices)
+    if isinstance(config, PairDataConfig):
+        return PreferenceDataset(rows, chat, config, indices=indices)
+    return SftDataset(rows, chat, config, indices=indices)
 
 
-def _messages(value: Any, where: str, input_template: str | None = None) -> list[Any]:
+def _parse_messages(value: object, where: str, input_template: str | None = None) -> list[Message]:
     try:
         return as_messages(value, where=where, input_template=input_template)
     except ValueError as error:
         raise UnusableRow(str(error)) from error
 
 
-def _rendered(chat: Chat, messages: Sequence[Message], learn_from: int, where: str, **more: Any) -> Rendered:
-    """Ids and mask of a conversation that begins with the user, after an optional system message."""
+def _answer_messages(value: object, where: str) -> list[Message]:
+    """Return an answer as messages; text is one assistant turn."""
+    if value is None or value == "" or value == []:
+        raise UnusableRow(f"{where} is empty.")
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return _parse_messages(value, where)
+
+
+def _render_conversation(
+    chat: Chat, messages: Sequence[Message], learn_from: int, where: str, *, tools: Tools | None = None
+) -> Rendered:
+    """Render a conversation that begins with the user, after an optional system message."""
     roles = [message["role"] for message in messages]
-    spoken = [role for role in roles if role != "system"]
-    if spoken and spoken[0] != "user":
+    turns = []
+    for role in roles:
+        if role != "system":
+            turns.append(role)
+    if turns and turns[0] != "user":
         raise UnusableRow(
-            f"{where}: the conversation begins with {spoken[0]!r}, but it must begin with 'user' ({', '.join(roles)})."
+            f"{where}: the conversation begins with {turns[0]!r}, but it must begin with 'user' "
+            f"({', '.join(roles)})."
         )
     try:
-        return chat.conversation(messages, learn_from=learn_from, **more)
+        return chat.conversation(messages, learn_from=learn_from, tools=tools)
     except ValueError as error:
         raise UnusableRow(f"{where}: {error}") from error
-
-
-def _answer(value: Any, place: str) -> list[Any]:
-    """An answer as messages: text is one assistant turn."""
-    if value is None or value == "" or value == []:
-        raise UnusableRow(f"{place} is empty.")
-    return [{"role": "assistant", "content": value}] if isinstance(value, str) else _messages(value, place)

@@ -1,65 +1,86 @@
-"""Processes that hold a copy of a data set and work on parts of it, in order."""
+"""Worker processes with a copy of a data set: they prefetch batches, and measure prompts in parallel."""
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any
+from typing import Generic, Protocol, TypeVar, cast
 
-AHEAD = 2  # batches under way for each process
+import numpy as np
+from numpy.typing import NDArray
+
+PREFETCH_PER_WORKER = 2  # batches
+CHUNK = 256  # prompts that are measured together
+
+Dataset = TypeVar("Dataset")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
-class Workers:
-    """`count` processes; what they run is `function(dataset, argument)`, a function of a module."""
+class DatasetWorkers(Generic[Dataset]):
+    """`count` processes that run `function(dataset, argument)`; the function must be defined in a module."""
 
-    def __init__(self, dataset: Any, count: int):
+    def __init__(self, dataset: Dataset, count: int):
         self.count = count
-        self._pool = ProcessPoolExecutor(count, mp_context=_context(), initializer=_receive, initargs=(dataset,))
+        self._pool = ProcessPoolExecutor(
+            count, mp_context=_context(), initializer=_set_dataset, initargs=(dataset,)
+        )
 
-    def submit(self, function: Callable[[Any, Any], Any], argument: Any) -> Future[Any]:
+    def submit(self, function: Callable[[Dataset, Argument], Result], argument: Argument) -> Future[Result]:
+        """Start a call in one of the processes."""
         return self._pool.submit(_call, function, argument)
 
     def close(self) -> None:
+        """Stop the processes; calls that have not started are cancelled."""
         self._pool.shutdown(cancel_futures=True)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> DatasetWorkers[Dataset]:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
-class Ahead:
-    """Batches made before they are asked for; order and content are the same as without."""
+class Prefetcher(Generic[Item]):
+    """Prepares batches ahead of time; their order and content are the same as without it."""
 
-    def __init__(self, dataset: Sequence[Any], workers: int):
-        self.depth = workers * AHEAD
-        self._workers = Workers(dataset, workers)
-        self._waiting: deque[tuple[list[int], Future[list[Any]]]] = deque()
+    def __init__(self, dataset: Sequence[Item], workers: int):
+        self.depth = workers * PREFETCH_PER_WORKER
+        self._workers: DatasetWorkers[Sequence[Item]] = DatasetWorkers(dataset, workers)
+        self._pending: deque[tuple[list[int], Future[list[Item]]]] = deque()
 
-    def take(self, places: list[int], following: list[list[int]]) -> list[Any]:
-        """The items at `places`; those of `following`, the batches right after it, are begun."""
-        while self._waiting and self._waiting[0][0] != places:
-            self._waiting.popleft()[1].cancel()
-        for batch in [places, *following][len(self._waiting) :]:
-            self._waiting.append((batch, self._workers.submit(items, batch)))
-        return self._waiting.popleft()[1].result()
+    def take(self, indices: list[int], following: list[list[int]]) -> list[Item]:
+        """Return the items at `indices`, and start the batches of `following`, which come next."""
+        while self._pending and self._pending[0][0] != indices:
+            self._pending.popleft()[1].cancel()
+        for batch in [indices, *following][len(self._pending) :]:
+            self._pending.append((batch, self._workers.submit(get_items, batch)))
+        return self._pending.popleft()[1].result()
 
     def close(self) -> None:
+        """Stop the worker processes."""
         self._workers.close()
 
 
-def items(dataset: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [dataset[place] for place in places]
+def get_items(dataset: Sequence[Item], indices: Sequence[int]) -> list[Item]:
+    """Return the items at `indices`."""
+    return [dataset[index] for index in indices]
 
 
 def _context() -> BaseContext:
-    """No forks of this process: tokenizers and torch run threads, which do not survive one. A server that has imported what
-    workers need and done nothing else is forked instead, where there are forks: seconds and memory are spent once."""
+    """Return how processes start: never by a fork of this one, whose tokenizer and torch threads would be
+    lost.
+
+    Where forks exist, a fork server imports what workers need once and is forked instead.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -67,12 +88,58 @@ def _context() -> BaseContext:
     return context
 
 
-_dataset: list[Any] = []  # of a worker process
+_worker_dataset: list[object] = []  # in a worker process: its data set
 
 
-def _receive(dataset: Any) -> None:
-    _dataset[:] = [dataset]
+def _set_dataset(dataset: object) -> None:
+    _worker_dataset[:] = [dataset]
 
 
-def _call(function: Callable[[Any, Any], Any], argument: Any) -> Any:
-    return function(_dataset[0], argument)
+def _call(function: Callable[[Dataset, Argument], Result], argument: Argument) -> Result:
+    return function(cast(Dataset, _worker_dataset[0]), argument)
+
+
+# --- Prompt lengths -----------------------------------------------------------------------------------------
+
+
+class MeasurablePrompts(Protocol):
+    """A data set of prompts that knows their lengths in tokens."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, indices: Sequence[int] | None = None) -> list[int]: ...
+
+
+def measure_prompts(dataset: MeasurablePrompts, *, workers: int = 1) -> NDArray[np.int64]:
+    """Return the number of tokens of every prompt, with a progress bar; `workers` changes only the time."""
+    chunks = [range(start, min(start + CHUNK, len(dataset))) for start in range(0, len(dataset), CHUNK)]
+    if workers <= 1 or len(chunks) == 1:
+        return _concatenate(map(dataset.lengths, chunks), len(dataset))
+    with DatasetWorkers(dataset, min(workers, len(chunks))) as pool:
+        futures = [pool.submit(_chunk_lengths, chunk) for chunk in chunks]
+        return _concatenate((future.result() for future in futures), len(dataset))
+
+
+def _concatenate(parts: Iterable[list[int]], count: int) -> NDArray[np.int64]:
+    lengths: list[int] = []
+    for part in _with_progress(parts, count):
+        lengths += part
+    return np.asarray(lengths, dtype=np.int64)
+
+
+def _with_progress(parts: Iterable[list[int]], count: int) -> Iterator[list[int]]:
+    if not sys.stderr.isatty():
+        yield from parts
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("Measuring prompts", total=count)
+        for part in parts:
+            progress.advance(task, len(part))
+            yield part
+
+
+def _chunk_lengths(dataset: MeasurablePrompts, chunk: range) -> list[int]:
+    return dataset.lengths(chunk)

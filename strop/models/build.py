@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from strop.config.schema.model import Model
-from strop.extras import require
-from strop.models.attention import packing_obstacle, padded_attention, set_attention
-from strop.models.heads import hollow_scalar_model, load_scalar_model
-from strop.models.hollow import hollow
+from strop.config.schema.model import ModelConfig
+from strop.models.attention import packing_obstacle
+from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, load_adapters
-from strop.models.precision import widen_residual
+from strop.models.meta_init import meta_init
+from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
 from strop.registry import load_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -34,51 +35,57 @@ DTYPES = {
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a precision in the configuration."""
     if name not in DTYPES:
         raise ValueError(f"Unknown precision {name!r}; choose one of {', '.join(DTYPES)}.")
     return DTYPES[name]
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision to compute in: `name`, except that a CPU without bf16 instructions, where bf16 is hundreds of times
-    slower than fp32, computes in fp32."""
+    """The precision to compute in: `name`, except that a CPU without bf16 instructions, where bf16 is
+    hundreds of times slower than fp32, computes in fp32."""
     wanted = dtype_of(name)
-    slow = device.type == "cpu" and wanted != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    slow = (
+        device.type == "cpu" and wanted != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     if slow:
-        _tell_fp32(name)
-    return torch.float32 if slow else wanted
+        _warn_fp32(name)
+        return torch.float32
+    return wanted
 
 
 @cache
-def _tell_fp32(name: str) -> None:
-    """Once, though every role asks."""
+def _warn_fp32(name: str) -> None:
+    """Once, although every role asks for its precision."""
     log.warning("This CPU has no bf16 instructions; computing in fp32 instead of %s.", name)
 
 
-def build_policy(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+def build_policy(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
     """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so.
 
-    Without `weights`, here and below, its parameters have shapes only (see models/hollow.py).
+    Without `weights`, here and below, its parameters are on the meta device (models/meta_init.py).
     """
     return _finish(_language_model(settings, dtype, weights), settings, weights)
 
 
-def build_reference(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+def build_reference(
+    settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True
+) -> Any:
     """The same model without adapters, frozen."""
     return _language_model(settings, dtype, weights).requires_grad_(False).eval()
 
 
-def build_critic(settings: Model, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+def build_critic(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
     """A value model; a path without a scalar head (a language model) gets a new one."""
     return _finish(_scalar_model(settings, dtype, new_head=True, weights=weights), settings, weights)
 
 
-def build_reward_model(settings: Model, *, dtype: torch.dtype = torch.float32) -> Any:
+def build_reward_model(settings: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
     """A frozen reward model; its folder must hold the scalar head."""
     return _scalar_model(settings, dtype, new_head=False).requires_grad_(False).eval()
 
 
-def build_tokenizer(settings: Model) -> Any:
+def build_tokenizer(settings: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of tokenizer_path, or of the model itself."""
     _import_libraries(settings)
     return load_tokenizer(
@@ -88,37 +95,47 @@ def build_tokenizer(settings: Model) -> Any:
     )
 
 
-def attention_of(settings: Model) -> str | None:
-    """The attention function somebody chose for the padded layout."""
+def attention_of(settings: ModelConfig) -> str | None:
+    """The attention function of the padded layout that override_config names, if any."""
     chosen = settings.override_config.get("attn_implementation")
-    return None if chosen is None else str(chosen)
+    if chosen is None:
+        return None
+    return str(chosen)
 
 
-def stored_dtype(settings: Model) -> torch.dtype:
-    """The precision of the weights on the disk, as far as config.json says; fp32 where it does not."""
+def stored_dtype(settings: ModelConfig) -> torch.dtype:
+    """The precision of the weights on the disk, as config.json says; fp32 where it does not."""
     found = getattr(_config(settings), "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
+    if isinstance(found, torch.dtype):
+        return found
+    return torch.float32
 
 
-def _language_model(settings: Model, dtype: torch.dtype, weights: bool = True) -> Any:
+def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = True) -> PreTrainedModel:
     _import_libraries(settings)
     source = resolve(settings.path)
     if not weights:
-        with hollow():
+        with meta_init():
             model = AutoModelForCausalLM.from_config(
                 _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
         return _prepare(model, settings)
-    model = load_language_model(source, _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    model = load_language_model(
+        source, _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code
+    )
     return _prepare(model, settings)
 
 
-def _scalar_model(settings: Model, dtype: torch.dtype, *, new_head: bool, weights: bool = True) -> Any:
+def _scalar_model(
+    settings: ModelConfig, dtype: torch.dtype, *, new_head: bool, weights: bool = True
+) -> PreTrainedModel:
     _import_libraries(settings)
     source = resolve(settings.path)
     if not weights:
-        with hollow():
-            return _prepare(hollow_scalar_model(_config(settings)).to(dtype), settings)
+        with meta_init():
+            model = empty_scalar_model(_config(settings))
+            nn.Module.to(model, dtype)
+            return _prepare(model, settings)
     model = load_scalar_model(
         source.name,
         _config(settings),
@@ -130,7 +147,7 @@ def _scalar_model(settings: Model, dtype: torch.dtype, *, new_head: bool, weight
     return _prepare(model, settings)
 
 
-def _config(settings: Model) -> Any:
+def _config(settings: ModelConfig) -> PreTrainedConfig:
     return load_config(
         resolve(settings.path),
         override=settings.override_config,
@@ -139,36 +156,41 @@ def _config(settings: Model) -> Any:
     )
 
 
-def _import_libraries(settings: Model) -> None:
+def _import_libraries(settings: ModelConfig) -> None:
     for name in (settings.external_lib or "").split(","):
         if name.strip():
             load_module(name.strip())
 
 
-def _prepare(model: Any, settings: Model) -> Any:
-    set_attention(model, attention_of(settings) or padded_attention(model))
+def _prepare(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
+    choose_patches(model, settings.patches)
+    context = PatchContext(
+        attention=attention_of(settings),
+        fp32_residual=settings.fp32_residual,
+        use_liger=settings.use_liger,
+    )
+    apply_patches(model, MODEL_PATCHES, context)
     if settings.use_remove_padding:
         obstacle = packing_obstacle(model)
         if obstacle:
-            raise ValueError(f"{type(model).__name__} cannot run packed: {obstacle}. Set model.use_remove_padding=False.")
-    without_dropout(model)
-    if settings.fp32_residual:
-        widen_residual(model)
-    if settings.use_liger:
-        liger = require("liger_kernel.transformers.monkey_patch", extra="liger", why="model.use_liger")
-        liger._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False)
+            raise ValueError(
+                f"{type(model).__name__} cannot run packed: {obstacle}. Set model.use_remove_padding=False."
+            )
     return model
 
 
-def _finish(model: Any, settings: Model, weights: bool = True) -> Any:
-    with contextlib.nullcontext() if weights else hollow():
-        model = _adapted(model, settings)
+def _finish(model: PreTrainedModel, settings: ModelConfig, weights: bool = True) -> PreTrainedModel:
+    if weights:
+        model = _with_adapters(model, settings)
+    else:
+        with meta_init():
+            model = _with_adapters(model, settings)
     if settings.enable_gradient_checkpointing:
         checkpoint_activations(model)
     return model
 
 
-def _adapted(model: Any, settings: Model) -> Any:
+def _with_adapters(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
     if settings.lora_adapter_path:
         return load_adapters(model, settings.lora_adapter_path)
     if settings.lora_rank > 0:
@@ -183,16 +205,7 @@ def _adapted(model: Any, settings: Model) -> Any:
     return model
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Keep only what enters each layer and compute the rest again in the backward pass."""
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Gradient checkpointing: keep the input of each layer and recompute its activations in the backward
+    pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def without_dropout(model: nn.Module) -> None:
-    """No dropout anywhere: with it, the policy that is trained would not be the policy that sampled."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "attn_dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

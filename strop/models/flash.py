@@ -1,10 +1,11 @@
 """Causal attention over packed sequences, written so that sampling can repeat its numbers to the last bit.
 
-In 16 bits one rounding that falls differently grows over the layers of a model. So a policy's log-probs in training are those
-it was sampled with only where every part of both passes rounds the same sums in the same order. Matrix products do: what they
-give for a row does not depend on the other rows. Attention does if keys are taken in the same blocks, counted from the
-beginning of the sequence, one after the other, with the same arithmetic. `absorb` is that arithmetic; the decode kernel of the
-rollout engine (rollout/native/kernels.py) is built from it too. The backward pass is torch's own.
+In 16 bits one rounding that falls differently grows over the layers of a model. So a policy's log-probs in
+training are those it was sampled with only where every part of both passes rounds the same sums in the same
+order. Matrix products do: what they give for a row does not depend on the other rows. Attention does if keys
+are taken in the same blocks, counted from the beginning of the sequence, one after the other, with the same
+arithmetic. `absorb` is that arithmetic; the decode kernel of the rollout engine (rollout/native/kernels.py)
+is built from it too. The backward pass is torch's own.
 
 This file needs Triton and is imported only where a GPU is.
 """
@@ -30,8 +31,9 @@ _QUERIES = 64
 
 @triton.jit
 def absorb(scores, v, top, total, mixed, scale):
-    """Take one block of keys into the running softmax of each row: `top` is its largest score so far, `total` the sum of
-    exp2((score - top) · scale), `mixed` that sum weighted with the values. Hidden keys have a score of -inf."""
+    """Take one block of keys into the running softmax of each row: `top` is its largest score so far, `total`
+    the sum of exp2((score - top) · scale), `mixed` that sum weighted with the values. Hidden keys have a
+    score of -inf."""
     higher = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen nothing yet keeps zeros.
     safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -51,11 +53,13 @@ def _attend(
 ):  # fmt: skip
     # The last queries see most keys: they go first, so that the work ends evenly.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    head, sequence = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
     begin = tl.load(bounds + sequence).to(tl.int64)
     count = (tl.load(bounds + sequence + 1) - begin).to(tl.int32)
     if start < count:
-        at, d = begin + start + tl.arange(0, QUERIES), tl.arange(0, SIZE)
+        at = begin + start + tl.arange(0, QUERIES)
+        d = tl.arange(0, SIZE)
         keys = key + (head // group) * key_head
         values = value + (head // group) * value_head
         if CONTINUED:
@@ -70,7 +74,8 @@ def _attend(
         length = origin + count
         start += origin
         row = start + tl.arange(0, QUERIES)
-        inside, real = row < length, d < size
+        inside = row < length
+        real = d < size
         asked = query + at[:, None] * query_token + head * query_head + d[None, :]
         q = tl.load(asked, mask=inside[:, None] & real[None, :], other=0.0)
         top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -91,17 +96,27 @@ def _attend(
         for block in range(border, tl.minimum(start + QUERIES, length), BLOCK):
             place = block + tl.arange(0, BLOCK)
             there = place < length
-            k = tl.load(keys + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0)
+            k = tl.load(
+                keys + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
+            )
             seen = place[None, :] <= row[:, None]
             if WINDOW:
                 seen &= row[:, None] - place[None, :] < window
             scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
-            v = tl.load(values + place[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0)
+            v = tl.load(
+                values + place[:, None] * value_token + d[None, :],
+                mask=there[:, None] & real[None, :],
+                other=0.0,
+            )
             top, total, mixed = absorb(scores, v, top, total, mixed, scale)
         mixed = mixed / total[:, None]
         target = out + (at[:, None] * tl.num_programs(1) + head) * size + d[None, :]
         tl.store(target, mixed.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
-        tl.store(normal + head.to(tl.int64) * tokens + at, (top * scale + tl.log2(total)) * 0.6931471805599453, mask=inside)
+        tl.store(
+            normal + head.to(tl.int64) * tokens + at,
+            (top * scale + tl.log2(total)) * 0.6931471805599453,
+            mask=inside,
+        )
 
 
 def _launch(
@@ -120,7 +135,10 @@ def _launch(
     normal = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     origins, places = (bounds, bounds) if going_on is None else going_on
     # [N, key heads, D], or a cache of [rows, key heads, capacity, D]
-    strides = [(0, x.stride(0), x.stride(1)) if going_on is None else (x.stride(0), x.stride(2), x.stride(1)) for x in (k, v)]
+    strides = [
+        (0, x.stride(0), x.stride(1)) if going_on is None else (x.stride(0), x.stride(2), x.stride(1))
+        for x in (k, v)
+    ]
     _attend[(triton.cdiv(longest, _QUERIES), heads, len(bounds) - 1)](
         q, k, v, out, normal, bounds, origins, places, tokens, window or 0, LOG2E * scale,
         q.stride(0), q.stride(1), *strides[0], *strides[1],
@@ -133,36 +151,57 @@ def _launch(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         out, normal = _launch(q, k, v, bounds, longest, scale, window)
         ctx.save_for_backward(q, k, v, out, normal, bounds)
-        ctx.longest, ctx.scale, ctx.window = longest, scale, window
+        ctx.longest = longest
+        ctx.scale = scale
+        ctx.window = window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above: Tensor) -> Any:
         q, k, v, out, normal, bounds = ctx.saved_tensors
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
         left = -1 if ctx.window is None else ctx.window - 1
         gradients = torch.ops.aten._flash_attention_backward(
-            above.contiguous(), q, k, v, out, normal, bounds, bounds, ctx.longest, ctx.longest, 0.0, False, state, unused,
+            above.contiguous(), q, k, v, out, normal, bounds, bounds, ctx.longest, ctx.longest,
+            0.0, False, state, unused,
             scale=ctx.scale, window_size_left=left, window_size_right=0,
         )  # fmt: skip
         return *gradients, None, None, None, None
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Each token of q [N, heads, D] attends to itself and those before it in its sequence; k and v [N, key heads, D].
+    """Each token of q [N, heads, D] attends to itself and those before it in its sequence; k and v [N, key
+    heads, D].
 
-    `bounds` [sequences + 1] int32: where the sequences begin and end, none longer than `longest`. With a window W a token sees
-    itself and the W - 1 before it.
+    `bounds` [sequences + 1] int32: where the sequences begin and end, none longer than `longest`. With a
+    window W a token sees itself and the W - 1 before it.
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # as the backward pass wants them
-    result: Tensor = _Attention.apply(q, k, v, bounds, longest, q.shape[-1] ** -0.5 if scale is None else scale, window)
+    result: Tensor = _Attention.apply(
+        q, k, v, bounds, longest, q.shape[-1] ** -0.5 if scale is None else scale, window
+    )
     return result
 
 
@@ -178,7 +217,8 @@ def continued_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same for pieces of sequences whose keys and values lie in rows of a cache [rows, key heads, capacity, D]: piece i of
-    q goes on at position `origins[i]` of the sequence in row `rows[i]`. Without gradients."""
+    """The same for pieces of sequences whose keys and values lie in rows of a cache [rows, key heads,
+    capacity, D]: piece i of q goes on at position `origins[i]` of the sequence in row `rows[i]`. Without
+    gradients."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _launch(q, keys, values, bounds, longest, scale, window, (origins, rows))[0]

@@ -1,44 +1,63 @@
-"""Models that answer with one number: critics (per token) and reward models (per sequence).
+"""Output heads: the scalar head of critics (per token) and reward models (per sequence), and whether a
+language model's head is a plain matrix product.
 
-Both are a transformer body and a linear map of its last hidden state to one number, called `score`. In memory there is one
-class per architecture, whatever the folder was: a language model (the head is new), AutoModelForSequenceClassification or
-AutoModelForTokenClassification with one label, or OpenRLHF's body with a head of another name. What is saved loads as
-AutoModelForSequenceClassification again (as token classification when the head has a bias).
+A critic or reward model is a transformer body and a linear map of its last hidden state to one number, called
+`score`. In memory there is one class per architecture, whatever the folder was: a language model (the head is
+new), AutoModelForSequenceClassification or AutoModelForTokenClassification with one label, or OpenRLHF's body
+with a head of another name. It is saved so that AutoModelForSequenceClassification loads it (token
+classification when the head has a bias).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from strop.models.weight_files import refuse_mismatch, weights_of
+from strop.models.load import refuse_mismatch, weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HEAD = "score"
 # Names under which folders keep the head: transformers' two, and the value head of TRL.
 _OTHER_NAMES = ("classifier", r"v_head\.summary")
 
 
-def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type:
+# --- scalar heads -------------------------------------------------------------------------------------------
+
+
+def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTrainedModel]:
     """The class `body + score` of this architecture."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"No decoder is known for model_type={config.model_type!r}, so it can carry no value or reward head.")
+        raise ValueError(
+            f"No decoder is known for model_type={config.model_type!r}, so it can carry no value or reward "
+            "head."
+        )
     language: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    family = next(c for c in language.__mro__ if c.__name__.endswith("PreTrainedModel"))
+    family = next(parent for parent in language.__mro__ if parent.__name__.endswith("PreTrainedModel"))
     stem = re.sub(r"(ForCausalLM|LMHeadModel)$", "", language.__name__)
-    name = f"{stem}For{'Token' if bias else 'Sequence'}Classification"
-    return type(name, (GenericForTokenClassification, family), {"base_model_prefix": family.base_model_prefix})
+    name = f"{stem}ForSequenceClassification"
+    if bias:
+        name = f"{stem}ForTokenClassification"
+    return type(
+        name, (GenericForTokenClassification, family), {"base_model_prefix": family.base_model_prefix}
+    )
 
 
-def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int = 0) -> Any:
+def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int = 0) -> PreTrainedModel:
     """Random weights in every layer."""
     _one_label(config, bias)
     model = scalar_class(config, bias=bias)(config)
@@ -46,8 +65,8 @@ def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int 
     return model
 
 
-def hollow_scalar_model(config: PreTrainedConfig) -> Any:
-    """The module that `load_scalar_model` fills, before it has weights."""
+def empty_scalar_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The module of `load_scalar_model` before weights are loaded; build it on the meta device."""
     bias = (config.architectures or [""])[0].endswith("TokenClassification")
     _one_label(config, bias)
     model = scalar_class(config, bias=bias)(config)
@@ -70,8 +89,9 @@ def load_scalar_model(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **arguments: Any,
-) -> Any:
-    """Body and head from `path`. A folder without a head gets a new one when `new_head`, and is refused otherwise.
+) -> PreTrainedModel:
+    """Body and head from `path`. A folder without a head gets a new one when `new_head`, and is refused
+    otherwise.
 
     A new head is normal with deviation 1 / (hidden + 1), so that first values are near 0.
     """
@@ -79,8 +99,8 @@ def load_scalar_model(
     bias = saved_as.endswith("TokenClassification")
     _one_label(config, bias)
     name = getattr(config, "value_head_prefix", None) or head_name
-    names = [re.escape(name), *_OTHER_NAMES]
-    mapping = {rf"^(?:{'|'.join(n for n in names if n != HEAD)})\.": f"{HEAD}."}
+    others = [other for other in (re.escape(name), *_OTHER_NAMES) if other != HEAD]
+    mapping = {rf"^(?:{'|'.join(others)})\.": f"{HEAD}."}
     cls: Any = scalar_class(config, bias=bias)
     with weights_of(path):
         model, report = cls.from_pretrained(
@@ -96,30 +116,35 @@ def load_scalar_model(
     wrong = [entry for entry in report["mismatched_keys"] if HEAD in str(entry[0])]
     if wrong:
         raise ValueError(
-            f"The head of {path!r} has shape {tuple(wrong[0][1])}, but a value or reward model has one label: "
-            f"{tuple(wrong[0][2])}. Train it with num_labels=1."
+            f"The head of {path!r} has shape {tuple(wrong[0][1])}, but a value or reward model has one "
+            f"label: {tuple(wrong[0][2])}. Train it with num_labels=1."
         )
     if f"{HEAD}.weight" in report["missing_keys"]:
         if not new_head:
             raise ValueError(
-                f"{path!r} (saved as {saved_as or 'an unnamed class'}) holds no head called {name!r}, so it cannot score. "
-                f"Give a sequence-classification model with one label, or name its head with value_head_prefix."
+                f"{path!r} (saved as {saved_as or 'an unnamed class'}) holds no head called {name!r}, so it "
+                "cannot score. Give a sequence-classification model with one label, or name its head with "
+                "value_head_prefix."
             )
         initialise_head(model, seed)
     config.value_head_prefix = HEAD
     return model
 
 
-def _check_body(path: str, report: dict[str, Any]) -> None:
+def _check_body(path: str, report: Mapping[str, Any]) -> None:
     missing = [key for key in report["missing_keys"] if not key.startswith(f"{HEAD}.")]
     if missing:
         raise ValueError(
-            f"{path!r} lacks {len(missing)} weights of the model it claims to be, for instance {sorted(missing)[:3]}."
+            f"{path!r} lacks {len(missing)} weights of the model it claims to be, for instance "
+            f"{sorted(missing)[:3]}."
         )
-    refuse_mismatch(path, [entry for entry in report["mismatched_keys"] if not entry[0].startswith(f"{HEAD}.")])
+    refuse_mismatch(
+        path, [entry for entry in report["mismatched_keys"] if not entry[0].startswith(f"{HEAD}.")]
+    )
 
 
-def initialise_head(model: Any, seed: int = 0) -> None:
+def initialise_head(model: nn.Module, seed: int = 0) -> None:
+    """Small random weights, so that first values are near 0."""
     head = scalar_head(model)
     with torch.no_grad():
         noise = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -128,36 +153,42 @@ def initialise_head(model: Any, seed: int = 0) -> None:
             head.bias.zero_()
 
 
-def scalar_head(model: Any) -> nn.Linear:
+def scalar_head(model: nn.Module) -> nn.Linear:
     """The map to one number; refuses a model without one."""
     head = getattr(model, HEAD, None)
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ValueError(
-            f"{type(model).__name__} has no head {HEAD!r} with one output; values and scores need a critic or a reward model."
+            f"{type(model).__name__} has no head {HEAD!r} with one output; values and scores need a critic "
+            "or a reward model."
         )
     return head
 
 
 @dataclass(frozen=True)
 class RewardStatistics:
-    """Mean and deviation of a reward model's scores over its evaluation data; (score - mean) / std is what a run uses."""
+    """Mean and standard deviation of a reward model's scores over its evaluation data; a run uses (score -
+    mean) / std."""
 
     mean: float = 0.0
     std: float = 1.0
 
 
 def reward_statistics(config: PreTrainedConfig) -> RewardStatistics:
-    """What OpenRLHF's reward trainer (and ours) left in config.json; 0 and 1 when nothing is there."""
-    mean, std = float(getattr(config, "mean", 0.0) or 0.0), float(getattr(config, "std", 1.0) or 1.0)
+    """What OpenRLHF's reward trainer (and ours) wrote into config.json; 0 and 1 when nothing is there."""
+    mean = float(getattr(config, "mean", 0.0) or 0.0)
+    std = float(getattr(config, "std", 1.0) or 1.0)
     return RewardStatistics(mean, max(std, 1e-8))
 
 
 def set_reward_statistics(config: PreTrainedConfig, statistics: RewardStatistics) -> None:
-    config.mean, config.std = statistics.mean, statistics.std
+    """Write them into the configuration that is saved with the model."""
+    config.mean = statistics.mean
+    config.std = statistics.std
 
 
 def wrong_head(folder: Path, *, wanted: str) -> str | None:
-    """Why a folder cannot be what is `wanted`, by its config.json: "language", "scalar" (a head may be new), "reward"."""
+    """Why a folder cannot be what is `wanted`, by its config.json: "language", "scalar" (a head may be new),
+    "reward"."""
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     saved_as = (said.get("architectures") or [""])[0]
     classifier = saved_as.endswith(("SequenceClassification", "TokenClassification"))
@@ -166,19 +197,96 @@ def wrong_head(folder: Path, *, wanted: str) -> str | None:
         return f"it holds a classifier ({saved_as}), but a language model is needed."
     if wanted != "language" and classifier and labels != 1:
         return f"its head ({saved_as}) has {labels} labels, but a reward is one number: num_labels=1."
-    if wanted == "reward" and saved_as.endswith(("ForCausalLM", "LMHeadModel")) and "value_head_prefix" not in said:
-        return f"it holds a language model ({saved_as}) without a score head. `strop rm` makes a reward model of it."
+    if (
+        wanted == "reward"
+        and saved_as.endswith(("ForCausalLM", "LMHeadModel"))
+        and "value_head_prefix" not in said
+    ):
+        return (
+            f"it holds a language model ({saved_as}) without a score head. `strop rm` makes a reward model "
+            "of it."
+        )
     return None
 
 
-def padding_beside_the_end(tokenizer: Any) -> int | None:
-    """A token that pads and never ends an answer; None if the tokenizer has none.
+def pad_token_other_than_eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """A padding token that is not the end-of-sequence token; None if the tokenizer has none.
 
-    transformers' classifiers read the score at the last token that is not padding. Where the end-of-text token is the padding
-    too, they would read it one token early.
+    transformers' classifiers read the score at the last token that is not padding. Where the end-of-text
+    token is the padding too, they would read it one token early.
     """
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     if pad is not None and pad != end:
         return int(pad)
-    others = [tokenizer.unk_token_id, *sorted(tokenizer.all_special_ids), *sorted(tokenizer.added_tokens_decoder)]
-    return next((int(token) for token in others if token is not None and token != end), None)
+    others = [
+        tokenizer.unk_token_id,
+        *sorted(tokenizer.all_special_ids),
+        *sorted(tokenizer.added_tokens_decoder),
+    ]
+    for token in others:
+        if token is not None and token != end:
+            return int(token)
+    return None
+
+
+# --- heads of language models -------------------------------------------------------------------------------
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+    """Inside the block `forward` is the forward of `module`."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _DecoderOutput:
+    """Last hidden states in the place of a decoder's output, whichever way a model reads it."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits [n, V] that the model itself makes of last hidden states [n, H], with every cap and scale it
+    applies."""
+    decoder: nn.Module = model.get_decoder()
+    with forward_replaced(decoder, lambda *_, **__: _DecoderOutput(hidden[None])):
+        token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        logits: Tensor = model(input_ids=token, use_cache=False).logits[0]
+        return logits
+
+
+_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether logits are just hidden @ weight.T + bias. Checked once per head, with logits in the hundreds,
+    where a cap shows. Backends check it when they are built."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return False
+    if head not in _plain:
+        noise = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+        spread = F.linear(noise, head.weight).float().std()
+        loud = noise * (100.0 / spread.clamp(min=1e-12)).to(noise)
+        expected = F.linear(loud, head.weight, head.bias).float()
+        found = own_logits(model, loud).float()
+        same = found.shape == expected.shape and bool(
+            (found - expected).abs().max() <= 0.01 * expected.abs().max()
+        )
+        _plain[head] = same and bool(spread > 0)
+    return _plain[head]

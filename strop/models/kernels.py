@@ -1,7 +1,7 @@
 """Norms, rotary embeddings and gated activations of decoders, one Triton kernel each way.
 
-They round where the modules they replace round, so that sampling and training, which both use them, agree with each other and
-with the published code.
+They round where the modules they replace round, so that sampling and training, which both use them, agree
+with each other and with the published code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# --- root mean square norm -------------------------------------------------------------------------------------------------
+# --- root mean square norm ----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -30,7 +30,9 @@ def _norm(x, weight, out, size, stride, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm_back(grad, x, weight, grad_x, partial, rows, each, size, x_stride, grad_stride, eps, BLOCK: tl.constexpr):
+def _norm_back(
+    grad, x, weight, grad_x, partial, rows, each, size, x_stride, grad_stride, eps, BLOCK: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -46,7 +48,11 @@ def _norm_back(grad, x, weight, grad_x, partial, rows, each, size, x_stride, gra
         grad_weight += above * normal.to(x.dtype.element_ty).to(tl.float32)
         above *= factor
         inner = tl.sum(above * normal, 0) / size
-        tl.store(grad_x + row * size + column, (scale * (above - normal * inner)).to(grad_x.dtype.element_ty), mask=here)
+        tl.store(
+            grad_x + row * size + column,
+            (scale * (above - normal * inner)).to(grad_x.dtype.element_ty),
+            mask=here,
+        )
     tl.store(partial + program * size + column, grad_weight, mask=inside)
 
 
@@ -57,9 +63,12 @@ class _RmsNorm(torch.autograd.Function):
         flat = _rows(x)
         result = torch.empty(x.shape, dtype=out, device=x.device)
         block = triton.next_power_of_2(size)
-        _norm[(len(flat),)](flat, weight, result, size, flat.stride(0), eps, BLOCK=block, num_warps=_warps(block))
+        _norm[(len(flat),)](
+            flat, weight, result, size, flat.stride(0), eps, BLOCK=block, num_warps=_warps(block)
+        )
         ctx.save_for_backward(flat, weight)
-        ctx.eps, ctx.shape = eps, x.shape
+        ctx.eps = eps
+        ctx.shape = x.shape
         return result
 
     @staticmethod
@@ -100,14 +109,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = No
     return result
 
 
-# --- rotary embeddings -----------------------------------------------------------------------------------------------------
+# --- rotary embeddings --------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _rotate(x, out, row, token, x_row, x_token, x_head, tokens, heads, size, a_cos, b_cos, a_sin, b_sin,
             HEADS: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     half = size // 2
-    h, d = tl.arange(0, HEADS), tl.arange(0, HALF)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, HALF)
     mask = (h[:, None] < heads) & (d[None, :] < half)
     source = x + row * x_row + token * x_token + h[:, None] * x_head + d[None, :]
     kind = x.dtype.element_ty
@@ -135,14 +145,49 @@ def _rotary(
     b_cos = tl.load(cos + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
     a_sin = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     b_sin = tl.load(sin + at + size // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
-    _rotate(q, q_out, row, token, q_row, q_token, q_head, tokens, q_heads, size, a_cos, b_cos, a_sin, b_sin, Q_HEADS, HALF)
-    _rotate(k, k_out, row, token, k_row, k_token, k_head, tokens, k_heads, size, a_cos, b_cos, a_sin, b_sin, K_HEADS, HALF)
+    _rotate(
+        q,
+        q_out,
+        row,
+        token,
+        q_row,
+        q_token,
+        q_head,
+        tokens,
+        q_heads,
+        size,
+        a_cos,
+        b_cos,
+        a_sin,
+        b_sin,
+        Q_HEADS,
+        HALF,
+    )
+    _rotate(
+        k,
+        k_out,
+        row,
+        token,
+        k_row,
+        k_token,
+        k_head,
+        tokens,
+        k_heads,
+        size,
+        a_cos,
+        b_cos,
+        a_sin,
+        b_sin,
+        K_HEADS,
+        HALF,
+    )
 
 
 def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     batch, q_heads, tokens, size = query.shape
     k_heads = key.shape[1]
-    q_out, k_out = query.new_empty(batch, tokens, q_heads, size), key.new_empty(batch, tokens, k_heads, size)
+    q_out = query.new_empty(batch, tokens, q_heads, size)
+    k_out = key.new_empty(batch, tokens, k_heads, size)
     _rotary[(batch * tokens,)](
         query, key, cos, sin, q_out, k_out, tokens, q_heads, k_heads, size,
         query.stride(0), query.stride(2), query.stride(1), key.stride(0), key.stride(2), key.stride(1),
@@ -157,7 +202,8 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        cos, sin = cos.contiguous(), sin.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         ctx.save_for_backward(cos, sin)
         return _rotated(_dense(query), _dense(key), cos, sin)
 
@@ -175,12 +221,13 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """x · cos + rotate_half(x) · sin for queries and keys [B, heads, T, D] with angles [B or 1, T, D], in one go."""
+    """x · cos + rotate_half(x) · sin for queries and keys [B, heads, T, D] with angles [B or 1, T, D], in one
+    go."""
     found: tuple[Tensor, Tensor] = _Rotary.apply(query, key, cos, sin)
     return found
 
 
-# --- gated activation ------------------------------------------------------------------------------------------------------
+# --- gated activation ---------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -213,9 +260,12 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        gates, ups = _rows(gate), _rows(up)
+        gates = _rows(gate)
+        ups = _rows(up)
         rows, width = gates.shape
-        _gate[(rows, triton.cdiv(width, 1024))](gates, ups, out, width, gates.stride(0), ups.stride(0), BLOCK=1024, num_warps=4)
+        _gate[(rows, triton.cdiv(width, 1024))](
+            gates, ups, out, width, gates.stride(0), ups.stride(0), BLOCK=1024, num_warps=4
+        )
         ctx.save_for_backward(gate, up)
         return out
 
@@ -223,7 +273,8 @@ class _GatedSilu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = (part.contiguous() for part in ctx.saved_tensors)
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        grad_gate = torch.empty_like(gate)
+        grad_up = torch.empty_like(up)
         _gate_back[(triton.cdiv(gate.numel(), 2048),)](
             grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel(), BLOCK=2048, num_warps=4
         )

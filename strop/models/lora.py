@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) through peft: W x becomes W x + (alpha / rank) B A x, and only A and B are trained.
+"""LoRA adapters (Hu et al. 2021) through peft: W x becomes W x + (alpha / rank) B A x, and only A and B are
+trained. LoRA merge (`merged_weights`) adds the adapters to the weights for export.
 
 With the adapters off the model is what it was before training, so it is its own reference.
 """
@@ -22,7 +23,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def add_adapters(
-    model: Any,
+    model: nn.Module,
     *,
     rank: int,
     alpha: float,
@@ -30,46 +31,67 @@ def add_adapters(
     target_modules: str | Sequence[str] = "all-linear",
     exclude_modules: str | Sequence[str] | None = None,
 ) -> Any:
-    """`model` with fresh adapters (B = 0, so it computes the same at first); everything but them is frozen.
+    """`model` with new adapters (B = 0, so it computes the same at first); everything but them is frozen.
 
     A scalar head is trained whole: it is too small to adapt.
     """
     peft = require("peft", extra="lora", why="LoRA (lora_rank > 0)")
-    exclude_modules = _with_head(exclude_modules) if isinstance(getattr(model, HEAD, None), nn.Linear) else exclude_modules
-    linears = sorted({name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    if isinstance(getattr(model, HEAD, None), nn.Linear):
+        exclude_modules = _with_head(exclude_modules)
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-        exclude_modules=exclude_modules
-        if exclude_modules is None or isinstance(exclude_modules, str)
-        else list(exclude_modules),
+        target_modules=_pattern_or_list(target_modules),
+        exclude_modules=_pattern_or_list(exclude_modules),
         bias="none",
     )
     try:
         adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ValueError(
-            f"LoRA: target_modules={target_modules!r} (exclude_modules={exclude_modules!r}) matches no module of "
-            f"{type(model).__name__}. Its linear modules are: {', '.join(linears)}. ({error})"
+            f"LoRA: target_modules={target_modules!r} (exclude_modules={exclude_modules!r}) matches no "
+            f"module of {type(model).__name__}. Its linear modules are: {', '.join(_linears(model))}. "
+            f"({error})"
         ) from error
     return _train_head(adapted)
 
 
-def load_adapters(model: Any, path: str) -> Any:
+def _pattern_or_list(modules: str | Sequence[str] | None) -> str | list[str] | None:
+    """A pattern as it is, names as a list."""
+    if modules is None or isinstance(modules, str):
+        return modules
+    return list(modules)
+
+
+def _linears(model: nn.Module) -> list[str]:
+    """Last names of the linear modules of a model."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            found.add(name.rsplit(".", 1)[-1])
+    return sorted(found)
+
+
+def load_adapters(model: nn.Module, path: str) -> Any:
     """`model` with the adapters of a folder, ready to be trained further."""
     peft = require("peft", extra="lora", why="lora_adapter_path")
     folder = Path(path).expanduser()
     if not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"lora_adapter_path={path!r} holds no adapter: there is no adapter_config.json in it.")
+        raise ValueError(
+            f"lora_adapter_path={path!r} holds no adapter: there is no adapter_config.json in it."
+        )
     if not any((folder / name).is_file() for name in ADAPTER_FILES):
-        raise ValueError(f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it.")
+        raise ValueError(
+            f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it."
+        )
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise ValueError(f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {said}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {reason}"
+        ) from error
     return _train_head(adapted)
 
 
@@ -87,26 +109,42 @@ def _train_head(adapted: Any) -> Any:
     return adapted
 
 
-def has_adapters(model: Any) -> bool:
+def has_adapters(model: nn.Module) -> bool:
+    """Whether this is a model with LoRA adapters."""
     return hasattr(model, "peft_config")
+
+
+def base_model(model: Any) -> Any:
+    """The Hugging Face model, without the wrapper of peft."""
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 @contextlib.contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """The model before training, inside the block."""
+    """Inside the block the adapters are off: the model before training."""
     if not has_adapters(model):
-        raise ValueError(f"{type(model).__name__} has no adapters to switch off; a reference needs a frozen copy of the model.")
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to switch off; a reference needs a frozen copy of the "
+            "model."
+        )
     with model.disable_adapter():
         yield
 
 
 @torch.no_grad()
-def merged_weights(model: Any, *, start: str = "", without: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
-    """All weights by their Hugging Face name, adapters added in; the model is left as it is.
+def merged_weights(
+    model: nn.Module, *, start: str = "", without: tuple[str, ...] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """LoRA merge: all weights by their Hugging Face name, with the adapters added; the model is not changed.
 
     Only those whose names in the model begin with `start`, and with none of `without`.
     """
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            layers[name] = module
     for name, parameter in model.named_parameters():
         if not name.startswith(start) or name.startswith(without):
             continue

@@ -1,7 +1,8 @@
-"""Which kernel attends over packed sequences on a GPU.
+"""Variable-length attention kernels for packed sequences on a GPU.
 
-Strop's own (flash.py), which sampling agrees with to the last bit, for heads that it was seen to be right for; for others
-torch's variable-length flash attention.
+Strop's flash attention (models/flash.py) is used for head shapes that passed a self-check when a model was
+built: the rollout engine repeats its numbers to the last bit. All other 16-bit heads use torch's
+variable-length flash attention. A forward pass only looks the kernel up.
 """
 
 from __future__ import annotations
@@ -9,74 +10,175 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from strop.extras import MissingExtra, require
-from strop.models.parts import same
+from strop.models.self_check import same
 
-Kernel = Callable[..., Tensor]
-"""Causal attention inside packed sequences: flash.packed_attention, or what is called like it."""
+DEVICES = ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Kernel(Protocol):
+    """Causal attention inside packed sequences: q [N, heads, D], k and v [N, key heads, D]."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a kernel is compiled and checked for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group: int
+    """Query heads per key head."""
+    size: int
+    """Numbers per head."""
+
+
+_users: Counter[HeadShape] = Counter()
+"""Models that use flash attention, by head shape."""
 
 
 def varlen_kernel(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """The kernel for such queries, keys and values, where there is one."""
-    if not _sixteen_bits(q):
+    """The kernel for such queries, keys and values; None where there is none."""
+    if not _supported(q.device, q.dtype):
         return None
     flash = flash_kernels(q, k, v)
-    return plain_kernel() if flash is None else flash.packed_attention
+    if flash is None:
+        return plain_kernel()
+    kernel: Kernel = flash.packed_attention
+    return kernel
 
 
 def flash_kernels(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
-    """models/flash.py, if it can be used for such queries, keys and values."""
-    if not _sixteen_bits(q) or k.shape[-1] != v.shape[-1]:
+    """models/flash.py, where a model uses it for heads of this shape."""
+    if not _supported(q.device, q.dtype) or k.shape[-1] != v.shape[-1]:
         return None
-    return _flash_kernels(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[-1])
+    shape = HeadShape(q.device, q.dtype, q.shape[1] // k.shape[1], q.shape[-1])
+    if not _users[shape]:
+        return None
+    return checked_flash(shape)
 
 
-def _sixteen_bits(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+def _supported(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type in DEVICES and dtype in DTYPES
+
+
+def head_shapes(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, sequence_parallel: int = 1
+) -> set[HeadShape]:
+    """The head shapes that attention layers of `model` compute with in this precision on this device."""
+    if not _supported(device, dtype):
+        return set()
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    pairs: set[tuple[int, int]] = set()
+    for part in model.modules():
+        group = getattr(part, "num_key_value_groups", None)
+        size = getattr(part, "head_dim", None)
+        if isinstance(group, int) and isinstance(size, int):
+            pairs.add((group, size))
+    if not pairs:
+        pairs = _pairs_of(getattr(model, "config", None))
+    if sequence_parallel > 1:
+        # Ulysses repeats key heads that it cannot divide over the ranks: one per query head.
+        pairs |= {(1, size) for _, size in pairs}
+    return {HeadShape(device, dtype, group, size) for group, size in pairs}
+
+
+def _pairs_of(config: object) -> set[tuple[int, int]]:
+    """(query heads per key head, head size) as a model's configuration says."""
+    text: Any = getattr(config, "get_text_config", lambda: None)()
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        return set()
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return {(heads // key_heads, size)}
+
+
+class UseFlash:
+    """Lets one model use flash attention for heads of one shape. A change of models/patches.py."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        self.shape = shape
+
+    def do(self) -> None:
+        _users[self.shape] += 1
+
+    def undo(self) -> None:
+        _users[self.shape] -= 1
+
+    def can_undo(self) -> bool:
+        return True
 
 
 @functools.cache
-def _flash_kernels(device: torch.device, dtype: torch.dtype, group: int, size: int) -> ModuleType | None:
+def checked_flash(shape: HeadShape) -> ModuleType | None:
+    """models/flash.py, if it gives torch's numbers and gradients for heads of this shape. Runs both once."""
     plain = plain_kernel()
-    try:
-        flash = require("strop.models.flash", extra="gpu", why="Attention that sampling agrees with")
-    except MissingExtra:
-        return None
-    if plain is None or size > flash.LARGEST:
+    flash = _load_flash()
+    if plain is None or flash is None or shape.size > flash.LARGEST:
         return None
     draw = torch.Generator().manual_seed(0)
-    q, k, v, above = (torch.randn(201, heads * 2, size, generator=draw).to(device, dtype) for heads in (group, 1, 1, group))
-    bounds = torch.tensor([0, 70, 71, 201], dtype=torch.int32, device=device)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(201, heads * 2, shape.size, generator=draw).to(shape.device, shape.dtype)
+
+    q = drawn(shape.group)
+    k = drawn(1)
+    v = drawn(1)
+    above = drawn(shape.group)
+    bounds = torch.tensor([0, 70, 71, 201], dtype=torch.int32, device=shape.device)
 
     def attended(function: Kernel) -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for window in (None, 40):
             with torch.enable_grad():
-                wanted = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-                out = function(*wanted, bounds, 130, window=window)
-                found += [out, *torch.autograd.grad(out, wanted, above)]
+                inputs = (q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_())
+                out = function(*inputs, bounds, 130, window=window)
+                found += [out, *torch.autograd.grad(out, inputs, above)]
         return found
 
     if same(lambda: attended(plain), lambda: attended(flash.packed_attention)):
         return flash
     warnings.warn(
-        f"Strop's attention is off for {group} heads of {size} numbers to a key in {dtype}: it does not give the numbers of "
-        "torch's here. Log-probs of sampling and training will differ by roundings.",
+        f"Strop's flash attention is off for {shape.group} query heads of size {shape.size} per key head in "
+        f"{shape.dtype}: it does not give the numbers of torch's kernel here. Log-probs of sampling and "
+        "training will differ by roundings.",
         stacklevel=3,
     )
     return None
 
 
+def _load_flash() -> ModuleType | None:
+    try:
+        return require("strop.models.flash", extra="gpu", why="Attention that sampling agrees with")
+    except MissingExtra:
+        return None
+
+
 @functools.cache
 def plain_kernel() -> Kernel | None:
-    """torch's, where this version of torch has one that knows windows."""
+    """torch's kernel, where this version of torch has one that supports windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -84,17 +186,38 @@ def plain_kernel() -> Kernel | None:
     known = inspect.signature(varlen_attn).parameters
     if "window_size" not in known or "scale" not in known:
         return None
+    has_gqa = "enable_gqa" in known
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, *, scale: float | None = None, window: int | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        shared = q.shape[1] != k.shape[1]
-        if shared and "enable_gqa" not in known:
-            k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
-        more: dict[str, Any] = {"enable_gqa": True} if shared and "enable_gqa" in known else {}
+        grouped = q.shape[1] != k.shape[1]
+        options: dict[str, Any] = {}
+        if grouped and has_gqa:
+            options["enable_gqa"] = True
+        elif grouped:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         left = -1 if window is None else window - 1
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **more)
+        out = varlen_attn(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            bounds,
+            bounds,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(left, 0),
+            **options,
+        )
         assert isinstance(out, Tensor)
         return out
 

@@ -1,1 +1,2 @@
-"""How much memory and time a run takes, before it starts: arithmetic over shapes and settings, without torch or a GPU."""
+"""Memory and time of a run before it starts: arithmetic over model shapes and settings, without torch or a
+GPU."""

@@ -1,14 +1,16 @@
-"""What a pass over a model keeps for its backward pass, and what it needs for a moment. Bytes on one rank.
+"""Activations: what a pass over a model keeps for its backward pass, and what it allocates temporarily. Bytes
+on one rank.
 
-The terms follow the operations of the models as transformers writes them (each keeps its inputs) and of `models/forward.py`,
-or with `kernels` those of `models/kernels.py`. A test compares them with what torch really keeps.
+The terms follow the operations of the models in transformers (each keeps its inputs) and of
+`models/forward.py`, or with `kernels` those of the Triton kernels. A test compares them with what torch
+really keeps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.planning.assumptions import LOGITS, LOSS_BYTES
+from strop.planning.devices import LOGITS, LOSS_BYTES
 from strop.planning.shape import Shape
 
 FLOAT32 = 4
@@ -21,9 +23,9 @@ class Numbers:
     compute: int = 2
     """In matrix products."""
     master: int = 4
-    """In the weights that the optimizer moves."""
+    """In the weights that the optimizer updates."""
     residual: int = 4
-    """In the sum that runs through the layers: 4 with model.fp32_residual."""
+    """In the residual stream: 4 with model.fp32_residual."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,44 @@ class Tokens:
 
     all: int
     answered: int
-    """Response tokens, whose states reach the head."""
+    """Response tokens, whose hidden states go through the head."""
 
 
 def norm_kept(size: int, numbers: Numbers, *, kernels: bool = False) -> int:
-    """Per token: the input in float32, the normalised input in its own dtype. A kernel keeps the input as it came."""
-    return size * numbers.residual + (0 if kernels else FLOAT32 * (size + 1))
+    """Bytes per token: the input, and without a kernel the normalised input and its scale in float32."""
+    kept = size * numbers.residual
+    if not kernels:
+        kept += FLOAT32 * (size + 1)
+    return kept
 
 
-def layer_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False) -> int:
+def layer_kept(
+    shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False
+) -> int:
     """Bytes per token that one layer keeps. `tensor` ranks share heads and inner sizes."""
     c = numbers.compute
-    queries, keys = shape.queries // tensor, shape.keys // tensor
+    queries = shape.queries // tensor
+    keys = shape.keys // tensor
     norms = shape.norms * norm_kept(shape.hidden, numbers, kernels=kernels) + 2 * c * shape.hidden
     attention = c * (2 * queries + 2 * keys) + FLOAT32 * shape.heads // tensor
     if shape.head_norms:
         attention += (queries + keys) * c
-        attention += 0 if kernels else FLOAT32 * (queries + keys + (shape.heads + shape.key_heads) // tensor)
+        if not kernels:
+            attention += FLOAT32 * (queries + keys + (shape.heads + shape.key_heads) // tensor)
     return norms + attention + mlp_kept(shape, numbers, sparse=sparse, tensor=tensor, kernels=kernels)
 
 
-def mlp_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False) -> int:
-    """Gate, its activation, which a kernel does not keep, the other half and their product; of a mixture, for every expert a
-    token visits."""
+def mlp_kept(
+    shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: int = 1, kernels: bool = False
+) -> int:
+    """Bytes per token of a feed-forward layer: gate, its activation (not with a kernel), up projection and
+    their product. In a mixture of experts, for every expert that a token is routed to."""
     c = numbers.compute
     if not sparse:
-        return (3 if kernels else 4) * c * shape.width // tensor
+        tensors = 4
+        if kernels:
+            tensors = 3
+        return tensors * c * shape.width // tensor
     assert shape.experts is not None
     one = 4 * c * shape.experts.width // tensor + 2 * c * shape.hidden
     router = 2 * FLOAT32 * shape.experts.count
@@ -67,7 +81,7 @@ def mlp_kept(shape: Shape, numbers: Numbers, *, sparse: bool = False, tensor: in
 def layers_kept(
     shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1, kernels: bool = False
 ) -> int:
-    """All layers. Checkpointed, a layer keeps what enters it and nothing else."""
+    """Bytes that all layers keep. With gradient checkpointing a layer keeps only its input."""
     if checkpointed:
         return tokens * shape.layers * numbers.residual * shape.hidden
     sparse = shape.sparse_layers
@@ -78,30 +92,43 @@ def layers_kept(
 
 
 def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers, *, kernels: bool = False) -> int:
-    """Behind the layers: the last norm, the states that the head was given, a few numbers per response token for the loss."""
-    width = FLOAT32 if shape.scalar else numbers.compute
-    return tokens.all * norm_kept(shape.hidden, numbers, kernels=kernels) + tokens.answered * (
-        width * shape.hidden + LOSS_BYTES
-    )
+    """Bytes kept after the layers: the last norm, the input of the head, and a few numbers per response token
+    for the loss."""
+    width = numbers.compute
+    if shape.scalar:
+        width = FLOAT32
+    norm = tokens.all * norm_kept(shape.hidden, numbers, kernels=kernels)
+    return norm + tokens.answered * (width * shape.hidden + LOSS_BYTES)
+
+
+def _inner_width(shape: Shape) -> int:
+    """Inner size of a feed-forward layer that one token uses."""
+    if not shape.sparse_layers or shape.experts is None:
+        return shape.width
+    return shape.experts.width * shape.experts.chosen
 
 
 def layer_backward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:
-    """Beside what is kept: gradients under way in the backward pass of a layer, at its feed-forward part, and the gradient of
-    the residual stream. The product of the two halves is gone by then."""
-    width = shape.width if not shape.sparse_layers or shape.experts is None else shape.experts.width * shape.experts.chosen
-    return tokens * (2 * numbers.compute * width // tensor + shape.hidden * (numbers.residual + numbers.compute))
+    """Temporary bytes of the backward pass of a layer: gradients in its feed-forward part, and the gradient
+    of the residual stream. The product of gate and up projection is freed by then."""
+    inner = 2 * numbers.compute * _inner_width(shape) // tensor
+    return tokens * (inner + shape.hidden * (numbers.residual + numbers.compute))
 
 
 def layer_forward(shape: Shape, tokens: int, numbers: Numbers, *, tensor: int = 1) -> int:
-    """The largest moment of a layer without a backward pass: three inner tensors, or the rotation of queries and keys, or a
-    norm in float32. Beside it: what the norm gave, and the residual stream as it is, as it entered the layer and the model."""
+    """The peak of a layer without a backward pass: three inner tensors, or the rotary embedding of queries
+    and keys, or a norm in float32. In addition: the output of the norm, and the residual stream now, at the
+    input of the layer and at the input of the model."""
     c = numbers.compute
-    width = shape.width if not shape.sparse_layers or shape.experts is None else shape.experts.width * shape.experts.chosen
-    inner = max(3 * c * width // tensor, 4 * c * (shape.queries + shape.keys) // tensor, 3 * FLOAT32 * shape.hidden)
+    feed_forward = 3 * c * _inner_width(shape) // tensor
+    rotary = 4 * c * (shape.queries + shape.keys) // tensor
+    norm = 3 * FLOAT32 * shape.hidden
+    inner = max(feed_forward, rotary, norm)
     return tokens * (inner + (3 * numbers.residual + c) * shape.hidden)
 
 
 def logits_at_a_time(shape: Shape, answered: int) -> int:
+    """Bytes of the float32 logits of one chunk of response tokens."""
     rows = min(answered, max(1, LOGITS // shape.vocabulary))
     return rows * shape.vocabulary * FLOAT32
 
@@ -109,23 +136,28 @@ def logits_at_a_time(shape: Shape, answered: int) -> int:
 def head_forward(
     shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, tempered: bool, kernels: bool = False
 ) -> int:
-    """Logits of a chunk. Without kernels a shifted copy, its powers where entropy is wanted, and a scaled copy at temperatures
-    but 1."""
+    """Temporary bytes of the head: logits of a chunk. Without kernels also a shifted copy, its exponentials
+    if entropy is computed, and a scaled copy if the temperature is not 1."""
     states = tokens.all * numbers.residual * shape.hidden + tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states
-    copies = 1 if kernels else 2 + entropy + tempered
+    copies = 1
+    if not kernels:
+        copies += 1 + entropy + tempered
     return states + logits_at_a_time(shape, tokens.answered) * copies
 
 
 def head_backward(
     shape: Shape, tokens: Tokens, numbers: Numbers, *, entropy: bool, trained: bool, kernels: bool = False
 ) -> int:
-    """Logits and 16-bit slopes of a chunk; without kernels float32 slopes too. The gradient of the head in float32; the
-    gradient of the states. `entropy`: the loss uses it, so it has a slope."""
+    """Temporary bytes of the head's backward pass: logits and 16-bit gradients of a chunk, without kernels
+    float32 gradients too; the gradient of the head in float32; the gradient of the hidden states. `entropy`:
+    the loss uses it, so it has a gradient."""
     states = tokens.answered * numbers.compute * shape.hidden
     if shape.scalar:
         return states * 2
     chunk = logits_at_a_time(shape, tokens.answered)
-    slopes = chunk + chunk * numbers.compute // FLOAT32 + (0 if kernels else (1 + entropy) * chunk)
-    return states + slopes + FLOAT32 * shape.embedding * trained
+    logits = chunk + chunk * numbers.compute // FLOAT32
+    if not kernels:
+        logits += (1 + entropy) * chunk
+    return states + logits + FLOAT32 * shape.embedding * trained

@@ -1,39 +1,61 @@
-"""From a configuration to what the planner computes with: models on ranks, a sampler, and passes over the models."""
+"""What a run does in one step, from its configuration: models on ranks, a sampler, passes over the models."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
-from strop.config.arithmetic import micro_batch, plan_ppo, plan_supervised
-from strop.config.asynchrony import ahead_of, old_from_engine
-from strop.config.engine import prefill_tokens
-from strop.config.objective import has_critic, has_reference, needs, needs_old_log_probs, uses_lora
-from strop.config.pools import pools
+from strop.config.arithmetic import micro_batch_size, plan_ppo, plan_supervised
+from strop.config.derived import (
+    async_plan,
+    estimator_needs,
+    has_critic,
+    has_reference,
+    needs_old_log_probs,
+    prefill_token_budget,
+    resource_pools,
+    uses_engine_log_probs,
+    uses_lora,
+)
+from strop.config.schema.actor import ActorConfig, RefConfig
+from strop.config.schema.critic import CriticConfig
+from strop.config.schema.ppo import PpoConfig
+from strop.config.schema.rollout import RolloutConfig
+from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
+from strop.config.schema.trainer import TrainerConfig
 from strop.planning.activations import Tokens
-from strop.planning.devices import Cluster
-from strop.planning.roles import frozen, trained
-from strop.planning.rollout import Sampler
+from strop.planning.devices import PlannedCluster
+from strop.planning.models import frozen_model, trained_model
+from strop.planning.rollout import PlannedSampler
 from strop.planning.training import TrainedModel
 
-BORROWERS = ("native", "hf")
-"""Engines that sample from the actor's module; they are planned alike."""
-SLICERS = {"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.actor", "critic": "critic"}
-"""Which section says how many devices share the sequences of a role; the reference follows the actor."""
+Trainer = TypeVar("Trainer", bound=TrainerConfig)
+SupervisedRun = SftConfig | RmConfig | DpoConfig
+TrainingConfig = PpoConfig | SftConfig | RmConfig | DpoConfig
+"""A configuration that can be planned."""
+
+ACTOR = "actor_rollout_ref.actor"
+REFERENCE = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+SHARED_MODULE_ENGINES = ("native", "hf")
+"""Engines that sample from the actor's module. Both are planned in the same way."""
+SEQUENCE_PARALLEL_SECTIONS = {"actor": ACTOR, "reference": ACTOR, "critic": "critic"}
+"""The section with ulysses_sequence_parallel_size of each role. The reference follows the actor."""
 REWARD_ROWS = 8
 """Sequences that a reward model in the run scores at a time."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A way of all sequences of a step through one model."""
+    """One pass of all sequences of a step through one model."""
 
     phase: str
     role: str
     tokens: Tokens
-    """A micro-batch on one rank, at its largest."""
+    """The largest micro-batch on one rank."""
     total: Tokens
     """Of a step, over all ranks."""
     key: str
@@ -41,23 +63,28 @@ class Pass:
     size: int
     """Its value."""
     longest: int
-    """Tokens of one sequence on one rank: no micro-batch is smaller."""
+    """Tokens of the longest sequence on one rank: no micro-batch is smaller."""
     by_tokens: bool
+    """The micro-batch size counts tokens, not sequences."""
     learns: bool = False
+    """The pass has a backward pass."""
     accumulated: bool = False
+    """Gradients are accumulated over several micro-batches."""
     entropy: bool = False
     times: int = 1
     """Passes over the sequences of a step (ppo_epochs)."""
     updates: int = 1
-    """Steps of the optimizer in one of them."""
+    """Optimizer steps in one pass."""
 
 
 @dataclass(frozen=True)
-class Job:
-    cluster: Cluster
+class PlannedJob:
+    """Everything that the forecasts of memory and time need to know about a run."""
+
+    cluster: PlannedCluster
     models: dict[str, TrainedModel]
     passes: list[Pass]
-    sampler: Sampler | None = None
+    sampler: PlannedSampler | None = None
     engine: str = "native"
     frees_cache: bool = True
     apart: bool = False
@@ -65,187 +92,302 @@ class Job:
     side_by_side: bool = False
     """The engine samples while the models learn (async_training)."""
     paths: dict[str, str] = field(default_factory=dict)
-    """Where the configuration of each role's sharding stands."""
+    """The configuration section with the fsdp_config of each role."""
     model_paths: dict[str, str] = field(default_factory=dict)
-    """Where the configuration of each role's model stands."""
+    """The configuration section of the model of each role."""
     slicing: dict[str, str] = field(default_factory=dict)
-    """The key by which devices share the sequences of each role."""
+    """The key of each role's sequence parallel size."""
     tempered: bool = False
+    """Logits are divided by a temperature other than 1."""
 
 
-def job_of(config: Any, cluster: Cluster) -> Job:
+def job_of(config: TrainingConfig, cluster: PlannedCluster) -> PlannedJob:
     """What a ppo, sft, rm or dpo configuration does on this cluster."""
-    config = with_cluster(config, cluster)
-    return _supervised(config, cluster) if hasattr(config, "optim") else _reinforcement(config, cluster)
+    if isinstance(config, PpoConfig):
+        ppo = dataclasses.replace(config, trainer=_on_cluster(config.trainer, cluster))
+        return _reinforcement(ppo, cluster)
+    supervised = dataclasses.replace(config, trainer=_on_cluster(config.trainer, cluster))
+    return _supervised(supervised, cluster)
 
 
-def with_cluster(config: Any, cluster: Cluster) -> Any:
-    trainer = dataclasses.replace(config.trainer, nnodes=cluster.nodes, n_gpus_per_node=cluster.per_node)
-    return dataclasses.replace(config, trainer=trainer)
+def _on_cluster(trainer: Trainer, cluster: PlannedCluster) -> Trainer:
+    return dataclasses.replace(trainer, nnodes=cluster.nodes, n_gpus_per_node=cluster.per_node)
 
 
-# --- passes ----------------------------------------------------------------------------------------------------------------
+# --- passes -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How a pass is cut into micro-batches: the keys, and what they say."""
+class _MicroBatchKeys:
+    """The settings that cut a pass into micro-batches."""
 
     path: str
-    section: Any
-    name: str
+    section: ActorConfig | RefConfig | RolloutConfig | CriticConfig | SupervisedDataConfig
+    rows_key: str
     tokens_key: str
-    dynamic: bool
+    by_tokens: bool
 
 
-def _pass(
-    phase: str, role: str, cut: _Cut, prompt: int, response: int, sequences: int, step: int, sharing: int, **facts: Any
-) -> Pass:
-    """`sequences` of one rank are cut; a step has `step`; `sharing` ranks have a slice of each sequence."""
-    longest = prompt + response
-    if cut.dynamic:
-        budget = int(getattr(cut.section, cut.tokens_key))
-        tokens = min(max(budget, -(-longest // sharing)), sequences * longest)
-        key, size = cut.tokens_key, budget
+@dataclass(frozen=True)
+class _PassSizes:
+    """How much one pass processes."""
+
+    prompt: int
+    """Tokens of a prompt."""
+    response: int
+    """Tokens of the longest response."""
+    step: int
+    """Sequences of a step, over all ranks."""
+    rank: int
+    """Sequences of one rank that are cut into micro-batches."""
+    sequence_parallel: int
+    """Ranks that share each sequence."""
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.response
+
+
+def _pass(phase: str, role: str, keys: _MicroBatchKeys, sizes: _PassSizes) -> Pass:
+    """A forward pass, cut into micro-batches."""
+    longest = sizes.longest
+    longest_on_rank = -(-longest // sizes.sequence_parallel)
+    if keys.by_tokens:
+        key = keys.tokens_key
+        size = int(getattr(keys.section, key))
+        tokens = min(max(size, longest_on_rank), sizes.rank * longest)
     else:
-        size = micro_batch(cut.section, cut.name, sequences, 1)
-        tokens = -(-size * longest // sharing)
-        key = f"{cut.name}_per_gpu"
-    answered = tokens * response // longest
+        key = f"{keys.rows_key}_per_gpu"
+        size = micro_batch_size(keys.section, keys.rows_key, sizes.rank, 1)
+        tokens = -(-size * longest // sizes.sequence_parallel)
     return Pass(
         phase,
         role,
-        Tokens(tokens, answered),
-        Tokens(step * longest, step * response),
-        key=f"{cut.path}.{key}",
+        Tokens(tokens, tokens * sizes.response // longest),
+        Tokens(sizes.step * longest, sizes.step * sizes.response),
+        key=f"{keys.path}.{key}",
         size=size,
-        longest=-(-longest // sharing),
-        by_tokens=cut.dynamic,
-        accumulated=sequences * longest // sharing > tokens,
-        **facts,
+        longest=longest_on_rank,
+        by_tokens=keys.by_tokens,
+        accumulated=sizes.rank * longest // sizes.sequence_parallel > tokens,
     )
 
 
-def _reinforcement(config: Any, cluster: Cluster) -> Job:
-    group, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, rollout, ref = group.actor, group.rollout, group.ref
-    ahead = ahead_of(config).beside
-    lent = rollout.name in BORROWERS and not ahead and not rollout.nnodes
-    models = {"actor": trained(group.model, actor.fsdp_config, actor.optim, cluster, actor.tensor_parallel_size, lent=lent)}
-    if has_reference(config) and not uses_lora(config) and "reference" not in pools(config):
-        other = dataclasses.replace(group.model, **ref.model)
-        models["reference"] = frozen(other, ref.fsdp_config, cluster, ref.tensor_parallel_size)
-    if has_critic(config) and "critic" not in pools(config):
-        size = critic.tensor_parallel_size
-        models["critic"] = trained(critic.model, critic.model.fsdp_config, critic.optim, cluster, size, scalar=True)
-    here = (reward.enable and "reward" not in pools(config)) or (reward.judge.enable and not reward.judge.url)
-    if reward.model.path and not reward.remote_url and here:
-        models["reward"] = frozen(reward.model, reward.model.fsdp_config, cluster, scalar=reward.enable, divided=False)
-    return Job(
+def _passes(config: PpoConfig) -> list[Pass]:
+    """The passes of a reinforcement learning step, in order."""
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.ref
+    plan = plan_ppo(config)
+    whole = _PassSizes(
+        prompt=rollout.prompt_length,
+        response=rollout.response_length,
+        step=plan.sequences_per_step,
+        rank=max(1, math.ceil(plan.sequences_per_step / plan.data_parallel)),
+        sequence_parallel=actor.ulysses_sequence_parallel_size,
+    )
+    rows_key = "log_prob_micro_batch_size"
+    tokens_key = "log_prob_max_token_len_per_gpu"
+    passes = []
+    if needs_old_log_probs(config, plan.on_policy) and not uses_engine_log_probs(config):
+        keys = _MicroBatchKeys(ROLLOUT, rollout, rows_key, tokens_key, rollout.log_prob_use_dynamic_bsz)
+        passes.append(dataclasses.replace(_pass("log_prob", "actor", keys, whole), entropy=True))
+    if has_reference(config) and "reference" not in resource_pools(config):
+        keys = _MicroBatchKeys(REFERENCE, ref, rows_key, tokens_key, ref.log_prob_use_dynamic_bsz)
+        role = "reference"
+        if uses_lora(config):
+            role = "actor"
+        passes.append(_pass("ref", role, keys, whole))
+    if has_critic(config) and "critic" not in resource_pools(config):
+        passes += _critic_passes(config, whole, plan.prompts_per_step)
+    keys = _MicroBatchKeys(
+        ACTOR, actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz
+    )
+    sizes = dataclasses.replace(whole, rank=plan.sequences_per_device)
+    update = dataclasses.replace(
+        _pass("update_actor", "actor", keys, sizes),
+        learns=True,
+        entropy=bool(actor.entropy_coeff),
+        times=actor.ppo_epochs,
+        updates=plan.updates_per_epoch,
+    )
+    return [*passes, update]
+
+
+def _critic_passes(config: PpoConfig, whole: _PassSizes, prompts: int) -> list[Pass]:
+    critic = config.critic
+    sizes = dataclasses.replace(whole, sequence_parallel=critic.ulysses_sequence_parallel_size)
+    keys = _MicroBatchKeys(
+        "critic", critic, "forward_micro_batch_size", "forward_max_token_len_per_gpu", critic.use_dynamic_bsz
+    )
+    values = _pass("values", "critic", keys, sizes)
+    keys = _MicroBatchKeys(
+        "critic", critic, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", critic.use_dynamic_bsz
+    )
+    sizes = dataclasses.replace(sizes, rank=plan_ppo(config, role="critic").sequences_per_device)
+    update = dataclasses.replace(
+        _pass("update_critic", "critic", keys, sizes),
+        learns=True,
+        times=critic.ppo_epochs,
+        updates=-(-prompts // critic.ppo_mini_batch_size),
+    )
+    return [values, update]
+
+
+# --- reinforcement learning ---------------------------------------------------------------------------------
+
+
+def _reinforcement(config: PpoConfig, cluster: PlannedCluster) -> PlannedJob:
+    rollout = config.actor_rollout_ref.rollout
+    models = _models(config, cluster)
+    engine = rollout.name
+    if engine in SHARED_MODULE_ENGINES:
+        engine = "native"
+    model_paths = {"actor": "actor_rollout_ref.model"}
+    if "critic" in models:
+        model_paths["critic"] = "critic.model"
+    slicing = {}
+    for role, path in SEQUENCE_PARALLEL_SECTIONS.items():
+        if role in models:
+            slicing[role] = f"{path}.ulysses_sequence_parallel_size"
+    return PlannedJob(
         cluster,
         models,
         _passes(config),
         _sampler(config, cluster, models["actor"]),
-        engine="native" if rollout.name in BORROWERS else rollout.name,
+        engine=engine,
         frees_cache=rollout.free_cache_engine,
-        side_by_side=ahead,
+        side_by_side=async_plan(config).concurrent,
         apart=rollout.nnodes > 0,
-        paths={"actor": "actor_rollout_ref.actor", "reference": "actor_rollout_ref.ref", "critic": "critic.model"},
-        model_paths={"actor": "actor_rollout_ref.model"} | ({"critic": "critic.model"} if "critic" in models else {}),
-        slicing={role: f"{path}.ulysses_sequence_parallel_size" for role, path in SLICERS.items() if role in models},
+        paths={"actor": ACTOR, "reference": REFERENCE, "critic": "critic.model"},
+        model_paths=model_paths,
+        slicing=slicing,
         tempered=rollout.temperature not in (0.0, 1.0),
     )
 
 
-def _passes(config: Any) -> list[Pass]:
-    """In the order of a step."""
-    actor, rollout, ref = (getattr(config.actor_rollout_ref, name) for name in ("actor", "rollout", "ref"))
-    plan = plan_ppo(config)
-    sizes: dict[str, Any] = {
-        "prompt": rollout.prompt_length,
-        "response": rollout.response_length,
-        "step": plan.sequences_per_step,
-        "sharing": actor.ulysses_sequence_parallel_size,
+def _models(config: PpoConfig, cluster: PlannedCluster) -> dict[str, TrainedModel]:
+    """The models on the trainer's ranks, by role."""
+    group = config.actor_rollout_ref
+    actor = group.actor
+    samples_from_actor = (
+        group.rollout.name in SHARED_MODULE_ENGINES
+        and not async_plan(config).concurrent
+        and not group.rollout.nnodes
+    )
+    models = {
+        "actor": trained_model(
+            group.model,
+            actor.fsdp_config,
+            actor.optim,
+            cluster,
+            actor.tensor_parallel_size,
+            on_device=samples_from_actor,
+        )
     }
-    whole = sizes | {"sequences": max(1, math.ceil(plan.sequences_per_step / plan.data_parallel))}
-    names = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
-    passes = []
-    if needs_old_log_probs(config, plan.on_policy) and not old_from_engine(config):
-        cut = _Cut("actor_rollout_ref.rollout", rollout, *names, rollout.log_prob_use_dynamic_bsz)
-        passes.append(_pass("log_prob", "actor", cut, **whole, entropy=True))
-    if has_reference(config) and "reference" not in pools(config):
-        cut = _Cut("actor_rollout_ref.ref", ref, *names, ref.log_prob_use_dynamic_bsz)
-        passes.append(_pass("ref", "actor" if uses_lora(config) else "reference", cut, **whole))
-    if has_critic(config) and "critic" not in pools(config):
-        passes += _critic_passes(config, whole, plan.prompts_per_step)
-    cut = _Cut("actor_rollout_ref.actor", actor, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", actor.use_dynamic_bsz)
-    learning = {
-        "learns": True,
-        "entropy": bool(actor.entropy_coeff),
-        "times": actor.ppo_epochs,
-        "updates": plan.updates_per_epoch,
-    }
-    return [*passes, _pass("update_actor", "actor", cut, **sizes, sequences=plan.sequences_per_device, **learning)]
+    elsewhere = resource_pools(config)
+    if has_reference(config) and not uses_lora(config) and "reference" not in elsewhere:
+        ref = group.ref
+        ref_model = dataclasses.replace(group.model, **ref.model)
+        models["reference"] = frozen_model(ref_model, ref.fsdp_config, cluster, ref.tensor_parallel_size)
+    if has_critic(config) and "critic" not in elsewhere:
+        critic = config.critic
+        models["critic"] = trained_model(
+            critic.model,
+            critic.model.fsdp_config,
+            critic.optim,
+            cluster,
+            critic.tensor_parallel_size,
+            scalar=True,
+        )
+    if _has_local_reward_model(config):
+        reward = config.reward_model
+        models["reward"] = frozen_model(
+            reward.model, reward.model.fsdp_config, cluster, scalar=reward.enable, sharded=False
+        )
+    return models
 
 
-def _critic_passes(config: Any, whole: dict[str, Any], prompts: int) -> list[Pass]:
-    critic = config.critic
-    sizes = whole | {"sharing": critic.ulysses_sequence_parallel_size}
-    cut = _Cut("critic", critic, "forward_micro_batch_size", "forward_max_token_len_per_gpu", critic.use_dynamic_bsz)
-    values = _pass("values", "critic", cut, **sizes)
-    cut = _Cut("critic", critic, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu", critic.use_dynamic_bsz)
-    sizes["sequences"] = plan_ppo(config, role="critic").sequences_per_device
-    learning = {"learns": True, "times": critic.ppo_epochs, "updates": -(-prompts // critic.ppo_mini_batch_size)}
-    return [values, _pass("update_critic", "critic", cut, **sizes, **learning)]
+def _has_local_reward_model(config: PpoConfig) -> bool:
+    """Whether a reward model or a judge runs on the trainer's devices."""
+    reward = config.reward_model
+    if not reward.model.path or reward.remote_url:
+        return False
+    if reward.enable and "reward" not in resource_pools(config):
+        return True
+    return reward.judge.enable and not reward.judge.url
 
 
-def _sampler(config: Any, cluster: Cluster, actor: TrainedModel) -> Sampler:
-    rollout, sequences = config.actor_rollout_ref.rollout, plan_ppo(config).sequences_per_step
-    size = rollout.tensor_model_parallel_size
-    numbers = dataclasses.replace(actor.numbers, master=actor.numbers.compute)
-    baselines = config.data.train_batch_size if "greedy_baseline" in needs(config) else 0
-    beside = ahead_of(config).beside or rollout.nnodes > 0
+def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) -> PlannedSampler:
+    rollout = config.actor_rollout_ref.rollout
+    sequences = plan_ppo(config).sequences_per_step
+    if "greedy_baseline" in estimator_needs(config):
+        sequences += config.data.train_batch_size
+    tensor_parallel = rollout.tensor_model_parallel_size
+    apart = async_plan(config).concurrent or rollout.nnodes > 0
     devices = rollout.nnodes * rollout.n_gpus_per_node or cluster.ranks
-    return Sampler(
+    return PlannedSampler(
         actor.shape,
-        max(1, math.ceil((sequences + baselines) * size / devices)),
+        max(1, math.ceil(sequences * tensor_parallel / devices)),
         rollout.prompt_length,
         rollout.response_length,
         samples=rollout.n,
-        numbers=numbers,
+        numbers=dataclasses.replace(actor.numbers, master=actor.numbers.compute),
         max_rows=rollout.max_num_seqs,
-        batch_tokens=prefill_tokens(rollout.max_num_batched_tokens, on_cpu=cluster.device.is_cpu),
+        batch_tokens=prefill_token_budget(rollout.max_num_batched_tokens, on_cpu=cluster.device.is_cpu),
         share=rollout.gpu_memory_utilization,
-        tensor=size,
-        borrows=cluster.ranks == 1 and not beside,
+        tensor=tensor_parallel,
+        shares_module=cluster.ranks == 1 and not apart,
         records=not rollout.enforce_eager and not cluster.device.is_cpu,
         on_cpu=cluster.device.is_cpu,
     )
 
 
-def _supervised(config: Any, cluster: Cluster) -> Job:
-    data, model = config.data, config.model
-    plan = plan_supervised(config)
-    pairs = hasattr(data, "chosen_key")
-    scalar = pairs and hasattr(config.loss, "margin")
-    rows = 2 if pairs else 1
-    models = {"model": trained(model, model.fsdp_config, config.optim, cluster, config.tensor_parallel_size, scalar=scalar)}
-    cut = _Cut("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
-    sizes: dict[str, Any] = {"prompt": 1, "response": max(1, data.max_length - 1), "step": rows * data.train_batch_size}
-    sizes |= {"sharing": config.ulysses_sequence_parallel_size, "sequences": rows * plan.rows_per_device}
-    passes = [_pass("update", "model", cut, **sizes, learns=True)]
-    if _has_own_reference(config):
-        other = dataclasses.replace(model, path=config.ref.path)
-        models["reference"] = frozen(other, model.fsdp_config, cluster, config.tensor_parallel_size)
-        passes.insert(0, _pass("ref", "reference", cut, **sizes))
-    slicing = dict.fromkeys(models, "ulysses_sequence_parallel_size")
-    paths = dict.fromkeys(models, "model")
-    return Job(cluster, models, passes, paths=paths, model_paths={"model": "model"}, slicing=slicing)
+# --- supervised training ------------------------------------------------------------------------------------
 
 
-def _has_own_reference(config: Any) -> bool:
+def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
+    data = config.data
+    model = config.model
+    models = {
+        "model": trained_model(
+            model,
+            model.fsdp_config,
+            config.optim,
+            cluster,
+            config.tensor_parallel_size,
+            scalar=isinstance(config, RmConfig),
+        )
+    }
+    sequences_per_row = 1
+    if not isinstance(config, SftConfig):
+        sequences_per_row = 2  # chosen and rejected
+    sizes = _PassSizes(
+        prompt=1,
+        response=max(1, data.max_length - 1),
+        step=sequences_per_row * data.train_batch_size,
+        rank=sequences_per_row * plan_supervised(config).rows_per_device,
+        sequence_parallel=config.ulysses_sequence_parallel_size,
+    )
+    keys = _MicroBatchKeys("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
+    passes = [dataclasses.replace(_pass("update", "model", keys, sizes), learns=True)]
+    if isinstance(config, DpoConfig) and _has_reference_model(config):
+        ref_model = dataclasses.replace(model, path=config.ref.path)
+        models["reference"] = frozen_model(ref_model, model.fsdp_config, cluster, config.tensor_parallel_size)
+        passes.insert(0, _pass("ref", "reference", keys, sizes))
+    return PlannedJob(
+        cluster,
+        models,
+        passes,
+        paths=dict.fromkeys(models, "model"),
+        model_paths={"model": "model"},
+        slicing=dict.fromkeys(models, "ulysses_sequence_parallel_size"),
+    )
+
+
+def _has_reference_model(config: DpoConfig) -> bool:
     """Whether DPO has a second model on the device while it trains."""
-    if not hasattr(config, "ref") or config.loss.reference_free or config.loss.type == "simpo" or config.ref.param_offload:
+    if config.loss.reference_free or config.loss.type == "simpo" or config.ref.param_offload:
         return False
     same = config.ref.path == config.model.path
     return not (same and (config.model.lora_rank or config.loss.precompute_ref))

@@ -1,112 +1,131 @@
-"""Memory of sampling on one rank: the engine's weights, its cache, and what a step needs for a moment."""
+"""Memory of sampling on one rank: the engine's weights, its KV cache, and temporary memory of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from strop.planning.activations import FLOAT32, Numbers, layer_forward
-from strop.planning.assumptions import CACHE_BLOCK, ENGINE_SAFE, HOST_SHARE, RESTING_SHARE, ROW_BYTES
+from strop.planning.devices import CACHE_BLOCK, ENGINE_SAFE, HOST_SHARE, RESTING_SHARE, ROW_BYTES
 from strop.planning.shape import Shape
 
 
 @dataclass(frozen=True)
-class Sampler:
+class PlannedSampler:
     """The native engine on one rank."""
 
     shape: Shape
     sequences: int
-    """Answers that this rank samples in one step."""
+    """Responses that this rank samples in one step."""
     prompt: int
     """Tokens of a prompt."""
     response: int
-    """Longest answer."""
+    """Tokens of the longest response."""
     samples: int = 1
-    """Answers per prompt (rollout.n)."""
+    """Responses per prompt (rollout.n)."""
     numbers: Numbers = Numbers()
     max_rows: int = 1024
+    """max_num_seqs."""
     batch_tokens: int = 32768
-    """Prompt tokens of one pass (max_num_batched_tokens)."""
+    """Prompt tokens of one prefill pass (max_num_batched_tokens)."""
     share: float = 0.5
     """gpu_memory_utilization."""
     tensor: int = 1
-    borrows: bool = True
-    """It samples from the actor's own module; otherwise it has a whole copy of the weights."""
+    """tensor_model_parallel_size."""
+    shares_module: bool = True
+    """It samples from the actor's module; otherwise it has a whole copy of the weights."""
     records: bool = True
-    """Decode steps are recorded as CUDA graphs."""
+    """Decode steps are CUDA graphs."""
     on_cpu: bool = False
 
     @property
     def module(self) -> int:
-        """Weights of the module it samples from. Ranks that share it have a part of each matrix, the head included, and the
-        whole embedding."""
-        shape, parts = self.shape, self.tensor
-        if parts == 1:
-            return self.numbers.compute * shape.parameters
-        return self.numbers.compute * (shape.body // parts + shape.embedding + shape.embedding // parts + shape.hidden)
+        """Bytes of the module it samples from. With tensor parallelism a rank has a part of each matrix, the
+        head included, and the whole embedding."""
+        shape = self.shape
+        parts = self.tensor
+        weights = shape.parameters
+        if parts > 1:
+            weights = shape.body // parts + shape.embedding + shape.embedding // parts + shape.hidden
+        return self.numbers.compute * weights
 
     @property
     def weights(self) -> int:
-        """Beside those of the actor."""
-        return 0 if self.borrows else self.module
+        """Bytes of weights in addition to those of the actor."""
+        if self.shares_module:
+            return 0
+        return self.module
 
     @property
     def per_token(self) -> int:
+        """Bytes of the KV cache per token."""
         return self.shape.cache_per_token(self.numbers.compute) // self.tensor
 
     @property
     def capacity(self) -> int:
+        """Tokens of the KV cache that one sequence needs."""
         return -(-(self.prompt + self.response) // CACHE_BLOCK) * CACHE_BLOCK
 
     @property
     def wanted_rows(self) -> int:
+        """Sequences at a time that the engine asks memory for."""
         rows = min(self.sequences, self.max_rows)
         return min(self.max_rows, 1 << max(0, rows - 1).bit_length())
 
     @property
     def wanted(self) -> int:
-        """Bytes of a cache in which every sequence of the step, or max_num_seqs of them, can run to its end."""
+        """Bytes of a KV cache in which every sequence of the step, or max_num_seqs of them, can reach its
+        longest length."""
         return self.wanted_rows * self.capacity * self.per_token
 
     def budget(self, memory: int, used: int) -> int:
-        """Bytes that the cache may take on a device of so much memory, of which `used` is taken; on a CPU, a quarter."""
+        """Bytes that the KV cache may take on a device with `memory` bytes, of which `used` are taken; on a
+        CPU, a quarter of the memory."""
         if self.on_cpu:
             return memory // HOST_SHARE
         return max(0, int(min((memory - used) * ENGINE_SAFE, memory * self.share - self.module)))
 
     def cache(self, memory: int, used: int) -> int:
+        """Bytes of the KV cache."""
         return min(self.wanted, self.budget(memory, used))
 
     def rows(self, cache: int) -> int:
-        """Sequences that run at the same time in a cache of so many bytes."""
+        """Sequences that fit a KV cache of `cache` bytes at the same time."""
         return min(self.sequences, self.max_rows, cache // max(1, self.capacity * self.per_token))
 
     def kept(self, cache: int, memory: int, used: int, *, frees: bool) -> int:
-        """What of the cache stays while the models learn, beside `used` bytes on a device of so much memory."""
+        """Bytes of the KV cache that stay while the models learn, with `used` other bytes on the device."""
         plenty = self.records and (used + cache) * RESTING_SHARE <= memory
-        return cache if plenty or not frees else 0
+        if plenty or not frees:
+            return cache
+        return 0
 
     def bookkeeping(self, cache: int) -> int:
+        """Bytes of token ids and log-probs for a KV cache of `cache` bytes."""
         return cache // max(1, self.per_token) * ROW_BYTES
 
     @property
     def decoding(self) -> int:
-        """A step of all rows: float32 logits, and one layer."""
+        """Temporary bytes of a decode step: float32 logits, and one layer."""
         rows = min(self.sequences, self.max_rows)
-        return rows * self.shape.vocabulary * FLOAT32 + layer_forward(self.shape, rows, self.numbers, tensor=self.tensor)
+        layer = layer_forward(self.shape, rows, self.numbers, tensor=self.tensor)
+        return rows * self.shape.vocabulary * FLOAT32 + layer
 
     @property
     def prefilling(self) -> int:
-        """Prompts that join: one layer over a batch of their tokens, or the logits of their last tokens, once for each prompt
-        and once for each answer; and the keys that answers of one prompt copy."""
-        prompts = max(1, self.batch_tokens // self.prompt)
-        leaders = min(prompts, -(-self.sequences // self.samples), self.max_rows)
-        seated = min(leaders * self.samples, self.sequences, self.max_rows)
-        tokens = min(self.batch_tokens, -(-self.sequences // self.samples) * self.prompt)
+        """Temporary bytes of a prefill: one layer over a batch of prompt tokens, or the logits of the last
+        prompt tokens, once per prompt and once per response, or the prompt keys copied for each response."""
+        all_prompts = -(-self.sequences // self.samples)
+        prompts = min(max(1, self.batch_tokens // self.prompt), all_prompts, self.max_rows)
+        responses = min(prompts * self.samples, self.sequences, self.max_rows)
+        tokens = min(self.batch_tokens, all_prompts * self.prompt)
         layer = layer_forward(self.shape, tokens, self.numbers, tensor=self.tensor)
-        copied = seated * self.prompt * self.shape.keys // self.tensor * self.numbers.compute
-        return max(layer, (leaders + seated) * self.shape.vocabulary * FLOAT32, copied)
+        logits = (prompts + responses) * self.shape.vocabulary * FLOAT32
+        copied = responses * self.prompt * self.shape.keys // self.tensor * self.numbers.compute
+        return max(layer, logits, copied)
 
     @property
     def recorded(self) -> int:
-        """Memory that recorded decode steps reserve for themselves."""
-        return self.decoding if self.records else 0
+        """Bytes that CUDA graphs of decode steps reserve."""
+        if self.records:
+            return self.decoding
+        return 0

@@ -1,12 +1,21 @@
-"""The shape of a decoder, read from its config.json, and how many weights each part of it has."""
+"""The shape of a decoder, and the number of weights in each of its parts.
+
+`shape_of` reads it from the config.json of a model folder, or takes it from a table of well-known models, so
+that a plan needs no model on the machine.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import cast
 
 from strop.registry import did_you_mean
+
+ModelJson = Mapping[str, object]
+"""The contents of a config.json."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,6 @@ class Shape:
     norms: int = 2
     experts: Experts | None = None
     sparse_layers: int = 0
-    longest: int | None = None
-    """Positions the model was built for."""
     scalar: bool = False
     """A critic or reward model: one number per token instead of logits."""
 
@@ -99,12 +106,15 @@ class Shape:
         """Weights of the output head that are not the embedding's."""
         if self.scalar:
             return self.hidden
-        return 0 if self.tied else self.embedding
+        if self.tied:
+            return 0
+        return self.embedding
 
     @property
     def attention(self) -> int:
         """Weights of one layer's attention, its head norms included."""
-        inputs, output = self.queries + 2 * self.keys, self.hidden
+        inputs = self.queries + 2 * self.keys
+        output = self.hidden
         biases = inputs * self.biased_inputs + output * self.biased_output
         return self.hidden * inputs + self.queries * output + biases + 2 * self.head_size * self.head_norms
 
@@ -112,18 +122,23 @@ class Shape:
     def dense_mlp(self) -> int:
         return 3 * self.hidden * self.width + (2 * self.width + self.hidden) * self.biased_mlp
 
-    def _sparse_mlp(self, visited: int) -> int:
-        assert self.experts is not None
-        shared = (3 * self.experts.shared_width + 1) * self.hidden if self.experts.shared_width else 0
-        return self.hidden * self.experts.count + visited * 3 * self.hidden * self.experts.width + shared
+    def _sparse_mlp(self, *, active: bool) -> int:
+        experts = self.experts
+        assert experts is not None
+        count = experts.count
+        if active:
+            count = experts.chosen
+        router = self.hidden * experts.count
+        shared = 0
+        if experts.shared_width:
+            shared = (3 * experts.shared_width + 1) * self.hidden
+        return router + count * 3 * self.hidden * experts.width + shared
 
     def layer(self, *, sparse: bool = False, active: bool = False) -> int:
-        """Weights of one layer; with `active`, those that one token meets."""
+        """Weights of one layer; with `active`, those that one token uses."""
+        mlp = self.dense_mlp
         if sparse:
-            assert self.experts is not None
-            mlp = self._sparse_mlp(self.experts.chosen if active else self.experts.count)
-        else:
-            mlp = self.dense_mlp
+            mlp = self._sparse_mlp(active=active)
         return self.attention + mlp + self.norms * self.hidden
 
     @property
@@ -131,8 +146,10 @@ class Shape:
         return self.layer(sparse=self.sparse_layers > 0)
 
     def _stack(self, active: bool = False) -> int:
-        dense = (self.layers - self.sparse_layers) * self.layer()
-        return dense + (self.sparse_layers * self.layer(sparse=True, active=active) if self.sparse_layers else 0)
+        weights = (self.layers - self.sparse_layers) * self.layer()
+        if self.sparse_layers:
+            weights += self.sparse_layers * self.layer(sparse=True, active=active)
+        return weights
 
     @property
     def body(self) -> int:
@@ -150,7 +167,7 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Weights that a token is multiplied with on its way through the layers; the head is counted apart."""
+        """Weights of the layers that one token is multiplied with; the head is not counted."""
         return self._stack(active=True)
 
     @property
@@ -162,7 +179,8 @@ class Shape:
         return 2 * self.layers * self.keys * bytes_per_number
 
     def adapters(self, rank: int) -> int:
-        """Weights of LoRA adapters on all linear parts of the layers: (inputs + outputs) times the rank for each.
+        """Weights of LoRA adapters on all linear parts of the layers: (inputs + outputs) times the rank for
+        each.
 
         Experts that transformers keeps as one tensor get none.
         """
@@ -172,9 +190,9 @@ class Shape:
         return rank * (ends * self.layers + mlp)
 
 
-def read_shape(config: Mapping[str, Any], *, where: str = "config.json", scalar: bool = False) -> Shape:
+def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = False) -> Shape:
     """The shape that a config.json describes."""
-    said = config.get("text_config") or config
+    said = cast(ModelJson, config.get("text_config") or config)
     kind = str(said.get("model_type"))
     family = FAMILIES.get(kind)
     if family is None:
@@ -182,49 +200,172 @@ def read_shape(config: Mapping[str, Any], *, where: str = "config.json", scalar:
             f"{where}: the planner does not know model_type={kind!r}.{did_you_mean(kind, FAMILIES)} It knows "
             f"{', '.join(sorted(FAMILIES))}."
         )
-    missing = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size") if key not in said]
+    required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in required if key not in said]
     if missing:
-        raise ValueError(f"{where} lacks {', '.join(missing)}, without which the size of the model is not known.")
-    heads, layers = int(said["num_attention_heads"]), int(said["num_hidden_layers"])
+        raise ValueError(
+            f"{where} lacks {', '.join(missing)}, without which the size of the model is not known."
+        )
+    hidden = _whole(said, "hidden_size")
+    heads = _whole(said, "num_attention_heads")
+    layers = _whole(said, "num_hidden_layers")
     biased = bool(said.get("attention_bias", False))
-    experts = _experts(said, kind, where) if family.mixture else None
+    biased_inputs = family.biased_inputs
+    if biased_inputs is None:
+        biased_inputs = biased
+    biased_output = family.biased_output
+    if biased_output is None:
+        biased_output = biased
+    experts = None
+    sparse_layers = 0
+    if family.mixture:
+        experts = _experts(said, kind, where)
+        sparse_layers = _sparse_layers(said, layers)
     return Shape(
-        hidden=int(said["hidden_size"]),
+        hidden=hidden,
         layers=layers,
         heads=heads,
-        key_heads=int(said.get("num_key_value_heads") or heads),
-        head_size=int(said.get("head_dim") or said["hidden_size"] // heads),
-        width=int(said.get("intermediate_size") or 0),
-        vocabulary=int(said["vocab_size"]),
+        key_heads=_whole(said, "num_key_value_heads") or heads,
+        head_size=_whole(said, "head_dim") or hidden // heads,
+        width=_whole(said, "intermediate_size"),
+        vocabulary=_whole(said, "vocab_size"),
         tied=bool(said.get("tie_word_embeddings", family.ties)),
-        biased_inputs=biased if family.biased_inputs is None else family.biased_inputs,
-        biased_output=biased if family.biased_output is None else family.biased_output,
+        biased_inputs=biased_inputs,
+        biased_output=biased_output,
         biased_mlp=bool(said.get("mlp_bias", False)),
         head_norms=family.head_norms,
         norms=family.norms,
         experts=experts,
-        sparse_layers=0 if experts is None else _sparse_layers(said, layers),
-        longest=said.get("max_position_embeddings"),
+        sparse_layers=sparse_layers,
         scalar=scalar,
     )
 
 
-def _experts(said: Mapping[str, Any], kind: str, where: str) -> Experts:
-    count = said.get("num_experts") or said.get("num_local_experts")
-    width = said.get("intermediate_size" if kind == "mixtral" else "moe_intermediate_size")
-    chosen = said.get("num_experts_per_tok")
+def _whole(said: ModelJson, key: str) -> int:
+    """A whole number of config.json; 0 if it is missing or null."""
+    return int(cast(int, said.get(key) or 0))
+
+
+def _experts(said: ModelJson, kind: str, where: str) -> Experts:
+    count = _whole(said, "num_experts") or _whole(said, "num_local_experts")
+    chosen = _whole(said, "num_experts_per_tok")
+    width_key = "moe_intermediate_size"
+    if kind == "mixtral":
+        width_key = "intermediate_size"
+    width = _whole(said, width_key)
+    shared_width = 0
+    if kind == "qwen2_moe":
+        shared_width = _whole(said, "shared_expert_intermediate_size")
     if not (count and width and chosen):
         raise ValueError(
-            f"{where} does not say how many experts there are (num_experts), how wide, or how many a token visits."
+            f"{where} does not say how many experts there are (num_experts), how wide, or how many a token "
+            "visits."
         )
-    return Experts(
-        count=int(count),
-        chosen=int(chosen),
-        width=int(width),
-        shared_width=int(said.get("shared_expert_intermediate_size") or 0) if kind == "qwen2_moe" else 0,
-    )
+    return Experts(count, chosen, width, shared_width)
 
 
-def _sparse_layers(said: Mapping[str, Any], layers: int) -> int:
-    every, dense = int(said.get("decoder_sparse_step") or 1), set(said.get("mlp_only_layers") or [])
+def _sparse_layers(said: ModelJson, layers: int) -> int:
+    """Layers with a mixture of experts."""
+    every = _whole(said, "decoder_sparse_step") or 1
+    dense = cast(list[int], said.get("mlp_only_layers") or [])
     return sum(1 for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense)
+
+
+# --- well-known models by name ------------------------------------------------------------------------------
+
+_COLUMNS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_TABLE: dict[str, tuple[str, tuple[int, ...]]] = {
+    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 64, 151936, 1)),
+    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 128, 151936, 1)),
+    "qwen2.5-3b": ("qwen2", (2048, 11008, 36, 16, 2, 128, 151936, 1)),
+    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 128, 152064, 0)),
+    "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 128, 152064, 0)),
+    "qwen2.5-32b": ("qwen2", (5120, 27648, 64, 40, 8, 128, 152064, 0)),
+    "qwen2.5-72b": ("qwen2", (8192, 29568, 80, 64, 8, 128, 152064, 0)),
+    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8, 128, 151936, 1)),
+    "qwen3-1.7b": ("qwen3", (2048, 6144, 28, 16, 8, 128, 151936, 1)),
+    "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 128, 151936, 1)),
+    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 128, 151936, 0)),
+    "qwen3-14b": ("qwen3", (5120, 17408, 40, 40, 8, 128, 151936, 0)),
+    "qwen3-32b": ("qwen3", (5120, 25600, 64, 64, 8, 128, 151936, 0)),
+    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 128, 151936, 0)),
+    "qwen3-235b-a22b": ("qwen3_moe", (4096, 12288, 94, 64, 4, 128, 151936, 0)),
+    "llama-3-8b": ("llama", (4096, 14336, 32, 32, 8, 128, 128256, 0)),
+    "llama-3-70b": ("llama", (8192, 28672, 80, 64, 8, 128, 128256, 0)),
+    "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 64, 128256, 1)),
+    "llama-3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128, 128256, 1)),
+    "smollm2-135m": ("llama", (576, 1536, 30, 9, 3, 64, 49152, 1)),
+    "smollm2-360m": ("llama", (960, 2560, 32, 15, 5, 64, 49152, 1)),
+    "smollm2-1.7b": ("llama", (2048, 8192, 24, 32, 32, 64, 49152, 1)),
+    "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 128, 32000, 0)),
+}
+_MIXTURES: dict[str, dict[str, int]] = {
+    "qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3-235b-a22b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+    "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+_SAME_SHAPE = {
+    "llama-3.1-8b": "llama-3-8b",
+    "llama-3.1-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3-70b",
+}
+_VARIANTS = ("meta-", "-instruct", "-chat", "-base", "-coder", "-math", "-it")
+"""Parts of a hub name that say how a model was trained, not which shape it has."""
+
+
+def _known_model(name: str) -> dict[str, object]:
+    """What the config.json of a model says, as far as memory and time depend on it."""
+    kind, numbers = _TABLE[name]
+    said: dict[str, object] = {"model_type": kind}
+    said.update(zip(_COLUMNS, numbers, strict=True))
+    said["tie_word_embeddings"] = bool(numbers[-1])
+    said.update(_MIXTURES.get(name, {}))
+    return said
+
+
+KNOWN: dict[str, dict[str, object]] = {name: _known_model(name) for name in _TABLE}
+"""The config.json of each model by name."""
+
+
+def plain_name(path: str) -> str:
+    """`Qwen/Qwen2.5-7B-Instruct` -> `qwen2.5-7b`."""
+    name = path.rstrip("/").rsplit("/", 1)[-1].lower()
+    for part in _VARIANTS:
+        name = name.replace(part, "")
+    return _SAME_SHAPE.get(name, name)
+
+
+def shape_of(
+    path: str | None,
+    *,
+    config_path: str | None = None,
+    changes: ModelJson | None = None,
+    scalar: bool = False,
+) -> Shape:
+    """The shape of the model in a folder, or of a model that is known by name. `changes` are values of
+    override_config."""
+    if not path:
+        raise ValueError("model.path is not set, so there is no model to plan for.")
+    file = Path(config_path or path).expanduser() / "config.json"
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+        return read_shape({**config, **(changes or {})}, where=str(file), scalar=scalar)
+    name = plain_name(path)
+    if name not in KNOWN:
+        raise ValueError(
+            f"model.path={path!r} is neither a folder with a config.json nor a name the planner "
+            f"knows.{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}."
+        )
+    return read_shape({**KNOWN[name], **(changes or {})}, where=path, scalar=scalar)

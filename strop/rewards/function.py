@@ -1,173 +1,290 @@
-"""A scorer of the user's own, or the rule of each data source: called by name with what it asks for.
+"""The functions that score one response: the rule scorer of a data source, or the user's reward function.
+
+A user's function is called by keyword, with the arguments that it accepts:
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs): ...
 
-It may leave out arguments, may be async, and returns a number or a dict with `score`. For the manager `batch` it takes lists:
-data_sources, solution_strs, ground_truths, extra_infos.
+It may omit arguments, may be async, and returns a number or a dict with `score`. For the reward manager
+`batch` it takes lists: data_sources, solution_strs, ground_truths, extra_infos.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
-from strop.config.schema.reward import SandboxFusion
-from strop.registry import Entry, did_you_mean, load_attribute
-from strop.rewards.calls import BackgroundLoop
-from strop.rewards.dispatch import TIME_LIMIT, check_truth, scorer_for
-from strop.rewards.sample import Sample
+from strop.catalog import SCORERS
+from strop.concurrency import BackgroundLoop
+from strop.config.schema.reward import SandboxFusionConfig
+from strop.registry import Entry, did_you_mean, load_attribute, nearest
+from strop.rewards.base import RewardSample
 from strop.rewards.timelimit import shared_pool
 
-ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
-MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+TIME_LIMIT = 10.0  # seconds for one response, in scorers that can hang
+SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+Result = TypeVar("Result")
 
 
-class Call(NamedTuple):
-    """A function and the arguments of one call; all of it can be sent to a worker process."""
+# --- The rule scorer of a data source -----------------------------------------------------------------------
 
-    function: Callable[..., Any]
-    values: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = {}
+
+def find_scorer(data_source: str) -> Entry:
+    """Return the rule scorer whose pattern matches; one without wildcards wins, then the longest pattern."""
+    matches = []
+    for name, pattern in _source_patterns():
+        if fnmatch.fnmatchcase(data_source, pattern):
+            is_exact = "*" not in pattern and "?" not in pattern and "[" not in pattern
+            matches.append((is_exact, len(pattern), name))
+    if not matches:
+        raise ValueError(_unknown_source(data_source))
+    return SCORERS.entry(max(matches)[2])
+
+
+def _source_patterns() -> Iterator[tuple[str, str]]:
+    """Yield the name of each scorer with each of its data source patterns."""
+    for name in SCORERS.names():
+        for pattern in SCORERS.entry(name).facts["sources"]:
+            yield name, pattern
+
+
+def _unknown_source(data_source: str) -> str:
+    sources = sorted({pattern for _, pattern in _source_patterns()})
+    suggestion = ""
+    close = nearest(data_source, sources)
+    if close:
+        suggestion = f" Did you mean {' or '.join(map(repr, close))}?"
+    return (
+        f"No rule scorer knows the data source {data_source!r}.{suggestion} Known: {', '.join(sources)}. "
+        "Give your own with custom_reward_function.path=my_reward.py "
+        "custom_reward_function.name=compute_score, or register a scorer with `sources` in a file listed "
+        "under `plugins`."
+    )
+
+
+def check_ground_truth(entry: Entry, data_source: str, ground_truth: object) -> None:
+    """Raise ValueError if the scorer needs a ground truth and the row has none; else every score would be
+    0."""
+    if ground_truth is None and entry.facts["needs_truth"]:
+        raise ValueError(
+            f"The row has no ground truth, with which the scorer {entry.name!r} of the data source "
+            f"{data_source!r} compares. Put it into the column reward_model as ground_truth, or name its "
+            "column in data.label_key. (A scorer of your own that needs none is registered with "
+            "needs_truth=False.)"
+        )
+
+
+def score_response(
+    data_source: str,
+    solution_str: str,
+    ground_truth: object,
+    extra_info: dict[str, object] | None = None,
+    *,
+    timeout: float = TIME_LIMIT,
+    **options: object,
+) -> object:
+    """Return the rule score of a response, a number or a dict with `score`; `options` go to the scorer.
+
+    It has the signature of a custom reward function and can be used as one; rules do not read `extra_info`. A
+    scorer declared slow runs in a worker process and raises TimeoutError after `timeout` seconds.
+    """
+    if not isinstance(solution_str, str):
+        raise ValueError(
+            f"`solution_str` must be the text of the response, it is {type(solution_str).__name__}."
+        )
+    entry = find_scorer(data_source)
+    check_ground_truth(entry, data_source, ground_truth)
+    compute_score: Callable[..., object] = entry.load()
+    if entry.facts["slow"]:
+        return shared_pool().call(compute_score, solution_str, ground_truth, timeout=timeout, **options)
+    return compute_score(solution_str, ground_truth, **options)
+
+
+# --- One interface for rule scorers and user functions ------------------------------------------------------
+
+
+class ScorerCall(NamedTuple):
+    """A function and the arguments of one call; it can be pickled for a worker process."""
+
+    function: Callable[..., object]
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = {}
+
+
+class RuleScorer:
+    """Scores each sample with the built-in or registered rule of its data source."""
+
+    is_async = False
+
+    def __init__(self, timeout: float = TIME_LIMIT, sandbox: SandboxFusionConfig | None = None):
+        self.timeout = min(timeout, TIME_LIMIT)
+        self.sandbox = sandbox or SandboxFusionConfig()
+        self._entries: dict[str, Entry] = {}
+
+    def __call__(self, sample: RewardSample) -> object:
+        function, args, kwargs = self.call_for(sample)
+        if self._entry(sample.data_source).facts["slow"]:
+            return shared_pool().call(function, *args, timeout=self.timeout, **kwargs)
+        return function(*args, **kwargs)
+
+    def call_for(self, sample: RewardSample) -> ScorerCall:
+        """Return the call of the bare rule, for callers that run it in their own worker process."""
+        entry = self._entry(sample.data_source)
+        check_ground_truth(entry, sample.data_source, sample.ground_truth)
+        kwargs: dict[str, object] = {}
+        if entry.facts["runs_programs"]:
+            kwargs["sandbox"] = self.sandbox
+        return ScorerCall(entry.load(), (sample.solution_str, sample.ground_truth), kwargs)
+
+    def concurrency(self, samples: Sequence[RewardSample]) -> int:
+        """Return how many samples to score at the same time: more than 1 only for rules that run programs.
+
+        Those wait for other processes; the other rules hold the GIL.
+        """
+        sources = {sample.data_source for sample in samples}
+        if not any(self._entry(source).facts["runs_programs"] for source in sources):
+            return 1
+        if self.sandbox.url:
+            return self.sandbox.max_concurrent
+        return os.cpu_count() or 1
+
+    def _entry(self, data_source: str) -> Entry:
+        if data_source not in self._entries:  # matching patterns costs more than most rules do
+            self._entries[data_source] = find_scorer(data_source)
+        return self._entries[data_source]
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class RewardFunction:
-    """A user's function. Calling it with a Sample gives what the function returns, awaited where needed."""
+    """A user's reward function; calling it with a sample returns its result, awaited if it is async."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        options: Mapping[str, Any] | None = None,
+        function: Callable[..., object],
+        options: Mapping[str, object] | None = None,
         *,
         takes_lists: bool = False,
         timeout: float | None = None,
     ):
-        """`options` are further arguments of every call and win over the others; `timeout` limits what is awaited."""
+        """`options` are further arguments of every call and override the sample's; `timeout` limits an
+        await."""
         if not callable(function):
             raise ValueError(f"The reward function is {function!r}, which cannot be called.")
-        self.function, self.options, self.timeout = function, dict(options or {}), timeout
+        self.function = function
+        self.options = dict(options or {})
+        self.timeout = timeout
         self.takes_lists = takes_lists
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - the method itself is looked at, not whether there is one
+            getattr(function, "__call__", None)  # noqa: B004 - the method is inspected
         )
-        self._names = self._accepted()
-        self._loop = BackgroundLoop()
+        self._accepted = self._accepted_names()
+        self._loop = BackgroundLoop("strop-reward-loop")
 
-    def __call__(self, sample: Sample) -> Any:
+    def __call__(self, sample: RewardSample) -> object:
         return self.run(self.call_for(sample))
 
-    def call_for(self, sample: Sample) -> Call:
-        return self._call(dict(zip(ONE, (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info))))
+    def call_for(self, sample: RewardSample) -> ScorerCall:
+        """Return the call for one sample."""
+        values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+        return self._call(SAMPLE_ARGUMENTS, values)
 
-    def call_with_lists(self, samples: Sequence[Sample]) -> Any:
-        """One call for all samples; the function returns a list."""
+    def call_with_lists(self, samples: Sequence[RewardSample]) -> Sequence[object]:
+        """Call the function once for all samples; the reward manager checks that it returned a list."""
         columns = (
-            [s.data_source for s in samples],
-            [s.solution_str for s in samples],
-            [s.ground_truth for s in samples],
-            [s.extra_info for s in samples],
+            [sample.data_source for sample in samples],
+            [sample.solution_str for sample in samples],
+            [sample.ground_truth for sample in samples],
+            [sample.extra_info for sample in samples],
         )
-        limit = None if self.timeout is None else self.timeout * len(samples)
-        return self.run(self._call(dict(zip(MANY, columns))), limit)
+        timeout = None
+        if self.timeout is not None:
+            timeout = self.timeout * len(samples)
+        return cast(Sequence[object], self.run(self._call(LIST_ARGUMENTS, columns), timeout))
 
-    def run(self, call: Call, timeout: float | None = None) -> Any:
-        result = call.function(*call.values, **call.named)
-        return self._loop.run(_finished(result), timeout or self.timeout) if inspect.isawaitable(result) else result
+    def run(self, call: ScorerCall, timeout: float | None = None) -> object:
+        """Make the call; an awaitable result is awaited on a background event loop."""
+        result = call.function(*call.args, **call.kwargs)
+        if inspect.isawaitable(result):
+            return self._loop.run(_as_coroutine(result), timeout or self.timeout)
+        return result
 
     def close(self) -> None:
+        """Stop the background event loop."""
         self._loop.close()
 
-    def _call(self, given: dict[str, Any]) -> Call:
-        given |= self.options
-        wanted = given if self._names is None else {name: value for name, value in given.items() if name in self._names}
-        return Call(self.function, named=wanted)
+    def _call(self, names: Sequence[str], values: Sequence[object]) -> ScorerCall:
+        arguments = dict(zip(names, values)) | self.options
+        if self._accepted is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self._accepted}
+        return ScorerCall(self.function, kwargs=arguments)
 
-    def _accepted(self) -> set[str] | None:
-        """Names the function takes, None when it takes all; what cannot fit is refused before the first sample."""
+    def _accepted_names(self) -> set[str] | None:
+        """Return the argument names that the function takes, None if it takes all; ValueError if it cannot
+        fit."""
         try:
             parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # some functions written in C do not tell
+        except (TypeError, ValueError):  # some functions written in C have no signature
             return None
-        given = {*(MANY if self.takes_lists else ONE), *self.options}
-        missing = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in given
-        ]
+        given = {*SAMPLE_ARGUMENTS, *self.options}
+        if self.takes_lists:
+            given = {*LIST_ARGUMENTS, *self.options}
+        missing = [p.name for p in parameters if _is_required(p) and p.name not in given]
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if missing or positional:
-            raise ValueError(self._misfit(missing or positional, given))
+            raise ValueError(self._signature_error(missing or positional, given))
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return None
         names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-        strange = sorted(set(self.options) - names)
-        if strange:
+        unknown = sorted(set(self.options) - names)
+        if unknown:
             raise ValueError(
-                f"custom_reward_function.reward_kwargs has {strange}, but {self.name} does not take it."
-                f"{did_you_mean(strange[0], names)} It takes: {', '.join(sorted(names)) or 'nothing'}."
+                f"custom_reward_function.reward_kwargs has {unknown}, but {self.name} does not take "
+                f"it.{did_you_mean(unknown[0], names)} It takes: {', '.join(sorted(names)) or 'nothing'}."
             )
         return names
 
-    def _misfit(self, names: Sequence[str], given: set[str]) -> str:
+    def _signature_error(self, names: Sequence[str], given: set[str]) -> str:
         hint = ""
-        if not self.takes_lists and set(names) & set(MANY):
+        if not self.takes_lists and set(names) & set(LIST_ARGUMENTS):
             hint = " Functions that take lists need reward_model.reward_manager=batch."
-        elif self.takes_lists and set(names) & set(ONE):
-            hint = " The manager batch calls with lists; set reward_model.reward_manager=naive for one sample at a time."
+        elif self.takes_lists and set(names) & set(SAMPLE_ARGUMENTS):
+            hint = (
+                " The reward manager batch calls with lists; set reward_model.reward_manager=naive for one "
+                "sample at a time."
+            )
         return (
-            f"{self.name} wants {', '.join(names)}, which it is not given by name. Arguments: "
+            f"{self.name} requires {', '.join(names)}, which it is not given by keyword. Arguments: "
             f"{', '.join(sorted(given))}; add your own with custom_reward_function.reward_kwargs.{hint}"
         )
 
 
-class Rules:
-    """The built-in or registered scorer of each data source, under the same face as a user's function."""
-
-    is_async = False
-
-    def __init__(self, timeout: float = TIME_LIMIT, sandbox: SandboxFusion | None = None):
-        self.timeout, self.sandbox = min(timeout, TIME_LIMIT), sandbox or SandboxFusion()
-        self._entries: dict[str, Entry] = {}
-
-    def __call__(self, sample: Sample) -> Any:
-        function, values, named = self.call_for(sample)
-        if self._entry(sample.data_source).facts["slow"]:
-            return shared_pool().call(function, *values, timeout=self.timeout, **named)
-        return function(*values, **named)
-
-    def call_for(self, sample: Sample) -> Call:
-        """The bare rule: whoever runs it in a process of its own needs no second one for slow rules."""
-        entry = self._entry(sample.data_source)
-        check_truth(entry, sample.data_source, sample.ground_truth)
-        named = {"sandbox": self.sandbox} if entry.facts["runs_programs"] else {}
-        return Call(entry.load(), (sample.solution_str, sample.ground_truth), named)
-
-    def at_once(self, samples: Sequence[Sample]) -> int:
-        """How many samples are worth scoring at a time: rules that run programs wait for them, others keep Python busy."""
-        if not any(self._entry(source).facts["runs_programs"] for source in {sample.data_source for sample in samples}):
-            return 1
-        return self.sandbox.max_concurrent if self.sandbox.url else os.cpu_count() or 1
-
-    def _entry(self, source: str) -> Entry:
-        if source not in self._entries:  # matching patterns costs more than most rules do
-            self._entries[source] = scorer_for(source)
-        return self._entries[source]
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
 def load_function(
-    path: str, name: str, options: Mapping[str, Any] | None = None, *, takes_lists: bool = False, timeout: float | None = None
+    path: str,
+    name: str,
+    options: Mapping[str, object] | None = None,
+    *,
+    takes_lists: bool = False,
+    timeout: float | None = None,
 ) -> RewardFunction:
-    """`name` in the file or module `path`; a file that does not parse, or has no such function, is a ValueError."""
+    """Load the function `name` of the file or module `path`; ValueError if that is not possible."""
     try:
         return RewardFunction(load_attribute(path, name), options, takes_lists=takes_lists, timeout=timeout)
     except ValueError as error:
         raise ValueError(f"custom_reward_function.path={path}: {error}") from error
 
 
-async def _finished(awaitable: Awaitable[Any]) -> Any:
+def _is_required(parameter: inspect.Parameter) -> bool:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        return False
+    return parameter.default is parameter.empty
+
+
+async def _as_coroutine(awaitable: Awaitable[Result]) -> Result:
     return await awaitable

@@ -1,35 +1,41 @@
-"""A reward model in the loop: the whole conversation goes in, one number per response comes out.
+"""A reward model in the training loop: it reads the whole conversation and returns one number per response.
 
-Anything with `score(list of token-id lists) -> list of numbers` can be the model; `HeadModel` is the one made of a module.
+Anything with `score(list of token-id lists) -> list of numbers` can be the model; `HeadModel` wraps a torch
+module.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from strop.config.schema.reward import RewardModel
-from strop.rewards.sample import Sample, response_texts
+from strop.config.schema.reward import RewardModelConfig
+from strop.rewards.base import RewardSample, response_texts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ROWS_PER_FORWARD = 8
+MIN_STD = 1e-8
 logger = logging.getLogger(__name__)
 
 
 class TokenScorer(Protocol):
+    """A model that scores token ids."""
+
     def score(self, sequences: list[list[int]]) -> Sequence[float]:
-        """The score of each sequence of token ids."""
+        """Return the score of each sequence of token ids."""
         ...
 
 
-class ModelScores:
-    """Scores of a reward model, as a reward manager gives them.
+class RewardModelScorer:
+    """Scores samples with a reward model; it is used like a reward manager.
 
-    If the model shares the policy's tokenizer it reads the policy's tokens as they are. Otherwise prompt messages and the
-    decoded response are rendered with the model's own chat template and tokenizer. Inputs beyond `max_length` lose their end.
+    A model that shares the policy's tokenizer reads the policy's token ids. For any other model, the prompt
+    messages and the decoded response are rendered with the model's chat template and tokenizer. Inputs longer
+    than `max_length` are cut at the end.
     """
 
     def __init__(
@@ -42,60 +48,84 @@ class ModelScores:
         mean: float = 0.0,
         std: float = 1.0,
     ):
-        """`own_tokenizer` is the model's, None when it is the policy's; scores become (score - mean) / std."""
+        """`own_tokenizer` is the model's, None if it is the policy's; scores become (score - mean) / std."""
         if std <= 0:
-            raise ValueError(f"Scores cannot be normalised with a deviation of {std}.")
-        self.model, self.tokenizer = model, tokenizer
-        self.own_tokenizer = None if own_tokenizer is None or same_language(tokenizer, own_tokenizer) else own_tokenizer
-        if self.own_tokenizer is not None and not self.own_tokenizer.chat_template:
+            raise ValueError(f"Scores cannot be normalised with a standard deviation of {std}.")
+        if own_tokenizer is not None and same_tokenization(tokenizer, own_tokenizer):
+            own_tokenizer = None
+        if own_tokenizer is not None and not own_tokenizer.chat_template:
             raise ValueError(
-                "The reward model's tokenizer has no chat template, so conversations cannot be rendered for it. Set "
-                "reward_model.model.custom_chat_template, or reward_model.model.input_tokenizer=null if it shares the policy's "
-                "tokens."
+                "The reward model's tokenizer has no chat template, so conversations cannot be rendered for "
+                "it. Set reward_model.model.custom_chat_template, or reward_model.model.input_tokenizer=null "
+                "if it shares the policy's tokens."
             )
-        self.max_length, self.mean, self.std = max_length, mean, std
+        self.model = model
+        self.tokenizer = tokenizer
+        self.own_tokenizer = own_tokenizer
+        self.max_length = max_length
+        self.mean = mean
+        self.std = std
 
-    def score(self, samples: Sequence[Sample]) -> list[Any]:
-        sequences = self._sequences(samples)
-        if self.max_length is not None:
-            long = sum(len(ids) > self.max_length for ids in sequences)
-            if long:
-                logger.warning(
-                    "%d of %d inputs of the reward model were cut to max_length=%d.", long, len(sequences), self.max_length
-                )
-            sequences = [ids[: self.max_length] for ids in sequences]
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        sequences = self._truncate(self._encode(samples))
         scores = self.model.score(sequences)
         if len(scores) != len(sequences):
-            raise ValueError(f"The reward model was given {len(sequences)} sequences and returned {len(scores)} scores.")
+            raise ValueError(
+                f"The reward model was given {len(sequences)} sequences and returned {len(scores)} scores."
+            )
         return [(float(score) - self.mean) / self.std for score in scores]
 
-    def _sequences(self, samples: Sequence[Sample]) -> list[list[int]]:
-        if self.own_tokenizer is None:
-            return [sample.trajectory.prompt.ids + sample.trajectory.response for sample in samples]
-        texts = response_texts([sample.trajectory for sample in samples], self.tokenizer, whole_transcript=True)
-        rendered = [
-            self.own_tokenizer.apply_chat_template(
-                [*sample.trajectory.prompt.messages, {"role": "assistant", "content": text}],
-                tokenize=False,
-                add_generation_prompt=False,
+    def _truncate(self, sequences: list[list[int]]) -> list[list[int]]:
+        if self.max_length is None:
+            return sequences
+        too_long = sum(len(ids) > self.max_length for ids in sequences)
+        if too_long:
+            logger.warning(
+                "%d of %d inputs of the reward model were cut to max_length=%d.",
+                too_long,
+                len(sequences),
+                self.max_length,
             )
-            for sample, text in zip(samples, texts, strict=True)
-        ]
-        return [list(ids) for ids in self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"]]
+        return [ids[: self.max_length] for ids in sequences]
+
+    def _encode(self, samples: Sequence[RewardSample]) -> list[list[int]]:
+        trajectories = [sample.trajectory for sample in samples]
+        if self.own_tokenizer is None:
+            return [trajectory.prompt.ids + trajectory.response for trajectory in trajectories]
+        conversations = []
+        texts = response_texts(trajectories, self.tokenizer, whole_transcript=True)
+        for trajectory, text in zip(trajectories, texts, strict=True):
+            messages = [*trajectory.prompt.messages, {"role": "assistant", "content": text}]
+            conversations.append(
+                self.own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+            )
+        return [list(ids) for ids in self.own_tokenizer(conversations, add_special_tokens=False)["input_ids"]]
 
 
-def same_language(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokenization(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers give the same ids to the same conversation."""
     return one is other or (one.chat_template == other.chat_template and one.get_vocab() == other.get_vocab())
 
 
 class HeadModel:
-    """A module with a scalar head, in micro-batches of at most `rows` sequences, or of at most `max_tokens` tokens."""
+    """A module with a scalar head; its micro-batches have at most `rows` sequences, or `max_tokens`
+    tokens."""
 
-    def __init__(self, module: Any, *, rows: int = ROWS_PER_FORWARD, max_tokens: int | None = None, packed: bool = True):
-        self.module, self.rows, self.max_tokens, self.packed = module.eval(), rows, max_tokens, packed
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        rows: int = ROWS_PER_FORWARD,
+        max_tokens: int | None = None,
+        packed: bool = True,
+    ):
+        self.module = module.eval()
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.packed = packed
 
     def score(self, sequences: list[list[int]]) -> list[float]:
+        """Return the score of each sequence."""
         import torch
 
         from strop.models.forward import sequence_scores
@@ -104,60 +134,79 @@ class HeadModel:
         with torch.no_grad():
             for rows in self._micro_batches([len(ids) for ids in sequences]):
                 inputs = [torch.tensor(sequences[row], dtype=torch.long) for row in rows]
-                found = sequence_scores(self.module, inputs, packed=self.packed)
-                for row, score in zip(rows, found.float().cpu().tolist(), strict=True):
+                row_scores = sequence_scores(self.module, inputs, packed=self.packed)
+                for row, score in zip(rows, row_scores.float().cpu().tolist(), strict=True):
                     scores[row] = score
         return scores
 
     def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
+        if not lengths:
+            return []
         if self.max_tokens is None:
-            by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])  # neighbours of one length waste no padding
+            by_length = sorted(
+                range(len(lengths)), key=lambda row: lengths[row]
+            )  # equal lengths need no padding
             return [by_length[start : start + self.rows] for start in range(0, len(lengths), self.rows)]
         from strop.data.balance import micro_batches
 
-        return micro_batches(lengths, max(self.max_tokens, *lengths), light_ends=False) if lengths else []
+        return micro_batches(lengths, max(self.max_tokens, *lengths), light_ends=False)
 
 
-def load_model(settings: RewardModel, *, device: Any = "cpu", dtype: Any = None) -> HeadModel:
-    """The frozen model of `reward_model.model`, with the micro-batches that the section asks for."""
+def load_model(
+    settings: RewardModelConfig, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+) -> HeadModel:
+    """Load the frozen model of `reward_model.model`, with the micro-batch settings of the section."""
     import torch
 
     from strop.models.build import build_reward_model
+    from strop.models.patches import patch_for_device
 
     module = build_reward_model(settings.model, dtype=dtype or torch.float32).to(device)
+    patch_for_device(module, only=["flash_attention"])
     rows = settings.micro_batch_size_per_gpu or settings.micro_batch_size or ROWS_PER_FORWARD
-    budget = settings.forward_max_token_len_per_gpu if settings.use_dynamic_bsz else None
-    return HeadModel(module, rows=rows, max_tokens=budget, packed=settings.model.use_remove_padding)
+    max_tokens = None
+    if settings.use_dynamic_bsz:
+        max_tokens = settings.forward_max_token_len_per_gpu
+    return HeadModel(module, rows=rows, max_tokens=max_tokens, packed=settings.model.use_remove_padding)
 
 
-def model_scores(settings: RewardModel, tokenizer: PreTrainedTokenizerBase, model: TokenScorer | None = None) -> ModelScores:
-    """The model as the section describes it; `model` is one that is loaded already, else it is loaded on the CPU.
+def build_reward_model_scorer(
+    settings: RewardModelConfig, tokenizer: PreTrainedTokenizerBase, model: TokenScorer | None = None
+) -> RewardModelScorer:
+    """Build the scorer of the section; `model` is used if given, else the model is loaded on the CPU.
 
-    Its tokenizer is `model.tokenizer` if there is one, else the one beside its weights.
+    Its tokenizer is `model.tokenizer` if there is one, else the one in the folder of its weights.
     """
-    own = None
+    own_tokenizer: PreTrainedTokenizerBase | None = None
     if settings.model.input_tokenizer is not None:
-        own = getattr(model, "tokenizer", None)
-        if own is None and settings.model.path is not None:
+        own_tokenizer = getattr(model, "tokenizer", None)
+        if own_tokenizer is None and settings.model.path is not None:
             from strop.models.build import build_tokenizer
 
-            own = build_tokenizer(settings.model)
-    model = model if model is not None else load_model(settings)
-    mean, std = stored_statistics(settings, model) if settings.normalize else (0.0, 1.0)
-    return ModelScores(model, tokenizer, own, max_length=settings.max_length, mean=mean, std=std)
+            own_tokenizer = build_tokenizer(settings.model)
+    if model is None:
+        model = load_model(settings)
+    mean, std = 0.0, 1.0
+    if settings.normalize:
+        mean, std = stored_statistics(settings, model)
+    return RewardModelScorer(
+        model, tokenizer, own_tokenizer, max_length=settings.max_length, mean=mean, std=std
+    )
 
 
-def stored_statistics(settings: RewardModel, model: TokenScorer) -> tuple[float, float]:
-    """Mean and deviation that the training of the reward model left in its config.json."""
+def stored_statistics(settings: RewardModelConfig, model: TokenScorer) -> tuple[float, float]:
+    """Return the mean and standard deviation of scores that reward model training saved in config.json."""
     config = getattr(getattr(model, "module", model), "config", None)
     if config is None and settings.model.path is not None:
         from strop.models.load import load_config, resolve
 
         config = load_config(resolve(settings.model.path), trust_remote_code=settings.model.trust_remote_code)
-    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    mean = getattr(config, "mean", None)
+    std = getattr(config, "std", None)
     if mean is None or std is None:
         raise ValueError(
-            f"reward_model.normalize=true, but the config.json of {settings.model.path or 'the reward model'} holds no mean "
-            "and std of its scores. Train it with a reward trainer that writes them, or set reward_model.normalize=false."
+            "reward_model.normalize=true, but the config.json of "
+            f"{settings.model.path or 'the reward model'} holds no mean and std of its scores. Train it with "
+            "a reward trainer that writes them, or set reward_model.normalize=false."
         )
-    return float(mean), max(float(std), 1e-8)
+    return float(mean), max(float(std), MIN_STD)

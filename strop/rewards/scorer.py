@@ -1,7 +1,8 @@
-"""Scores for trajectories, from whatever the configuration names: rules, a function, a model, a server.
+"""`Scorer` fills in the scores of trajectories: it calls a reward manager, retries, shapes and counts.
 
-A failure is never a silent zero: a sample whose scorer raises, is late, or returns something unusable keeps `score=None`, which
-masks it, and is counted. Only when every sample fails is the scorer itself taken to be broken.
+A failure is never a silent zero. A sample whose scorer raises, times out or returns something unusable keeps
+`score=None`, which masks it, and is counted. If every sample fails, the scorer itself is broken
+(`BrokenScorer`).
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from strop.rewards.sample import Sample, read_samples
-from strop.rewards.shaping import Shaping
-from strop.rewards.verdict import Verdict, verdict_of
+from strop.rewards.base import RewardSample, Verdict, build_samples, parse_verdict
 from strop.types import Trajectory
 
 if TYPE_CHECKING:
@@ -27,186 +26,296 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Outcome = Verdict | Exception
 
-class Manager(Protocol):
-    def score(self, samples: Sequence[Sample]) -> Sequence[Any]:
-        """For every sample a number, a dict with `score`, or an exception."""
+
+class RewardManager(Protocol):
+    """Anything that scores samples: a reward manager, a reward model, a judge, a reward server."""
+
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[object]:
+        """Return for every sample a number, a dict with `score`, or an exception."""
         ...
 
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """How scoring went; `metrics` holds the same counters, and the mean of everything the scorers reported."""
+    """Counters of one scoring round; `metrics` holds them too, with the mean of every reported number."""
 
     samples: int
     failed: int
     timed_out: int
-    """Of the failed ones."""
+    """How many of the failed ones timed out."""
     retried: int
     seconds: float
     metrics: dict[str, float]
 
 
 class BrokenScorer(ValueError):
-    """Not a single sample could be scored. With many ranks that may be so on one of them only: `report` counts the failures."""
+    """No sample could be scored. With several ranks this may hold for one of them only; see `report`."""
 
     report: ScoreReport
 
 
 class Scorer:
+    """Scores trajectories with a reward model, a reward manager, or the one after the other."""
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        manager: Manager | None = None,
-        model: Manager | None = None,
+        manager: RewardManager | None = None,
+        model: RewardManager | None = None,
         shaping: Shaping | None = None,
         retries: int = 0,
         stores_acc: bool = False,
         whole_transcript: bool = False,
     ):
-        """`model` scores first; if there is a `manager` too, its function sees that score in extra_info["rm_score"] and has
-        the last word. `stores_acc`: a scorer's plain number is also reported as `acc`.
+        """With both, `model` scores first and the function of `manager` reads extra_info["rm_score"]; the
+        score of `manager` counts. `stores_acc`: a plain number is also reported as `acc`.
         """
         assert manager is not None or model is not None
-        self.tokenizer, self.manager, self.model = tokenizer, manager, model
+        self.tokenizer = tokenizer
+        self.manager = manager
+        self.model = model
         self.shaping = shaping or Shaping()
-        self.retries, self.stores_acc, self.whole_transcript = retries, stores_acc, whole_transcript
+        self.retries = retries
+        self.stores_acc = stores_acc
+        self.whole_transcript = whole_transcript
 
     def score(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
-        """Fill in `score` and `extras`. A trajectory that has a score already, from its environment, keeps it."""
+        """Set `score` and `extras` of each trajectory; one that its environment scored keeps its score."""
         start = time.perf_counter()
-        fresh = [t for t in trajectories if t.score is None]
-        samples = read_samples(fresh, self.tokenizer, whole_transcript=self.whole_transcript)
-        results, retried = self._evaluate(samples)
+        unscored = [t for t in trajectories if t.score is None]
+        samples = build_samples(unscored, self.tokenizer, whole_transcript=self.whole_transcript)
+        outcomes, retried = self._evaluate(samples)
         try:
-            self._complain(samples, results)
+            _check_failures(samples, outcomes)
         except BrokenScorer as problem:
-            problem.report = _report(results, retried, time.perf_counter() - start)
+            problem.report = _build_report(outcomes, retried, time.perf_counter() - start)
             raise
-        self._fill(samples, results)
-        return _report(results, retried, time.perf_counter() - start)
+        self._store(samples, outcomes)
+        return _build_report(outcomes, retried, time.perf_counter() - start)
 
     async def score_async(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
-        """The same, without holding up the event loop of the caller."""
+        """Run `score` in a thread, so that the caller's event loop is not blocked."""
         return await asyncio.to_thread(self.score, trajectories)
 
     def close(self) -> None:
-        """End worker processes and connections."""
+        """Stop worker processes and close connections."""
         for part in (self.model, self.manager, getattr(self.manager, "function", None)):
             close = getattr(part, "close", None)
             if close is not None:
                 close()
 
-    def _evaluate(self, samples: Sequence[Sample]) -> tuple[list[Verdict | Exception], int]:
+    def _evaluate(self, samples: Sequence[RewardSample]) -> tuple[list[Outcome], int]:
+        """Return the outcome of each sample, and the number of retries."""
         if self.model is None:
             assert self.manager is not None
-            return self._ask(self.manager, samples)
-        results, retried = self._ask(self.model, samples)
+            return self._score_with_retries(self.manager, samples)
+        outcomes, retried = self._score_with_retries(self.model, samples)
         if self.manager is None:
-            return results, retried
-        judged = [(place, found) for place, found in enumerate(results) if isinstance(found, Verdict)]
-        informed = [
-            replace(samples[place], extra_info={**samples[place].extra_info, "rm_score": found.score})
-            for place, found in judged
-        ]
-        answers, more = self._ask(self.manager, informed)
-        for (place, found), answer in zip(judged, answers, strict=True):
+            return outcomes, retried
+        model_verdicts: dict[int, Verdict] = {}
+        with_rm_score: list[RewardSample] = []
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, Verdict):
+                model_verdicts[index] = outcome
+                extra_info = {**samples[index].extra_info, "rm_score": outcome.score}
+                with_rm_score.append(replace(samples[index], extra_info=extra_info))
+        answers, retried_again = self._score_with_retries(self.manager, with_rm_score)
+        for (index, model_verdict), answer in zip(model_verdicts.items(), answers, strict=True):
             if isinstance(answer, Verdict):
-                answer = Verdict(answer.score, {"rm_score": found.score, **answer.extras})
-            results[place] = answer
-        return results, retried + more
+                answer = Verdict(answer.score, {"rm_score": model_verdict.score, **answer.extras})
+            outcomes[index] = answer
+        return outcomes, retried + retried_again
 
-    def _ask(self, manager: Manager, samples: Sequence[Sample]) -> tuple[list[Verdict | Exception], int]:
-        """A verdict or an error for every sample, after retries; and how many calls were made again."""
-        sent_before = getattr(manager, "retried", 0)
-        results = _understand(manager, samples)
+    def _score_with_retries(
+        self, manager: RewardManager, samples: Sequence[RewardSample]
+    ) -> tuple[list[Outcome], int]:
+        """Return the outcome of each sample, and how many calls (or requests of the manager) were
+        repeated."""
+        requests_before: int = getattr(manager, "retried", 0)
+        outcomes = _score_once(manager, samples)
         retried = 0
         for _ in range(self.retries):
-            again = [place for place, result in enumerate(results) if isinstance(result, Exception)]
-            if not again:
+            failed = [index for index, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
+            if not failed:
                 break
-            retried += len(again)
-            for place, result in zip(again, _understand(manager, [samples[place] for place in again]), strict=True):
-                results[place] = result
-        return results, retried + getattr(manager, "retried", 0) - sent_before
+            retried += len(failed)
+            second_try = _score_once(manager, [samples[index] for index in failed])
+            for index, outcome in zip(failed, second_try, strict=True):
+                outcomes[index] = outcome
+        return outcomes, retried + getattr(manager, "retried", 0) - requests_before
 
-    def _complain(self, samples: Sequence[Sample], results: Sequence[Verdict | Exception]) -> None:
-        """One line for the first failure of the step; an error when nothing but failures came."""
-        failed = [(sample, result) for sample, result in zip(samples, results) if isinstance(result, Exception)]
-        if not failed:
-            return
-        sample, error = failed[0]
-        where = f"row {sample.index} of {sample.data_source}"
-        if len(failed) == len(samples):
-            raise BrokenScorer(
-                f"Scoring failed for all {len(samples)} samples, so the scorer itself must be broken. The first, {where}: "
-                f"{_described(error)}"
-            ) from error
-        logger.warning(
-            "Scoring failed for %d of %d samples, which are masked. The first, %s: %s",
-            len(failed),
-            len(samples),
-            where,
-            _described(error),
-        )
-
-    def _fill(self, samples: Sequence[Sample], results: Sequence[Verdict | Exception]) -> None:
-        scored = [(sample.trajectory, found) for sample, found in zip(samples, results) if isinstance(found, Verdict)]
-        shaped, reports = self.shaping.apply([found.score for _, found in scored], [trajectory for trajectory, _ in scored])
-        for (trajectory, found), score, report in zip(scored, shaped, reports, strict=True):
+    def _store(self, samples: Sequence[RewardSample], outcomes: Sequence[Outcome]) -> None:
+        """Write shaped scores and extras to the trajectories of the samples that did not fail."""
+        trajectories: list[Trajectory] = []
+        verdicts: list[Verdict] = []
+        for sample, outcome in zip(samples, outcomes):
+            if isinstance(outcome, Verdict):
+                trajectories.append(sample.trajectory)
+                verdicts.append(outcome)
+        shaped, reports = self.shaping.apply([verdict.score for verdict in verdicts], trajectories)
+        for trajectory, verdict, score, report in zip(trajectories, verdicts, shaped, reports, strict=True):
             if self.stores_acc:
-                found.extras.setdefault("acc", found.score)
-            found.extras.update(report)
+                verdict.extras.setdefault("acc", verdict.score)
+            verdict.extras.update(report)
             trajectory.score = score
-            trajectory.extras.update(found.extras)
+            trajectory.extras.update(verdict.extras)
 
 
-def _understand(manager: Manager, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+def _score_once(manager: RewardManager, samples: Sequence[RewardSample]) -> list[Outcome]:
     if not samples:
         return []
     try:
         values = list(manager.score(samples))
         if len(values) != len(samples):
-            name = type(manager).__name__
-            raise ValueError(f"The reward manager {name} was given {len(samples)} samples and returned {len(values)} values.")
-    except Exception as error:  # noqa: BLE001 - a manager may be the user's: its failure is that of all its samples
+            raise ValueError(
+                f"The reward manager {type(manager).__name__} was given {len(samples)} samples and returned "
+                f"{len(values)} values."
+            )
+    except Exception as error:  # noqa: BLE001 - a manager may be the user's: it failed for all its samples
         return [error] * len(samples)
-    return [value if isinstance(value, Exception) else _read(value) for value in values]
+    return [_outcome(value) for value in values]
 
 
-def _read(value: Any) -> Verdict | Exception:
+def _outcome(value: object) -> Outcome:
+    if isinstance(value, Exception):
+        return value
     try:
-        return verdict_of(value)
+        return parse_verdict(value)
     except ValueError as error:
         return error
 
 
-def _described(error: Exception) -> str:
-    """The message, the line it came from, and the way out of the commonest trap."""
+def _check_failures(samples: Sequence[RewardSample], outcomes: Sequence[Outcome]) -> None:
+    """Log the first failure of the step; raise BrokenScorer if every sample failed."""
+    errors = list(_errors(samples, outcomes))
+    if not errors:
+        return
+    sample, error = errors[0]
+    where = f"row {sample.index} of {sample.data_source}"
+    if len(errors) == len(samples):
+        raise BrokenScorer(
+            f"Scoring failed for all {len(samples)} samples, so the scorer itself must be broken. The first, "
+            f"{where}: {_describe(error)}"
+        ) from error
+    logger.warning(
+        "Scoring failed for %d of %d samples, which are masked. The first, %s: %s",
+        len(errors),
+        len(samples),
+        where,
+        _describe(error),
+    )
+
+
+def _errors(
+    samples: Sequence[RewardSample], outcomes: Sequence[Outcome]
+) -> Iterator[tuple[RewardSample, Exception]]:
+    for sample, outcome in zip(samples, outcomes):
+        if isinstance(outcome, Exception):
+            yield sample, outcome
+
+
+def _describe(error: Exception) -> str:
+    """Return the message, the line that raised it, and advice for the most common mistake."""
+    place = ""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    if frames:
+        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
     hint = ""
     if "signal only works in main thread" in str(error):
-        hint = " Set reward_model.reward_manager=prime: it runs scorers in processes, where they may use signals."
+        hint = (
+            " Set reward_model.reward_manager=prime: it runs scorers in processes, where they may use "
+            "signals."
+        )
     return f"{type(error).__name__}: {error}{place}{hint}"
 
 
-def _report(results: Sequence[Verdict | Exception], retried: int, seconds: float) -> ScoreReport:
-    errors = [result for result in results if isinstance(result, Exception)]
-    timed_out = sum(isinstance(error, TimeoutError) for error in errors)
+def _build_report(outcomes: Sequence[Outcome], retried: int, seconds: float) -> ScoreReport:
+    failed = 0
+    timed_out = 0
     columns: defaultdict[str, list[float]] = defaultdict(list)
-    for found in results:
-        if isinstance(found, Verdict):
-            columns["score"].append(found.score)
-            for name, value in found.extras.items():
-                if name != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
-                    columns[name].append(float(value))
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            failed += 1
+            timed_out += isinstance(outcome, TimeoutError)
+            continue
+        columns["score"].append(outcome.score)
+        for name, value in outcome.extras.items():
+            if name != "score" and isinstance(value, bool | int | float) and math.isfinite(value):
+                columns[name].append(float(value))
     metrics = {f"reward/{name}/mean": sum(column) / len(column) for name, column in columns.items()}
-    metrics |= {
-        "reward/failed": float(len(errors)),
-        "reward/timed_out": float(timed_out),
-        "reward/retried": float(retried),
-        "reward/seconds": seconds,
-    }
-    return ScoreReport(len(results), len(errors), timed_out, retried, seconds, metrics)
+    metrics["reward/failed"] = float(failed)
+    metrics["reward/timed_out"] = float(timed_out)
+    metrics["reward/retried"] = float(retried)
+    metrics["reward/seconds"] = seconds
+    return ScoreReport(len(outcomes), failed, timed_out, retried, seconds, metrics)
+
+
+# --- Reward shaping -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Changes to every score, in this order: overlong penalty, truncation penalty, clipping. All off by
+    default."""
+
+    overlong_buffer: int | None = None
+    """DAPO's penalty grows over this many tokens before `max_response_length`."""
+    overlong_factor: float = 1.0
+    max_response_length: int | None = None
+    log_overlong: bool = False
+    """Report `overlong_reward` and `overlong` of each sample."""
+    truncated: float | None = None
+    """For responses cut at the length limit: a value in [0, 1] multiplies the score, a negative one replaces
+    it."""
+    clip: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.overlong_buffer is not None:
+            if self.max_response_length is None:
+                raise ValueError(
+                    "reward_model.overlong_buffer.enable=true needs the longest response: set "
+                    "reward_model.reward_kwargs.max_resp_len, or data.max_response_length."
+                )
+            if not 0 < self.overlong_buffer <= self.max_response_length:
+                raise ValueError(
+                    f"reward_model.overlong_buffer.len={self.overlong_buffer} must lie between 1 and the "
+                    f"longest response, {self.max_response_length} tokens."
+                )
+        if self.clip is not None and not self.clip[0] < self.clip[1]:
+            raise ValueError(
+                f"reward_model.clip_range must be [low, high] with low < high, it is {list(self.clip)}."
+            )
+
+    def apply(
+        self, scores: Sequence[float], trajectories: Sequence[Trajectory]
+    ) -> tuple[list[float], list[dict[str, object]]]:
+        """Return the shaped scores, and the extra values to report for each of them."""
+        reports: list[dict[str, object]] = [{} for _ in scores]
+        if not scores or (self.overlong_buffer is None and self.truncated is None and self.clip is None):
+            return list(scores), reports
+        import torch
+
+        from strop.algorithms.reward_shaping import overlong_penalty, truncation_penalty
+
+        shaped = torch.tensor(scores, dtype=torch.float64)
+        if self.overlong_buffer is not None:
+            assert self.max_response_length is not None
+            lengths = torch.tensor([len(t.response) for t in trajectories], dtype=torch.float64)
+            penalty = overlong_penalty(
+                lengths,
+                max_length=self.max_response_length,
+                buffer=self.overlong_buffer,
+                factor=self.overlong_factor,
+            )
+            shaped = shaped + penalty
+            if self.log_overlong:
+                reports = [{"overlong_reward": value, "overlong": value < 0} for value in penalty.tolist()]
+        if self.truncated is not None:
+            hit_length_limit = torch.tensor([t.finish == "length" for t in trajectories])
+            shaped = truncation_penalty(shaped, hit_length_limit, coef=self.truncated)
+        if self.clip is not None:
+            shaped = shaped.clamp(*self.clip)
+        return shaped.tolist(), reports

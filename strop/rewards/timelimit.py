@@ -1,8 +1,9 @@
-"""Call a function under a time limit that always holds: in a worker process, which is killed when the time is up.
+"""Call a function with a timeout that always works: in a worker process, which is killed when it is late.
 
-A regular expression or a sympy simplification that hangs holds the interpreter, so neither a thread nor a Python signal handler
-can stop it. Here a small pool of fresh interpreters (spawned, never forked: the parent may hold a GPU) answers calls from any
-thread. A time-out raises `TimeoutError`; it is never a score of 0.
+A regular expression or a sympy simplification that hangs holds the GIL, so neither a thread nor a Python
+signal handler can stop it. `TimeLimitedPool` is a small pool of fresh interpreters (spawned, never forked:
+the parent may use a GPU) that can be called from any thread. A timeout raises `TimeoutError`; it is never a
+score of 0.
 
     with TimeLimitedPool(workers=2) as pool:
         pool.call(score, text, truth, timeout=5.0)
@@ -20,23 +21,25 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
-from typing import Any
+from typing import NamedTuple
 
 from strop.registry import load_module
 
-START_LIMIT = 120.0  # seconds for an interpreter to start, or to import the module of a function it has not seen
+START_LIMIT = 120.0  # seconds for an interpreter to start, or to import the module of a new function
 KILL_GRACE = 10.0
+_RUNNING = b"running"
 
 
 class WorkerDiedError(RuntimeError):
-    """The process that ran the function ended without an answer (out of memory, a crash in native code, os._exit)."""
+    """The worker process ended without an answer (out of memory, a crash in native code, os._exit)."""
 
 
 class TimeLimitedPool:
-    """At most `workers` processes, started when needed. A call waits for a free one; waiting is not counted as its time."""
+    """At most `workers` processes, started when needed; waiting for a free one does not count as call
+    time."""
 
     def __init__(self, workers: int = 2):
         if workers < 1:
@@ -47,8 +50,11 @@ class TimeLimitedPool:
         for _ in range(workers):
             self._idle.put(None)
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """`function(*args, **kwargs)` in a worker: its result, its exception, or `TimeoutError` after `timeout` seconds."""
+    def call(
+        self, function: Callable[..., object], *args: object, timeout: float, **kwargs: object
+    ) -> object:
+        """Return or raise what `function(*args, **kwargs)` does in a worker; TimeoutError after `timeout`
+        s."""
         if self._closed:
             raise RuntimeError("The pool of time-limited workers is closed.")
         if not timeout > 0:
@@ -59,20 +65,20 @@ class TimeLimitedPool:
         try:
             if self._closed:
                 raise RuntimeError("The pool of time-limited workers was closed while a call waited.")
-            worker = worker if worker is not None and worker.alive() else _Worker()
-            outcome = worker.ask(request, timeout, _name_of(function))
+            if worker is None or not worker.alive():
+                worker = _Worker()
+            outcome = worker.call(request, timeout, _name_of(function))
             reusable = worker
         finally:
             if reusable is None and worker is not None:
                 worker.kill()
             self._put_back(reusable)
-        succeeded, value = outcome
-        if succeeded:
-            return value
-        raise value
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
     def close(self) -> None:
-        """End the idle workers; a worker in use ends when its call does."""
+        """Kill the idle workers; a busy one ends with its call."""
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
@@ -89,46 +95,69 @@ class TimeLimitedPool:
     def __enter__(self) -> TimeLimitedPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 @functools.cache
 def shared_pool() -> TimeLimitedPool:
-    """The pool of this process, for scorers that are declared slow; it ends with the process."""
+    """Return the pool of this process for scorers that are declared slow."""
     pool = TimeLimitedPool(workers=min(4, os.cpu_count() or 1))
     atexit.register(pool.close)
     return pool
+
+
+class _Outcome(NamedTuple):
+    """What a call returned, or the exception that it raised."""
+
+    value: object = None
+    error: Exception | None = None
 
 
 class _Worker:
     """One fresh interpreter, and the pipe to it."""
 
     def __init__(self) -> None:
-        self.pipe, theirs = Pipe()
-        start = f"import sys; sys.path[:] = {sys.path!r}; from strop.rewards.timelimit import _serve; _serve({theirs.fileno()})"
-        # Its own session: a kill then reaches whatever the function started, and Ctrl-C does not reach the worker.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", start], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        self.pipe, child_pipe = Pipe()
+        boot = (
+            f"import sys; sys.path[:] = {sys.path!r}; from strop.rewards.timelimit import _serve; "
+            f"_serve({child_pipe.fileno()})"
         )
-        theirs.close()
+        # A session of its own: a kill reaches all processes that the function started, and Ctrl-C does not
+        # reach the worker.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", boot],
+            pass_fds=[child_pipe.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        child_pipe.close()
 
-    def ask(self, request: bytes, timeout: float, name: str) -> tuple[bool, Any]:
+    def call(self, request: bytes, timeout: float, name: str) -> _Outcome:
+        """Send a packed call and wait for its outcome."""
         try:
             self.pipe.send_bytes(request)
-            self._wait(START_LIMIT, f"{name} could not be imported in a worker process within {START_LIMIT:g} seconds")
+            self._wait(
+                START_LIMIT,
+                f"{name} could not be imported in a worker process within {START_LIMIT:g} seconds",
+            )
             answer = self.pipe.recv_bytes()
             if answer == _RUNNING:
                 self._wait(timeout, f"{name} did not answer within its limit of {timeout:g} seconds")
                 answer = self.pipe.recv_bytes()
-            return pickle.loads(answer)
+            outcome: _Outcome = pickle.loads(answer)
+            return outcome
         except (EOFError, ConnectionError, BrokenPipeError) as error:
             code = self.process.wait(timeout=KILL_GRACE)
-            raise WorkerDiedError(f"The process that ran {name} ended with exit code {code} before it answered.") from error
+            raise WorkerDiedError(
+                f"The process that ran {name} ended with exit code {code} before it answered."
+            ) from error
 
-    def _wait(self, seconds: float, complaint: str) -> None:
+    def _wait(self, seconds: float, message: str) -> None:
         if not self.pipe.poll(seconds):
-            raise TimeoutError(complaint + "; the process was killed.")
+            raise TimeoutError(message + "; the process was killed.")
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -140,58 +169,67 @@ class _Worker:
         self.pipe.close()
 
 
-_RUNNING = b"running"
-
-
-def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> bytes:
+def _pack(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], timeout: float
+) -> bytes:
     module = sys.modules.get(getattr(function, "__module__", None) or "")
-    # A user's file has a name that only its loader knows, so the worker must load it from the same path first.
-    own_file = getattr(module, "__file__", None) if getattr(module, "__name__", "").startswith("strop_plugin_") else None
-    if getattr(module, "__name__", "") == "__main__":
-        raise ValueError(f"{_name_of(function)} lives in the main script, which a worker cannot import; move it to a module.")
+    module_name = getattr(module, "__name__", "")
+    if module_name == "__main__":
+        raise ValueError(
+            f"{_name_of(function)} is defined in the main script, which a worker cannot import; move it to a "
+            "module."
+        )
+    # A user's file is imported under a generated module name, so the worker must load it by path first.
+    user_file = None
+    if module_name.startswith("strop_plugin_"):
+        user_file = getattr(module, "__file__", None)
     try:
-        return pickle.dumps((own_file, timeout, pickle.dumps((function, args, kwargs))))
+        return pickle.dumps((user_file, timeout, pickle.dumps((function, args, kwargs))))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{_name_of(function)} cannot be sent to a worker process ({error}). "
-            "Use a function defined at the top level of a module, and plain data as arguments."
+            f"{_name_of(function)} cannot be sent to a worker process ({error}). Use a function defined at "
+            "the top level of a module, and plain data as arguments."
         ) from error
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., object]) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
+# --- In the worker process ----------------------------------------------------------------------------------
+
+
 def _serve(descriptor: int) -> None:
-    """The life of a worker: answer requests until the parent hangs up."""
+    """Run calls until the parent closes the pipe."""
     pipe = Connection(descriptor)
     while True:
         try:
-            own_file, timeout, call = pickle.loads(pipe.recv_bytes())
+            user_file, timeout, call = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionError):
             return
-        # If the parent dies while a call hangs, nobody is left to kill this process: the kernel's own alarm does, much later.
+        # If the parent dies while a call hangs, no process is left to kill this one; SIGALRM does, much
+        # later.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(math.ceil(timeout + START_LIMIT + KILL_GRACE))
-        pipe.send_bytes(_outcome(pipe, own_file, call))
+        pipe.send_bytes(_run_call(pipe, user_file, call))
         signal.alarm(0)
 
 
-def _outcome(pipe: Connection, own_file: str | None, call: bytes) -> bytes:
+def _run_call(pipe: Connection, user_file: str | None, call: bytes) -> bytes:
     try:
-        if own_file is not None:
-            load_module(own_file)
+        if user_file is not None:
+            load_module(user_file)
         function, args, kwargs = pickle.loads(call)
         pipe.send_bytes(_RUNNING)
-        return pickle.dumps((True, function(*args, **kwargs)))
-    except BaseException as error:  # noqa: BLE001 - the border: whatever the function raises is raised again in the parent
-        return pickle.dumps((False, _portable(error)))
+        return pickle.dumps(_Outcome(function(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001 - every error of the function is raised again in the parent
+        return pickle.dumps(_Outcome(error=_portable(error)))
 
 
 def _portable(error: BaseException) -> Exception:
-    """The same error if it survives a pickle, else its words; SystemExit and its like must end the call, not the parent."""
+    """Return the error if it can be pickled, else its text; SystemExit must end the call, not the parent."""
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
-            pickle.loads(pickle.dumps(error))  # errors with their own constructors may pickle but not unpickle
+            pickle.loads(pickle.dumps(error))  # some errors with their own constructor do not unpickle
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,29 +1,34 @@
-"""What a response votes for when the majority of several decides: its final answer, spelled in one way."""
+"""Majority voting: the final answer of a response, normalised so that equal answers are equal texts."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from strop.rewards.dispatch import scorer_for
+from strop.rewards.function import find_scorer
 from strop.rewards.rules import gsm8k, math_boxed, multiple_choice, search_qa
+from strop.rewards.rules.extract import to_number
 from strop.rewards.rules.math_dapo import INVALID
-from strop.rewards.rules.numbers import to_number
 
 
-def vote_of(data_source: str, text: str, extras: Mapping[str, Any]) -> str | None:
-    """The answer that the scorer found (`pred`), else the one that the rule of the data source reads; None abstains."""
+def vote_of(data_source: str, text: str, extras: Mapping[str, object]) -> str | None:
+    """Return the answer that the scorer found (`pred`), else the one that the rule extracts; None: no
+    vote."""
     if "pred" in extras:
         pred = extras["pred"]
-        return None if pred is None or pred in ("", INVALID) else str(pred)
-    read = _reader(data_source)
-    return None if read is None else read(text)
+        if pred is None or pred in ("", INVALID):
+            return None
+        return str(pred)
+    extract = _extractor(data_source)
+    if extract is None:
+        return None
+    return extract(text)
 
 
-def can_vote(data_source: str, extras: Mapping[str, Any]) -> bool:
-    return "pred" in extras or _reader(data_source) is not None
+def can_vote(data_source: str, extras: Mapping[str, object]) -> bool:
+    """Whether responses of the data source have an answer to vote with."""
+    return "pred" in extras or _extractor(data_source) is not None
 
 
 def number(text: str) -> str | None:
@@ -33,33 +38,44 @@ def number(text: str) -> str | None:
     True
     """
     answer = gsm8k.extract_answer(text)
-    value = None if answer is None else to_number(answer)
-    return answer if value is None else format(value.normalize(), "f")
+    if answer is None:
+        return None
+    value = to_number(answer)
+    if value is None:
+        return answer
+    return format(value.normalize(), "f")
 
 
 def boxed(text: str) -> str | None:
     """MATH's last box, with LaTeX normalised."""
     answer = math_boxed.extract_answer(text)
-    return None if answer is None else math_boxed.normalise(answer)
+    if answer is None:
+        return None
+    return math_boxed.normalise(answer)
 
 
 def letter(text: str) -> str | None:
+    """The letter of a multiple-choice answer."""
     return multiple_choice.extract_choice(text)
 
 
 def tagged(text: str) -> str | None:
+    """The text in the last <answer> tag, normalised."""
     answer = search_qa.extract_answer(text)
-    return None if answer is None else search_qa.normalise(answer)
+    if answer is None:
+        return None
+    return search_qa.normalise(answer)
 
 
 @functools.lru_cache(maxsize=256)
-def _reader(data_source: str) -> Callable[[str], str | None] | None:
+def _extractor(data_source: str) -> Callable[[str], str | None] | None:
+    """Return the function that extracts the answer of a response, declared as `vote` of the rule scorer."""
     try:
-        path = scorer_for(data_source).facts["vote"]
-    except ValueError:  # a source that only the user's own function knows
+        path = find_scorer(data_source).facts["vote"]
+    except ValueError:  # a data source that only the user's function knows
         return None
     if path is None:
         return None
     module, _, attribute = path.partition(":")
-    reader: Callable[[str], str | None] = getattr(importlib.import_module(module), attribute)
-    return reader
+    extract: Callable[[str], str | None] = getattr(importlib.import_module(module), attribute)
+    return extract

@@ -1,20 +1,28 @@
-"""The protocol of rollout engines: token ids in, token ids and their log-probs out."""
+"""The protocol of rollout engines (token ids in, token ids and log-probs out), and what all engines share:
+checks of requests, weight updates by name, and continuing a completion that was cut short."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol, cast
 
+from strop.catalog import ENGINES
 from strop.errors import CRASHED
+from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Reported log-probs are those after temperature, before top-k and top-p."""
+    """How the next token is sampled. Log-probs are those after temperature, before top-k and top-p."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -25,11 +33,11 @@ class Sampling:
     min_p: float = 0.0
     """0: all tokens."""
     max_tokens: int = 512
-    """Most tokens of one completion."""
+    """Limit of tokens per completion."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a completion; the stop token itself is part of it."""
     ignore_eos: bool = False
-    """Go on past every stop token."""
+    """Do not end at stop tokens."""
     repetition_penalty: float = 1.0
     """1: none."""
 
@@ -39,98 +47,302 @@ OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how many completions are wanted."""
+    """A prompt and the number of completions to sample for it."""
 
     ids: Sequence[int]
     n: int = 1
     seed: int | None = None
-    """Sample i draws from a stream of (seed, i), whatever else is in the batch. None: the engine's own stream."""
+    """Sample i uses the random stream of (seed, i), independent of the rest of the batch. None: the engine's
+    random stream."""
     max_tokens: int | None = None
     """Overrides Sampling.max_tokens."""
     first: int = 0
-    """Number of the first sample in the streams of `seed`: sample i of a request is also a request of its own with first=i."""
+    """Index of the first sample in the random streams of `seed`: sample i of a request equals the only sample
+    of the same request with n=1 and first=i."""
     on_tokens: OnTokens | None = field(default=None, compare=False)
-    """Told of new tokens as they come, by engines that can: (sample, ids, log-probs)."""
+    """Called with (sample, ids, log-probs) as tokens are sampled, by engines that can stream."""
+
+
+MoreRequests = Callable[[int], Sequence[Request]]
+"""Called by `Engine.generate` with the number of free slots; returns further requests, or an empty list when
+there are no more."""
 
 
 @dataclass
 class Completion:
-    """One sampled continuation."""
+    """One sampled continuation of a prompt."""
 
     ids: list[int]
     log_probs: list[float]
     finish: str
     """stop | length | abort | error."""
     version: int = 0
-    """Version of the weights that sampled it (the newest, if they changed on the way)."""
+    """Version of the weights that sampled it (the newest, if they were updated during sampling)."""
     error: str | None = None
-    """Why finish is error."""
+    """The reason, where finish is error."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """Where weights changed on the way: (version, tokens it sampled), in order. Empty: all of them by `version`."""
-
-
-@dataclass
-class EngineStats:
-    """What the engine did since it was last asked."""
-
-    numbers: dict[str, float] = field(default_factory=dict)
+    """Spans (version, number of tokens), in order, if the weights were updated during sampling. Empty: all
+    tokens have `version`."""
 
 
 class EngineDied(ChildProcessError):
-    """What samples has ended, or cannot be reached any more; nothing more can be asked of it."""
+    """The engine's process has ended or is unreachable. It cannot be used any more."""
 
     exit_code = CRASHED
 
 
 class Engine(Protocol):
-    """An engine lives as long as the run. `generate` returns completions per request, in the order of the requests."""
+    """A rollout engine. One instance lives as long as the run.
+
+    `generate` returns the completions of each request, in the order of the requests.
+    """
 
     version: int
+    """Version of the weights; the trainer uses its step number."""
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]: ...
-
-    async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
-        """For agents: many coroutines call it at once and share batches."""
+    @property
+    def same_stream(self) -> bool:
+        """True: a sampled token depends only on its random stream and its position, so a continued completion
+        equals one that was never interrupted. False: each request restarts its random stream."""
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """New weights by Hugging Face name. An engine that samples from the trainer's own module only takes the version."""
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
+    ) -> list[list[Completion]]:
+        """Completions of `requests`, then of the requests that `more` returned, in order.
+
+        Engines that cannot take requests during a call raise ValueError for `more` (see refuse_more).
+        """
+        ...
+
+    async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
+        """The same for one request. Many coroutines may call it at once; they share batches."""
+        ...
+
+    def update_weights(self, weights: NamedWeights, version: int) -> None:
+        """Load weights by Hugging Face name. An engine that samples from the trainer's module only takes the
+        version."""
+        ...
+
+    def use_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Launch kernels on this CUDA stream; None: the current stream. Engines that launch no kernels from
+        this process, or always use the current stream, ignore it."""
         ...
 
     def sleep(self) -> None:
-        """Give memory back between rollouts."""
+        """Free memory between rollouts."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Prepare for the next rollout after `sleep`."""
+        ...
+
+    def release_memory(self) -> bool:
+        """Free device memory that the engine kept during `sleep`. Returns whether anything was freed."""
+        ...
 
     def abort(self) -> None:
-        """End what is running; its requests return with finish=abort and what they have."""
+        """End all running requests. They return what they have with finish=abort."""
         ...
 
     def stats(self) -> Mapping[str, float]:
-        """Tokens per second, occupancy, cache use ... since the last call; names are metric names below `rollout/`."""
+        """Tokens per second, occupancy, cache use ... since the last call; keys are metric names below
+        `rollout/`."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Abort all requests and free all resources."""
+        ...
 
 
-def check_request(request: Request, vocabulary: int, longest: int, sampling: Sampling) -> str | None:
-    """Why a request cannot be served, or None. Engines answer such a request with finish=error and go on with the others."""
-    limit = sampling.max_tokens if request.max_tokens is None else request.max_tokens
+if TYPE_CHECKING:
+    NamedWeights = Iterable[tuple[str, Tensor]]
+
+
+def refuse_more(engine: object, more: MoreRequests | None) -> None:
+    """Raise ValueError if `more` is given: this engine cannot take requests during `generate`."""
+    if more is not None:
+        raise ValueError(
+            f"{type(engine).__name__} cannot take further requests while it generates. Pass all requests at "
+            "once, or set rollout.name=native."
+        )
+
+
+def completion_limit(request: Request, sampling: Sampling) -> int:
+    """Limit of tokens of one completion of this request."""
+    if request.max_tokens is None:
+        return sampling.max_tokens
+    return request.max_tokens
+
+
+def check_request(request: Request, vocab_size: int, max_model_len: int, sampling: Sampling) -> str | None:
+    """Why a request cannot be served, or None. Engines answer such a request with finish=error and serve the
+    rest of the batch."""
+    limit = completion_limit(request, sampling)
     if not request.ids:
         return "the prompt is empty"
     if limit < 1:
         return f"max_tokens={limit}: nothing to generate"
-    if len(request.ids) >= longest:
-        return f"the prompt has {len(request.ids)} tokens and leaves no room in max_model_len={longest}"
-    strange = [i for i in request.ids if not 0 <= i < vocabulary]
-    if strange:
-        return f"token id {strange[0]} is outside the vocabulary of {vocabulary}"
+    if len(request.ids) >= max_model_len:
+        return f"the prompt has {len(request.ids)} tokens and leaves no room in max_model_len={max_model_len}"
+    for token in request.ids:
+        if not 0 <= token < vocab_size:
+            return f"token id {token} is outside the vocabulary of {vocab_size}"
     return None
 
 
-def failed(request: Request, why: str, version: int) -> list[Completion]:
-    return [Completion([], [], "error", version, why) for _ in range(max(1, request.n))]
+def error_completions(request: Request, reason: str, version: int) -> list[Completion]:
+    """One completion with finish=error per sample of the request."""
+    return [Completion([], [], "error", version, reason) for _ in range(max(1, request.n))]
 
 
-Weights = Iterable[tuple[str, Any]]
+def resolve_max_model_len(config: PretrainedConfig, max_model_len: int | None) -> int:
+    """`max_model_len`, or by default the model's limit. Raises ValueError if it exceeds the model's limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if max_model_len is None:
+        return int(limit) if limit else 1 << 20
+    if max_model_len < 2 or (limit and max_model_len > limit):
+        raise ValueError(
+            f"max_model_len={max_model_len}: the model takes from 2 to {limit or 'any number of'} positions. "
+            "Prompt and response together must fit: lower data.max_prompt_length, data.max_response_length "
+            "or rollout.max_model_len."
+        )
+    return max_model_len
+
+
+def copy_weights(model: nn.Module, weights: NamedWeights) -> None:
+    """Copy each tensor into the parameter or buffer of that name. Tensors that share its memory are
+    skipped."""
+    import torch
+
+    targets = dict(model.named_buffers(remove_duplicate=False))
+    targets.update(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, source in weights:
+            if name not in targets:
+                raise ValueError(
+                    f"The model of the engine has no weight {name!r}.{did_you_mean(name, targets)}"
+                )
+            target = targets[name]
+            if target.shape != source.shape:
+                raise ValueError(
+                    f"The weight {name!r} has the shape {tuple(target.shape)} in the engine and "
+                    f"{tuple(source.shape)} here."
+                )
+            if target.data_ptr() != source.data_ptr() or target.device != source.device:
+                target.copy_(source)
+
+
+def build_engine(name: str, model: nn.Module | str | Path, **settings: object) -> Engine:
+    """The registered engine `name` over a Hugging Face module or the folder of a model.
+
+    A setting that is None, or that only other engines have, is left out. `engine_kwargs` maps an engine's
+    name to the arguments of its library.
+    """
+    known: set[str] = set()
+    for registered in ENGINES.names():
+        known.update(ENGINES.entry(registered).facts["settings"])
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"No rollout engine has a setting {key!r}.{did_you_mean(key, known)}")
+    if settings.get("engine_kwargs") is not None:
+        kwargs_by_engine = cast("Mapping[str, object]", settings["engine_kwargs"])
+        settings["engine_kwargs"] = kwargs_by_engine.get(name)
+    accepted = ENGINES.entry(name).facts["settings"]
+    arguments = {key: value for key, value in settings.items() if key in accepted and value is not None}
+    return cast("Engine", ENGINES.get(name)(model, **arguments))
+
+
+# --- Completions in several parts -------------------------------------------------------------------------
+#
+# A completion that was cut short, by abort or by a limit, can be continued, also under newer weights. The
+# continuation is a request whose prompt is the old prompt plus all tokens so far, so any engine can serve it.
+# An engine with `same_stream` (native) continues the random stream at the same positions: with unchanged
+# weights the result equals a completion that was never interrupted. Other engines would restart the random
+# stream, so the continuation gets a new seed.
+
+
+def is_unfinished(completion: Completion, max_tokens: int) -> bool:
+    """Whether a completion of at most `max_tokens` tokens is to be continued."""
+    return completion.finish in ("abort", "length") and len(completion.ids) < max_tokens
+
+
+def continuation(
+    request: Request,
+    sample: int,
+    completion: Completion,
+    max_tokens: int,
+    slice_tokens: int | None = None,
+    *,
+    same_stream: bool = True,
+) -> Request:
+    """The request that continues sample `sample` of `request`, up to `max_tokens` tokens in all.
+
+    `slice_tokens`: limit of tokens of this part; None: all that are left. `same_stream`: the engine finds its
+    position in the random stream of `request.seed` by the number of tokens; else this part gets a new seed.
+    """
+    left = max_tokens - len(completion.ids)
+    if left < 1:
+        raise ValueError(
+            f"The completion has {len(completion.ids)} of {max_tokens} tokens: there is nothing left to "
+            "continue."
+        )
+    if slice_tokens is not None:
+        left = min(left, slice_tokens)
+    first = request.first + sample
+    seed = request.seed
+    if seed is not None and completion.ids and not same_stream:
+        seed = random.Random(f"{seed}/{first}/{len(completion.ids)}").getrandbits(62)
+    prompt = [*request.ids, *completion.ids]
+    return replace(request, ids=prompt, n=1, seed=seed, first=first, max_tokens=left)
+
+
+def join_completions(before: Completion, after: Completion) -> Completion:
+    """Both parts as one completion, with the spans of weight versions."""
+    spans = merge_spans([*version_spans(before), *version_spans(after)])
+    return Completion(
+        ids=[*before.ids, *after.ids],
+        log_probs=[*before.log_probs, *after.log_probs],
+        finish=after.finish,
+        version=after.version,
+        error=after.error,
+        versions=spans if len(spans) > 1 else [],
+    )
+
+
+def version_spans(completion: Completion) -> list[tuple[int, int]]:
+    """Spans (version, number of tokens) in order, also if all tokens have one version."""
+    if completion.versions:
+        return completion.versions
+    if completion.ids:
+        return [(completion.version, len(completion.ids))]
+    return []
+
+
+def merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Adjacent spans of one version become one; empty spans are dropped."""
+    merged: list[tuple[int, int]] = []
+    for version, count in spans:
+        if count and merged and merged[-1][0] == version:
+            merged[-1] = (version, merged[-1][1] + count)
+        elif count:
+            merged.append((version, count))
+    return merged
+
+
+def truncate_spans(spans: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:
+    """The spans of the first `tokens` tokens."""
+    kept = []
+    for version, count in spans:
+        kept.append((version, min(count, tokens)))
+        tokens -= kept[-1][1]
+    return merge_spans(kept)
+
+
+def stream_seed(*parts: int) -> int:
+    """One 62-bit seed of a random stream from several numbers, the same in every process."""
+    state = 0x9E3779B97F4A7C15
+    for part in parts:
+        state = ((state ^ (part & 0xFFFFFFFFFFFFFFFF)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 2

@@ -1,7 +1,7 @@
-"""Weights on their way to another process of this machine: a bucket at a time through a file in shared memory.
+"""Weight transfer to another process on this machine: one bucket at a time through a file in shared memory.
 
-A bucket travels as its table of contents, a short JSON text: which file, and which weight lies where in it. So every way of
-calling the other process will do, even one that only takes texts.
+The other process gets a short JSON string for each bucket: the file's path, and the offset of each weight in
+it. So any RPC that takes strings can deliver it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,31 +22,47 @@ _SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 
 
+class WeightEntry(TypedDict):
+    """Where one weight lies in a bucket."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    at: int
+    """Offset in bytes."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     memory: Tensor
-    """What was filled of it, as bytes."""
-    table: list[dict[str, Any]]
-    """Name, dtype, shape and place of each weight."""
+    """The used part, as bytes."""
+    table: list[WeightEntry]
     first: bool
     last: bool
 
-    def contents(self, **more: Any) -> str:
+    def contents(self, **more: object) -> str:
+        """The bucket's description as JSON."""
         return json.dumps({"first": self.first, "last": self.last, "weights": self.table, **more})
 
 
 @torch.no_grad()
-def pack(weights: Iterable[tuple[str, Tensor]], room: Callable[[int], Tensor]) -> Iterator[Bucket]:
-    """Fill buckets, each in memory of at least as many bytes as `room` is asked for; an empty one if there are no weights."""
-    memory, table = torch.empty(0, dtype=torch.uint8), list[dict[str, Any]]()
-    used, end, first = 0, 0, True
+def pack(weights: Iterable[tuple[str, Tensor]], allocate: Callable[[int], Tensor]) -> Iterator[Bucket]:
+    """Fill buckets. `allocate(n)` returns the memory of a bucket, at least n bytes. Without weights, one
+    empty bucket."""
+    memory = torch.empty(0, dtype=torch.uint8)
+    table: list[WeightEntry] = []
+    used = 0
+    end = 0
+    first = True
     for name, weight in weights:
         flat = weight.detach().contiguous().flatten().view(torch.uint8)
         if table and used + flat.numel() > len(memory):
             yield Bucket(memory[:end], table, first, last=False)
-            table, used, first = [], 0, False
+            table = []
+            used = 0
+            first = False
         if not table:
-            memory = room(flat.numel())
+            memory = allocate(flat.numel())
         end = used + flat.numel()
         memory[used:end].copy_(flat)
         dtype = str(weight.dtype).removeprefix("torch.")
@@ -57,18 +73,18 @@ def pack(weights: Iterable[tuple[str, Tensor]], room: Callable[[int], Tensor]) -
 
 class Buckets:
     def __init__(self, megabytes: int) -> None:
-        """A weight larger than `megabytes` gets a bucket of its own size."""
+        """`megabytes`: size of a bucket; a larger weight gets a bucket of the weight's size."""
         self._size = megabytes << 20
         self._path: Path | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], deliver: Callable[[str, bool], None]) -> None:
-        """Call `deliver(contents, last)` for each bucket; it returns when the other side has read it."""
-        for bucket in pack(weights, self._room):
+        """Call `deliver(contents, last)` for each bucket; it must return after the other side has read it."""
+        for bucket in pack(weights, self._allocate):
             deliver(bucket.contents(path=str(self._path), size=len(self._memory)), bucket.last)
 
-    def _room(self, needed: int) -> Tensor:
-        """Memory for a whole bucket. A file in shared memory takes room only where it was written."""
+    def _allocate(self, needed: int) -> Tensor:
+        """Memory for a whole bucket. A file in shared memory only uses the pages that were written."""
         if needed <= len(self._memory):
             return self._memory
         self.close()
@@ -87,16 +103,17 @@ class Buckets:
 
 
 def _folder(size: int) -> str:
-    """Shared memory, or the disk where it is too small: writing past its end would kill the process."""
+    """Shared memory, or the disk if that is too small: writing past its end would kill the process."""
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > size:
         return str(_SHARED_MEMORY)
     return tempfile.gettempdir()
 
 
 def read_bucket(contents: str, memory: Tensor | None = None) -> tuple[list[tuple[str, Tensor]], bool, bool]:
-    """The weights of a bucket (views of memory that the next bucket overwrites), and whether it is the first and the last.
+    """The weights of a bucket, whether it is the first, and whether it is the last.
 
-    `memory`: the bytes of the bucket, where they came another way than by a file of this machine.
+    The weights are views of memory that the next bucket overwrites. `memory`: the bytes of the bucket, if
+    they did not come through a file on this machine.
     """
     table = json.loads(contents)
     if not table["weights"]:

@@ -1,7 +1,7 @@
-"""The reference engine: transformers' own `generate`, slow and plain.
+"""The reference engine: `generate` of transformers, slow and simple.
 
-Requests without a seed share left-padded batches. A request with a seed runs by itself on a random state of its own, so its
-samples do not depend on the others.
+Requests without a seed share left-padded batches. A request with a seed runs in its own batch with its own
+random state, so its samples do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -9,201 +9,273 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from strop.config.schema.rollout import RolloutConfig
 from strop.models.attention import PACKED, padded_attention, set_attention
-from strop.rollout.base import Completion, Request, Sampling, check_request, failed
-from strop.rollout.weights import copy_weights, longest_sequence
+from strop.rollout.base import (
+    Completion,
+    MoreRequests,
+    Request,
+    Sampling,
+    check_request,
+    completion_limit,
+    copy_weights,
+    error_completions,
+    refuse_more,
+    resolve_max_model_len,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    from strop.rollout.base import NamedWeights
+
+_NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 
 
 class HfEngine:
-    def __init__(self, model: Any, *, max_model_len: int | None = None, max_num_seqs: int = 256, seed: int = 0) -> None:
-        """`max_num_seqs`: completions per call of generate."""
-        self.model, self.version = model, 0
-        own = model.config._attn_implementation
-        self._attention = padded_attention(model) if own == PACKED else own
-        self.longest = longest_sequence(model, max_model_len)
-        self._max_rows = max_num_seqs
-        self._state = torch.Generator().manual_seed(seed)
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._abort_below = 0
-        self._tokens, self._seconds = 0, 0.0
+    same_stream = False
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        self._calls += 1
-        call = self._calls
-        with self._lock, torch.no_grad(), _own_defaults(self.model):
-            set_attention(self.model, self._attention)  # a trainer that shares the module leaves its own behind
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int = RolloutConfig.max_num_seqs,
+        seed: int = 0,
+    ) -> None:
+        """`max_num_seqs`: limit of completions per call of transformers' generate."""
+        self.model = model
+        self.version = 0
+        self._attention = model.config._attn_implementation
+        if self._attention == PACKED:
+            self._attention = padded_attention(model)
+        self.max_model_len = resolve_max_model_len(model.config, max_model_len)
+        self._max_num_seqs = max_num_seqs
+        self._seeds = torch.Generator().manual_seed(seed)
+        self._lock = threading.Lock()
+        self._num_calls = 0
+        self._abort_up_to = 0
+        """Calls of `generate` up to this number are aborted."""
+        self._num_tokens = 0
+        self._seconds = 0.0
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
+    ) -> list[list[Completion]]:
+        refuse_more(self, more)
+        self._num_calls += 1
+        call = self._num_calls
+        with self._lock, torch.no_grad(), _generation_mode(self.model):
+            # A trainer that shares the module may have set another attention function.
+            set_attention(self.model, self._attention)
             return self._generate(requests, sampling, call)
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling, call: int) -> list[list[Completion]]:
-        answers: dict[int, list[Completion]] = {}
-        good: list[int] = []
+        results: dict[int, list[Completion]] = {}
+        valid: list[int] = []
+        vocab_size = cast("torch.nn.Embedding", self.model.get_input_embeddings()).num_embeddings
         for i, request in enumerate(requests):
-            why = check_request(request, self.model.get_input_embeddings().num_embeddings, self.longest, sampling)
-            if why is None:
-                good.append(i)
+            reason = check_request(request, vocab_size, self.max_model_len, sampling)
+            if reason is None:
+                valid.append(i)
             else:
-                answers[i] = failed(request, why, self.version)
-        for batch in self._batches(requests, good, sampling):
-            chosen = [requests[i] for i in batch]
-            try:
-                found = self._run(chosen, sampling, call)
-            except RuntimeError as error:
-                # Sampling refuses a whole batch when one row has no numbers: find out which.
-                if "probability tensor" not in str(error):
-                    raise
-                found = [self._run_alone(request, sampling, call) for request in chosen]
-            answers.update(zip(batch, found))
-        return [answers[i] for i in range(len(requests))]
+                results[i] = error_completions(request, reason, self.version)
+        for batch in self._batches(requests, valid, sampling):
+            members = [requests[i] for i in batch]
+            results.update(zip(batch, self._run_batch(members, sampling, call)))
+        return [results[i] for i in range(len(requests))]
 
-    def _batches(self, requests: Sequence[Request], good: list[int], sampling: Sampling) -> Iterator[list[int]]:
+    def _batches(
+        self, requests: Sequence[Request], valid: list[int], sampling: Sampling
+    ) -> Iterator[list[int]]:
+        """Indices of requests with the same n and token limit; a request with a seed is its own batch."""
+
+        def order(i: int) -> tuple[int, int]:
+            return self._max_new_tokens(requests[i], sampling), len(requests[i].ids)
+
         batch: list[int] = []
-        key: tuple[object, ...] = ()
-        for i in sorted(good, key=lambda i: (self._room(requests[i], sampling), len(requests[i].ids))):
+        batch_key: tuple[object, ...] = ()
+        for i in sorted(valid, key=order):
             request = requests[i]
-            mine = (self._room(request, sampling), request.n, i if request.seed is not None else None)
-            if batch and (mine != key or (len(batch) + 1) * max(1, request.n) > self._max_rows):
+            alone = i if request.seed is not None else None
+            key = (self._max_new_tokens(request, sampling), request.n, alone)
+            if batch and (key != batch_key or (len(batch) + 1) * max(1, request.n) > self._max_num_seqs):
                 yield batch
                 batch = []
-            key = mine
+            batch_key = key
             batch.append(i)
         if batch:
             yield batch
 
-    def _room(self, request: Request, sampling: Sampling) -> int:
-        """New tokens this request may have."""
-        wanted = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-        return min(wanted, self.longest - len(request.ids))
+    def _max_new_tokens(self, request: Request, sampling: Sampling) -> int:
+        return min(completion_limit(request, sampling), self.max_model_len - len(request.ids))
 
-    def _run_alone(self, request: Request, sampling: Sampling, call: int) -> list[Completion]:
+    def _run_batch(
+        self, requests: Sequence[Request], sampling: Sampling, call: int
+    ) -> list[list[Completion]]:
+        """One batch; if sampling fails because one row has NaN logits, one request at a time."""
+        try:
+            return self._run(requests, sampling, call)
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+        return [self._run_single(request, sampling, call) for request in requests]
+
+    def _run_single(self, request: Request, sampling: Sampling, call: int) -> list[Completion]:
         try:
             return self._run([request], sampling, call)[0]
         except RuntimeError as error:
-            return failed(request, f"the model's logits are not numbers (NaN or infinity): {error}", self.version)
+            return error_completions(request, f"{_NAN_LOGITS}: {error}", self.version)
 
     def _run(self, requests: Sequence[Request], sampling: Sampling, call: int) -> list[list[Completion]]:
-        """One call of generate for requests with the same number of samples and new tokens."""
+        """One call of transformers' generate for requests with the same n and token limit."""
         start = time.perf_counter()
-        device = self.model.get_input_embeddings().weight.device
-        n, width = max(1, requests[0].n), max(len(r.ids) for r in requests)
-        ids = torch.tensor([[0] * (width - len(r.ids)) + list(r.ids) for r in requests], device=device)
-        mask = torch.tensor([[0] * (width - len(r.ids)) + [1] * len(r.ids) for r in requests], device=device)
-        room, seed = self._room(requests[0], sampling), requests[0].seed
+        device = cast("torch.nn.Embedding", self.model.get_input_embeddings()).weight.device
+        n = max(1, requests[0].n)
+        ids, mask = _left_padded(requests, device)
+        max_new_tokens = self._max_new_tokens(requests[0], sampling)
+        seed = requests[0].seed
         if seed is None:
-            seed = int(torch.randint(1 << 62, (), generator=self._state))
+            seed = int(torch.randint(1 << 62, (), generator=self._seeds))
+        generate = cast("Callable[..., GenerateDecoderOnlyOutput]", self.model.generate)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            out = self.model.generate(
+            output = generate(
                 input_ids=ids.repeat_interleave(n, 0),
                 attention_mask=mask.repeat_interleave(n, 0),
-                generation_config=_settings(sampling, room),
-                stopping_criteria=StoppingCriteriaList([_Abort(lambda: self._abort_below >= call)]),
+                generation_config=_generation_config(sampling, max_new_tokens),
+                stopping_criteria=StoppingCriteriaList([_Aborted(lambda: self._abort_up_to >= call)]),
             )
-        tokens = out.sequences[:, width:]
-        log_probs = _log_probs(out.logits, tokens, sampling.temperature or 1.0)
+        tokens = output.sequences[:, ids.shape[1] :]
+        steps = cast("tuple[Tensor, ...]", output.logits)
+        log_probs = _log_probs(steps, tokens, sampling.temperature or 1.0)
         stops = set() if sampling.ignore_eos else set(sampling.stop_ids)
-        done = [self._completion(t, p, stops, room) for t, p in zip(tokens.tolist(), log_probs.tolist())]
+        completions = []
+        for row, row_log_probs in zip(tokens.tolist(), log_probs.tolist()):
+            completion = self._completion(row, row_log_probs, stops, max_new_tokens)
+            self._num_tokens += len(completion.ids)
+            completions.append(completion)
         self._seconds += time.perf_counter() - start
-        self._tokens += sum(len(completion.ids) for completion in done)
-        return [done[i : i + n] for i in range(0, len(done), n)]
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
-    def _completion(self, ids: list[int], log_probs: list[float], stops: set[int], room: int) -> Completion:
-        end = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
-        bad = next((i for i, p in enumerate(log_probs[:end]) if p != p), None)
-        if bad is not None:
-            why = "the model's logits are not numbers (NaN or infinity)"
-            return Completion(ids[:bad], log_probs[:bad], "error", self.version, why)
-        if end is not None:
-            return Completion(ids[:end], log_probs[:end], "stop", self.version)
-        return Completion(ids, log_probs, "length" if len(ids) == room else "abort", self.version)
+    def _completion(
+        self, ids: list[int], log_probs: list[float], stops: set[int], max_new_tokens: int
+    ) -> Completion:
+        finish = "length" if len(ids) == max_new_tokens else "abort"
+        for i, (token, log_prob) in enumerate(zip(ids, log_probs)):
+            if log_prob != log_prob:
+                return Completion(ids[:i], log_probs[:i], "error", self.version, _NAN_LOGITS)
+            if token in stops:
+                return Completion(ids[: i + 1], log_probs[: i + 1], "stop", self.version)
+        return Completion(ids, log_probs, finish, self.version)
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
         return (await asyncio.to_thread(self.generate, [request], sampling))[0]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: NamedWeights, version: int) -> None:
         with self._lock:
             copy_weights(self.model, weights)
             self.version = version
 
+    def use_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """Ignored: generate always uses the current stream."""
+
     def sleep(self) -> None:
         """Nothing is held between calls."""
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Nothing was freed."""
+
+    def release_memory(self) -> bool:
+        return False
 
     def abort(self) -> None:
-        self._abort_below = self._calls
+        self._abort_up_to = self._num_calls
 
     def stats(self) -> Mapping[str, float]:
-        rate = self._tokens / self._seconds if self._seconds else 0.0
-        numbers = {"tokens": float(self._tokens), "seconds": self._seconds, "tokens_per_second": rate}
-        self._tokens, self._seconds = 0, 0.0
+        rate = self._num_tokens / self._seconds if self._seconds else 0.0
+        numbers = {"tokens": float(self._num_tokens), "seconds": self._seconds, "tokens_per_second": rate}
+        self._num_tokens = 0
+        self._seconds = 0.0
         return numbers
 
     def close(self) -> None:
         self.abort()
 
 
-class _Abort(StoppingCriteria):
-    def __init__(self, asked: Any) -> None:
-        self._asked = asked
+class _Aborted(StoppingCriteria):
+    """Stops all rows when `is_aborted` returns True."""
 
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self._asked(), dtype=torch.bool, device=input_ids.device)
+    def __init__(self, is_aborted: Callable[[], bool]) -> None:
+        self._is_aborted = is_aborted
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
+        return torch.full(
+            (input_ids.shape[0],), self._is_aborted(), dtype=torch.bool, device=input_ids.device
+        )
 
 
-def _settings(sampling: Sampling, room: int) -> GenerationConfig:
+def _left_padded(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask of the prompts."""
+    width = max(len(request.ids) for request in requests)
+    ids = []
+    mask = []
+    for request in requests:
+        padding = [0] * (width - len(request.ids))
+        ids.append([*padding, *request.ids])
+        mask.append([*padding, *([1] * len(request.ids))])
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def _generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
     greedy = sampling.temperature == 0
     stops = [] if sampling.ignore_eos else list(sampling.stop_ids)
-    drawing = (
-        {}
-        if greedy
-        else {
-            "temperature": sampling.temperature,
-            "top_k": max(0, sampling.top_k),
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p or None,
-        }
-    )
-    return GenerationConfig(
-        do_sample=not greedy,
-        max_new_tokens=room,
-        eos_token_id=stops or None,
-        pad_token_id=0,
-        repetition_penalty=sampling.repetition_penalty,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **drawing,
-    )
+    config: dict[str, object] = {
+        "do_sample": not greedy,
+        "max_new_tokens": max_new_tokens,
+        "eos_token_id": stops or None,
+        "pad_token_id": 0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    if not greedy:
+        config["temperature"] = sampling.temperature
+        config["top_k"] = max(0, sampling.top_k)
+        config["top_p"] = sampling.top_p
+        config["min_p"] = sampling.min_p or None
+    return GenerationConfig(**config)
 
 
 def _log_probs(steps: Sequence[Tensor], tokens: Tensor, temperature: float) -> Tensor:
     """Log-probs of the tokens at the temperature, one step's logits at a time."""
-    columns = [
-        torch.log_softmax(logits.float() / temperature, -1).gather(1, tokens[:, i : i + 1].to(logits.device))
-        for i, logits in enumerate(steps)
-    ]
+    columns = []
+    for i, logits in enumerate(steps):
+        log_probs = torch.log_softmax(logits.float() / temperature, -1)
+        columns.append(log_probs.gather(1, tokens[:, i : i + 1].to(logits.device)))
     return torch.cat(columns, 1)
 
 
 @contextmanager
-def _own_defaults(model: Any) -> Iterator[None]:
-    """Evaluation mode, and none of the sampling defaults that came with the model's folder."""
-    before = model.generation_config
-    training = [part for part in model.modules() if part.training]
+def _generation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode, without the sampling defaults of the model's folder."""
+    generation_config = model.generation_config
+    in_training = [module for module in model.modules() if module.training]
     model.generation_config = GenerationConfig()
-    for part in training:
-        part.training = False
+    for module in in_training:
+        module.training = False
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
-        model.generation_config = before
+        for module in in_training:
+            module.training = True
+        model.generation_config = generation_config

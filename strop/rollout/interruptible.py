@@ -1,63 +1,83 @@
-"""An engine that can be stopped in the middle of its requests and go on later, also under other weights.
+"""Wraps an engine so that it can be paused in the middle of its requests and resumed, also under new weights.
 
-Whoever asked notices nothing but the time: answers that a stop cut short are continued, and come back whole, with the version
-of the weights that sampled each stretch. It works with any engine, because all it needs is `abort`.
+Completions that a pause cuts short are continued and returned whole, with the span of each weight version.
+The caller only notices the time. It works with any engine, because it only needs `abort`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from strop.rollout.base import Completion, Engine, EngineDied, Request, Sampling
-from strop.rollout.partial import continuation, joined
+from strop.rollout.base import (
+    Completion,
+    Engine,
+    EngineDied,
+    MoreRequests,
+    Request,
+    Sampling,
+    completion_limit,
+    continuation,
+    join_completions,
+    refuse_more,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+
+    from strop.rollout.base import NamedWeights
 
 T = TypeVar("T")
 
-LOOK_AGAIN_SECONDS = 0.02
-"""Between two calls of abort: a request that was handed over just after the first one must end too."""
-KNOCK_SECONDS = 0.01
-"""Between two looks of a coroutine at a door that is shut."""
+ABORT_RETRY_SECONDS = 0.02
+"""Between two calls of abort: a request that was submitted just after the first call must end too."""
+PAUSE_POLL_SECONDS = 0.01
+"""Interval in which a coroutine checks whether the engine is still paused."""
 
 
-class Ended(RuntimeError):
-    """The run is over: nothing more is asked of the engine."""
+class EndedRequest(RuntimeError):
+    """The run is over: the engine takes no more requests."""
 
 
 class Interruptible:
     def __init__(self, engine: Engine, *, cut: bool) -> None:
-        """`cut`: a stop aborts what is running, which goes on afterwards with what it has; else a stop waits for its end."""
-        self.engine, self.cut = engine, cut
+        """`cut`: `stop` aborts running requests, which are continued after `go`; else `stop` waits until they
+        finish."""
+        self.engine = engine
+        self.cut = cut
         self._changed = threading.Condition()
-        self._open, self._ended, self._inside = True, False, 0
+        self._open = True
+        self._ended = False
+        self._num_running = 0
+        """Calls that are inside the engine now."""
 
-    # --- stop and go -----------------------------------------------------------------------------------------------------
+    # --- pause and resume -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Let nobody ask any more, and return when nothing is running."""
+        """Admit no more requests, and return when nothing is running."""
         with self._changed:
             self._open = False
         while True:
             if self.cut or self._ended:
                 self.engine.abort()
             with self._changed:
-                if self._inside == 0:
+                if self._num_running == 0:
                     return
-                self._changed.wait(LOOK_AGAIN_SECONDS)
+                self._changed.wait(ABORT_RETRY_SECONDS)
 
     def go(self) -> None:
+        """Admit requests again."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
+        """Paused within the context."""
         self.stop()
         try:
             yield
@@ -65,14 +85,14 @@ class Interruptible:
             self.go()
 
     def end(self) -> None:
-        """Abort what is running; those who ask, now or later, get `Ended`."""
+        """Abort running requests; these and all later ones raise EndedRequest."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         with suppress(EngineDied):
             self.engine.abort()
 
-    # --- the protocol ----------------------------------------------------------------------------------------------------
+    # --- the engine protocol --------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -82,36 +102,51 @@ class Interruptible:
     def version(self, version: int) -> None:
         self.engine.version = version
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        answers = self._inside_of(lambda: self.engine.generate(requests, sampling))
-        while places := self._cut_short(answers):
-            more = self._continuations(requests, sampling, answers, places)
-            _join(answers, places, self._inside_of(lambda more=more: self.engine.generate(more, sampling)))  # type: ignore[misc]
-        return answers
+    @property
+    def same_stream(self) -> bool:
+        return self.engine.same_stream
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
+    ) -> list[list[Completion]]:
+        refuse_more(self, more)
+        results = self._admitted(partial(self.engine.generate, requests, sampling))
+        while places := self._cut_short(results):
+            rest = self._continuations(requests, sampling, results, places)
+            _join(results, places, self._admitted(partial(self.engine.generate, rest, sampling)))
+        return results
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
-        async def ask(wanted: Sequence[Request]) -> list[list[Completion]]:
-            while not self._enter(wait=False):
-                await asyncio.sleep(KNOCK_SECONDS)
-            try:
-                return list(await asyncio.gather(*(self.engine.agenerate(one, sampling) for one in wanted)))
-            finally:
-                self._leave()
+        results = await self._agenerate_all([request], sampling)
+        while places := self._cut_short(results):
+            rest = self._continuations([request], sampling, results, places)
+            _join(results, places, await self._agenerate_all(rest, sampling))
+        return results[0]
 
-        answers = await ask([request])
-        while places := self._cut_short(answers):
-            _join(answers, places, await ask(self._continuations([request], sampling, answers, places)))
-        return answers[0]
+    async def _agenerate_all(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        while not self._enter(wait=False):
+            await asyncio.sleep(PAUSE_POLL_SECONDS)
+        try:
+            calls = [self.engine.agenerate(request, sampling) for request in requests]
+            return list(await asyncio.gather(*calls))
+        finally:
+            self._leave()
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: NamedWeights, version: int) -> None:
         with self.stopped():
             self.engine.update_weights(weights, version)
+
+    def use_stream(self, stream: torch.cuda.Stream | None) -> None:
+        self.engine.use_stream(stream)
 
     def sleep(self) -> None:
         self.engine.sleep()
 
     def wake(self) -> None:
         self.engine.wake()
+
+    def release_memory(self) -> bool:
+        return self.engine.release_memory()
 
     def abort(self) -> None:
         self.engine.abort()
@@ -123,51 +158,62 @@ class Interruptible:
         self.end()
         self.engine.close()
 
-    # --- the door --------------------------------------------------------------------------------------------------------
+    # --- admission ------------------------------------------------------------------------------------------
 
-    def _inside_of(self, ask: Callable[[], T]) -> T:
+    def _admitted(self, call: Callable[[], T]) -> T:
         self._enter(wait=True)
         try:
-            return ask()
+            return call()
         finally:
             self._leave()
 
     def _enter(self, *, wait: bool) -> bool:
+        """Whether the call was admitted; with `wait`, blocks until it is."""
         with self._changed:
             while wait and not self._open and not self._ended:
                 self._changed.wait()
             if self._ended:
-                raise Ended("The rollout engine was closed while it was asked for more.")
+                raise EndedRequest("The rollout engine was closed while it was asked for more.")
             if self._open:
-                self._inside += 1
+                self._num_running += 1
             return self._open
 
     def _leave(self) -> None:
         with self._changed:
-            self._inside -= 1
+            self._num_running -= 1
             self._changed.notify_all()
 
-    def _cut_short(self, answers: Sequence[Sequence[Completion]]) -> list[tuple[int, int]]:
-        """(request, sample) of what a stop has interrupted."""
+    def _cut_short(self, results: Sequence[Sequence[Completion]]) -> list[tuple[int, int]]:
+        """(request, sample) of each completion that a pause has aborted."""
+        places: list[tuple[int, int]] = []
         if not self.cut and not self._ended:
-            return []
-        return [(i, j) for i, found in enumerate(answers) for j, one in enumerate(found) if one.finish == "abort"]
+            return places
+        for i, completions in enumerate(results):
+            for j, completion in enumerate(completions):
+                if completion.finish == "abort":
+                    places.append((i, j))
+        return places
 
     def _continuations(
         self,
         requests: Sequence[Request],
         sampling: Sampling,
-        answers: Sequence[Sequence[Completion]],
+        results: Sequence[Sequence[Completion]],
         places: Sequence[tuple[int, int]],
     ) -> list[Request]:
-        same = bool(getattr(self.engine, "same_stream", False))
+        rest = []
+        for i, j in places:
+            limit = completion_limit(requests[i], sampling)
+            rest.append(
+                continuation(requests[i], j, results[i][j], limit, same_stream=self.engine.same_stream)
+            )
+        return rest
 
-        def most(request: Request) -> int:
-            return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 
-        return [continuation(requests[i], j, answers[i][j], most(requests[i]), same_stream=same) for i, j in places]
-
-
-def _join(answers: list[list[Completion]], places: Sequence[tuple[int, int]], more: Sequence[Sequence[Completion]]) -> None:
-    for (i, j), [one] in zip(places, more, strict=True):
-        answers[i][j] = joined(answers[i][j], one)
+def _join(
+    results: list[list[Completion]],
+    places: Sequence[tuple[int, int]],
+    continued: Sequence[Sequence[Completion]],
+) -> None:
+    for (i, j), [completion] in zip(places, continued, strict=True):
+        results[i][j] = join_completions(results[i][j], completion)

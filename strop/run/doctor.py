@@ -1,7 +1,7 @@
-"""`strop doctor RUN`: what every worker of a run is doing right now, and since when.
+"""`strop doctor RUN`: what every worker of a run is doing now, and for how long.
 
-Reads the heartbeat of each worker and asks those on this machine for the stacks of their threads. It only looks: a run that is
-well goes on as if nothing had happened.
+Reads the heartbeat of each worker and asks those on this machine for the stacks of their threads. It only
+reads: a healthy run is not disturbed.
 """
 
 from __future__ import annotations
@@ -17,126 +17,156 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from strop.run.health import ALERTS, recorded
-from strop.run.heartbeat import Beat, read_beats, stacks_of, workers_of
+from strop.run.health.monitor import ALERTS, read_metrics
+from strop.run.heartbeat import WorkerState, read_worker_states, stacks_file, workers_folder
 
-PATIENCE = 3.0
-"""Seconds to wait for stacks; they are written by the signal handler, even when Python itself is stuck."""
+STACKS_TIMEOUT = 3.0
+"""Seconds to wait for stacks; a signal handler writes them, even when Python itself is stuck."""
 SHOWN_FRAMES = 8
-FRESH = 120.0
-"""Seconds in one phase that nobody need worry about, where it is not known how long it usually takes."""
-SHORT, LONG = 15.0, 10.0
-"""Where it is: so many seconds, or so many times as long as usual."""
-QUEUES = ("queue", "in_flight", "occupancy", "preemptions", "cache_use", "pending")
-"""Parts of the names of metrics that say how much is waiting."""
+UNKNOWN_PHASE_LIMIT = 120.0
+"""Seconds in one phase that are no cause for concern where its usual duration is unknown."""
+MINIMUM_STALL = 15.0
+STALL_FACTOR = 10.0
+"""Where the usual duration is known: a stall takes at least so many seconds, and so many times as long."""
+QUEUE_METRICS = ("queue", "in_flight", "occupancy", "preemptions", "cache_use", "pending")
+"""Parts of the names of metrics that say how much work is waiting."""
+ALIVE = ("running", "silent", "elsewhere")
 
 
 @dataclass(frozen=True)
-class Patient:
-    beat: Beat
-    state: str
-    """running | gone | over | elsewhere | silent (it lives, but does not answer signals)"""
+class WorkerReport:
+    """A worker's last heartbeat, and whether its process is alive."""
+
+    worker: WorkerState
+    status: str
+    """running | gone | over | elsewhere (another machine) | silent (alive, but does not answer signals)"""
     stacks: str = ""
     """Stacks of all threads, the most recent call first."""
 
     @property
-    def seconds(self) -> float:
-        return time.time() - self.beat.since
+    def seconds_in_phase(self) -> float:
+        return time.time() - self.worker.since
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    run: Path
-    patients: list[Patient]
-    last_step: int | None = None
-    """Of the metrics."""
-    last_seconds: float | None = None
-    """Since that step was logged."""
-    waiting: dict[str, float] = field(default_factory=dict)
-    alerts: int = 0
-    usual: dict[str, float] = field(default_factory=dict)
-    """Seconds that phases take, by name."""
+class RunDiagnosis:
+    """Everything that the report of a run is made of."""
 
-    def stands_still(self, patient: Patient) -> bool:
-        usual = self.usual.get(patient.beat.phase)
-        return patient.seconds > (FRESH if usual is None else max(SHORT, LONG * usual))
+    run: Path
+    workers: list[WorkerReport]
+    last_step: int | None = None
+    """The last step in the metrics."""
+    seconds_since_step: float | None = None
+    """Seconds since that step was logged."""
+    queues: dict[str, float] = field(default_factory=dict)
+    """The latest metrics that say how much work is waiting."""
+    alerts: int = 0
+    usual_seconds: dict[str, float] = field(default_factory=dict)
+    """The usual duration of each phase."""
+
+    def is_stalled(self, report: WorkerReport) -> bool:
+        """Whether a worker has been in its phase for much longer than usual."""
+        usual = self.usual_seconds.get(report.worker.phase)
+        limit = UNKNOWN_PHASE_LIMIT
+        if usual is not None:
+            limit = max(MINIMUM_STALL, STALL_FACTOR * usual)
+        return report.seconds_in_phase > limit
 
     @property
-    def behind(self) -> Patient | None:
-        """Whom the others wait for: earliest step, then longest in its phase."""
-        running = [patient for patient in self.patients if patient.state in ("running", "silent", "elsewhere")]
-        return min(running, key=lambda patient: (patient.beat.step, patient.beat.since), default=None)
+    def slowest(self) -> WorkerReport | None:
+        """The worker that the others wait for: earliest step, then longest in its phase."""
+        alive = [report for report in self.workers if report.status in ALIVE]
+        return min(alive, key=lambda report: (report.worker.step, report.worker.since), default=None)
 
 
-def examine(run: Path, patience: float = PATIENCE) -> Diagnosis:
+def diagnose(run: Path, timeout: float = STACKS_TIMEOUT) -> RunDiagnosis:
+    """Read the heartbeats, metrics and alerts of a run, and ask its local workers for their stacks."""
     if not run.is_dir():
         raise ValueError(f"{run} is not a folder. Name the folder of a run (trainer.default_local_dir).")
-    beats = read_beats(run)
-    if not beats:
-        raise ValueError(f"{workers_of(run)} has no heartbeat: no training has started here, or an old version did.")
-    patients = [_see(run, beat, patience) for beat in beats]
+    workers = read_worker_states(run)
+    if not workers:
+        raise ValueError(
+            f"{workers_folder(run)} has no heartbeat: no training has started here, or an old version did."
+        )
+    reports: list[WorkerReport] = []
+    for worker in workers:
+        reports.append(_inspect(run, worker, timeout))
     path = run / "metrics.jsonl"
-    rows = list(recorded(path))
-    last = rows[-1] if rows else None
-    waiting = {} if last is None else {k: v for k, v in last[0].items() if isinstance(v, float) and _is_queue(k)}
-    alerts = run / ALERTS
-    return Diagnosis(
-        run,
-        patients,
-        last_step=None if last is None else last[1],
-        last_seconds=time.time() - path.stat().st_mtime if last is not None else None,
-        waiting=waiting,
-        alerts=len(alerts.read_text().splitlines()) if alerts.exists() else 0,
-        usual=_usual([metrics for metrics, _ in rows]),
-    )
+    rows = list(read_metrics(path))
+    last_step: int | None = None
+    seconds: float | None = None
+    queues: dict[str, float] = {}
+    if rows:
+        metrics, last_step = rows[-1]
+        seconds = time.time() - path.stat().st_mtime
+        queues = _queue_metrics(metrics)
+    alerts = 0
+    if (run / ALERTS).exists():
+        alerts = len((run / ALERTS).read_text().splitlines())
+    return RunDiagnosis(run, reports, last_step, seconds, queues, alerts, _usual_seconds(rows))
 
 
-def _usual(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How long phases take, each by the middle one of its times."""
+def _usual_seconds(rows: Sequence[tuple[Mapping[str, object], int]]) -> dict[str, float]:
+    """The median duration of each phase."""
     times: dict[str, list[float]] = {}
-    for name, value in (pair for row in rows for pair in row.items()):
-        if name.startswith("timing_s/") and isinstance(value, int | float):
-            times.setdefault(name.removeprefix("timing_s/"), []).append(float(value))
-    return {phase: median(found) for phase, found in times.items()}
+    for metrics, _ in rows:
+        for name, value in metrics.items():
+            if name.startswith("timing_s/") and isinstance(value, int | float):
+                times.setdefault(name.removeprefix("timing_s/"), []).append(float(value))
+    return {phase: median(seconds) for phase, seconds in times.items()}
 
 
-def _is_queue(name: str) -> bool:
-    return any(part in name for part in QUEUES) and not name.startswith("val-")
+def _queue_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        if isinstance(value, float) and _is_queue_metric(name):
+            found[name] = value
+    return found
 
 
-def _see(run: Path, beat: Beat, patience: float) -> Patient:
-    if beat.over:
-        return Patient(beat, "over")
-    if beat.host != socket.gethostname():
-        return Patient(beat, "elsewhere")
-    if not _is_worker(beat):
-        return Patient(beat, "gone")
-    if not _listens(beat.pid):
-        return Patient(beat, "silent")
-    stacks = _stacks(stacks_of(run, beat.rank), beat.pid, patience)
-    return Patient(beat, "running" if stacks else "silent", stacks)
+def _is_queue_metric(name: str) -> bool:
+    return any(part in name for part in QUEUE_METRICS) and not name.startswith("val-")
 
 
-def _is_worker(beat: Beat) -> bool:
-    """Whether the process still lives, and is not another one that was given the same number later."""
+def _inspect(run: Path, worker: WorkerState, timeout: float) -> WorkerReport:
+    if worker.over:
+        return WorkerReport(worker, "over")
+    if worker.host != socket.gethostname():
+        return WorkerReport(worker, "elsewhere")
+    if not _is_alive(worker):
+        return WorkerReport(worker, "gone")
+    if not _handles_signal(worker.pid):
+        return WorkerReport(worker, "silent")
+    stacks = _request_stacks(stacks_file(run, worker.rank), worker.pid, timeout)
+    return WorkerReport(worker, "running" if stacks else "silent", stacks)
+
+
+def _is_alive(worker: WorkerState) -> bool:
+    """Whether the process still runs, and is not another one that got the same process id later."""
     try:
-        os.kill(beat.pid, 0)
+        os.kill(worker.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
     try:
-        ticks = int(Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        booted = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    except (OSError, ValueError, IndexError, StopIteration):  # no Linux
+        ticks = int(Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        booted = _boot_time()
+    except (OSError, ValueError, IndexError):  # no Linux
         return True
-    return booted + ticks / os.sysconf("SC_CLK_TCK") <= beat.since + 2
+    return booted + ticks / os.sysconf("SC_CLK_TCK") <= worker.since + 2
 
 
-def _listens(pid: int) -> bool:
-    """Whether it has a handler for the signal: one that has none would be ended by it."""
+def _boot_time() -> int:
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith("btime"):
+            return int(line.split()[1])
+    raise ValueError("/proc/stat has no line btime")
+
+
+def _handles_signal(pid: int) -> bool:
+    """Whether the process has a handler for SIGUSR1: one without would be killed by it."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -145,17 +175,22 @@ def _listens(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
-def _stacks(path: Path, pid: int, patience: float) -> str:
-    """Ask for stacks and read what was added to the file."""
-    before = path.stat().st_size if path.exists() else 0
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _request_stacks(path: Path, pid: int, timeout: float) -> str:
+    """Ask a process for its stacks and read what it adds to the file."""
+    before = _size(path)
     try:
         os.kill(pid, signal.SIGUSR1)
     except (ProcessLookupError, PermissionError):
         return ""
-    deadline, size = time.monotonic() + patience, before
+    deadline = time.monotonic() + timeout
+    size = before
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        now = path.stat().st_size if path.exists() else 0
+        now = _size(path)
         if now > before and now == size:  # written, and nothing more is coming
             break
         size = now
@@ -167,69 +202,95 @@ def _stacks(path: Path, pid: int, patience: float) -> str:
 
 
 def main_thread(stacks: str) -> list[str]:
-    """The latest calls of the main thread. faulthandler writes the newest thread first, so it is the last one."""
+    """The latest calls of the main thread. faulthandler writes the newest thread first, so it is the last
+    one."""
     main = re.split(r"\n(?=(?:Current thread|Thread) 0x)", stacks.strip())[-1]
     frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', main)
-    return [f"{_short(file)}:{line} {name}" for file, line, name in frames]
+    return [f"{_short_path(file)}:{line} {name}" for file, line, name in frames]
 
 
-def _short(path: str) -> str:
-    """From the package on, which says enough."""
+def _short_path(path: str) -> str:
+    """The path from the package on."""
     for mark in ("/site-packages/", "/lib/python"):
         if mark in path:
             return path.rpartition(mark)[2]
     return "/".join(path.split("/")[-3:])
 
 
-def render(found: Diagnosis) -> str:
+def render(found: RunDiagnosis) -> str:
+    """The report of a run as text."""
     lines = [f"run {found.run}"]
     if found.last_step is not None:
-        lines.append(f"last logged step: {found.last_step}, {duration(found.last_seconds or 0)} ago")
+        lines.append(f"last logged step: {found.last_step}, {duration(found.seconds_since_step or 0)} ago")
     if found.alerts:
         lines.append(f"alerts: {found.alerts}, see {found.run / ALERTS}")
-    if found.waiting:
-        lines.append("waiting: " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.waiting.items())))
-    for patient in found.patients:
-        beat = patient.beat
+    if found.queues:
+        values = [f"{name} {value:.4g}" for name, value in sorted(found.queues.items())]
+        lines.append("waiting: " + ", ".join(values))
+    for report in found.workers:
+        worker = report.worker
         lines.append(
-            f"rank {beat.rank} of {beat.world} on {beat.host}, process {beat.pid}: {patient.state}, step {beat.step}, "
-            f"phase {beat.phase!r} for {duration(patient.seconds)}"
+            f"rank {worker.rank} of {worker.world} on {worker.host}, process {worker.pid}: {report.status}, "
+            f"step {worker.step}, phase {worker.phase!r} for {duration(report.seconds_in_phase)}"
         )
-        lines += [f"    {frame}" for frame in main_thread(patient.stacks)[:SHOWN_FRAMES]]
-        if patient.stacks:
-            lines.append(f"    all threads: {stacks_of(found.run, beat.rank)}")
-    return "\n".join([*lines, conclusion(found)]) + "\n"
+        for frame in main_thread(report.stacks)[:SHOWN_FRAMES]:
+            lines.append(f"    {frame}")
+        if report.stacks:
+            lines.append(f"    all threads: {stacks_file(found.run, worker.rank)}")
+    lines.append(conclusion(found))
+    return "\n".join(lines) + "\n"
 
 
-def conclusion(found: Diagnosis) -> str:
-    """In one sentence, what to make of it."""
-    gone = [patient for patient in found.patients if patient.state == "gone"]
-    failed = [patient.beat for patient in found.patients if patient.beat.failed]
-    told = [f"The run failed: {', '.join(map(str, failed))}."] if failed else []
-    if gone:
-        who = ", ".join(str(patient.beat.rank) for patient in gone)
-        told.append(f"The process of rank {who} is gone without a word (killed, or out of memory).")
-        return " ".join([*told, "The same command resumes the run."])
+def conclusion(found: RunDiagnosis) -> str:
+    """What the report means, in one or two sentences."""
+    gone: list[str] = []
+    failed: list[WorkerState] = []
+    for report in found.workers:
+        if report.status == "gone":
+            gone.append(str(report.worker.rank))
+        if report.worker.failed:
+            failed.append(report.worker)
+    sentences = []
     if failed:
-        stacks = stacks_of(found.run, failed[0].rank)
-        told += [f"Its last stacks are in {stacks}."] if stacks.exists() and stacks.stat().st_size else []
-        return " ".join(told)
-    if all(patient.state == "over" for patient in found.patients):
-        return "The run is over: " + ", ".join(sorted({patient.beat.phase for patient in found.patients})) + "."
-    behind = found.behind
-    assert behind is not None
-    if not found.stands_still(behind):
+        sentences.append(f"The run failed: {', '.join(map(str, failed))}.")
+    if gone:
+        sentences.append(
+            f"The process of rank {', '.join(gone)} is gone without a word (killed, or out of memory)."
+        )
+        sentences.append("The same command resumes the run.")
+        return " ".join(sentences)
+    if failed:
+        stacks = stacks_file(found.run, failed[0].rank)
+        if _size(stacks):
+            sentences.append(f"Its last stacks are in {stacks}.")
+        return " ".join(sentences)
+    if all(report.status == "over" for report in found.workers):
+        phases = {report.worker.phase for report in found.workers}
+        return f"The run is over: {', '.join(sorted(phases))}."
+    slowest = found.slowest
+    assert slowest is not None
+    if not found.is_stalled(slowest):
         return "It moves: nothing has stood still for long."
-    peers = [patient for patient in found.patients if patient is not behind and patient.beat.step >= behind.beat.step]
-    others = {patient.beat.phase for patient in peers}
-    waits = f" The others wait in {', '.join(sorted(others))}." if others - {behind.beat.phase} else ""
-    usual = found.usual.get(behind.beat.phase)
-    than = "" if usual is None else f", which usually takes {usual:.2g} s"
-    where = "" if behind.state != "elsewhere" else f" Run this command on {behind.beat.host} for its stacks."
-    return (
-        f"Rank {behind.beat.rank} has been in {behind.beat.phase!r} of step {behind.beat.step} for "
-        f"{duration(behind.seconds)}{than}; its stack says where.{waits}{where}"
-    )
+    return _describe_stall(found, slowest)
+
+
+def _describe_stall(found: RunDiagnosis, slowest: WorkerReport) -> str:
+    worker = slowest.worker
+    text = f"Rank {worker.rank} has been in {worker.phase!r} of step {worker.step} for "
+    text += duration(slowest.seconds_in_phase)
+    usual = found.usual_seconds.get(worker.phase)
+    if usual is not None:
+        text += f", which usually takes {usual:.2g} s"
+    text += "; its stack says where."
+    waiting = set()
+    for report in found.workers:
+        if report is not slowest and report.worker.step >= worker.step:
+            waiting.add(report.worker.phase)
+    if waiting - {worker.phase}:
+        text += f" The others wait in {', '.join(sorted(waiting))}."
+    if slowest.status == "elsewhere":
+        text += f" Run this command on {worker.host} for its stacks."
+    return text
 
 
 def duration(seconds: float) -> str:
@@ -239,20 +300,24 @@ def duration(seconds: float) -> str:
     """
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The command `strop doctor`; the exit code is 1 where something is wrong."""
     parser = argparse.ArgumentParser(prog="strop doctor", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run (trainer.default_local_dir)")
-    asked = parser.parse_args(list(arguments))
-    found = examine(asked.run)
+    options = parser.parse_args(list(arguments))
+    found = diagnose(options.run)
     sys.stdout.write(render(found))
-    return 0 if well(found) else 1
+    return 0 if is_healthy(found) else 1
 
 
-def well(found: Diagnosis) -> bool:
-    """Whether nobody is gone or has failed, and everybody moves or is done."""
-    if any(patient.state == "gone" or patient.beat.failed for patient in found.patients):
-        return False
-    return found.behind is None or not found.stands_still(found.behind)
+def is_healthy(found: RunDiagnosis) -> bool:
+    """Whether no worker is gone, has failed or stands still."""
+    for report in found.workers:
+        if report.status == "gone" or report.worker.failed:
+            return False
+    return found.slowest is None or not found.is_stalled(found.slowest)

@@ -1,47 +1,48 @@
-"""Rollouts as text, one JSON line per response, in `<folder>/<step>.jsonl`.
+"""Rollouts as text: one JSON line per response in `<folder>/<step>.jsonl`.
 
-The first columns are verl's: input, output, gts, score, step; then whatever the scorer or the agent loop reported; then ours,
-which say where a response came from. A column that is filled only for some responses is null in the others. Conversations of
-several turns have their turns under `messages`, and some of them are written out for reading in `<folder>/<step>.txt`.
+The first columns are verl's: input, output, gts, score, step. Then come the columns that the scorer or the
+agent loop reported, then Strop's, which say where a response came from. A column that only some responses
+have is null in the rest. Multi-turn conversations have their turns under `messages`, and the first of them
+are also written as text in `<folder>/<step>.txt`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from strop.run.durable import write_file
-from strop.run.plain_json import to_json
+from strop.run.atomic_files import to_json, write_file
 from strop.types import Trajectory
 
 Decode = Callable[[list[int]], str]
-WRITTEN_OUT = 32
-"""Conversations of a step that are written out for reading."""
+MAX_TRANSCRIPTS = 32
+"""Conversations of a step that are written as text."""
 
 
-def dump(folder: str | Path, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
+def dump(folder: str | Path, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
     """Write the rows of a step; a file of an earlier attempt at this step is replaced."""
     target = Path(folder) / f"{step}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.new")
+    temporary = target.with_name(f".{target.name}.new")
     try:
-        write_file(aside, (to_json(row).encode() + b"\n" for row in rows))
-        return aside.replace(target)
+        write_file(temporary, (to_json(row).encode() + b"\n" for row in rows))
+        return temporary.replace(target)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def rollout_rows(trajectories: Sequence[Trajectory], *, step: int, decode: Decode) -> list[dict[str, Any]]:
-    """Rows for `dump`; `decode` turns tokens into text, without special tokens as verl has it.
+def rollout_rows(trajectories: Sequence[Trajectory], *, step: int, decode: Decode) -> list[dict[str, object]]:
+    """Rows for `dump`; `decode` turns tokens into text, without special tokens as in verl.
 
-    A scorer's or agent's own key wins over ours of the same name, and never over one of verl's.
+    A key of the scorer or the agent replaces Strop's column of the same name, and never one of verl's.
     """
-    reported = list(dict.fromkeys(key for trajectory in trajectories for key in trajectory.extras))
-    conversations = any(trajectory.turns for trajectory in trajectories)
+    reported: dict[str, None] = {}
+    for trajectory in trajectories:
+        reported.update(dict.fromkeys(trajectory.extras))
+    has_turns = any(trajectory.turns for trajectory in trajectories)
     rows = []
     for trajectory in trajectories:
-        first = {
+        first: dict[str, object] = {
             "input": decode(trajectory.prompt.ids),
             "output": decode(trajectory.response),
             "gts": trajectory.prompt.ground_truth,
@@ -49,50 +50,60 @@ def rollout_rows(trajectories: Sequence[Trajectory], *, step: int, decode: Decod
             "step": step,
         }
         extras = {key: trajectory.extras.get(key) for key in reported}
-        ours = {key: value for key, value in _origin(trajectory).items() if key not in extras}
-        if conversations:
-            ours["messages"] = messages_of(trajectory, decode) if trajectory.turns else None
-        rows.append({**first, **extras, **ours, **first})
+        origin = _origin(trajectory)
+        for key in reported:
+            origin.pop(key, None)
+        if has_turns:
+            origin["messages"] = messages_of(trajectory, decode) if trajectory.turns else None
+        rows.append({**first, **extras, **origin, **first})
     return rows
 
 
-def messages_of(trajectory: Trajectory, decode: Decode) -> list[dict[str, Any]]:
-    """The turns after the prompt: role, text, number of tokens, and what was earned there."""
-    rewards = trajectory.turn_rewards
-    return [
-        {
+def messages_of(trajectory: Trajectory, decode: Decode) -> list[dict[str, object]]:
+    """The turns after the prompt: role, text, number of tokens, and the reward of the turn where it has
+    one."""
+    messages = []
+    for turn in trajectory.turns:
+        message: dict[str, object] = {
             "role": turn.role,
             "content": decode(trajectory.response[turn.start : turn.end]),
             "tokens": turn.end - turn.start,
-            **({"reward": rewards[turn.end - 1]} if turn.end - 1 in rewards else {}),
         }
-        for turn in trajectory.turns
-    ]
+        if turn.end - 1 in trajectory.turn_rewards:
+            message["reward"] = trajectory.turn_rewards[turn.end - 1]
+        messages.append(message)
+    return messages
 
 
-def write_transcripts(folder: str | Path, step: int, trajectories: Sequence[Trajectory], *, decode: Decode) -> Path | None:
-    """The first conversations of several turns as a text to read; None where there are none."""
-    chosen = [t for t in trajectories if len(t.turns) > 1][:WRITTEN_OUT]
+def write_transcripts(
+    folder: str | Path, step: int, trajectories: Sequence[Trajectory], *, decode: Decode
+) -> Path | None:
+    """Write the first multi-turn conversations as text; None where there are none."""
+    chosen = [t for t in trajectories if len(t.turns) > 1][:MAX_TRANSCRIPTS]
     if not chosen:
         return None
     target = Path(folder) / f"{step}.txt"
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_file(target, (_written_out(t, decode).encode(errors="replace") for t in chosen))
+    write_file(target, (_transcript(t, decode).encode(errors="replace") for t in chosen))
     return target
 
 
-def _written_out(trajectory: Trajectory, decode: Decode) -> str:
-    prompt, reward = trajectory.prompt, trajectory.reward
+def _transcript(trajectory: Trajectory, decode: Decode) -> str:
+    prompt = trajectory.prompt
     ended = trajectory.extras.get("stopped", trajectory.finish)
-    earned = "failed" if reward is None else f"reward {reward:g}"
-    lines = [f"===== row {prompt.index} of {prompt.data_source}: {earned}, {ended}", f"[prompt]\n{decode(prompt.ids)}"]
-    for turn in messages_of(trajectory, decode):
-        earned = f" ({turn['reward']:+g})" if "reward" in turn else ""
-        lines.append(f"[{turn['role']}]{earned}\n{turn['content']}")
+    reward = "failed" if trajectory.reward is None else f"reward {trajectory.reward:g}"
+    lines = [
+        f"===== row {prompt.index} of {prompt.data_source}: {reward}, {ended}",
+        f"[prompt]\n{decode(prompt.ids)}",
+    ]
+    for message in messages_of(trajectory, decode):
+        earned = f" ({message['reward']:+g})" if "reward" in message else ""
+        lines.append(f"[{message['role']}]{earned}\n{message['content']}")
     return "\n".join(lines) + "\n\n"
 
 
-def _origin(trajectory: Trajectory) -> dict[str, Any]:
+def _origin(trajectory: Trajectory) -> dict[str, object]:
+    """Strop's own columns: where a response comes from."""
     sampled = sum(trajectory.mask)
     return {
         "data_source": trajectory.prompt.data_source,

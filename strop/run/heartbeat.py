@@ -1,15 +1,19 @@
-"""Where each worker of a run is: `workers/rank_N.json` in the run's folder, rewritten whenever its phase changes.
+"""The heartbeat of each worker, `workers/rank_N.json` in the run's folder, and the lock of that folder.
+
+The heartbeat is rewritten whenever the phase of a worker changes:
 
     {"rank": 1, "world": 4, "host": "node7", "pid": 4711, "step": 12, "phase": "gen", "since": 1767225600.0}
 
-A worker that gets SIGUSR1 adds the stacks of all its threads to `workers/rank_N.stacks`, even when Python itself is stuck.
-`since` is the time in seconds at which the phase began. After the run, the phase is `finished` or `failed in PHASE`.
+`since` is the Unix time at which the phase began. After the run, the phase is `finished` or `failed in
+PHASE`. A worker that gets SIGUSR1 appends the stacks of all its threads to `workers/rank_N.stacks`, even when
+Python itself is stuck.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import logging
 import os
@@ -22,13 +26,16 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-STARTING, BETWEEN, FINISHED, FAILED = "starting", "between phases", "finished", "failed in "
-"""Phases that are not phases of a step; the last is the beginning of one."""
+# Phases that are not phases of a step; FAILED is a prefix.
+STARTING = "starting"
+BETWEEN_PHASES = "between phases"
+FINISHED = "finished"
+FAILED = "failed in "
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a worker last said of itself."""
+class WorkerState:
+    """The last heartbeat of a worker."""
 
     rank: int
     world: int
@@ -48,83 +55,92 @@ class Beat:
 
     def __str__(self) -> str:
         phase = self.phase.removeprefix(FAILED)
-        return f"rank {self.rank} (host {self.host}, process {self.pid}) in phase {phase!r} of step {self.step}"
+        return (
+            f"rank {self.rank} (host {self.host}, process {self.pid}) in phase {phase!r} of step {self.step}"
+        )
 
 
-def workers_of(directory: Path) -> Path:
+def workers_folder(directory: Path) -> Path:
+    """The folder of heartbeats, stacks and logs in a run's folder."""
     return directory / "workers"
 
 
-def stacks_of(directory: Path, rank: int) -> Path:
-    return workers_of(directory) / f"rank_{rank}.stacks"
+def stacks_file(directory: Path, rank: int) -> Path:
+    return workers_folder(directory) / f"rank_{rank}.stacks"
 
 
-def log_of(directory: Path, rank: int) -> Path:
-    """What a worker wrote to stderr, where somebody started it as one of many."""
-    return workers_of(directory) / f"rank_{rank}.log"
+def worker_log_file(directory: Path, rank: int) -> Path:
+    """What a worker wrote to stderr, where it was started as one of many."""
+    return workers_folder(directory) / f"rank_{rank}.log"
 
 
-def read_beats(directory: Path) -> list[Beat]:
-    """The last beats of all workers of a run, by rank; files that cannot be read are left out."""
+def read_worker_states(directory: Path) -> list[WorkerState]:
+    """The last heartbeats of all workers of a run, by rank; unreadable files are left out."""
     found = []
-    for path in workers_of(directory).glob("rank_*.json"):
+    for path in workers_folder(directory).glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Beat(**json.loads(path.read_text())))
-    return sorted(found, key=lambda beat: beat.rank)
+            found.append(WorkerState(**json.loads(path.read_text())))
+    return sorted(found, key=lambda worker: worker.rank)
 
 
 class Heartbeat:
+    """Writes the phase of this worker."""
+
     def __init__(self, directory: Path, rank: int = 0, world: int = 1) -> None:
         self.directory = directory
-        self.last = Beat(rank, world, socket.gethostname(), os.getpid(), 0, STARTING, time.time())
-        self._path = workers_of(directory) / f"rank_{rank}.json"
-        self._moved = time.monotonic()
-        self._told = False
+        self.last = WorkerState(rank, world, socket.gethostname(), os.getpid(), 0, STARTING, time.time())
+        self._path = workers_folder(directory) / f"rank_{rank}.json"
+        self._phase_start = time.monotonic()
+        self._warned = False
 
-    def still_for(self) -> float:
-        """Seconds since this worker came to its phase, by a clock that nobody sets."""
-        return time.monotonic() - self._moved
+    def seconds_in_phase(self) -> float:
+        """Seconds since this worker entered its phase, by the monotonic clock."""
+        return time.monotonic() - self._phase_start
 
     def beat(self, step: int, phase: str) -> None:
-        """This worker has come to a phase. A file that cannot be written is no reason to end a run."""
-        self.last = Beat(self.last.rank, self.last.world, self.last.host, self.last.pid, step, phase, time.time())
-        self._moved = time.monotonic()
-        aside = self._path.with_name(f".{self._path.name}.new")
+        """Record that this worker entered a phase. A file that cannot be written does not stop a run."""
+        self.last = WorkerState(
+            self.last.rank, self.last.world, self.last.host, self.last.pid, step, phase, time.time()
+        )
+        self._phase_start = time.monotonic()
+        temporary = self._path.with_name(f".{self._path.name}.new")
         try:
-            aside.write_text(json.dumps(asdict(self.last)))
-            aside.replace(self._path)
+            temporary.write_text(json.dumps(asdict(self.last)))
+            temporary.replace(self._path)
         except OSError as error:
-            if not self._told:
-                self._told = True
-                log.warning("Cannot write %s (%s): `strop doctor` will not see this worker move.", self._path, error)
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "Cannot write %s (%s): `strop doctor` will not see this worker move.", self._path, error
+                )
 
-    def _clear_strangers(self) -> None:
-        """Remove what workers of a larger run left here."""
-        for beat in read_beats(self.directory):
-            if beat.rank >= self.last.world:
-                for path in workers_of(self.directory).glob(f"rank_{beat.rank}.*"):
+    def _remove_old_ranks(self) -> None:
+        """Remove files of ranks that an earlier, larger run left here."""
+        for worker in read_worker_states(self.directory):
+            if worker.rank >= self.last.world:
+                for path in workers_folder(self.directory).glob(f"rank_{worker.rank}.*"):
                     path.unlink(missing_ok=True)
 
 
-_beating: list[Heartbeat] = []
-"""Of this process: a signal and a process number are of the whole process, too."""
+_active: list[Heartbeat] = []
+"""The heartbeats of this process; the signal handler, too, belongs to the whole process."""
 
 
 @contextlib.contextmanager
-def beating(directory: Path, rank: int = 0, world: int = 1) -> Iterator[Heartbeat]:
-    """Inside the block this process says where it is. A block within one of the same run shares its heartbeat."""
-    if _beating and (_beating[-1].directory, _beating[-1].last.rank) == (directory, rank):
-        yield _beating[-1]
+def start_heartbeat(directory: Path, rank: int = 0, world: int = 1) -> Iterator[Heartbeat]:
+    """Write heartbeats inside the block. A nested block of the same run shares the heartbeat."""
+    if _active and _active[-1].directory == directory and _active[-1].last.rank == rank:
+        yield _active[-1]
         return
     heart = Heartbeat(directory, rank, world)
-    with contextlib.suppress(OSError):  # `beat` tells of it
-        workers_of(directory).mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # `beat` logs it
+        workers_folder(directory).mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            heart._clear_strangers()
+            heart._remove_old_ranks()
     heart.beat(0, STARTING)
-    _beating.append(heart)
+    _active.append(heart)
     try:
-        with _stacks_on_signal(stacks_of(directory, rank)):
+        with _stacks_on_signal(stacks_file(directory, rank)):
             yield heart
     except BaseException:
         heart.beat(heart.last.step, f"{FAILED}{heart.last.phase}")
@@ -132,7 +148,7 @@ def beating(directory: Path, rank: int = 0, world: int = 1) -> Iterator[Heartbea
     else:
         heart.beat(heart.last.step, FINISHED)
     finally:
-        _beating.remove(heart)
+        _active.remove(heart)
 
 
 @contextlib.contextmanager
@@ -148,3 +164,28 @@ def _stacks_on_signal(path: Path) -> Iterator[None]:
             yield
         finally:
             faulthandler.unregister(signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def run_lock(directory: Path) -> Iterator[None]:
+    """Lock the folder of a run; a ValueError if another process holds the lock.
+
+    Two runs in one folder would resume from each other's checkpoints and mix their metrics. The kernel
+    releases the lock when this process ends, however it ends; child processes do not inherit it.
+    """
+    path = workers_folder(directory) / "lock"
+    with contextlib.ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.lockf(held.enter_context(path.open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            active = [worker for worker in read_worker_states(directory) if not worker.over]
+            who = f" ({active[0]})" if active else ""
+            raise ValueError(
+                f"trainer.default_local_dir={directory} belongs to a run that has not ended{who}. Set "
+                "trainer.experiment_name or trainer.default_local_dir to something of its own, or end that "
+                f"run. (If there is none, delete {path}.)"
+            ) from error
+        except OSError:
+            pass  # a file system without locks, or a folder that is not writable, which is reported elsewhere
+        yield

@@ -1,40 +1,98 @@
-"""One step's samples as a table: what a reader filters by, the texts, and lists with one entry per token.
+"""The parquet files of samples, `<run>/samples/train_000012.parquet`: their names, columns and how they are
+written.
 
-step group sample index data_source                          where it comes from
-score failed truncated zero_variance group_mean advantage    what is filtered and sorted by
-prompt response ground_truth reported                        texts; `reported` is JSON of all the scorer and the agent said
-turns                                                        role, start, end, reward of each turn of a conversation
-ids tokens role rollout_log_probs trained_log_probs ...      one entry per token of the response
+One row per sample:
+    step group sample index data_source                    where it comes from
+    score failed truncated zero_variance group_mean ...    what the board filters and sorts by
+    prompt response ground_truth reported                  texts; `reported` is JSON of scorer and agent
+    turns                                                  role, start, end and reward of each turn
+    ids tokens role rollout_log_probs entropy ...          lists with one entry per response token
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from strop.run.plain_json import to_json
+from strop.run.atomic_files import to_json
 from strop.types import Trajectory
 
 if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
-ENVIRONMENT, TRAINED, SAMPLED_ONLY = 0, 1, 2
+FOLDER = "samples"
+ROWS_PER_GROUP = 128
+"""Rows of a parquet row group: reading one sample decompresses this many."""
+
+ENVIRONMENT = 0
+TRAINED = 1
+SAMPLED_ONLY = 2
 """Roles of a token: written by the environment; sampled and trained; sampled but masked out of the loss."""
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer says for a token that holds only a part of a character."""
-TOKEN_TABLES = ("trained_log_probs", "ref_log_probs", "entropy", "advantages", "values")
+INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer returns for a token that holds only a part of a character."""
 
-TURN = pa.struct([("role", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("reward", pa.float64())])
+TOKEN_TABLES = ("trained_log_probs", "ref_log_probs", "entropy", "advantages", "values")
+HIGH_CARDINALITY = ("rollout_log_probs", "trained_log_probs", "ref_log_probs", "entropy", "values")
+"""Columns of floats that hardly repeat: a parquet dictionary of them would be larger than they are."""
+TURN = pa.struct(
+    [("role", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("reward", pa.float64())]
+)
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("group", pa.int64()),
+        ("sample", pa.int32()),
+        ("index", pa.int64()),
+        ("data_source", pa.string()),
+        ("score", pa.float64()),
+        ("group_mean", pa.float64()),
+        ("zero_variance", pa.bool_()),
+        ("failed", pa.bool_()),
+        ("truncated", pa.bool_()),
+        ("finish", pa.string()),
+        ("version", pa.int64()),
+        ("prompt_tokens", pa.int32()),
+        ("response_tokens", pa.int32()),
+        ("num_turns", pa.int32()),
+        ("tool_results", pa.int32()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("ground_truth", pa.string()),
+        ("reported", pa.string()),
+        ("turns", pa.list_(TURN)),
+    ]
+)
+_FILE_NAME = re.compile(r"(train|validation)_(\d{6,})\.parquet")
+
+
+def file_name(split: str, step: int) -> str:
+    return f"{split}_{step:06d}.parquet"
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """(split, step) of a sample file; None for any other file.
+
+    >>> parse_name("train_000012.parquet"), parse_name(".train_000012.parquet.new")
+    (('train', 12), None)
+    """
+    match = _FILE_NAME.fullmatch(name)
+    if match is None:
+        return None
+    return match[1], int(match[2])
 
 
 @dataclass(frozen=True)
-class Job:
-    """A step's samples on their way to the disk."""
+class SampleJob:
+    """The samples of one step, waiting to be written."""
 
     split: str
     step: int
@@ -44,155 +102,215 @@ class Job:
 
 
 @dataclass
-class TextOf:
-    """Tokens as text, special ones included: what the model saw and said, as it is.
+class TokenTexts:
+    """Tokens as text, special tokens included.
 
-    It must own its tokenizer: fast tokenizers cannot be used by two threads at once.
+    It needs a tokenizer of its own: fast tokenizers cannot be used by two threads at once.
     """
 
     decode: Callable[[list[int]], str]
     raw: Callable[[int], str] = lambda token: ""
-    """The entry of the vocabulary, which still shows a space that `decode` drops at the beginning of a text."""
-    _seen: dict[int, str] = field(default_factory=dict)
+    """The vocabulary entry, which still shows a space that `decode` drops at the beginning of a text."""
+    _cache: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TextOf:
-        def raw(token: int) -> str:
-            return tokenizer.convert_ids_to_tokens(token) or ""
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
+        """Texts of a Hugging Face tokenizer."""
 
-        return cls(lambda ids: tokenizer.decode(ids, skip_special_tokens=False), raw)
+        def decode(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+        def raw(token: int) -> str:
+            return str(tokenizer.convert_ids_to_tokens(token) or "")
+
+        return cls(decode, raw)
 
     def one(self, token: int) -> str:
-        if token not in self._seen:
+        """The text of a single token."""
+        if token not in self._cache:
             text = self.decode([token])
-            space = self.raw(token).startswith("▁") and not text.startswith(" ")
-            self._seen[token] = f" {text}" if space else text
-        return self._seen[token]
+            if self.raw(token).startswith("▁") and not text.startswith(" "):
+                text = f" {text}"
+            self._cache[token] = text
+        return self._cache[token]
 
     def each(self, ids: Sequence[int]) -> list[str]:
-        """One text per token. Tokens that share a character: the last one has it, those before have nothing."""
+        """One text per token. Of tokens that share a character, the last one gets it, the others are
+        empty."""
         texts = [self.one(token) for token in ids]
         start = 0
         while start < len(texts):
             end = start
-            while end < len(texts) and UNFINISHED in texts[end]:
+            while end < len(texts) and INCOMPLETE_CHARACTER in texts[end]:
                 end += 1
             if end > start + 1:
-                texts[start:end] = [*[""] * (end - start - 1), self.decode(list(ids[start:end]))]
+                texts[start : end - 1] = [""] * (end - 1 - start)
+                texts[end - 1] = self.decode(list(ids[start:end]))
             start = end + 1
         return texts
 
 
-def sample_table(job: Job, texts: TextOf) -> pa.Table:
-    chosen = job.trajectories
-    columns: dict[str, pa.Array] = {
-        "step": pa.array([job.step] * len(chosen), pa.int64()),
-        "group": pa.array([t.group for t in chosen], pa.int64()),
-        "sample": pa.array(_numbers_in_group(chosen), pa.int32()),
-        "index": pa.array([t.prompt.index for t in chosen], pa.int64()),
-        "data_source": pa.array([t.prompt.data_source for t in chosen], pa.string()),
-        **_outcome(chosen),
-        "prompt": pa.array([_clean(texts.decode(t.prompt.ids)) for t in chosen], pa.string()),
-        "response": pa.array([_clean(texts.decode(t.response)) for t in chosen], pa.string()),
-        "ground_truth": pa.array([_text(t.prompt.ground_truth) for t in chosen], pa.string()),
-        "reported": pa.array([to_json(t.extras) for t in chosen], pa.string()),
-        "turns": pa.array([_turns(t) for t in chosen], pa.list_(TURN)),
-        **_tokens(job, texts),
-    }
-    return pa.table(columns)
-
-
-def _outcome(chosen: Sequence[Trajectory]) -> dict[str, pa.Array]:
+def sample_table(job: SampleJob, texts: TokenTexts) -> pa.Table:
+    """All samples of a job as a table with the columns named at the top of this file."""
     scores: dict[int, list[float]] = {}
-    for t in chosen:
-        if t.reward is not None:
-            scores.setdefault(t.group, []).append(t.reward)
-    mean = {group: statistics.fmean(values) for group, values in scores.items()}
-    same = {group for group, values in scores.items() if len(values) > 1 and max(values) == min(values)}
+    for trajectory in job.trajectories:
+        group_scores = scores.setdefault(trajectory.group, [])
+        if trajectory.reward is not None:
+            group_scores.append(trajectory.reward)
+    rows = []
+    counts: dict[int, int] = {}
+    for trajectory in job.trajectories:
+        number = counts.get(trajectory.group, 0)
+        counts[trajectory.group] = number + 1
+        row = _sample_row(trajectory, scores[trajectory.group], texts)
+        rows.append({"step": job.step, "sample": number, **row})
+    table = pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+    for name, column in _token_columns(job, texts).items():
+        table = table.append_column(name, column)
+    return table
+
+
+def _sample_row(
+    trajectory: Trajectory, group_scores: Sequence[float], texts: TokenTexts
+) -> dict[str, object]:
+    prompt = trajectory.prompt
+    turns = []
+    for turn in trajectory.turns:
+        reward = trajectory.turn_rewards.get(turn.end - 1)
+        turns.append({"role": turn.role, "start": turn.start, "end": turn.end, "reward": reward})
     return {
-        "score": pa.array([t.reward for t in chosen], pa.float64()),
-        "group_mean": pa.array([mean.get(t.group) for t in chosen], pa.float64()),
-        "zero_variance": pa.array([t.group in same for t in chosen]),
-        "failed": pa.array([t.score is None for t in chosen]),
-        "truncated": pa.array([t.finish == "length" for t in chosen]),
-        "finish": pa.array([t.finish for t in chosen], pa.string()),
-        "version": pa.array([t.version for t in chosen], pa.int64()),
-        "prompt_tokens": pa.array([len(t.prompt.ids) for t in chosen], pa.int32()),
-        "response_tokens": pa.array([len(t.response) for t in chosen], pa.int32()),
-        "num_turns": pa.array([t.num_turns for t in chosen], pa.int32()),
-        "tool_results": pa.array([sum(turn.role == "tool" for turn in t.turns) for t in chosen], pa.int32()),
+        "group": trajectory.group,
+        "index": prompt.index,
+        "data_source": prompt.data_source,
+        "score": trajectory.reward,
+        "group_mean": statistics.fmean(group_scores) if group_scores else None,
+        "zero_variance": len(group_scores) > 1 and max(group_scores) == min(group_scores),
+        "failed": trajectory.score is None,
+        "truncated": trajectory.finish == "length",
+        "finish": trajectory.finish,
+        "version": trajectory.version,
+        "prompt_tokens": len(prompt.ids),
+        "response_tokens": len(trajectory.response),
+        "num_turns": trajectory.num_turns,
+        "tool_results": sum(turn.role == "tool" for turn in trajectory.turns),
+        "prompt": _valid_utf8(texts.decode(prompt.ids)),
+        "response": _valid_utf8(texts.decode(trajectory.response)),
+        "ground_truth": _text(prompt.ground_truth),
+        "reported": to_json(trajectory.extras),
+        "turns": turns,
     }
 
 
-def _tokens(job: Job, texts: TextOf) -> dict[str, pa.Array]:
-    """Lists of one entry per response token; a list that nobody computed is null."""
-    chosen, tables = job.trajectories, job.tables
-    lengths = [len(t.response) for t in chosen]
+def _token_columns(job: SampleJob, texts: TokenTexts) -> dict[str, pa.Array]:
+    """Lists of one entry per response token; a table that was not computed is null."""
+    lengths = [len(t.response) for t in job.trajectories]
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
 
-    def lists(values: pa.Array) -> pa.Array:
+    def as_lists(values: pa.Array) -> pa.Array:
         return pa.ListArray.from_arrays(offsets, values)
 
-    words = pa.array([_clean(text) for t in chosen for text in texts.each(t.response)], pa.string())
+    words: list[str] = []
+    for trajectory in job.trajectories:
+        words.extend(map(_valid_utf8, texts.each(trajectory.response)))
     columns = {
-        "ids": lists(pa.array(_flat([t.response for t in chosen], np.int32))),
-        "tokens": lists(words),
-        "role": lists(pa.array(_roles(job, lengths))),
-        "rollout_log_probs": lists(pa.array(_flat([t.log_probs for t in chosen], np.float32))),
+        "ids": as_lists(pa.array(_flat([t.response for t in job.trajectories], np.int32))),
+        "tokens": as_lists(pa.array(words, pa.string())),
+        "role": as_lists(pa.array(_roles(job, lengths))),
+        "rollout_log_probs": as_lists(pa.array(_flat([t.log_probs for t in job.trajectories], np.float32))),
     }
     for name in TOKEN_TABLES:
-        if name in tables:
-            cut = [row[:length] for row, length in zip(tables[name].numpy(), lengths, strict=True)]
-            columns[name] = lists(pa.array(_flat(cut, np.float32), from_pandas=True))
+        if name in job.tables:
+            values = _flat(_unpadded(job.tables[name], lengths), np.float32)
+            columns[name] = as_lists(pa.array(values, from_pandas=True))
         else:
-            columns[name] = pa.nulls(len(chosen), pa.list_(pa.float32()))
+            columns[name] = pa.nulls(len(lengths), pa.list_(pa.float32()))
     columns["advantage"] = pa.array(_mean_advantages(job, lengths), pa.float64())
     return columns
 
 
-def _roles(job: Job, lengths: Sequence[int]) -> np.ndarray:
+def _roles(job: SampleJob, lengths: Sequence[int]) -> np.ndarray:
     sampled = _flat([t.mask for t in job.trajectories], np.int8)
     if "mask" not in job.tables:
         return sampled
-    trained = _flat([row[:n] for row, n in zip(job.tables["mask"].numpy(), lengths, strict=True)], np.float32) > 0
+    trained = _flat(_unpadded(job.tables["mask"], lengths), np.float32) > 0
     return np.where(sampled == 0, ENVIRONMENT, np.where(trained, TRAINED, SAMPLED_ONLY)).astype(np.int8)
 
 
-def _mean_advantages(job: Job, lengths: Sequence[int]) -> list[float | None]:
-    """Over the tokens that are trained."""
+def _mean_advantages(job: SampleJob, lengths: Sequence[int]) -> list[float | None]:
+    """Mean over the trained tokens of each sample; None where no token is trained."""
     if "advantages" not in job.tables or "mask" not in job.tables:
         return [None] * len(lengths)
-    found: list[float | None] = []
-    for values, mask, length in zip(job.tables["advantages"].numpy(), job.tables["mask"].numpy(), lengths, strict=True):
-        trained = values[:length][mask[:length] > 0]
-        found.append(float(trained.mean()) if len(trained) else None)
-    return found
+    advantages = _unpadded(job.tables["advantages"], lengths)
+    masks = _unpadded(job.tables["mask"], lengths)
+    means: list[float | None] = []
+    for values, mask in zip(advantages, masks, strict=True):
+        trained = values[mask > 0]
+        means.append(float(trained.mean()) if len(trained) else None)
+    return means
 
 
-def _flat(lists: Sequence[Any], dtype: Any) -> np.ndarray:
-    return np.concatenate([np.asarray(values, dtype=dtype) for values in lists]) if lists else np.zeros(0, dtype)
+def _unpadded(table: Tensor, lengths: Sequence[int]) -> list[np.ndarray]:
+    return [row[:length] for row, length in zip(table.numpy(), lengths, strict=True)]
 
 
-def _numbers_in_group(chosen: Sequence[Trajectory]) -> list[int]:
-    counts: dict[int, int] = {}
-    numbers = []
-    for t in chosen:
-        numbers.append(counts.get(t.group, 0))
-        counts[t.group] = numbers[-1] + 1
-    return numbers
+def _flat(lists: Sequence[object], dtype: DTypeLike) -> np.ndarray:
+    if not lists:
+        return np.zeros(0, dtype)
+    return np.concatenate([np.asarray(values, dtype=dtype) for values in lists])
 
 
-def _turns(t: Trajectory) -> list[dict[str, Any]]:
-    return [
-        {"role": turn.role, "start": turn.start, "end": turn.end, "reward": t.turn_rewards.get(turn.end - 1)}
-        for turn in t.turns
-    ]
+def _text(value: object) -> str | None:
+    if value is None:
+        return None
+    return _valid_utf8(value if isinstance(value, str) else to_json(value))
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else _clean(value if isinstance(value, str) else to_json(value))
-
-
-def _clean(text: str) -> str:
-    """Half a surrogate pair has no UTF-8."""
+def _valid_utf8(text: str) -> str:
+    """Replace half of a surrogate pair, which has no UTF-8."""
     return text.encode("utf-8", "replace").decode()
+
+
+def write_samples(folder: Path, split: str, step: int, table: pa.Table) -> Path:
+    """Write a table as the sample file of a step; returns its path."""
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / file_name(split, step)
+    temporary = target.with_name(f".{target.name}.new")
+    unique: list[str] = []
+    repeated: list[str] = []
+    for leaf in leaf_columns(table.schema):
+        if leaf.removesuffix(".list.element") in HIGH_CARDINALITY:
+            unique.append(leaf)
+        else:
+            repeated.append(leaf)
+    try:
+        pq.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            row_group_size=ROWS_PER_GROUP,
+            use_dictionary=repeated,
+            use_byte_stream_split=unique,
+        )
+        return temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def leaf_columns(schema: pa.Schema) -> list[str]:
+    """The leaf columns of a table under their parquet names."""
+    names: list[str] = []
+
+    def visit(name: str, kind: pa.DataType) -> None:
+        if pa.types.is_list(kind):
+            visit(f"{name}.list.element", kind.value_type)
+        elif pa.types.is_struct(kind):
+            for child in kind:
+                visit(f"{name}.{child.name}", child.type)
+        else:
+            names.append(name)
+
+    for column in schema:
+        visit(column.name, column.type)
+    return names

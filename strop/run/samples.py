@@ -1,108 +1,94 @@
-"""Samples to look at: some groups of every step as columns, in `<run>/samples/train_000012.parquet` and `validation_...`.
+"""Writes some sample groups of every step for the board, in the background.
 
-The loop hands over what it has and goes on; a thread decodes, compresses and writes. What goes wrong here never ends a run, it
-is told once. A file appears under its name only when it is whole.
+The training loop submits a step and continues; a thread decodes, compresses and writes (sample_table.py). A
+failure here never stops a run: it is logged once. A file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.run.sample_table import Job, TextOf, sample_table
+from strop.run.sample_table import FOLDER, SampleJob, TokenTexts, parse_name, sample_table, write_samples
 from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-FOLDER = "samples"
-ROWS_PER_GROUP = 128
-"""Of a file: a reader who wants one sample decompresses so many."""
-UNIQUE = ("rollout_log_probs", "trained_log_probs", "ref_log_probs", "entropy", "values")
-WAITING = 2
-"""Steps that may wait for the disk; more would be memory that training needs."""
-_NAME = re.compile(r"(train|validation)_(\d{6,})\.parquet")
-
-
-def file_name(split: str, step: int) -> str:
-    return f"{split}_{step:06d}.parquet"
-
-
-def parse_name(name: str) -> tuple[str, int] | None:
-    """(split, step) of a sample file; None for any other file.
-
-    >>> parse_name("train_000012.parquet"), parse_name(".train_000012.parquet.new")
-    (('train', 12), None)
-    """
-    match = _NAME.fullmatch(name)
-    return (match[1], int(match[2])) if match else None
+MAX_PENDING_STEPS = 2
+"""Steps that may wait for the disk; more would take memory that training needs."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What an update found out on the way about some rows of the step."""
+class UpdateLogProbs:
+    """Log-probs that the update of a step computed for some of its rows."""
 
     rows: Tensor
-    """Their positions in the step's first order."""
+    """Their positions in the step's original order."""
     log_probs: Tensor
     entropy: Tensor | None = None
 
 
 class SampleWriter:
-    """Writes at most `most` samples of each step, whole groups of one prompt, spread evenly over the step."""
+    """Writes at most `max_samples` samples of each step: whole groups of one prompt, evenly spaced in the
+    step."""
 
-    def __init__(self, directory: Path, *, most: int, texts: TextOf):
+    def __init__(self, directory: Path, *, max_samples: int, texts: TokenTexts):
         self.folder = directory / FOLDER
-        self.most = most
+        self.max_samples = max_samples
         self.texts = texts
-        self._known: Known | None = None
-        self._told = False
-        self._jobs: queue.Queue[Job | None] = queue.Queue(WAITING)
+        self._update_log_probs: UpdateLogProbs | None = None
+        self._warned = threading.Lock()
+        """Held from the first warning on."""
+        self._jobs: queue.Queue[SampleJob | None] = queue.Queue(MAX_PENDING_STEPS)
         self._thread: threading.Thread | None = None
 
     def begin(self, resumed_from: int | None) -> None:
-        """A resumed run forgets what was sampled after the step it goes on from; a new one leaves older files beside."""
+        """Delete samples of later steps when a run resumes; rename the folder of an older run for a new
+        one."""
         try:
             if resumed_from is None:
                 set_folder_aside(self.folder)
+                return
             for file in self.folder.glob("*.parquet"):
-                found = parse_name(file.name)
-                if found and resumed_from is not None and found[1] > resumed_from:
+                parsed = parse_name(file.name)
+                if parsed is not None and parsed[1] > resumed_from:
                     file.unlink()
         except OSError as error:
-            self._tell(f"older samples could not be put away: {error}")
+            self._warn_once(f"older samples could not be put away: {error}")
 
-    def remember(self, known: Known | None) -> None:
-        """What the update of this step found out about its rows; belongs to the next `keep`."""
-        self._known = known
+    def set_update_log_probs(self, log_probs: UpdateLogProbs | None) -> None:
+        """Log-probs from the update of this step; they belong to the next `submit`."""
+        self._update_log_probs = log_probs
 
-    def keep(self, split: str, step: int, trajectories: Sequence[Trajectory], batch: Batch | None = None) -> None:
-        """Hand over a step. `batch` has the same rows, in the same order."""
-        known, self._known = self._known, None
-        rows = spread(trajectories, self.most)
+    def submit(
+        self, split: str, step: int, trajectories: Sequence[Trajectory], batch: Batch | None = None
+    ) -> None:
+        """Queue a step for writing. `batch` has the same rows, in the same order."""
+        log_probs = self._update_log_probs
+        self._update_log_probs = None
+        rows = choose_rows(trajectories, self.max_samples)
         if not rows:
             return
         chosen = [trajectories[row] for row in rows]
-        tables = {} if batch is None else tables_of(batch, rows, known)
+        tables = {} if batch is None else token_tables(batch, rows, log_probs)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
             self._thread.start()
         try:
-            self._jobs.put_nowait(Job(split, step, chosen, tables))
+            self._jobs.put_nowait(SampleJob(split, step, chosen, tables))
         except queue.Full:
-            self._tell(f"the disk is slower than the run, so those of step {step} are left out")
+            self._warn_once(f"the disk is slower than the run, so those of step {step} are left out")
 
     def close(self) -> None:
-        """Wait until everything that was handed over is on the disk."""
+        """Wait until every submitted step is on the disk."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -112,33 +98,35 @@ class SampleWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 write_samples(self.folder, job.split, job.step, sample_table(job, self.texts))
-            except Exception as error:  # noqa: BLE001 - the border of the run: samples are worth less than it
-                self._tell(f"step {job.step}: {type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - samples must not stop a run
+                self._warn_once(f"step {job.step}: {type(error).__name__}: {error}")
 
-    def _tell(self, problem: str) -> None:
-        if not self._told:
+    def _warn_once(self, problem: str) -> None:
+        if self._warned.acquire(blocking=False):
             log.warning("Samples for the board: %s. Training goes on; this is told once.", problem)
-        self._told = True
 
 
-def spread(trajectories: Sequence[Trajectory], most: int) -> list[int]:
-    """Rows of whole groups, about `most` in all, at even distances: the same positions every time, with no taste for any score.
+def choose_rows(trajectories: Sequence[Trajectory], max_samples: int) -> list[int]:
+    """Rows of whole groups, about `max_samples` in all, evenly spaced: independent of any score.
 
-    The first group is always there, however large it is.
+    The first group is always chosen, however large it is.
     """
     groups: dict[int, list[int]] = {}
     for row, trajectory in enumerate(trajectories):
         groups.setdefault(trajectory.group, []).append(row)
-    if not groups or most < 1:
+    if not groups or max_samples < 1:
         return []
-    largest = max(len(rows) for rows in groups.values())
-    count = min(len(groups), max(1, most // largest))
-    order = list(groups.values())
-    return [row for i in range(count) for row in order[i * len(order) // count]]
+    largest = max(map(len, groups.values()))
+    count = min(len(groups), max(1, max_samples // largest))
+    rows_by_group = list(groups.values())
+    chosen: list[int] = []
+    for i in range(count):
+        chosen += rows_by_group[i * len(rows_by_group) // count]
+    return chosen
 
 
-def tables_of(batch: Batch, rows: Sequence[int], known: Known | None) -> dict[str, Tensor]:
-    """What the trainer knows about the tokens of these rows, copied to the host; [rows, T] each."""
+def token_tables(batch: Batch, rows: Sequence[int], log_probs: UpdateLogProbs | None) -> dict[str, Tensor]:
+    """What the trainer computed for the tokens of these rows, copied to the host; [rows, T] each."""
     import torch
 
     index = torch.as_tensor(list(rows), dtype=torch.long)
@@ -150,59 +138,25 @@ def tables_of(batch: Batch, rows: Sequence[int], known: Known | None) -> dict[st
         "values": batch.values,
         "mask": batch.mask,
     }
-    found = {name: table[index.to(table.device)].float().cpu() for name, table in fields.items() if table is not None}
-    if batch.old_log_probs is None and known is not None:
-        found["trained_log_probs"] = _placed(known.rows, known.log_probs, index)
-        if known.entropy is not None:
-            found["entropy"] = _placed(known.rows, known.entropy, index)
-    return found
+    tables = {}
+    for name, table in fields.items():
+        if table is not None:
+            tables[name] = table[index.to(table.device)].float().cpu()
+    if batch.old_log_probs is None and log_probs is not None:
+        tables["trained_log_probs"] = _select_rows(log_probs.rows, log_probs.log_probs, index)
+        if log_probs.entropy is not None:
+            tables["entropy"] = _select_rows(log_probs.rows, log_probs.entropy, index)
+    return tables
 
 
-def _placed(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
+def _select_rows(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
     """The rows of the table in the order of `index`; NaN where a row was not computed."""
     import torch
 
-    place = torch.full((int(max(rows.max(), index.max())) + 1,), -1)
-    place[rows.cpu()] = torch.arange(len(rows))
-    known = place[index]
-    return torch.where((known >= 0)[:, None], table.float().cpu()[known], float("nan"))
-
-
-def write_samples(folder: Path, split: str, step: int, table: pa.Table) -> Path:
-    import pyarrow.parquet as pq
-
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / file_name(split, step)
-    aside = target.with_name(f".{target.name}.new")
-    try:
-        # Real numbers hardly repeat: a dictionary of them is larger than they are.
-        unique = [f"{name}.list.element" for name in table.column_names if name in UNIQUE]
-        repeated = [leaf for leaf in leaves(table.schema) if leaf not in unique]
-        pq.write_table(
-            table,
-            aside,
-            compression="zstd",
-            row_group_size=ROWS_PER_GROUP,
-            use_dictionary=repeated,
-            use_byte_stream_split=unique,
-        )
-        return aside.replace(target)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def leaves(schema: pa.Schema) -> list[str]:
-    """Columns of a table as parquet names them."""
-    import pyarrow as pa
-
-    def below(name: str, kind: pa.DataType) -> list[str]:
-        if pa.types.is_list(kind):
-            return below(f"{name}.list.element", kind.value_type)
-        if pa.types.is_struct(kind):
-            return [leaf for field in kind for leaf in below(f"{name}.{field.name}", field.type)]
-        return [name]
-
-    return [leaf for field in schema for leaf in below(field.name, field.type)]
+    positions = torch.full((int(max(rows.max(), index.max())) + 1,), -1)
+    positions[rows.cpu()] = torch.arange(len(rows))
+    found = positions[index]
+    return torch.where((found >= 0)[:, None], table.float().cpu()[found], float("nan"))
 
 
 def set_folder_aside(folder: Path) -> None:

@@ -1,7 +1,9 @@
-"""A thread that notices when this process stands still: it writes all stacks, warns, and ends the process where that was asked.
+"""A thread that notices when this process hangs: it writes all stacks, warns, and ends the process on a
+timeout.
 
-A process whose interpreter is stuck inside C code cannot run this thread either. For that case a timer outside the interpreter
-is wound up again with every round: if nobody winds it up it writes the stacks and ends the process by itself.
+A process whose interpreter is stuck in C code cannot run this thread either. For that case the thread resets
+a timer outside the interpreter (faulthandler) every second; when the timer is not reset it writes the stacks
+and ends the process.
 """
 
 from __future__ import annotations
@@ -17,91 +19,109 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
-from strop.run.health import tell_stall
-from strop.run.heartbeat import FAILED, Beat, Heartbeat, stacks_of
+from strop.run.health.monitor import write_stall_alert
+from strop.run.heartbeat import FAILED, Heartbeat, WorkerState, stacks_file
 
 log = logging.getLogger(__name__)
 
 HUNG = 75
 """Exit code of a worker whose phase took longer than trainer.phase_timeout."""
 ORPHANED = 76
-"""Exit code of a worker whose starter is gone."""
-ROUND = 1.0
-MOST_STACKS = 100
-"""faulthandler stops after so many threads."""
-SPARE = 30.0
-"""Seconds that the timer outside the interpreter gives on top."""
+"""Exit code of a worker whose parent process is gone."""
+CHECK_INTERVAL = 1.0
+MAX_DUMPED_THREADS = 100
+"""faulthandler stops after this many threads."""
+TIMER_MARGIN = 30.0
+"""Seconds that the timer outside the interpreter adds to the timeout."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchdogLimits:
+    """When the watchdog acts."""
+
     warning: float = 0.0
-    """Seconds after which a phase is told of; 0: never."""
+    """Seconds in a phase after which a warning is logged; 0: never."""
     timeout: float = 0.0
-    """Seconds after which a phase ends the process; 0: never."""
+    """Seconds in a phase after which the process is ended; 0: never."""
 
 
 @contextlib.contextmanager
-def watched(heart: Heartbeat, limits: Limits, starter: int | None = None) -> Iterator[None]:
-    """Inside the block somebody looks whether this process moves, and whether the process `starter` still is its parent."""
-    over = threading.Event()
+def start_watchdog(heart: Heartbeat, limits: WatchdogLimits, starter: int | None = None) -> Iterator[None]:
+    """Watch inside the block whether this process makes progress, and whether `starter` is still its
+    parent."""
+    stopped = threading.Event()
     with contextlib.ExitStack() as open_files:
         try:
-            stacks = open_files.enter_context(stacks_of(heart.directory, heart.last.rank).open("a"))
-        except OSError:  # the heartbeat has told of it
+            stacks = open_files.enter_context(stacks_file(heart.directory, heart.last.rank).open("a"))
+        except OSError:  # the heartbeat has logged it
             yield
             return
-        watcher = threading.Thread(target=_watch, args=(heart, limits, starter, stacks, over), name="watchdog", daemon=True)
+        watcher = threading.Thread(
+            target=_watch, args=(heart, limits, starter, stacks, stopped), name="watchdog", daemon=True
+        )
         watcher.start()
         try:
             yield
         finally:
-            over.set()
+            stopped.set()
             watcher.join()
             if limits.timeout:
                 faulthandler.cancel_dump_traceback_later()
 
 
-def _watch(heart: Heartbeat, limits: Limits, starter: int | None, stacks: TextIO, over: threading.Event) -> None:
-    told: Beat | None = None
-    while not over.wait(ROUND):
+def _watch(
+    heart: Heartbeat, limits: WatchdogLimits, starter: int | None, stacks: TextIO, stopped: threading.Event
+) -> None:
+    warned: WorkerState | None = None
+    while not stopped.wait(CHECK_INTERVAL):
         if starter is not None and os.getppid() != starter:
             os._exit(ORPHANED)
-        beat, still = heart.last, heart.still_for()
+        worker = heart.last
+        seconds = heart.seconds_in_phase()
         if limits.timeout:
-            faulthandler.dump_traceback_later(max(limits.timeout - still, 0) + SPARE, exit=True, file=stacks)
-        if limits.timeout and still > limits.timeout:
-            _write_stacks(beat, still, stacks)
-            heart.beat(beat.step, f"{FAILED}{beat.phase}")
-            _say_and_end(beat, limits.timeout, stacks.name)
-        if limits.warning and still > limits.warning and beat is not told:
-            told = beat
-            _write_stacks(beat, still, stacks)
-            log.warning("%s for %.0f s: what it does is written in %s.", str(beat).capitalize(), still, stacks.name)
-            tell_stall(heart.directory, beat.step, beat.phase, still, stacks.name)
+            faulthandler.dump_traceback_later(
+                max(limits.timeout - seconds, 0) + TIMER_MARGIN, exit=True, file=stacks
+            )
+        if limits.timeout and seconds > limits.timeout:
+            _write_stacks(worker, seconds, stacks)
+            heart.beat(worker.step, f"{FAILED}{worker.phase}")
+            _report_and_exit(worker, limits.timeout, stacks.name)
+        if limits.warning and seconds > limits.warning and worker is not warned:
+            warned = worker
+            _write_stacks(worker, seconds, stacks)
+            log.warning(
+                "%s for %.0f s: what it does is written in %s.",
+                str(worker).capitalize(),
+                seconds,
+                stacks.name,
+            )
+            write_stall_alert(heart.directory, worker.step, worker.phase, seconds, stacks.name)
 
 
-def _write_stacks(beat: Beat, still: float, stacks: TextIO) -> None:
-    stacks.write(f"\n--- {beat} for {still:.0f} s\n")
+def _write_stacks(worker: WorkerState, seconds: float, stacks: TextIO) -> None:
+    stacks.write(f"\n--- {worker} for {seconds:.0f} s\n")
     stacks.flush()
     faulthandler.dump_traceback(stacks, all_threads=True)
-    if threading.active_count() >= MOST_STACKS:
+    if threading.active_count() >= MAX_DUMPED_THREADS:
         stacks.write(_main_stack())
         stacks.flush()
 
 
 def _main_stack() -> str:
-    """The main thread as faulthandler writes it: it comes last, and behind many others not at all."""
+    """The main thread in faulthandler's format: faulthandler writes it last, and not at all after too many
+    threads."""
     frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    calls = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n' for frame in reversed(frames)]
-    return "".join([f"\nThread 0x{threading.main_thread().ident:016x} (most recent call first):\n", *calls])
+    text = f"\nThread 0x{threading.main_thread().ident:016x} (most recent call first):\n"
+    for frame in reversed(frames):
+        text += f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n'
+    return text
 
 
-def _say_and_end(beat: Beat, timeout: float, where: str) -> None:
+def _report_and_exit(worker: WorkerState, timeout: float, where: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(
-            2,
-            f"strop: error: {str(beat).capitalize()} for more than trainer.phase_timeout={timeout:g} s. The stacks of all its "
-            f"threads are in {where}.\n".encode(),
+        text = (
+            f"strop: error: {str(worker).capitalize()} for more than trainer.phase_timeout={timeout:g} s. "
+            f"The stacks of all its threads are in {where}.\n"
         )
+        os.write(2, text.encode())
     os._exit(HUNG)

@@ -1,7 +1,7 @@
-"""Many ranks on one machine: n processes of the same command, told apart by RANK as torchrun does it.
+"""Many ranks on one machine: n processes of the same command, which differ in RANK, as with torchrun.
 
-The process that starts them holds the meeting point (a TCPStore on a port of the system's choice, so no port can be in use
-already) and watches: when one rank fails the others are ended, since they would wait for it for ever.
+The launcher hosts the rendezvous store, on a port that the system chooses, so the port cannot be in use. It
+watches the ranks: when one fails, the others are stopped, since they would wait for it for ever.
 """
 
 from __future__ import annotations
@@ -23,36 +23,50 @@ from typing import BinaryIO, cast
 import torch
 
 from strop.ranks import Ranks, SharedFailure
-from strop.run.heartbeat import log_of
+from strop.run.heartbeat import worker_log_file
 from strop.run.watchdog import HUNG
-from strop.runtime.failure import WAITED, Loss, describe, first_cause
-from strop.runtime.ray_agent import LAUNCHED
-from strop.runtime.tail import Tail
+from strop.runtime.child_process import LAUNCHED, OutputTail, omp_threads_per_rank
+from strop.runtime.failure import WAITED, RankFailure, describe, first_cause
 
-GRACE = 10.0
-"""Seconds the other ranks have to end by themselves after one has failed."""
+GRACE_SECONDS = 10.0
+"""Seconds that the other ranks have to end by themselves after one has failed."""
+POLL_SECONDS = 0.05
+STACK_SECONDS = 0.5
+"""Seconds in which ranks write their stacks."""
+LOST_CONNECTION = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Timed out waiting",
+    "timed out",
+    "Timeout",
+    "Broken pipe",
+)
+"""Parts of the errors of torch.distributed when another rank is gone or late."""
+
+RankProcess = subprocess.Popen[bytes]
 
 
 def is_rank() -> bool:
-    """Whether somebody (torchrun, or `launch`) started this process as one of many."""
+    """Return whether this process was started as one rank of many, by torchrun or by `launch`."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(command: Sequence[str], world: int, *, environment: Mapping[str, str] | None = None) -> int:
     """Run `command` as `world` ranks and wait; the exit code of the rank that failed first, or 0."""
     with tempfile.TemporaryDirectory(prefix="strop-ranks-") as folder:
-        loss = run_ranks(command, world, Path(folder), environment=environment)
-        if loss is None:
+        failure = run_ranks(command, world, Path(folder), environment=environment)
+        if failure is None:
             return 0
-        for line in describe(loss, Path(folder)):
+        for line in describe(failure, Path(folder)):
             sys.stderr.write(f"strop: error: {line}\n")
-        return loss.exit_code
+        return failure.exit_code
 
 
 def run_ranks(
     command: Sequence[str], world: int, directory: Path, *, environment: Mapping[str, str] | None = None
-) -> Loss | None:
-    """Run `command` as `world` ranks and wait; the rank that failed first, or None. `directory` is the run's folder."""
+) -> RankFailure | None:
+    """Run `command` as `world` ranks and wait; the failure that came first, or None. `directory` is the run's
+    folder."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,125 +75,118 @@ def run_ranks(
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the meeting point is ours; no rank opens one
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world))),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted here; no rank hosts one
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", omp_threads_per_rank(world)),
         LAUNCHED: str(os.getpid()),
         **(environment or {}),
     }
-    ranks = [
-        subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE
-        )
-        for rank in range(world)
-    ]
-    tails = [
-        Tail(cast(BinaryIO, process.stderr), sys.stderr.write, log_of(directory, rank)) for rank, process in enumerate(ranks)
-    ]
+    ranks = []
+    for rank in range(world):
+        variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
+    tails = []
+    for rank, process in enumerate(ranks):
+        stderr = cast(BinaryIO, process.stderr)
+        tails.append(OutputTail(stderr, sys.stderr.write, worker_log_file(directory, rank)))
     try:
-        loss = _watch(ranks)
+        failure = _watch(ranks)
     finally:
         _end(ranks)
-    return loss if loss is None else replace(loss, host=socket.gethostname(), lines=tails[loss.rank].last())
+    if failure is None:
+        return None
+    return replace(failure, host=socket.gethostname(), last_lines=tails[failure.rank].last_lines())
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> Loss | None:
-    with _passed_on(ranks) as asked:
+def _watch(ranks: Sequence[RankProcess]) -> RankFailure | None:
+    """Wait until all ranks have ended, or one has failed and the others had time to end."""
+    with _forward_signals(ranks) as signals:
         while True:
             codes = [process.poll() for process in ranks]
             if any(codes):
                 break
             if all(code == 0 for code in codes):
                 return None
-            time.sleep(0.05)
-        deadline = time.monotonic() + GRACE
-        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.poll()}
+            time.sleep(POLL_SECONDS)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while _running(ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        failed: dict[int, int] = {}
+        for rank, process in enumerate(ranks):
+            if process.poll():
+                failed[rank] = process.returncode
     cause = first_cause(failed)
     if failed[cause] == HUNG:
-        _ask_for_stacks(ranks)
-    return Loss(cause, len(ranks), failed[cause], asked=bool(asked))
+        _dump_stacks(ranks)
+    return RankFailure(cause, len(ranks), failed[cause], interrupted=bool(signals))
 
 
-def _ask_for_stacks(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Of those that are still there: who waits for whom can be read from all stacks together."""
-    for process in ranks:
-        if process.poll() is None:
-            process.send_signal(signal.SIGUSR1)
-    time.sleep(0.5)
+def _running(ranks: Sequence[RankProcess]) -> list[RankProcess]:
+    return [process for process in ranks if process.poll() is None]
+
+
+def _dump_stacks(ranks: Sequence[RankProcess]) -> None:
+    """Make the running ranks write their stacks: all stacks together show which rank waits for which."""
+    for process in _running(ranks):
+        process.send_signal(signal.SIGUSR1)
+    time.sleep(STACK_SECONDS)
 
 
 @contextlib.contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """A signal to end goes to all ranks; each closes its files by itself. Yields the signals that came."""
-    came: list[int] = []
+def _forward_signals(ranks: Sequence[RankProcess]) -> Iterator[list[int]]:
+    """Forward SIGINT and SIGTERM to all ranks, which close their files themselves. Yields the signals that
+    came."""
+    received: list[int] = []
 
     def forward(number: int, _: object) -> None:
-        came.append(number)
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
+        received.append(number)
+        for process in _running(ranks):
+            process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: Sequence[RankProcess]) -> None:
+    """Terminate the ranks that still run; kill those that do not end."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        alive = [process for process in ranks if process.poll() is None]
+        alive = _running(ranks)
         for process in alive:
             process.send_signal(number)
         for process in alive:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=GRACE)
+                process.wait(timeout=GRACE_SECONDS)
+
+
+# --- in a rank ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ranks]:
-    """Inside the block this process is one rank of `devices`; a rank that does not answer for `timeout` seconds is an error."""
+    """Join the process group of `devices` ranks while the block lasts; a rank that does not answer for
+    `timeout` seconds is an error."""
     import torch.distributed as dist
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if world != devices:
         raise ValueError(
-            f"{world} ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is {devices}. Set them to what was "
-            "started, or start as many."
+            f"{world} ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is {devices}. Set "
+            "them to what was started, or start as many."
         )
     if device.type == "cuda":
-        place = int(os.environ.get("LOCAL_RANK", rank))
-        if place >= torch.cuda.device_count():
-            raise ValueError(
-                f"Rank {rank} is number {place} on this machine, which has {torch.cuda.device_count()} GPUs. "
-                "Lower trainer.n_gpus_per_node."
-            )
-        torch.cuda.set_device(place)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if os.environ.get("MASTER_PORT") == "0":
-        raise ValueError(
-            f"Rank {rank} of {world} was told to meet the others at port 0 (MASTER_PORT), which is none. Start ranks of one "
-            "machine by torchrun --standalone, which chooses a free port, or name one by --master-port."
-        )
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=timeout),
-        )
-    except (dist.DistError, RuntimeError) as error:
-        raise ValueError(
-            f"Rank {rank} of {world} cannot meet the others at {where} (MASTER_ADDR, MASTER_PORT). Is the port in use, or did "
-            f"another rank not start? {str(error).splitlines()[0]}"
-        ) from error
+        _set_device(rank)
+    _init_process_group(rank, world, device, timeout)
     try:
         yield Ranks(rank, world)
     except SharedFailure as failure:
-        failure.told_by_another = rank != 0
+        failure.reported_by_other_rank = rank != 0
         raise
     except RuntimeError as error:
-        lost = _lost(rank, world, error)
+        lost = _lost_rank(rank, world, error)
         if lost is None:
             raise
         raise lost from error
@@ -187,16 +194,46 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
         dist.destroy_process_group()
 
 
-def _lost(rank: int, world: int, error: RuntimeError) -> SharedFailure | None:
-    """Other ranks are gone or late; what they said themselves is the news."""
-    signs = ("Connection closed by peer", "Connection reset", "Timed out waiting", "timed out", "Timeout", "Broken pipe")
+def _set_device(rank: int) -> None:
+    """Select the GPU of this rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"Rank {rank} is number {local_rank} on this machine, which has {torch.cuda.device_count()} "
+            "GPUs. Lower trainer.n_gpus_per_node."
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def _init_process_group(rank: int, world: int, device: torch.device, timeout: float) -> None:
+    import torch.distributed as dist
+
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if os.environ.get("MASTER_PORT") == "0":
+        raise ValueError(
+            f"Rank {rank} of {world} was told to meet the others at port 0 (MASTER_PORT), which is none. "
+            "Start ranks of one machine by torchrun --standalone, which chooses a free port, or name one by "
+            "--master-port."
+        )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    except (dist.DistError, RuntimeError) as error:
+        raise ValueError(
+            f"Rank {rank} of {world} cannot meet the others at {address} (MASTER_ADDR, MASTER_PORT). Is the "
+            f"port in use, or did another rank not start? {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _lost_rank(rank: int, world: int, error: RuntimeError) -> SharedFailure | None:
+    """Return the failure of a rank that lost another one; None when the error means something else."""
     text = str(error)
-    if not any(sign in text for sign in signs):
+    if not any(sign in text for sign in LOST_CONNECTION):
         return None
     lost = SharedFailure(
-        f"Rank {rank} of {world} waited for another rank in vain: it failed (see its message), or it took longer than "
-        f"actor_rollout_ref.nccl_timeout. ({text.splitlines()[0][:200]})"
+        f"Rank {rank} of {world} waited for another rank in vain: it failed (see its message), or it took "
+        f"longer than actor_rollout_ref.nccl_timeout. ({text.splitlines()[0][:200]})"
     )
-    lost.told_by_another = rank != 0
+    lost.reported_by_other_rank = rank != 0  # the other rank's own message says what happened
     lost.exit_code = WAITED
     return lost

@@ -1,27 +1,33 @@
-"""python -m strop.trainer.main_eval key=value ... [--compare A.parquet B.parquet]: scores for a file of answers."""
+"""python -m strop.trainer.main_eval key=value ... [--compare A.parquet B.parquet]: scores for a file of
+answers."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
 from strop.registry import load_plugins
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
+
+if TYPE_CHECKING:
+    from strop.config.schema.inference import EvaluationConfig
 
 COMPARE = "--compare"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compose, examine, score, show, write."""
+    """Score the responses of a file, print the table and write the results; returns the exit code."""
     words, pair = _take_pair(list(arguments))
     asked = parse(words)
-    overrides = [*asked.overrides, *([f"data.path=[{','.join(pair)}]"] if pair else [])]
+    overrides = list(asked.overrides)
+    if pair:
+        overrides.append(f"data.path=[{','.join(pair)}]")
     loaded = load("evaluation", overrides, asked.config, asked.search)
-    from strop.trainer.preflight import require
+    from strop.preflight.examine import require
 
     require(loaded)
     load_plugins(loaded.config.plugins)
@@ -31,48 +37,57 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _take_pair(words: list[str]) -> tuple[list[str], list[str]]:
+    """The command line without `--compare A B`, and [A, B]; [] without that option."""
     if COMPARE not in words:
         return words, []
     at = words.index(COMPARE)
     pair = words[at + 1 : at + 3]
     if len(pair) < 2 or any("=" in name or name.startswith("-") for name in pair):
-        raise ValueError(f"{COMPARE} needs two files: strop eval {COMPARE} BEFORE.parquet AFTER.parquet [key=value ...].")
+        raise ValueError(
+            f"{COMPARE} needs two files: strop eval {COMPARE} BEFORE.parquet AFTER.parquet [key=value ...]."
+        )
     return words[:at] + words[at + 3 :], pair
 
 
-def _evaluate(config: Any) -> int:
-    from strop.trainer.evaluation import evaluate, summarise
-    from strop.trainer.evaluation_print import results_as_json, show_results
+def _evaluate(config: EvaluationConfig) -> int:
+    from strop.inference.evaluation import evaluate, summarise
+    from strop.inference.evaluation_report import results_as_json, show_results
 
     judged = evaluate(config)
     results = summarise(judged, config.evaluation)
     show_results(results, confidence=config.evaluation.confidence)
-    first = config.data.path if isinstance(config.data.path, str) else config.data.path[0]
-    _write(config.data.output_path or _beside(first, "eval"), {"path": config.data.path, **results_as_json(results, judged)})
+    path = config.data.path
+    assert path is not None, "the preflight requires data.path"
+    first = path if isinstance(path, str) else path[0]
+    output_path = config.data.output_path or _default_output_path(first, "eval")
+    _write(output_path, {"path": path, **results_as_json(results, judged)})
     return 0
 
 
-def _compare(config: Any, pair: tuple[str, str]) -> int:
-    from strop.trainer.evaluation import evaluate
-    from strop.trainer.evaluation_compare import compare
-    from strop.trainer.evaluation_print import comparison_as_json, show_comparison
+def _compare(config: EvaluationConfig, pair: tuple[str, str]) -> int:
+    from strop.inference.evaluation import evaluate
+    from strop.inference.evaluation_report import compare, comparison_as_json, show_comparison
 
-    before, after = (evaluate(config, path) for path in pair)
+    before = evaluate(config, pair[0])
+    after = evaluate(config, pair[1])
     found = compare(before, after, config.evaluation)
     show_comparison(found, confidence=config.evaluation.confidence)
     content = {"before": pair[0], "after": pair[1], "sources": comparison_as_json(found)}
-    _write(config.data.output_path or _beside(pair[1], "compare"), content)
+    _write(config.data.output_path or _default_output_path(pair[1], "compare"), content)
     return 0
 
 
-def _beside(path: str, what: str) -> str:
+def _default_output_path(path: str, kind: str) -> str:
+    """The file next to `path` with the extension .{kind}.json."""
     stem, dot, _ = path.rpartition(".")
-    return f"{stem if dot else path}.{what}.json"
+    if not dot:
+        stem = path
+    return f"{stem}.{kind}.json"
 
 
-def _write(path: str, content: dict[str, Any]) -> None:
-    from strop.run.parts import publish
-    from strop.run.plain_json import to_json
+def _write(path: str, content: Mapping[str, object]) -> None:
+    from strop.inference.resumable_rows import publish
+    from strop.run.atomic_files import to_json
 
     publish(path, lambda file: file.write_text(to_json(content, indent=1), encoding="utf-8"))
     sys.stdout.write(f"Results: {path}\n")

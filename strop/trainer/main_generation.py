@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
     """Compose, examine, generate."""
     asked = parse(arguments)
     loaded = load("generation", asked.overrides, asked.config, asked.search)
-    from strop.trainer.preflight import require
+    from strop.preflight.examine import require
 
     require(loaded)
-    from strop.trainer.generation import generate
+    from strop.inference.generation import generate
 
     sys.stdout.write(f"{generate(loaded.config)}\n")
     return 0

@@ -1,4 +1,5 @@
-"""python -m strop.trainer.main_merge [merge|test] --local_dir CHECKPOINT/actor --target_dir OUT: a folder for transformers."""
+"""python -m strop.trainer.main_merge [merge|test] --local_dir CHECKPOINT/actor --target_dir OUT: a folder for
+transformers."""
 
 from __future__ import annotations
 
@@ -7,21 +8,26 @@ import sys
 from collections.abc import Sequence
 
 from strop.errors import answer
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
+    """Merge a checkpoint, or test one against a Hugging Face folder; returns the exit code."""
     words = list(arguments)
-    verb = words.pop(0) if words and words[0] in ("merge", "test") else "merge"
+    verb = "merge"
+    if words and words[0] in ("merge", "test"):
+        verb = words.pop(0)
     try:
         asked = _parser(verb).parse_args(words)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return _test(asked) if verb == "test" else _merge(asked)
+    if verb == "test":
+        return _test(asked)
+    return _merge(asked)
 
 
 def _merge(asked: argparse.Namespace) -> int:
-    from strop.run.merge import merge
+    from strop.run.merge.merge import merge
 
     made = merge(
         asked.local_dir,
@@ -38,41 +44,64 @@ def _merge(asked: argparse.Namespace) -> int:
 
 
 def _test(asked: argparse.Namespace) -> int:
-    from strop.run.merge import final_weights
-    from strop.run.merge_compare import compare_with_folder
-    from strop.run.merge_sources import read
+    from strop.run.merge.compare import compare_with_folder
+    from strop.run.merge.merge import final_weights
+    from strop.run.merge.sources import read_source
 
-    weights = final_weights(read(asked.local_dir, base=asked.base, lora_alpha=asked.lora_alpha, ema=asked.ema))
+    weights = final_weights(
+        read_source(asked.local_dir, base=asked.base, lora_alpha=asked.lora_alpha, ema=asked.ema)
+    )
     found = compare_with_folder(weights, asked.test_hf_dir, atol=asked.atol)
     if not found:
         sys.stdout.write(f"{found.compared} tensors agree with {asked.test_hf_dir}.\n")
         return 0
-    sys.stdout.write("\n".join([f"{asked.local_dir} is not the model in {asked.test_hf_dir}:", *found.lines(), ""]))
+    sys.stdout.write(
+        "\n".join([f"{asked.local_dir} is not the model in {asked.test_hf_dir}:", *found.lines(), ""])
+    )
     return 1
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
+    description = __doc__
+    if verb == "test":
+        description = "Compare a checkpoint with a Hugging Face folder."
     parser = argparse.ArgumentParser(
-        prog=f"strop merge {verb}".removesuffix(" merge"),
-        description="Compare a checkpoint with a Hugging Face folder." if verb == "test" else __doc__,
-    )
-    parser.add_argument("--local_dir", required=True, help=".../global_step_N/actor (or critic ...), of Strop or verl (FSDP)")
-    parser.add_argument("--base", help="folder of the model the run began with; only needed where the checkpoint does not say")
-    parser.add_argument(
-        "--lora_alpha", type=float, help="verl checkpoints with LoRA: its scale, where lora_adapter/ is missing"
+        prog=f"strop merge {verb}".removesuffix(" merge"), description=description
     )
     parser.add_argument(
-        "--ema", action="store_true", help="the average over time (trainer.enable_ema) instead of the last weights"
+        "--local_dir", required=True, help=".../global_step_N/actor (or critic ...), of Strop or verl (FSDP)"
     )
-    parser.add_argument("--backend", choices=["fsdp"], default="fsdp", help="of verl checkpoints; Strop's own need none")
+    parser.add_argument(
+        "--base", help="folder of the model the run began with; only needed where the checkpoint does not say"
+    )
+    parser.add_argument(
+        "--lora_alpha",
+        type=float,
+        help="verl checkpoints with LoRA: its scale, where lora_adapter/ is missing",
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="the average over time (trainer.enable_ema) instead of the last weights",
+    )
+    parser.add_argument(
+        "--backend", choices=["fsdp"], default="fsdp", help="of verl checkpoints; Strop's own need none"
+    )
     if verb == "test":
         parser.add_argument("--test_hf_dir", required=True, help="Hugging Face folder to compare with")
         parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
     else:
-        parser.add_argument("--target_dir", required=True, help="folder to write; it must not exist, or be empty")
-        parser.add_argument("--dtype", help="precision of the written weights; as the base model's config says, unless told")
         parser.add_argument(
-            "--lora", choices=["merge", "keep"], default="merge", help="adapters: into the weights, or on their own"
+            "--target_dir", required=True, help="folder to write; it must not exist, or be empty"
+        )
+        parser.add_argument(
+            "--dtype", help="precision of the written weights; as the base model's config says, unless told"
+        )
+        parser.add_argument(
+            "--lora",
+            choices=["merge", "keep"],
+            default="merge",
+            help="adapters: into the weights, or on their own",
         )
     return parser
 

@@ -10,33 +10,41 @@ from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.config.rules import check
 from strop.planning.advice import advise, alternatives
-from strop.planning.devices import DEVICES, OTHER, Cluster, device_of
-from strop.planning.table import as_text, as_values
+from strop.planning.devices import DEVICES, OTHER, PlannedCluster, device_of
+from strop.planning.report import as_text, as_values
 
 ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
 OPTIONS = ("--gpu", "--nodes", "--gpus-per-node")
 DIVIDING = ("_parallel_size", "fsdp_size")
-"""How keys end that divide the devices. The other rules are for runs: a plan may lack files and much else."""
+"""Endings of the keys that divide the devices. Other rules do not apply: a plan needs no data files."""
 USAGE = (
-    f"strop plan [{'|'.join(ROOTS)}] [my_run.yaml] [key=value ...] [--gpu {'|'.join(DEVICES)}|80GiB] [--nodes N] "
-    "[--gpus-per-node M] [--json]"
+    f"strop plan [{'|'.join(ROOTS)}] [my_run.yaml] [key=value ...] [--gpu {'|'.join(DEVICES)}|80GiB] "
+    "[--nodes N] [--gpus-per-node M] [--json]"
 )
 
 
 def run(arguments: Sequence[str]) -> int:
     """0: it fits; 1: it does not, and the plan says what to set."""
     rest, given = _options(list(arguments))
-    root = ROOTS[rest.pop(0)] if rest and rest[0] in ROOTS else ROOTS["ppo"]
+    root = ROOTS["ppo"]
+    if rest and rest[0] in ROOTS:
+        root = ROOTS[rest.pop(0)]
     asked = parse(rest, switches=("--json",))
     sizes = {"trainer.nnodes": "--nodes", "trainer.n_gpus_per_node": "--gpus-per-node"}
-    devices = [f"{key}={_count(given, option)}" for key, option in sizes.items() if option in given]
+    devices: list[str] = []
+    for key, option in sizes.items():
+        if option in given:
+            devices.append(f"{key}={_count(given, option)}")
     loaded = load(root, [*asked.overrides, *devices], asked.config, asked.search)
-    clashes = [f"  {finding}" for finding in check(loaded) if finding.level == "error" and finding.key.endswith(DIVIDING)]
+    clashes: list[str] = []
+    for finding in check(loaded):
+        if finding.level == "error" and finding.key.endswith(DIVIDING):
+            clashes.append(f"  {finding}")
     if clashes:
         raise ValueError("\n".join(["The devices cannot be divided like this:", *clashes]))
     config = loaded.config
     trainer = config.trainer
-    cluster = Cluster(device_of(given.get("--gpu", OTHER)), trainer.nnodes, trainer.n_gpus_per_node)
+    cluster = PlannedCluster(device_of(given.get("--gpu", OTHER)), trainer.nnodes, trainer.n_gpus_per_node)
     advice = advise(config, cluster)
     turned = alternatives(config, cluster)
     if "--json" in asked.switches:
@@ -58,7 +66,9 @@ def _options(words: list[str]) -> tuple[list[str], dict[str, str]]:
             continue
         if not equals and not words:
             raise ValueError(f"{name} needs a value. Expected: {USAGE}")
-        given[name] = value if equals else words.pop(0)
+        if not equals:
+            value = words.pop(0)
+        given[name] = value
     return rest, given
 
 

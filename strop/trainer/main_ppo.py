@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+    from strop.preflight.report import PreflightReport
+    from strop.ranks import Ranks
+    from strop.shared.start import RemoteModels
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compose, examine, train."""
+    """Compose the configuration, examine it, train."""
     asked = parse(arguments)
-    root = "ppo_megatron_trainer" if (asked.config or "").startswith("ppo_megatron_trainer") else "ppo_trainer"
+    root = "ppo_trainer"
+    if (asked.config or "").startswith("ppo_megatron_trainer"):
+        root = "ppo_megatron_trainer"
     loaded = load(root, asked.overrides, asked.config, asked.search)
-    from strop.trainer.start import start
+    from strop.preflight.examine import examine, require
+    from strop.shared.start import TrainingProgram, start
 
-    return start(loaded, "strop.trainer.main_ppo", arguments, _train)
+    program = TrainingProgram("strop.trainer.main_ppo", require, examine, _train, _remote_models)
+    return start(loaded, program, arguments)
 
 
-def _train(loaded: Any, ranks: Any, report: Any) -> None:
-    from strop.trainer.build import build_ppo
+def _train(loaded: Loaded[PpoConfig], ranks: Ranks, report: PreflightReport | None) -> None:
+    from strop.ppo.build import build_ppo
+    from strop.replay.recording import trainer_class
 
-    build_ppo(loaded, ranks).fit()
+    build_ppo(loaded, ranks, trainer_class(loaded.config)).fit()
+
+
+def _remote_models(config: PpoConfig) -> RemoteModels:
+    from strop.ppo.roles import frozen_models, learning_models, replica_spec
+    from strop.shared.start import RemoteModels
+
+    return RemoteModels(replica_spec(config), frozen_models(config), learning_models(config))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from strop.errors import answer
-from strop.trainer.prepare import prepare_process
-from strop.trainer.supervised_run import run_supervised
+from strop.shared.process_setup import prepare_process
+from strop.trainer.supervised import run_supervised
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,14 +9,14 @@ from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
 from strop.registry import load_plugins
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
     """Compose, examine, serve until told to stop."""
     asked = parse(arguments)
     loaded = load("reward_server", asked.overrides, asked.config, asked.search)
-    from strop.trainer.preflight import require
+    from strop.preflight.examine import require
 
     require(loaded)
     load_plugins(loaded.config.plugins)

@@ -8,18 +8,17 @@ from typing import Any
 
 from tokenizers import decoders
 
+from strop.agents.context import EpisodeContext, EpisodeLimits
 from strop.agents.episode import Episode
 from strop.agents.interaction import Interactions
-from strop.agents.loops import Loops
-from strop.agents.parsers import parser_for
-from strop.agents.runner import EpisodeRunner, Start
-from strop.agents.session import CallLimits
-from strop.agents.toolbox import Toolbox
+from strop.agents.loops import AgentLoops
+from strop.agents.parsers.base import parser_for
+from strop.agents.runner import EpisodeRequest, EpisodeRunner
+from strop.agents.tool_session import CallLimits
+from strop.agents.tool_set import ToolSet
 from strop.agents.tools import tool_from_function
-from strop.agents.world import Limits, World
 from strop.data.chat import Chat
-from strop.rollout.base import Completion, Request, Sampling
-from strop.trainer.seeds import stream_seed
+from strop.rollout.base import Completion, Request, Sampling, stream_seed
 from strop.types import Prompt
 from tests.data.tokens import CHATML, character_tokenizer
 
@@ -42,7 +41,9 @@ class ScriptedEngine:
 
     version = 7
 
-    def __init__(self, script: Script | Sequence[str], tokenizer: Any = TOKENIZER, latency: float = 0.0) -> None:
+    def __init__(
+        self, script: Script | Sequence[str], tokenizer: Any = TOKENIZER, latency: float = 0.0
+    ) -> None:
         self.script, self.tokenizer, self.latency = script, tokenizer, latency
         self.requests: list[Request] = []
         self.completions: list[Completion] = []
@@ -65,24 +66,29 @@ class ScriptedEngine:
         return [completion]
 
 
-def toolbox(*functions: Callable[..., Any], parallel: int = 4, timeout: float = 5.0, longest: int = 256) -> Toolbox:
-    return Toolbox([tool_from_function(f) for f in functions], CallLimits(timeout, longest, "middle", parallel))
+def tool_set(
+    *functions: Callable[..., Any], parallel: int = 4, timeout: float = 5.0, max_response_length: int = 256
+) -> ToolSet:
+    return ToolSet(
+        [tool_from_function(f) for f in functions],
+        CallLimits(timeout, max_response_length, "middle", parallel),
+    )
 
 
-def world(
+def episode_context(
     engine: Any,
     *,
-    tools: Toolbox | None = None,
+    tools: ToolSet | None = None,
     interactions: Interactions | None = None,
     tokenizer: Any = TOKENIZER,
     **limits: Any,
-) -> World:
-    sizes = {"prompt_length": 2000, "response_length": 400, "longest": 4000, **limits}
-    return World(
+) -> EpisodeContext:
+    sizes = {"prompt_length": 2000, "response_length": 400, "max_model_len": 4000, **limits}
+    return EpisodeContext(
         engine,
         Chat(tokenizer),
-        Limits(**sizes),
-        tools or toolbox(),
+        EpisodeLimits(**sizes),
+        tools or tool_set(),
         parser_for("hermes", tokenizer),
         interactions or Interactions(),
         stream_seed,
@@ -90,19 +96,27 @@ def world(
 
 
 def prompt(
-    question: str = "2+2?", index: int = 0, agent: str | None = "tool_agent", scene: World | None = None, **extra: Any
+    question: str = "2+2?",
+    index: int = 0,
+    agent: str | None = "tool_agent",
+    scene: EpisodeContext | None = None,
+    **extra: Any,
 ) -> Prompt:
     messages = [{"role": "user", "content": question}]
-    tools = scene.toolbox.schemas or None if scene is not None else None
+    tools = scene.tools.schemas or None if scene is not None else None
     ids = Chat(TOKENIZER).ids(messages, tools=tools)
     return Prompt(index, ids, messages, "test", extra_info=extra, agent_name=agent)
 
 
-def play(scene: World, *rows: Prompt, loops: Loops | None = None, at_once: int = 1024) -> list[Episode]:
+def play(
+    scene: EpisodeContext, *rows: Prompt, loops: AgentLoops | None = None, at_once: int = 1024
+) -> list[Episode]:
     """Run an episode for each row."""
-    runner = EpisodeRunner(scene, loops or Loops(), max_concurrency=at_once)
+    runner = EpisodeRunner(scene, loops or AgentLoops(), max_concurrency=at_once)
     try:
-        return runner.run([Start(row, SAMPLING, (1, row.index), place) for place, row in enumerate(rows)])
+        return runner.run(
+            [EpisodeRequest(row, SAMPLING, (1, row.index), place) for place, row in enumerate(rows)]
+        )
     finally:
         runner.close()
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.agents.calls import Malformed, ToolCall
 from strop.agents.interaction import Interactions
-from strop.agents.loops import Loops
+from strop.agents.loops import AgentLoops
+from strop.agents.parsers.base import Malformed, ToolCall
 from strop.agents.react_agent import action_of
 from strop.catalog import AGENT_LOOPS
-from tests.agents.stage import ScriptedEngine, play, prompt, text, toolbox, world
+from tests.agents.stage import ScriptedEngine, episode_context, play, prompt, text, tool_set
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,20 +30,92 @@ def upper(word: str) -> str:
 
 
 def test_built_in_loops_are_in_the_catalog() -> None:
-    loops = Loops()
-    assert {"single_turn_agent", "tool_agent", "react_agent"} <= set(loops.names()) and set(AGENT_LOOPS.names()) <= set(
-        loops.names()
-    )
+    loops = AgentLoops()
+    assert {"single_turn_agent", "tool_agent", "react_agent"} <= set(loops.names()) and set(
+        AGENT_LOOPS.names()
+    ) <= set(loops.names())
     assert loops.batched(None) and loops.batched("single_turn_agent") and not loops.batched("tool_agent")
     assert loops.lists_tools("tool_agent") and not loops.lists_tools("react_agent")
-    assert Loops("tool_agent").lists_tools(None)
+    assert AgentLoops("tool_agent").lists_tools(None)
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What the conformance tests need to know about one agent loop."""
+
+    answers: tuple[str, ...]
+    """What the policy says: as far as the loop allows, one call of `add` and then an answer."""
+    roles: tuple[str, ...]
+    """Who speaks in the response, turn by turn."""
+    lists_tools: bool = False
+    batched: bool = False
+
+
+CONFORMANCE = {
+    "single_turn_agent": Conformance(("4",), ("assistant",), batched=True),
+    "tool_agent": Conformance(
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call>', "4"),
+        ("assistant", "tool", "assistant"),
+        lists_tools=True,
+    ),
+    "react_agent": Conformance(
+        ('Action: add\nAction Input: {"a": 2, "b": 2}', "Final Answer: 4"), ("assistant", "user", "assistant")
+    ),
+}
+"""Test data by loop. A loop of the catalog without an entry here fails every conformance test."""
+
+
+def conformance(name: str) -> Conformance:
+    assert name in CONFORMANCE, f"The loop {name!r} of the catalog has no test data: add it to CONFORMANCE."
+    return CONFORMANCE[name]
+
+
+def test_every_loop_of_the_catalog_has_test_data() -> None:
+    assert sorted(CONFORMANCE) == AGENT_LOOPS.names()
+
+
+@pytest.mark.parametrize("name", AGENT_LOOPS.names())
+def test_a_loop_holds_an_exact_conversation(name: str) -> None:
+    case = conformance(name)
+    engine = ScriptedEngine(list(case.answers))
+    context = episode_context(engine, tools=tool_set(add), response_length=600)
+    [episode] = play(context, prompt(agent=name))
+    assert episode.error is None
+    sample = episode.trajectory()
+    assert tuple(turn.role for turn in sample.turns) == case.roles
+    sampled = [turn for turn in sample.turns if turn.role == "assistant"]
+    for turn, request, completion in zip(sampled, engine.requests, engine.completions, strict=True):
+        assert sample.response[turn.start : turn.end] == completion.ids
+        assert list(request.ids) == [*sample.prompt.ids, *sample.response[: turn.start]]
+    assert ("4" in text(sample.response)) and sample.finish == "stop"
+
+
+@pytest.mark.parametrize("name", AGENT_LOOPS.names())
+def test_a_loop_keeps_to_the_budget_of_tokens(name: str) -> None:
+    engine = ScriptedEngine(["word " * 100])
+    [episode] = play(episode_context(engine, tools=tool_set(add), response_length=60), prompt(agent=name))
+    assert episode.error is None
+    sample = episode.trajectory()
+    assert sample.finish == "length" and len(sample.response) <= 60
+
+
+@pytest.mark.parametrize("name", AGENT_LOOPS.names())
+def test_a_loop_does_without_tools(name: str) -> None:
+    [episode] = play(episode_context(ScriptedEngine(["4"])), prompt(agent=name))
+    assert episode.error is None and [turn.role for turn in episode.trajectory().turns] == ["assistant"]
+
+
+@pytest.mark.parametrize("name", AGENT_LOOPS.names())
+def test_what_a_loop_says_of_itself(name: str) -> None:
+    case, loops = conformance(name), AgentLoops()
+    assert loops.lists_tools(name) == case.lists_tools and loops.batched(name) == case.batched
 
 
 def test_loops_of_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    loops = Loops.from_config("single_turn_agent", "examples/math_expression/loops.yaml")
+    loops = AgentLoops.from_config("single_turn_agent", "examples/math_expression/loops.yaml")
     engine = ScriptedEngine(["5*3", "5+9", "15"])
-    [episode] = play(world(engine), prompt("(2+3)*(4-1)=", agent="math_expression"), loops=loops)
+    [episode] = play(episode_context(engine), prompt("(2+3)*(4-1)=", agent="math_expression"), loops=loops)
     sample = episode.trajectory()
     assert sample.score == 1.0 and list(sample.turn_rewards.values()) == [0.1] and sample.extras["steps"] == 1
     assert [m["content"] for m in episode.messages] == ["(2+3)*(4-1)=", "5*3", "=", "5+9", "-", "15"]
@@ -65,15 +138,15 @@ def test_a_wrong_list_of_loops_is_refused(content: str, message: str, tmp_path: 
     file = tmp_path / "loops.yaml"
     file.write_text(content)
     with pytest.raises(ValueError, match=r"(?s).*") as caught:
-        Loops.from_config("x", str(file)).get("x")
+        AgentLoops.from_config("x", str(file)).get("x")
     assert message in str(caught.value)
 
 
 def test_unknown_loops_name_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"Unknown agent loop 'toolagent'\. Did you mean 'tool_agent'"):
-        Loops().get("toolagent")
+        AgentLoops().get("toolagent")
     with pytest.raises(ValueError, match="there is no such file"):
-        Loops.from_config("x", "/nowhere.yaml")
+        AgentLoops.from_config("x", "/nowhere.yaml")
 
 
 # --- react_agent ---------------------------------------------------------------------------------------------------------
@@ -86,14 +159,16 @@ def test_react_explains_acts_observes_and_answers() -> None:
             "Thought: done.\nFinal Answer: 4",
         ]
     )
-    scene = world(engine, tools=toolbox(add), response_length=600)
+    scene = episode_context(engine, tools=tool_set(add), response_length=600)
     [episode] = play(scene, prompt("2+2?", agent="react_agent"))
     sample = episode.trajectory()
     said = text(sample.response)
     assert "Observation: 4" in said and "Observation: 5" not in said, "what the model made up is cut away"
     assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant"]
     first = sample.turns[0]
-    assert sample.response[first.start : first.end] == engine.completions[0].ids[: first.end], "a prefix of what was sampled"
+    assert sample.response[first.start : first.end] == engine.completions[0].ids[: first.end], (
+        "a prefix of what was sampled"
+    )
     assert text(sample.response[: first.end]).endswith('"b": 2}\n')
     assert "- add: Add two numbers." in text(sample.prompt.ids) and text(sample.prompt.ids).count("2+2?") == 1
     assert list(engine.requests[0].ids) == sample.prompt.ids
@@ -112,17 +187,19 @@ def test_react_explains_acts_observes_and_answers() -> None:
     ],
 )
 def test_actions_are_read(said: str, expected: ToolCall | None) -> None:
-    assert action_of(said, toolbox(add, upper).schemas) == expected
+    assert action_of(said, tool_set(add, upper).schemas) == expected
 
 
-@pytest.mark.parametrize("said", ["Action: add", "Action: add\nAction Input: [1, 2]", "Action: nobody\nAction Input: x"])
+@pytest.mark.parametrize(
+    "said", ["Action: add", "Action: add\nAction Input: [1, 2]", "Action: nobody\nAction Input: x"]
+)
 def test_actions_that_cannot_be_read_are_malformed(said: str) -> None:
-    assert isinstance(action_of(said, toolbox(add, upper).schemas), Malformed)
+    assert isinstance(action_of(said, tool_set(add, upper).schemas), Malformed)
 
 
 def test_react_fits_its_explanation_or_fails_the_episode() -> None:
     engine = ScriptedEngine(["Final Answer: 4"])
-    scene = world(engine, tools=toolbox(add), prompt_length=100)
+    scene = episode_context(engine, tools=tool_set(add), prompt_length=100)
     short, long = play(scene, prompt(index=1, agent="single_turn_agent"), prompt(agent="react_agent"))
     assert short.error is None and "over data.max_prompt_length=100" in str(long.error)
 
@@ -131,9 +208,9 @@ def test_react_fits_its_explanation_or_fails_the_episode() -> None:
 
 GSM8K = """
 interaction:
-  - class_name: strop.agents.gsm8k_interaction.Gsm8kInteraction
+  - class_name: strop.agents.gsm8k.Gsm8kInteraction
   - name: easy
-    class_name: strop.agents.gsm8k_interaction.Gsm8kInteraction
+    class_name: strop.agents.gsm8k.Gsm8kInteraction
     config: {method: flexible, wrong: No.}
 """
 
@@ -143,8 +220,11 @@ def test_several_interactions_of_a_yaml(tmp_path: Path) -> None:
     known = Interactions.from_config(str(tmp_path / "i.yaml"))
     assert list(known.by_name) == ["gsm8k", "easy"] and known.by_name["easy"].config["name"] == "easy"
     engine = ScriptedEngine(lambda said, _: "#### 72" if "mistake" in said else "it is 72")
-    scene = world(engine, interactions=known)
-    rows = [prompt("?", index=i, interaction_kwargs={"name": n, "ground_truth": "72"}) for i, n in enumerate(known.by_name)]
+    scene = episode_context(engine, interactions=known)
+    rows = [
+        prompt("?", index=i, interaction_kwargs={"name": n, "ground_truth": "72"})
+        for i, n in enumerate(known.by_name)
+    ]
     strict, easy = (episode.trajectory() for episode in play(scene, *rows))
     assert list(strict.turn_rewards.values()) == [0.0, 1.0] and list(easy.turn_rewards.values()) == [1.0]
     assert strict.extras == {"interaction_score": 1.0, "stopped": "interaction"}
@@ -156,7 +236,10 @@ def test_several_interactions_of_a_yaml(tmp_path: Path) -> None:
     [
         ("tools: []", "must hold `interaction:`"),
         ("interaction: [{name: x}]", "needs class_name"),
-        ("interaction: [{class_name: strop.agents.gsm8k_interaction.Gsm8kInteractoin}]", "Did you mean 'Gsm8kInteraction'"),
+        (
+            "interaction: [{class_name: strop.agents.gsm8k.Gsm8kInteractoin}]",
+            "Did you mean 'Gsm8kInteraction'",
+        ),
         (GSM8K.replace("name: easy", "name: gsm8k"), "'gsm8k' is taken"),
     ],
 )
@@ -180,7 +263,7 @@ def test_rows_choose_their_interaction() -> None:
 
 
 def test_gsm8k_wants_a_ground_truth() -> None:
-    from strop.agents.gsm8k_interaction import Gsm8kInteraction
+    from strop.agents.gsm8k import Gsm8kInteraction
 
     made: Any = Gsm8kInteraction({})
     with pytest.raises(ValueError, match="ground_truth"):

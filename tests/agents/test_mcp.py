@@ -14,20 +14,22 @@ from typing import Any
 
 import pytest
 
-from strop.agents.calls import ToolCall
-from strop.agents.toolbox import Toolbox
+from strop.agents.parsers.base import ToolCall
+from strop.agents.tool_set import ToolSet
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parent / "mcp_server.py"
 
 
-def box_of(folder: Path, entry: str, timeout: float = 20.0, **settings: Any) -> Toolbox:
+def box_of(folder: Path, entry: str, timeout: float = 20.0, **settings: Any) -> ToolSet:
     file = folder / "tools.yaml"
     file.write_text(f"tools:\n{entry}")
-    return Toolbox.from_config(str(file), timeout=timeout, max_response_length=500, truncate_side="middle", max_parallel=8)
+    return ToolSet.from_config(
+        str(file), timeout=timeout, max_response_length=500, truncate_side="middle", max_parallel=8
+    )
 
 
-def told(box: Toolbox, *calls: ToolCall) -> tuple[list[Any], Any]:
+def told(box: ToolSet, *calls: ToolCall) -> tuple[list[Any], Any]:
     async def episode() -> tuple[list[Any], Any]:
         session = await box.open()
         results = await session.run(calls)
@@ -57,7 +59,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toolbox]:
+def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolSet]:
     patch = pytest.MonkeyPatch()
     patch.setenv("MY_TOKEN", "opensesame")
     patch.setenv("STROP_TEST_SECRET", "hunter2")
@@ -87,7 +89,12 @@ def test_calls_and_their_failures(stdio):
     assert wrong.failed and "must be an integer" in wrong.text
     assert failed.failed and "cannot fly" in failed.text
     assert picture.failed and "it returned image" in picture.text
-    assert counts["tool_failures/wrong_arguments"] == counts["tool_failures/by_tool"] == counts["tool_failures/not_text"] == 1
+    assert (
+        counts["tool_failures/wrong_arguments"]
+        == counts["tool_failures/by_tool"]
+        == counts["tool_failures/not_text"]
+        == 1
+    )
 
 
 def test_a_server_sees_only_the_environment_it_is_given(stdio):
@@ -120,7 +127,11 @@ def test_over_http(url, tmp_path):
 
 
 def test_a_call_that_takes_too_long(url, tmp_path):
-    box = box_of(tmp_path, f"  - mcp: {{url: '{url}', headers: {{X-Test: yes}}}}\n    tools: [add, wait]\n", timeout=5.0)
+    box = box_of(
+        tmp_path,
+        f"  - mcp: {{url: '{url}', headers: {{X-Test: yes}}}}\n    tools: [add, wait]\n",
+        timeout=5.0,
+    )
     box.limits = type(box.limits)(timeout=0.5, max_response_length=500, truncate_side="left", max_parallel=8)
     [late], counts = told(box, ToolCall("wait", {"seconds": 30}))
     assert late.failed and counts["tool_failures/timed_out"] == 1
@@ -130,7 +141,9 @@ def test_a_call_that_takes_too_long(url, tmp_path):
 
 
 def test_verls_form(url, tmp_path):
-    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"mine": {"url": url, "auth_token": "x"}}}))
+    (tmp_path / "servers.json").write_text(
+        json.dumps({"mcpServers": {"mine": {"url": url, "auth_token": "x"}}})
+    )
     box = box_of(
         tmp_path,
         "  - class_name: verl.tools.mcp_base_tool.MCPBaseTool\n    config: {type: mcp, rate_limit: 10}\n"
@@ -145,7 +158,10 @@ def test_verls_form(url, tmp_path):
     ("entry", "why"),
     [
         ("  - mcp: {command: no-such-program}\n", r"no-such-program could not be reached"),
-        ("  - mcp: {url: 'http://127.0.0.1:9/mcp'}\n", r"MCP server http://127.0.0.1:9/mcp could not be reached"),
+        (
+            "  - mcp: {url: 'http://127.0.0.1:9/mcp'}\n",
+            r"MCP server http://127.0.0.1:9/mcp could not be reached",
+        ),
         ("  - mcp: {args: [x]}\n", "needs either `url` or `command`"),
         ("  - mcp: {comand: x}\n", "unknown key 'comand'. Did you mean 'command'"),
         ("  - mcp: {mcp_servers_config_path: gone.json}\n", "gone.json must be a JSON file"),

@@ -4,38 +4,151 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.agents.calls import Malformed, Parsed, Raw, ToolCall
-from strop.agents.parsers import parser_for
+from strop.agents.parsers.base import Malformed, Parsed, Raw, ToolCall, parser_for
 from strop.agents.parsers.template import written_call
+from strop.catalog import TOOL_PARSERS
 from strop.config.compose import load
 
-FORMATS = ["hermes", "llama3_json", "qwen", "mistral", "pythonic"]
 NESTED = {"query": 'say "}" or </tool_call>\n[x](', "limits": {"a": [1, 2.5, None], "b": True}}
+Calls = list[tuple[str, dict[str, Any]]]
 
 
-def write(form: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+def write_hermes(calls: Calls) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in json_calls(calls, "arguments"))
+
+
+def write_llama3_json(calls: Calls) -> str:
+    return "<|python_tag|>" + "; ".join(json_calls(calls, "parameters")) + "<|eom_id|>"
+
+
+def write_mistral(calls: Calls) -> str:
+    return "[TOOL_CALLS] [" + ", ".join(json_calls(calls, "arguments")) + "]</s>"
+
+
+def write_pythonic(calls: Calls) -> str:
+    written = [f"{name}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for name, a in calls]
+    return "[" + ", ".join(written) + "]"
+
+
+def write_qwen(calls: Calls) -> str:
+    written = []
+    for name, arguments in calls:
+        lines = [f"<tool_call>\n<function={name}>\n"]
+        for key, value in arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            lines.append(f"<parameter={key}>\n{text}\n</parameter>\n")
+        lines.append("</function>\n</tool_call>")
+        written.append("".join(lines))
+    return "\n".join(written)
+
+
+def json_calls(calls: Calls, arguments: str) -> list[str]:
+    return [json.dumps({"name": name, arguments: values}) for name, values in calls]
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What the conformance tests need to know about one format of tool calls."""
+
+    write: Callable[[Calls], str]
+    """Writes calls as a model of this format does."""
+    template: str
+    """The part of a chat template that writes one call `c` in this format."""
+    malformed: tuple[tuple[str, str], ...]
+    """(text, part of the reason) of calls that cannot be read."""
+    typed: bool = True
+    """Whether arguments come back with their types. Otherwise all are text, and the tool's schema decides."""
+
+
+CONFORMANCE = {
+    "hermes": Conformance(
+        write_hermes,
+        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>',
+        (
+            ('<tool_call>{"name": "a", "arguments": {}', "invalid JSON"),
+            ('<tool_call>{"name": "a"}', "not closed"),
+            ('<tool_call>{"name": "a"} and more</tool_call>', "text between"),
+            ('<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
+            (
+                '<tool_call>{"name": "a", "arguments": [1]}</tool_call>',
+                "must be a JSON object, not a list",
+            ),
+            ('<tool_call>{"name": "a", "arguments": "{b"}</tool_call>', "string with invalid JSON"),
+            ("<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
+            ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not a number"),
+        ),
+    ),
+    "llama3_json": Conformance(
+        write_llama3_json,
+        '<|python_tag|>{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+        (
+            ('<|python_tag|>{"name": "a", "parameters": {', "invalid JSON"),
+            ('{"name": 3}', "no 'name'"),
+        ),
+    ),
+    "qwen": Conformance(
+        write_qwen,
+        "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+        "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+        (
+            (
+                "<tool_call>\n<function=a>\n<parameter=x>\n1\n</function></tool_call>",
+                "not closed by </parameter>",
+            ),
+            ("<tool_call>\n<function=a>\n<parameter=x>\n1", "not closed by </function>"),
+            ('<tool_call>{"name": "a"}</tool_call>', "no <function=NAME>"),
+        ),
+        typed=False,
+    ),
+    "mistral": Conformance(
+        write_mistral,
+        '[TOOL_CALLS] [{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}]',
+        (
+            ("[TOOL_CALLS]", "nothing follows"),
+            ('[TOOL_CALLS][{"name": "a", ]', "invalid JSON"),
+            ("[TOOL_CALLS]calculator please", "must follow"),
+        ),
+    ),
+    "pythonic": Conformance(
+        write_pythonic,
+        "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
+        (
+            ("[a(1)]", "needs its name"),
+            ("[a(x=b())]", "plain literal"),
+            ("[a(x=1), 2]", "must hold calls"),
+            ("[a(x=1", "not closed"),
+            ("[a(x={1, 2})]", "plain literal"),
+            ("[a(x=" + "(" * 500 + ")" * 500 + ")]", "invalid Python"),
+        ),
+    ),
+}
+"""Test data by format. A format of the catalog without an entry here fails every conformance test."""
+
+FORMATS = [name for name in TOOL_PARSERS.names() if not TOOL_PARSERS.entry(name).facts["reads_template"]]
+READING_TEMPLATES = [name for name in TOOL_PARSERS.names() if name not in FORMATS]
+
+
+def conformance(form: str) -> Conformance:
+    assert form in CONFORMANCE, f"The format {form!r} of the catalog has no test data: add it to CONFORMANCE."
+    return CONFORMANCE[form]
+
+
+def write(form: str, calls: Calls) -> str:
     """Calls as a model of that format writes them."""
-    as_json = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
-    if form == "hermes":
-        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in as_json)
-    if form == "llama3_json":
-        return "<|python_tag|>" + "; ".join(json.dumps({"name": name, "parameters": a}) for name, a in calls) + "<|eom_id|>"
-    if form == "mistral":
-        return "[TOOL_CALLS] [" + ", ".join(as_json) + "]</s>"
-    if form == "pythonic":
-        return "[" + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for name, a in calls) + "]"
-    return "\n".join(
-        f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n" for k, v in a.items())
-        + "</function>\n</tool_call>"
-        for name, a in calls
-    )
+    return conformance(form).write(calls)
+
+
+def test_every_format_of_the_catalog_has_test_data():
+    assert sorted(CONFORMANCE) == FORMATS
+    assert all(case.malformed for case in CONFORMANCE.values())
 
 
 def parse(form: str, text: str, tokenizer: Any = None) -> Parsed:
@@ -50,9 +163,13 @@ def test_several_calls_in_order_with_text_before(form):
     assert parsed.content == "Let me see."
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "qwen"])
+@pytest.mark.parametrize("form", FORMATS)
 def test_nested_arguments_survive_brackets_quotes_and_end_tags(form):
-    assert parse(form, write(form, [("search", NESTED)])).calls == (ToolCall("search", NESTED),)
+    if conformance(form).typed:
+        assert parse(form, write(form, [("search", NESTED)])).calls == (ToolCall("search", NESTED),)
+    else:
+        words = {"query": NESTED["query"]}
+        assert parse(form, write(form, [("search", words)])).calls == (ToolCall("search", words),)
 
 
 def test_qwen_values_are_raw_text():
@@ -62,8 +179,10 @@ def test_qwen_values_are_raw_text():
     assert all(isinstance(value, Raw) for value in call.arguments.values())
 
 
-@pytest.mark.parametrize("form", [*FORMATS])
-@pytest.mark.parametrize("text", ["", "The answer is 4.", 'He said {"x": 1} and [1, 2].', "<think>\n</think>\nFour.", "["])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "text", ["", "The answer is 4.", 'He said {"x": 1} and [1, 2].', "<think>\n</think>\nFour.", "["]
+)
 def test_plain_answers_are_no_calls(form, text):
     assert parse(form, text) == Parsed(text.strip())
 
@@ -77,36 +196,11 @@ def test_a_call_inside_a_thought_is_not_made(form):
     assert len(parse(form, f"{thought}Yes.\n{call}").calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "why"),
-    [
-        ("hermes", '<tool_call>{"name": "a", "arguments": {}', "invalid JSON"),
-        ("hermes", '<tool_call>{"name": "a"}', "not closed"),
-        ("hermes", '<tool_call>{"name": "a"} and more</tool_call>', "text between"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no 'name'"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "must be a JSON object, not a list"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": "{b"}</tool_call>', "string with invalid JSON"),
-        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
-        ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is not a number"),
-        ("llama3_json", '<|python_tag|>{"name": "a", "parameters": {', "invalid JSON"),
-        ("llama3_json", '{"name": 3}', "no 'name'"),
-        ("qwen", "<tool_call>\n<function=a>\n<parameter=x>\n1\n</function></tool_call>", "not closed by </parameter>"),
-        ("qwen", "<tool_call>\n<function=a>\n<parameter=x>\n1", "not closed by </function>"),
-        ("qwen", '<tool_call>{"name": "a"}</tool_call>', "no <function=NAME>"),
-        ("mistral", "[TOOL_CALLS]", "nothing follows"),
-        ("mistral", '[TOOL_CALLS][{"name": "a", ]', "invalid JSON"),
-        ("mistral", "[TOOL_CALLS]calculator please", "must follow"),
-        ("pythonic", "[a(1)]", "needs its name"),
-        ("pythonic", "[a(x=b())]", "plain literal"),
-        ("pythonic", "[a(x=1), 2]", "must hold calls"),
-        ("pythonic", "[a(x=1", "not closed"),
-        ("pythonic", "[a(x={1, 2})]", "plain literal"),
-        ("pythonic", "[a(x=" + "(" * 500 + ")" * 500 + ")]", "invalid Python"),
-    ],
-)
-def test_bad_calls_come_back_with_the_reason(form, text, why):
-    bad = [call for call in parse(form, text).calls if isinstance(call, Malformed)]
-    assert len(bad) == 1 and why in bad[0].why, bad
+@pytest.mark.parametrize("form", FORMATS)
+def test_bad_calls_come_back_with_the_reason(form):
+    for text, why in conformance(form).malformed:
+        bad = [call for call in parse(form, text).calls if isinstance(call, Malformed)]
+        assert len(bad) == 1 and why in bad[0].why, (text[:80], bad)
 
 
 def test_a_bad_call_does_not_spoil_its_neighbours():
@@ -117,14 +211,18 @@ def test_a_bad_call_does_not_spoil_its_neighbours():
 
 def test_mistral_forms():
     expected = (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2}))
-    assert parse("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}</s>').calls == expected
+    assert (
+        parse("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}</s>').calls == expected
+    )
     assert parse("mistral", '[TOOL_CALLS]add{"a": 1}[TOOL_CALLS]add {"a": 2}').calls == expected
     [call] = parse("mistral", '[TOOL_CALLS]add[CALL_ID]x9[ARGS]{"a": 1}').calls
     assert (call.name, call.id) == ("add", "x9")
 
 
 def test_llama_takes_a_bare_object_but_not_any_json():
-    assert parse("llama3_json", '{"name": "f", "parameters": {"a": 1}}<|eot_id|>').calls == (ToolCall("f", {"a": 1}),)
+    assert parse("llama3_json", '{"name": "f", "parameters": {"a": 1}}<|eot_id|>').calls == (
+        ToolCall("f", {"a": 1}),
+    )
     assert parse("llama3_json", '{"answer": 4}').calls == ()
 
 
@@ -146,7 +244,9 @@ class Template:
     def apply_chat_template(self, messages: Any, tools: Any = None, tokenize: bool = False) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, _ = render_jinja_template(conversations=[messages], tools=tools, chat_template=self.chat_template)
+        rendered, _ = render_jinja_template(
+            conversations=[messages], tools=tools, chat_template=self.chat_template
+        )
         return rendered[0]
 
 
@@ -157,19 +257,11 @@ def template_writing(call: str) -> Template:
     )
 
 
-TEMPLATES = {
-    "hermes": '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>',
-    "qwen": "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
-    "mistral": '[TOOL_CALLS] [{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}]',
-    "llama3_json": '<|python_tag|>{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
-    "pythonic": "[{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]",
-}
-
-
-@pytest.mark.parametrize("form", TEMPLATES)
-def test_template_finds_the_known_formats(form):
-    tokenizer = template_writing(TEMPLATES[form])
-    assert type(parser_for("template", tokenizer)) is type(parser_for(form, None))
+@pytest.mark.parametrize("reader", READING_TEMPLATES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_template_finds_the_known_formats(form, reader):
+    tokenizer = template_writing(conformance(form).template)
+    assert type(parser_for(reader, tokenizer)) is type(parser_for(form, None))
 
 
 @pytest.mark.parametrize(
@@ -218,20 +310,53 @@ def test_unknown_format_names_the_known_ones():
 
 PIECES = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<function=", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
-        *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|eot_id|>", "</s>"),
-        *("<think>", "</think>", '{"name": "f", ', '"arguments": {}', "}", "{", "[", "]", "(", ")", "f(", "x=", '"', "'", "\\"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<function=",
+            "<function=f>",
+            "</function>",
+            "<parameter=x>",
+            "</parameter>",
+        ),
+        *(
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "<|python_tag|>",
+            "<|python_start|>",
+            "<|python_end|>",
+            "<|eot_id|>",
+            "</s>",
+        ),
+        *(
+            "<think>",
+            "</think>",
+            '{"name": "f", ',
+            '"arguments": {}',
+            "}",
+            "{",
+            "[",
+            "]",
+            "(",
+            ")",
+            "f(",
+            "x=",
+            '"',
+            "'",
+            "\\",
+        ),
         *("1e999", "NaN", "\ud800", "\x00", "\n", ",", ";", "null", '"""', "9" * 5000, " " * 50),
     ]
 )
 TEXTS = st.lists(PIECES | st.text(max_size=8), max_size=30).map("".join)
 
 
-@pytest.mark.parametrize("form", [*FORMATS, "learned"])
+@pytest.mark.parametrize("form", [*FORMATS, *READING_TEMPLATES])
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_a_parser_raise(form, text):
-    parser = NAMED if form == "learned" else parser_for(form, None)
+    parser = NAMED if form in READING_TEMPLATES else parser_for(form, None)
     parsed = parser.parse(text)
     assert isinstance(parsed.content, str)
     for call in parsed.calls:
@@ -242,22 +367,32 @@ def test_no_text_makes_a_parser_raise(form, text):
             assert call.why
 
 
-NAMED = parser_for("template", template_writing("<call>{{ c.function.name }}<sep>{{ c.function.arguments | tojson }}</call>"))
+NAMED = parser_for(
+    "template", template_writing("<call>{{ c.function.name }}<sep>{{ c.function.arguments | tojson }}</call>")
+)
 
-NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: not __import__("keyword").iskeyword(name))
+NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(
+    lambda name: not __import__("keyword").iskeyword(name)
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**12), 10**12) | st.text(st.characters(codec="utf-8"), max_size=10),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.text(st.characters(codec="utf-8"), max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "qwen"])
+@pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=100, deadline=None)
 @given(calls=st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(form, calls):
     parsed = parse(form, write(form, calls))
-    assert [(call.name, call.arguments) for call in parsed.calls] == calls
+    if conformance(form).typed:
+        assert [(call.name, call.arguments) for call in parsed.calls] == calls
+    else:
+        assert [call.name for call in parsed.calls] == [name for name, _ in calls]
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from strop.agents.calls import ToolCall
+from strop.agents.parsers.base import ToolCall
 from strop.agents.python_tool import PythonTool
-from strop.agents.session import CallLimits
-from strop.agents.toolbox import Toolbox
+from strop.agents.tool_session import CallLimits
+from strop.agents.tool_set import ToolSet
 
 LIMITS = CallLimits(timeout=30.0, max_response_length=2000, truncate_side="middle", max_parallel=16)
 
 
 def told(*programs: str, **config):
-    box = Toolbox([PythonTool(config)], LIMITS)
+    box = ToolSet([PythonTool(config)], LIMITS)
 
     async def episode():
         session = await box.open()
@@ -48,7 +48,9 @@ def test_what_the_model_is_told(program, text):
 
 def test_programs_run_side_by_side_and_share_nothing():
     start = time.perf_counter()
-    results = told("open('a', 'w')\nimport time; time.sleep(0.5)\nprint(1)", "import os; print(os.listdir('.'))")
+    results = told(
+        "open('a', 'w')\nimport time; time.sleep(0.5)\nprint(1)", "import os; print(os.listdir('.'))"
+    )
     assert [r.text for r in results] == ["1", "[]"]
     assert time.perf_counter() - start < 5
 
@@ -59,7 +61,9 @@ def test_from_a_yaml_under_another_name(tmp_path: Path):
         "tools:\n  - class_name: strop.agents.python_tool.PythonTool\n    config: {timeout: 5}\n"
         "    tool_schema: {type: function, function: {name: interpreter, parameters: {properties: {program: {type: string}}, required: [program]}}}\n"
     )
-    box = Toolbox.from_config(str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1)
+    box = ToolSet.from_config(
+        str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1
+    )
 
     async def episode():
         session = await box.open()
@@ -72,4 +76,6 @@ def test_bad_settings_are_refused(tmp_path: Path):
     file = tmp_path / "tools.yaml"
     file.write_text("tools:\n  - class_name: strop.agents.python_tool.PythonTool\n    config: {timeuot: 5}\n")
     with pytest.raises(ValueError, match=r"unknown setting 'timeuot'. Did you mean 'timeout'"):
-        Toolbox.from_config(str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1)
+        ToolSet.from_config(
+            str(file), timeout=20, max_response_length=100, truncate_side="left", max_parallel=1
+        )

@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 
 from strop.agents.rendering import Rendering
-from strop.agents.toolbox import Toolbox
+from strop.agents.tool_set import ToolSet
 from strop.data.chat import Chat
-from tests.agents.stage import STOP, TOKENIZER, ScriptedEngine, play, prompt, text, tokenizer_of, toolbox, world
+from tests.agents.stage import (
+    STOP,
+    TOKENIZER,
+    ScriptedEngine,
+    episode_context,
+    play,
+    prompt,
+    text,
+    tokenizer_of,
+    tool_set,
+)
 from tests.data.tokens import CHATML
 
 # Numbers its turns, as the family of ChatGLM does: what follows an answer depends on how many came before.
@@ -43,46 +53,56 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def rendering(template: str, tools: Toolbox | None = None) -> Rendering:
+def rendering(template: str, tools: ToolSet | None = None) -> Rendering:
     return Rendering.of(Chat(TOKENIZER, template=template), tools=tools.schemas if tools else None)
 
 
 @pytest.mark.parametrize("template", [CHATML, NUMBERED])
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_stable_templates_are_proven_and_render_with_their_history(template: str, with_tools: bool) -> None:
-    found = rendering(template, toolbox(add) if with_tools else None)
+    found = rendering(template, tool_set(add) if with_tools else None)
     assert found.stable and not found.notices and found.tool_role == "tool"
-    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    history = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     ids = found.after(history, [{"role": "user", "content": "e"}], last_id=STOP)
     chat = Chat(TOKENIZER, template=template)
-    whole = chat.text([*history, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}], generate=True)
+    whole = chat.text(
+        [*history, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}], generate=True
+    )
     assert (chat.text(history, generate=True) + "d<|im_end|>" + text(ids)) == whole
 
 
 def test_an_episode_is_what_a_stable_template_writes_for_the_whole() -> None:
     engine = ScriptedEngine(['<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', "3"])
     tokenizer = tokenizer_of(NUMBERED)
-    scene = world(engine, tools=toolbox(add), tokenizer=tokenizer)
+    scene = episode_context(engine, tools=tool_set(add), tokenizer=tokenizer)
     row = prompt()
-    row = type(row)(**{**row.__dict__, "ids": Chat(tokenizer).ids(row.messages, tools=scene.toolbox.schemas)})
+    row = type(row)(**{**row.__dict__, "ids": Chat(tokenizer).ids(row.messages, tools=scene.tools.schemas)})
     [episode] = play(scene, row)
     sample = episode.trajectory()
-    whole = Chat(tokenizer).text(episode.messages, tools=scene.toolbox.schemas)
+    whole = Chat(tokenizer).text(episode.messages, tools=scene.tools.schemas)
     assert text(sample.prompt.ids + sample.response) == whole
 
 
 @pytest.mark.parametrize(("template", "with_tools"), [(FORGETFUL, False), (FORGETFUL, True), (MOVING, True)])
-def test_a_template_that_rewrites_is_rendered_turn_by_turn_and_says_so(template: str, with_tools: bool) -> None:
-    found = rendering(template, toolbox(add) if with_tools else None)
+def test_a_template_that_rewrites_is_rendered_turn_by_turn_and_says_so(
+    template: str, with_tools: bool
+) -> None:
+    found = rendering(template, tool_set(add) if with_tools else None)
     assert not found.stable and "Turns stay as they were sampled" in found.notices[-1]
     ids = found.after([], [{"role": "user", "content": "more"}], last_id=STOP)
     assert text(ids) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_results_are_told_by_a_user_where_a_template_knows_no_tools() -> None:
-    found = rendering(STRICT, toolbox(add))
+    found = rendering(STRICT, tool_set(add))
     assert found.tool_role == "user" and found.stable and "no place for results of tools" in found.notices[0]
-    ids = found.after([{"role": "user", "content": "?"}], [{"role": "tool", "content": "3", "name": "add"}], last_id=STOP)
+    ids = found.after(
+        [{"role": "user", "content": "?"}], [{"role": "tool", "content": "3", "name": "add"}], last_id=STOP
+    )
     assert text(ids) == "\n<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -97,7 +117,10 @@ def test_plain_prompts_have_turns_too() -> None:
     assert found.stable
     history: list[dict[str, Any]] = [{"role": "user", "content": "2+2="}]
     assert text(found.after(history, [{"role": "user", "content": "wrong;"}], last_id=STOP)) == "wrong;"
-    assert text(found.after(history, [{"role": "user", "content": "wrong;"}], last_id=5 + STOP)) == "<|im_end|>wrong;"
+    assert (
+        text(found.after(history, [{"role": "user", "content": "wrong;"}], last_id=5 + STOP))
+        == "<|im_end|>wrong;"
+    )
 
 
 def test_an_answer_that_was_cut_is_closed_before_the_next_turn() -> None:

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from strop.agents.episode import Episode
+from strop.agents.episode import Episode, episode_metrics
 from strop.agents.interaction import BaseInteraction, Interactions
-from strop.agents.loops import Loops
-from strop.agents.report import episode_metrics
-from strop.agents.runner import EpisodeRunner, Start
+from strop.agents.loops import AgentLoops
+from strop.agents.runner import EpisodeRequest, EpisodeRunner
 from strop.agents.tools import ToolResult
-from strop.rewards.calls import BackgroundLoop
+from strop.concurrency import BackgroundLoop
 from strop.types import Trajectory
-from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, play, prompt, text, toolbox, world
+from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, episode_context, play, prompt, text, tool_set
 
 
 def add(a: int, b: int) -> int:
@@ -41,10 +40,11 @@ def only(episodes: list[Episode]) -> tuple[Episode, Trajectory]:
 
 def test_a_tool_is_called_and_its_result_answered() -> None:
     engine = ScriptedEngine([call("add", a=2, b=2), "4"])
-    scene = world(engine, tools=toolbox(add))
+    scene = episode_context(engine, tools=tool_set(add))
     episode, sample = only(play(scene, prompt(scene=scene)))
     assert text(sample.response) == (
-        call("add", a=2, b=2) + "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+        call("add", a=2, b=2)
+        + "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
     )
     assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant"]
     assert (sample.num_turns, sample.finish, sample.version, sample.score) == (4, "stop", 7, None)
@@ -54,7 +54,7 @@ def test_a_tool_is_called_and_its_result_answered() -> None:
 def test_what_was_sampled_is_what_is_trained() -> None:
     """Every request is a prefix of the final ids; mask, log-probs and stop tokens are those of the completions."""
     engine = ScriptedEngine([call("add", a=1, b=1), call("add", a=2, b=2), "done"])
-    scene = world(engine, tools=toolbox(add))
+    scene = episode_context(engine, tools=tool_set(add))
     row = prompt(scene=scene)
     _, sample = only(play(scene, row))
     whole = row.ids + sample.response
@@ -73,10 +73,12 @@ def test_what_was_sampled_is_what_is_trained() -> None:
 
 def test_a_model_that_never_stops_calling_ends_with_its_budget() -> None:
     engine = ScriptedEngine([call("add", a=1, b=1)])
-    scene = world(engine, tools=toolbox(add), response_length=200)
+    scene = episode_context(engine, tools=tool_set(add), response_length=200)
     episode, sample = only(play(scene, prompt(scene=scene)))
     assert episode.stopped == "length" and sample.finish == "length"
-    assert len(sample.response) <= 200 and sample.mask[-1] == 1, "a result that leaves no room for an answer is not appended"
+    assert len(sample.response) <= 200 and sample.mask[-1] == 1, (
+        "a result that leaves no room for an answer is not appended"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,29 +86,31 @@ def test_a_model_that_never_stops_calling_ends_with_its_budget() -> None:
     [
         ({"max_assistant_turns": 2}, "max_assistant_turns", 2),
         ({"max_user_turns": 1}, "max_user_turns", 2),
-        ({"longest": 210, "prompt_length": 60}, "length", None),
+        ({"max_model_len": 210, "prompt_length": 60}, "length", None),
     ],
 )
 def test_turns_and_tokens_are_limited(limits: dict[str, int], reason: str, answers: int | None) -> None:
     engine = ScriptedEngine([call("add", a=1, b=1)])
-    scene = world(engine, tools=toolbox(add), **{"response_length": 1000, **limits})
+    scene = episode_context(engine, tools=tool_set(add), **{"response_length": 1000, **limits})
     row = prompt(scene=scene)
     episode, sample = only(play(scene, row))
     assert episode.stopped == reason
     assert answers is None or episode.assistant_turns == answers
-    assert len(row.ids) + len(sample.response) <= limits.get("longest", 4000)
+    assert len(row.ids) + len(sample.response) <= limits.get("max_model_len", 4000)
 
 
 def test_an_answer_cut_by_the_budget_ends_the_episode() -> None:
     engine = ScriptedEngine(["a long story without end"])
-    scene = world(engine, response_length=10)
+    scene = episode_context(engine, response_length=10)
     episode, sample = only(play(scene, prompt()))
     assert (sample.finish, episode.stopped, text(sample.response)) == ("length", "length", "a long sto")
 
 
 def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
-    engine = ScriptedEngine(["<tool_call>{not json</tool_call>", call("ad", a=1, b=1), call("add", a="x", b=1), "I give up"])
-    scene = world(engine, tools=toolbox(add), response_length=1000)
+    engine = ScriptedEngine(
+        ["<tool_call>{not json</tool_call>", call("ad", a=1, b=1), call("add", a="x", b=1), "I give up"]
+    )
+    scene = episode_context(engine, tools=tool_set(add), response_length=1000)
     episode, sample = only(play(scene, prompt(scene=scene)))
     said = text(sample.response)
     assert "could not be read" in said and "Did you mean 'add'" in said and "Wrong arguments" in said
@@ -117,13 +121,18 @@ def test_malformed_and_unknown_calls_are_answered_and_counted() -> None:
 def test_tool_error_policy() -> None:
     def ended(policy: str) -> Episode:
         engine = ScriptedEngine([call("broken", a=1), "so be it"])
-        scene = world(engine, tools=toolbox(broken), tool_error_policy=policy)
+        scene = episode_context(engine, tools=tool_set(broken), tool_error_policy=policy)
         return play(scene, prompt(scene=scene), prompt(scene=scene, index=1, agent="single_turn_agent"))[0]
 
     replied = ended("reply").trajectory()
-    assert "broken failed: RuntimeError: out of order" in text(replied.response) and replied.turns[-1].role == "assistant"
+    assert (
+        "broken failed: RuntimeError: out of order" in text(replied.response)
+        and replied.turns[-1].role == "assistant"
+    )
     stopped = ended("stop")
-    assert stopped.stopped == "tool_error" and [turn.role for turn in stopped.trajectory().turns] == ["assistant"]
+    assert stopped.stopped == "tool_error" and [turn.role for turn in stopped.trajectory().turns] == [
+        "assistant"
+    ]
     masked = ended("mask")
     assert "tool_error_policy=mask" in str(masked.error) and masked.trajectory().finish == "error"
 
@@ -134,7 +143,7 @@ def test_rewards_of_tools_stand_on_the_turn_that_called() -> None:
         return ToolResult("no", reward=-0.25, metrics={"distance": 3.0})
 
     engine = ScriptedEngine([call("guess", n=1), call("guess", n=2), "bye"])
-    scene = world(engine, tools=toolbox(guess))
+    scene = episode_context(engine, tools=tool_set(guess))
     _, sample = only(play(scene, prompt(scene=scene)))
     first, _, second, *_ = sample.turns
     assert sample.turn_rewards == {first.end - 1: -0.25, second.end - 1: -0.25}
@@ -162,7 +171,12 @@ class Countdown(BaseInteraction):
             raise KeyError("this interaction is broken")
         if answers[-1] == "nan":
             return False, "", math.nan, {}
-        return len(answers) == 3, "again", float(self.open[instance_id] + len(answers)), {"answers": len(answers)}
+        return (
+            len(answers) == 3,
+            "again",
+            float(self.open[instance_id] + len(answers)),
+            {"answers": len(answers)},
+        )
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         return 0.5
@@ -174,7 +188,9 @@ class Countdown(BaseInteraction):
 def counting(**limits: Any) -> tuple[Countdown, Any]:
     interaction = Countdown({"name": "countdown"})
     engine = ScriptedEngine(lambda said, _: said.rpartition("user\n")[2].split("<")[0] or "?")
-    return interaction, world(engine, interactions=Interactions({"countdown": interaction}), **limits)
+    return interaction, episode_context(
+        engine, interactions=Interactions({"countdown": interaction}), **limits
+    )
 
 
 def test_an_interaction_replies_scores_each_turn_and_ends_the_episode() -> None:
@@ -232,10 +248,16 @@ def test_a_late_interaction_fails_its_episode() -> None:
     import asyncio
 
     class Late(Countdown):
-        async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        async def generate_response(
+            self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        ) -> Any:
             await asyncio.sleep(60)
 
-    scene = world(ScriptedEngine(["hello"]), interactions=Interactions({"late": Late({"name": "late"})}), call_timeout=0.05)
+    scene = episode_context(
+        ScriptedEngine(["hello"]),
+        interactions=Interactions({"late": Late({"name": "late"})}),
+        call_timeout=0.05,
+    )
     rows = [prompt("x", interaction_kwargs={"name": "late", "first": 0}), prompt("x", index=1)]
     late, fine = play(scene, *rows)
     assert "the interaction late did not answer within 0.05 seconds" in str(late.error) and fine.error is None
@@ -244,7 +266,7 @@ def test_a_late_interaction_fails_its_episode() -> None:
 def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     interaction, scene = counting()
     scene.engine.latency = 30.0  # type: ignore[attr-defined]
-    runner = EpisodeRunner(scene, Loops(), max_concurrency=4)
+    runner = EpisodeRunner(scene, AgentLoops(), max_concurrency=4)
 
     class Interrupted:
         def result(self) -> None:
@@ -257,7 +279,7 @@ def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatc
     row = prompt("x", interaction_kwargs={"name": "countdown", "first": 0})
     begun = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        runner.run([Start(row, SAMPLING, (i,)) for i in range(8)])
+        runner.run([EpisodeRequest(row, SAMPLING, (i,)) for i in range(8)])
     assert not interaction.open and time.perf_counter() - begun < 5, "finalized, and nobody was waited for"
     runner.close()
 
@@ -275,7 +297,7 @@ def test_at_most_so_many_episodes_are_in_flight() -> None:
                 self.now -= 1
 
     engine = Counting(["hello"], latency=0.002)
-    episodes = play(world(engine), *(prompt("x", index=i) for i in range(40)), at_once=7)
+    episodes = play(episode_context(engine), *(prompt("x", index=i) for i in range(40)), at_once=7)
     assert len(episodes) == 40 and engine.most == 7
 
 
@@ -287,14 +309,17 @@ def test_a_loop_may_be_a_plain_function_and_score_by_itself() -> None:
         episode.score = 1.0 + bonus
 
     engine = ScriptedEngine(["abcdef"])
-    loops = Loops("twice", {"twice": (twice, {"bonus": 0.5})})
-    _, sample = only(play(world(engine), prompt(agent=None), loops=loops))
-    assert text(sample.response) == "abc<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nabcdef<|im_end|>"
+    loops = AgentLoops("twice", {"twice": (twice, {"bonus": 0.5})})
+    _, sample = only(play(episode_context(engine), prompt(agent=None), loops=loops))
+    assert (
+        text(sample.response)
+        == "abc<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nabcdef<|im_end|>"
+    )
     assert sample.mask[:4] == [1, 1, 1, 0], "the turn that was cut is closed by us, and that is not trained"
     assert sample.score == 1.5
 
 
 def test_sampling_reaches_the_engine() -> None:
     engine = ScriptedEngine(["x"])
-    play(world(engine, response_length=50), prompt())
+    play(episode_context(engine, response_length=50), prompt())
     assert engine.requests[0].max_tokens == 50 and SAMPLING.stop_ids == (STOP,)

@@ -12,12 +12,19 @@ from typing import Any, Literal
 
 import pytest
 
-from strop.agents.arguments import fitted
-from strop.agents.calls import Malformed, Raw, ToolCall
-from strop.agents.session import CallLimits, truncated
-from strop.agents.signature import schema_of
-from strop.agents.toolbox import Toolbox
-from strop.agents.tools import MOST_ABANDONED, StatelessTool, ToolResult, ToolSchema, stateless, tool_from_function
+from strop.agents.parsers.base import Malformed, Raw, ToolCall
+from strop.agents.tool_arguments import fit_arguments
+from strop.agents.tool_session import CallLimits, truncated
+from strop.agents.tool_set import ToolSet
+from strop.agents.tools import (
+    MAX_ABANDONED,
+    StatelessTool,
+    ToolResult,
+    ToolSchema,
+    schema_of,
+    stateless,
+    tool_from_function,
+)
 
 LIMITS = CallLimits(timeout=5.0, max_response_length=256, truncate_side="middle", max_parallel=8)
 
@@ -39,12 +46,12 @@ async def shout(text: str) -> str:
     return text.upper()
 
 
-def box_of(*functions: Any, **limits: Any) -> Toolbox:
+def box_of(*functions: Any, **limits: Any) -> ToolSet:
     made = [f if hasattr(f, "schema") else tool_from_function(f) for f in functions]
-    return Toolbox(made, CallLimits(**{**vars(LIMITS), **limits}))
+    return ToolSet(made, CallLimits(**{**vars(LIMITS), **limits}))
 
 
-def run(box: Toolbox, *calls: Any, kwargs: dict[str, Any] | None = None) -> tuple[list[ToolResult], Any]:
+def run(box: ToolSet, *calls: Any, kwargs: dict[str, Any] | None = None) -> tuple[list[ToolResult], Any]:
     async def episode() -> tuple[list[ToolResult], Any]:
         session = await box.open(kwargs)
         results = await session.run(calls)
@@ -145,9 +152,18 @@ OBJECT = {
 
 
 def test_arguments_that_fit():
-    given = {"n": 3.0, "x": 1, "on": True, "tags": ["a"], "mode": "b", "where": {"city": "Rome"}, "either": "x", "maybe": None}
-    assert fitted(given, OBJECT) == {**given, "n": 3}
-    assert type(fitted(given, OBJECT)["n"]) is int
+    given = {
+        "n": 3.0,
+        "x": 1,
+        "on": True,
+        "tags": ["a"],
+        "mode": "b",
+        "where": {"city": "Rome"},
+        "either": "x",
+        "maybe": None,
+    }
+    assert fit_arguments(given, OBJECT) == {**given, "n": 3}
+    assert type(fit_arguments(given, OBJECT)["n"]) is int
 
 
 def test_raw_text_gets_the_type_of_the_schema():
@@ -161,10 +177,10 @@ def test_raw_text_gets_the_type_of_the_schema():
         "either": "7",
         "maybe": "null",
     }
-    assert fitted({k: Raw(v) for k, v in raw.items()}, OBJECT) == {
+    assert fit_arguments({k: Raw(v) for k, v in raw.items()}, OBJECT) == {
         "n": 3, "x": 2.5, "on": True, "tags": ["a", "1"], "mode": "a", "where": {"city": "1"}, "either": 7, "maybe": None,
     }  # fmt: skip
-    assert type(fitted({"n": Raw("1"), "mode": Raw("a")}, OBJECT)["mode"]) is str
+    assert type(fit_arguments({"n": Raw("1"), "mode": Raw("a")}, OBJECT)["mode"]) is str
 
 
 @pytest.mark.parametrize(
@@ -183,7 +199,7 @@ def test_raw_text_gets_the_type_of_the_schema():
 )
 def test_arguments_that_do_not_fit(change, why):
     with pytest.raises(ValueError) as caught:
-        fitted({"n": 1, **change}, OBJECT)
+        fit_arguments({"n": 1, **change}, OBJECT)
     assert why in str(caught.value)
 
 
@@ -192,7 +208,10 @@ def test_arguments_that_do_not_fit(change, why):
 
 def test_calls_run_and_keep_their_order():
     results, session = run(
-        box_of(add, shout), ToolCall("shout", {"text": "hi"}), ToolCall("add", {"a": 2}), ToolCall("add", {"a": 2, "b": 5})
+        box_of(add, shout),
+        ToolCall("shout", {"text": "hi"}),
+        ToolCall("add", {"a": 2}),
+        ToolCall("add", {"a": 2, "b": 5}),
     )
     assert [r.text for r in results] == ["HI", "3", "7"]
     assert session.counts == {"tool_calls": 3}
@@ -310,7 +329,11 @@ def test_bad_tools_get_a_message_and_are_counted(function, kind, says):
     [
         (Malformed("{oops", "invalid JSON"), "malformed", "invalid JSON. You wrote: {oops"),
         (ToolCall("ad", {"a": 1}), "unknown_tool", "There is no tool 'ad'. Did you mean 'add'? Tools: add."),
-        (ToolCall("add", {"a": "1"}), "wrong_arguments", "Wrong arguments for add: argument 'a' must be an integer"),
+        (
+            ToolCall("add", {"a": "1"}),
+            "wrong_arguments",
+            "Wrong arguments for add: argument 'a' must be an integer",
+        ),
         (ToolCall("add", {}), "wrong_arguments", "argument 'a' is missing"),
     ],
 )
@@ -329,7 +352,9 @@ def test_more_calls_than_allowed_are_refused():
 
 
 def test_long_and_strange_text_is_made_fit():
-    [long, odd], session = run(box_of(five_megabytes, surrogate), ToolCall("five_megabytes"), ToolCall("surrogate"))
+    [long, odd], session = run(
+        box_of(five_megabytes, surrogate), ToolCall("five_megabytes"), ToolCall("surrogate")
+    )
     assert len(long.text) < 300 and "4999744 characters cut" in long.text and not long.failed
     assert odd.text == "?!"
     odd.text.encode()
@@ -361,7 +386,7 @@ def test_values_are_told_as_json():
 def test_a_tool_that_always_hangs_is_not_called_for_ever():
     box = box_of(hang, timeout=0.05)
     tool = box.tools["hang"]
-    tool._threads.abandoned = MOST_ABANDONED  # type: ignore[attr-defined]
+    tool._threads.abandoned = MAX_ABANDONED  # type: ignore[attr-defined]
     [result], _ = run(box, ToolCall("hang"))
     assert "never returned" in result.text
 
@@ -593,10 +618,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def from_yaml(folder: Path, text: str) -> Toolbox:
+def from_yaml(folder: Path, text: str) -> ToolSet:
     file = folder / "tools.yaml"
     file.write_text(text)
-    return Toolbox.from_config(str(file), timeout=5.0, max_response_length=256, truncate_side="middle", max_parallel=4)
+    return ToolSet.from_config(
+        str(file), timeout=5.0, max_response_length=256, truncate_side="middle", max_parallel=4
+    )
 
 
 def test_verl_tools_and_functions_from_one_yaml(folder):
@@ -607,7 +634,11 @@ def test_verl_tools_and_functions_from_one_yaml(folder):
     )
     assert [schema["function"]["name"] for schema in box.schemas] == ["grade", "weather"]
     kwargs = {"grade": {"create_kwargs": {"ground_truth": "4"}, "execute_kwargs": None}, "weather": None}
-    calls = [ToolCall("grade", {"answer": "4"}), ToolCall("grade", {"answer": "5"}), ToolCall("weather", {"city": "Rome"})]
+    calls = [
+        ToolCall("grade", {"answer": "4"}),
+        ToolCall("grade", {"answer": "5"}),
+        ToolCall("weather", {"city": "Rome"}),
+    ]
     results, session = run(box, *calls, ToolCall("grade", {"answer": "picture"}), kwargs=kwargs)
     assert [r.text for r in results[:3]] == ["right=True", "right=False", "Sunny in Rome"]
     assert [r.reward for r in results[:2]] == [2.0, -0.05]
@@ -630,7 +661,9 @@ def test_base_tool_can_take_the_place_of_verls(folder):
 
 
 def test_verls_gsm8k_tool_by_its_name(folder):
-    box = from_yaml(folder, "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n    config: {type: native}\n")
+    box = from_yaml(
+        folder, "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n    config: {type: native}\n"
+    )
 
     async def episode() -> Any:
         session = await box.open({"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}})
@@ -642,7 +675,11 @@ def test_verls_gsm8k_tool_by_its_name(folder):
         return results, rewards
 
     results, rewards = asyncio.run(episode())
-    assert [(r.text, r.reward) for r in results] == [("70 is wrong.", -0.05), ("72 is right.", 0.0), ("72 is right.", -0.05)]
+    assert [(r.text, r.reward) for r in results] == [
+        ("70 is wrong.", -0.05),
+        ("72 is right.", 0.0),
+        ("72 is right.", -0.05),
+    ]
     assert rewards == {"calc_gsm8k_reward": 1.0}
     [failed], _ = run(box, ToolCall("calc_gsm8k_reward", {"answer": "72"}))
     assert failed.failed and "no tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth" in failed.text
@@ -657,17 +694,35 @@ def test_verls_gsm8k_tool_by_its_name(folder):
         ("tools:\n  - {config: {}}", "exactly one of class_name, function, mcp"),
         ("tools:\n  - {class_nam: x}", "unknown key 'class_nam'. Did you mean 'class_name'?"),
         ("tools:\n  - class_name: my_tools.py:NoSchema", "brings none, so it.*needs a schema of the form"),
-        (f"tools:\n  - class_name: my_tools.py:Grade\n    tool_schema: {SCHEMA}", "defines no 'Grade'. Did you mean 'Grader'"),
+        (
+            f"tools:\n  - class_name: my_tools.py:Grade\n    tool_schema: {SCHEMA}",
+            "defines no 'Grade'. Did you mean 'Grader'",
+        ),
         (f"tools:\n  - class_name: gone.py:Grader\n    tool_schema: {SCHEMA}", "'gone.py' does not exist"),
-        (f"tools:\n  - class_name: no_such_module.Grader\n    tool_schema: {SCHEMA}", "'no_such_module' cannot be imported"),
-        (f"tools:\n  - class_name: my_tools.py:NotATool\n    tool_schema: {SCHEMA}", "has no method `execute"),
-        (f"tools:\n  - class_name: my_tools.py:weather\n    tool_schema: {SCHEMA}", "is no class. A function goes under"),
+        (
+            f"tools:\n  - class_name: no_such_module.Grader\n    tool_schema: {SCHEMA}",
+            "'no_such_module' cannot be imported",
+        ),
+        (
+            f"tools:\n  - class_name: my_tools.py:NotATool\n    tool_schema: {SCHEMA}",
+            "has no method `execute",
+        ),
+        (
+            f"tools:\n  - class_name: my_tools.py:weather\n    tool_schema: {SCHEMA}",
+            "is no class. A function goes under",
+        ),
         (
             f"tools:\n  - class_name: my_tools.py:Fails\n    config: {{index: x}}\n    tool_schema: {SCHEMA}",
             "RuntimeError: no index at x",
         ),
-        ("tools:\n  - class_name: my_tools.py:Grader\n    tool_schema: {type: function}", "needs a schema of the form"),
-        ("tools:\n  - function: my_tools.py:weather\n  - function: my_tools.py:weather", "Two tools are called 'weather'"),
+        (
+            "tools:\n  - class_name: my_tools.py:Grader\n    tool_schema: {type: function}",
+            "needs a schema of the form",
+        ),
+        (
+            "tools:\n  - function: my_tools.py:weather\n  - function: my_tools.py:weather",
+            "Two tools are called 'weather'",
+        ),
         ("tools:\n  - function: my_tools.py:weathr", "defines no 'weathr'"),
     ],
 )
@@ -685,8 +740,8 @@ def test_a_file_that_needs_verl_says_what_to_do(folder):
 def test_a_missing_yaml_and_no_yaml(tmp_path):
     settings: Any = {"timeout": 1.0, "max_response_length": 10, "truncate_side": "left", "max_parallel": 1}
     with pytest.raises(ValueError, match=r"tool_config_path=.*gone.yaml does not exist"):
-        Toolbox.from_config(str(tmp_path / "gone.yaml"), **settings)
-    assert Toolbox.from_config(None, **settings).schemas == []
+        ToolSet.from_config(str(tmp_path / "gone.yaml"), **settings)
+    assert ToolSet.from_config(None, **settings).schemas == []
 
 
 def test_a_tool_that_deletes_its_own_file_goes_on_working(folder):

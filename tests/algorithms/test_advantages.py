@@ -8,16 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.advantages import AdvantageResult, estimate
+from strop.algorithms.advantages.base import (
+    AdvantageResult,
+    close_holes,
+    discounted_sums,
+    estimate,
+    group_ids,
+    group_second,
+    group_statistics,
+    normalise,
+    rank_among_valid,
+    reopen_holes,
+)
 from strop.algorithms.advantages.gae import gae
-from strop.algorithms.advantages.grouping import group_ids, group_second, group_statistics
-from strop.algorithms.advantages.normalise import normalise
 from strop.algorithms.advantages.outcome import grpo, grpo_passk, rloo
 from strop.algorithms.advantages.returns import reinforce_plus_plus, remax, returns_to_go
-from strop.algorithms.advantages.scan import close_holes, discounted_sums, rank_among_valid, reopen_holes
-from strop.algorithms.advantages.sessions import estimate_over_sessions
-from strop.algorithms.masked import as_weights
+from strop.algorithms.aggregation import as_weights
 from strop.catalog import ADVANTAGES
+from tests.algorithms.reference.sessions import estimate_over_sessions
 
 BUILT_IN = [name for name in ADVANTAGES.names() if ADVANTAGES.entry(name).source == "built-in"]
 some = settings(max_examples=25, deadline=None)
@@ -26,7 +34,11 @@ some = settings(max_examples=25, deadline=None)
 def batch_of(rows: int, width: int, seed: int, *, holes: bool = True, group: int = 2) -> dict[str, Tensor]:
     """What every estimator can ask for; the outcome stands on the last column, valid or not."""
     torch.manual_seed(seed)
-    mask = torch.rand(rows, width) < 0.7 if holes else torch.arange(width) < torch.randint(1, width + 1, (rows, 1))
+    mask = (
+        torch.rand(rows, width) < 0.7
+        if holes
+        else torch.arange(width) < torch.randint(1, width + 1, (rows, 1))
+    )
     mask[:, 0] = True
     rewards = torch.zeros(rows, width)
     rewards[:, -1] = torch.randn(rows)
@@ -90,7 +102,9 @@ def test_gae_over_a_gap_is_that_of_the_turns_joined() -> None:
     made = gae(rewards, mask, values=values, lam=0.95, normalisation="none").advantages
     torch.testing.assert_close(made[mask.bool()], torch.tensor([0.4449625, 0.41575, 0.385, 0.3]))
     walked = gae(rewards, mask, values=values, lam=0.95, normalisation="none", skip_gaps=False).advantages
-    torch.testing.assert_close(walked[mask.bool()], torch.tensor([0.3142, 0.2781, 0.385, 0.3]), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        walked[mask.bool()], torch.tensor([0.3142, 0.2781, 0.385, 0.3]), rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -107,7 +121,10 @@ def test_permuting_the_batch_permutes_the_result(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_padding_columns_change_nothing(name: str) -> None:
     b = batch_of(8, 12, 3)
-    wider = {k: torch.nn.functional.pad(v, (0, 5)) if v.dim() == 2 and v.shape[1] == 12 else v for k, v in b.items()}
+    wider = {
+        k: torch.nn.functional.pad(v, (0, 5)) if v.dim() == 2 and v.shape[1] == 12 else v
+        for k, v in b.items()
+    }
     expected, got = run(name, b), run(name, wider)
     torch.testing.assert_close(got.advantages[:, :12], expected.advantages, rtol=1e-5, atol=1e-6)
     assert (got.advantages[:, 12:] == 0).all() and (got.returns[:, 12:] == 0).all()
@@ -129,12 +146,16 @@ def test_holes_change_nothing_on_valid_tokens(name: str) -> None:
     holed = {k: spread(v) if v.dim() == 2 and v.shape[1] == 9 else v for k, v in plain.items()}
     holed["rewards"][holed["rewards"] == 7] = 0
     expected, got = run(name, plain).advantages, run(name, holed).advantages
-    torch.testing.assert_close(torch.stack([row[c] for row, c in zip(got, where)]), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.stack([row[c] for row, c in zip(got, where)]), expected, rtol=1e-5, atol=1e-6
+    )
     assert (got[~holed["mask"].bool()] == 0).all()
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("kind", ["group_of_one", "equal", "single_token", "empty_row", "all_empty", "one_row"])
+@pytest.mark.parametrize(
+    "kind", ["group_of_one", "equal", "single_token", "empty_row", "all_empty", "one_row"]
+)
 def test_edges_are_finite_and_zero_outside(name: str, kind: str) -> None:
     b = batch_of(1 if kind == "one_row" else 6, 1 if kind in ("single_token", "one_row") else 7, 5, group=3)
     if kind == "group_of_one":
@@ -178,14 +199,20 @@ def test_a_reward_on_a_masked_token_reaches_the_last_trainable_one() -> None:
     placed = torch.tensor([[0.0, 0, 0, 1.0, 0], [0, 2.0, 0.5, 0, 0]])
     values = torch.randn(2, 5)
     for result, expected in (
-        (gae(stray, mask, values=values, gamma=0.9, lam=0.8), gae(placed, mask, values=values, gamma=0.9, lam=0.8)),
+        (
+            gae(stray, mask, values=values, gamma=0.9, lam=0.8),
+            gae(placed, mask, values=values, gamma=0.9, lam=0.8),
+        ),
         (reinforce_plus_plus(stray, mask, gamma=0.9), reinforce_plus_plus(placed, mask, gamma=0.9)),
     ):
         torch.testing.assert_close(result, expected)
     assert returns_to_go(stray, mask).tolist() == [[1, 1, 0, 1, 0], [0, 2.5, 0.5, 0, 0]]
     assert returns_to_go(stray, mask, compat="verl").abs().sum() == 0
     baselines = torch.tensor([1.0, 0.0])
-    assert remax(stray, mask, reward_baselines=baselines).advantages.tolist() == [[0, 0, 0, 0, 0], [0, 2.5, 0.5, 0, 0]]
+    assert remax(stray, mask, reward_baselines=baselines).advantages.tolist() == [
+        [0, 0, 0, 0, 0],
+        [0, 2.5, 0.5, 0, 0],
+    ]
 
 
 def test_grpo_by_hand() -> None:
@@ -193,8 +220,15 @@ def test_grpo_by_hand() -> None:
     groups = torch.tensor([7, 7, 3])
     made = grpo(rewards, torch.ones(3, 2), groups=groups).advantages
     torch.testing.assert_close(made[:, 0], torch.tensor([0.707106, -0.707106, 3.0]), rtol=1e-5, atol=1e-6)
-    assert grpo(rewards, torch.ones(3, 2), groups=groups, norm_by_std=False).advantages[:, 0].tolist() == [0.5, -0.5, 3.0]
-    assert grpo(rewards, torch.ones(3, 2), groups=groups, singleton="zero").advantages[2].tolist() == [0.0, 0.0]
+    assert grpo(rewards, torch.ones(3, 2), groups=groups, norm_by_std=False).advantages[:, 0].tolist() == [
+        0.5,
+        -0.5,
+        3.0,
+    ]
+    assert grpo(rewards, torch.ones(3, 2), groups=groups, singleton="zero").advantages[2].tolist() == [
+        0.0,
+        0.0,
+    ]
     assert rloo(rewards, torch.ones(3, 2), groups=groups).advantages[:, 0].tolist() == [1.0, -1.0, 3.0]
 
 
@@ -216,7 +250,10 @@ def test_nan_outside_the_mask_never_leaks(name: str) -> None:
     b["mask"][:, -1] = False
     b["rewards"] = torch.randn(6, 8) * b["mask"]
     expected = run(name, b).advantages
-    poisoned = {k: v.masked_fill(~b["mask"], torch.nan) if v.shape == (6, 8) and k != "mask" else v for k, v in b.items()}
+    poisoned = {
+        k: v.masked_fill(~b["mask"], torch.nan) if v.shape == (6, 8) and k != "mask" else v
+        for k, v in b.items()
+    }
     torch.testing.assert_close(run(name, poisoned).advantages, expected)
 
 
@@ -255,7 +292,7 @@ def test_wrong_shapes_name_both() -> None:
         gae(b["rewards"], b["mask"], values=b["values"][:, :4])
     with pytest.raises(ValueError, match=r"reward_baselines \(4, 1\) .* rewards \(4, 5\)"):
         remax(b["rewards"], b["mask"], reward_baselines=torch.zeros(4, 1))
-    with pytest.raises(ValueError, match="place_terminal"):
+    with pytest.raises(ValueError, match="score of each row on its last trained token"):
         grpo(torch.zeros(4), b["mask"], groups=b["groups"])
     with pytest.raises(ValueError, match="normalisation must be one of"):
         gae(b["rewards"], b["mask"], values=b["values"], normalisation="std")  # type: ignore[arg-type]
@@ -275,7 +312,10 @@ def test_numbers_per_row_are_checked_too() -> None:
 def test_uids_serve_as_groups() -> None:
     b = batch_of(4, 5, 0)
     uids = ["b", "b", "a", "a"]
-    assert torch.equal(grpo(b["rewards"], b["mask"], groups=uids)[0], grpo(b["rewards"], b["mask"], groups=group_ids(uids))[0])  # type: ignore[arg-type]
+    assert torch.equal(
+        grpo(b["rewards"], b["mask"], groups=uids)[0],
+        grpo(b["rewards"], b["mask"], groups=group_ids(uids))[0],
+    )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"groups \(3,\) .* rewards \(4, 5\)"):
         grpo(b["rewards"], b["mask"], groups=uids[:3])  # type: ignore[arg-type]
 
@@ -298,7 +338,9 @@ def test_every_need_is_an_argument() -> None:
 
 
 def test_a_plugin_may_return_one_tensor() -> None:
-    ADVANTAGES.declare("test_only_plugin", lambda rewards, mask, **rest: rewards * rest["scale"], source="a test")
+    ADVANTAGES.declare(
+        "test_only_plugin", lambda rewards, mask, **rest: rewards * rest["scale"], source="a test"
+    )
     made = estimate("test_only_plugin", rewards=torch.ones(1, 2), mask=torch.ones(1, 2), scale=3.0)
     assert made.advantages.tolist() == made.returns.tolist() == [[3.0, 3.0]]
 
@@ -316,7 +358,10 @@ def test_group_statistics_by_hand() -> None:
     assert made.size.tolist() == [3, 0, 1]
     torch.testing.assert_close(made.mean, torch.tensor([13 / 3, 0.0, 0.0]))
     torch.testing.assert_close(made.std, torch.tensor([4.163332, 1.0, 1.0]))
-    assert group_second(torch.tensor([1.0, 3.0, 3.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])).tolist() == [3.0, 2.0]
+    assert group_second(torch.tensor([1.0, 3.0, 3.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1, 1])).tolist() == [
+        3.0,
+        2.0,
+    ]
 
 
 @some
@@ -327,7 +372,9 @@ def test_closing_and_reopening_holes_is_the_identity(rows: int, width: int, seed
     values = torch.randn(rows, width) * mask
     ranks = rank_among_valid(as_weights(mask, torch.float32))
     closed = close_holes(values, ranks)
-    assert [row[:n].tolist() for row, n in zip(closed, mask.sum(1))] == [row[m].tolist() for row, m in zip(values, mask)]
+    assert [row[:n].tolist() for row, n in zip(closed, mask.sum(1))] == [
+        row[m].tolist() for row, m in zip(values, mask)
+    ]
     torch.testing.assert_close(reopen_holes(closed, ranks) * mask, values)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.aggregation import Totals, aggregate
-from strop.algorithms.value_loss import value_loss
+from strop.algorithms.losses import value_loss
 from strop.catalog import AGGREGATIONS
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -48,7 +48,9 @@ def test_values_by_hand() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 5), max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_micro_batches_add_up_to_the_whole_in_value_and_gradient(mode: str, seed: int, cuts: list[int]) -> None:
+def test_micro_batches_add_up_to_the_whole_in_value_and_gradient(
+    mode: str, seed: int, cuts: list[int]
+) -> None:
     values, mask = batch(seed)
     totals = Totals.of(mask)
     whole = values.clone().requires_grad_()
@@ -69,7 +71,9 @@ def test_micro_batches_add_up_to_the_whole_in_value_and_gradient(mode: str, seed
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_columns_with_nan_change_nothing(mode: str) -> None:
     values, mask = batch(3)
-    padded = torch.cat([values, torch.full((len(values), 4), math.nan, dtype=values.dtype)], 1).requires_grad_()
+    padded = torch.cat(
+        [values, torch.full((len(values), 4), math.nan, dtype=values.dtype)], 1
+    ).requires_grad_()
     padded_mask = torch.cat([mask, torch.zeros(len(values), 4, dtype=mask.dtype)], 1)
     totals = Totals.of(mask)
     loss = aggregate(padded, padded_mask, mode, totals)

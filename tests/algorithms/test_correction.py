@@ -33,7 +33,9 @@ def test_token_weights_are_truncated_above() -> None:
         [1.2214, 0.81873, 0, 0],
     ]
     torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    assert metrics["rollout_is_max"] == 2.0 and metrics["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 12)
+    assert metrics["rollout_is_max"] == 2.0 and metrics["rollout_is_ratio_fraction_high"] == pytest.approx(
+        1 / 12
+    )
 
 
 def test_sequence_weights_are_the_product_of_the_ratios() -> None:
@@ -84,9 +86,15 @@ def test_what_stands_outside_the_mask_does_not_matter(seed: int, junk: float) ->
     old, rollout = -torch.rand(4, 5, generator=generator), -torch.rand(4, 5, generator=generator)
     mask = (torch.rand(4, 5, generator=generator) < 0.6).long()
     mask[0, 0] = 1
-    chosen = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k1,token_k3", "rollout_rs_threshold": "0.5_2.0,0.3"}
+    chosen = {
+        "rollout_is": "sequence",
+        "rollout_rs": "seq_mean_k1,token_k3",
+        "rollout_rs_threshold": "0.5_2.0,0.3",
+    }
     clean = correct_rollout(old, rollout, mask, **chosen)
-    dirty = correct_rollout(old.masked_fill(mask == 0, junk), rollout.masked_fill(mask == 0, junk), mask, **chosen)
+    dirty = correct_rollout(
+        old.masked_fill(mask == 0, junk), rollout.masked_fill(mask == 0, junk), mask, **chosen
+    )
     assert clean.weights is not None and dirty.weights is not None
     assert torch.equal(clean.weights, dirty.weights) and torch.equal(clean.mask, dirty.mask)
     assert {k: v.item() for k, v in clean.metrics.items()} == {k: v.item() for k, v in dirty.metrics.items()}
@@ -95,11 +103,13 @@ def test_what_stands_outside_the_mask_does_not_matter(seed: int, junk: float) ->
 
 def test_identical_policies_need_no_correction() -> None:
     log_probs = -torch.rand(3, 4)
-    found = correct_rollout(log_probs, log_probs, torch.ones(3, 4), rollout_is="token", rollout_is_batch_normalize=True)
-    assert found.weights is not None and (found.weights == 1).all() and (found.mask == 1).all()
-    assert found.metrics["rollout_corr/kl"] == 0 and found.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(
-        1
+    found = correct_rollout(
+        log_probs, log_probs, torch.ones(3, 4), rollout_is="token", rollout_is_batch_normalize=True
     )
+    assert found.weights is not None and (found.weights == 1).all() and (found.mask == 1).all()
+    assert found.metrics["rollout_corr/kl"] == 0 and found.metrics[
+        "rollout_corr/rollout_is_eff_sample_size"
+    ] == pytest.approx(1)
     assert found.metrics["rollout_corr/chi2_seq"] == pytest.approx(0, abs=1e-6)
 
 
@@ -107,7 +117,11 @@ def test_a_band_that_drops_everything_is_counted_not_divided_by() -> None:
     weights, metrics = importance_weights(
         torch.ones(2, 2), torch.ones(2, 2), lower=0.9, upper=1.1, outside="zero", normalize=True
     )
-    assert (weights == 0).all() and metrics["rollout_is_eff_sample_size"] == 0 and metrics["rollout_is_oob_ratio"] == 1
+    assert (
+        (weights == 0).all()
+        and metrics["rollout_is_eff_sample_size"] == 0
+        and metrics["rollout_is_oob_ratio"] == 1
+    )
     _, empty = importance_weights(torch.ones(2, 2), torch.zeros(2, 2))
     assert all(math.isfinite(value.item()) for value in empty.values())
 
@@ -143,13 +157,26 @@ def test_every_preset_runs(name: str) -> None:
 
 def test_presets_say_whether_they_bypass() -> None:
     assert all(preset["bypass_mode"] == name.startswith("bypass") for name, preset in PRESETS.items())
-    assert {preset["loss_type"] for preset in PRESETS.values() if preset["bypass_mode"]} == {"ppo_clip", "reinforce"}
+    assert {preset["loss_type"] for preset in PRESETS.values() if preset["bypass_mode"]} == {
+        "ppo_clip",
+        "reinforce",
+    }
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_every_criterion_reports_its_metrics(criterion: str) -> None:
     _, metrics = rejection_mask(D, MASK, criteria=criterion, threshold=1.5)
-    names = {"mean", "max", "min", "std", "fraction_high", "fraction_low", "seq_mean", "masked_fraction", "seq_masked_fraction"}
+    names = {
+        "mean",
+        "max",
+        "min",
+        "std",
+        "fraction_high",
+        "fraction_low",
+        "seq_mean",
+        "masked_fraction",
+        "seq_masked_fraction",
+    }
     assert {f"rollout_rs_{criterion}_{name}" for name in names} <= set(metrics)
 
 

@@ -8,16 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.algorithms.advantages import estimate
+from strop.algorithms.advantages.base import estimate
 from strop.algorithms.rollout_correction import CRITERIA, PRESETS
-from strop.catalog import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, SCHEDULES, SCORERS
+from strop.catalog import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    SCHEDULES,
+    SCORERS,
+)
 from strop.registry import Registry, load_plugins
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "registry", [ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS, PREFERENCE_LOSSES, SCHEDULES, SCORERS]
+    "registry",
+    [ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS, PREFERENCE_LOSSES, SCHEDULES, SCORERS],
 )
 def test_every_choice_is_documented(registry: Registry) -> None:
     words = set(re.findall(r"[\w+-]+", PAGE.replace("-", "_")))
@@ -39,7 +48,9 @@ def test_the_example_plugin_runs_as_printed(tmp_path: Path) -> None:
     assert ADVANTAGES.entry("centred-by-median").facts == {"needs": ("group",), "min_group": 2}
     rewards = torch.tensor([[0.0, 1.0], [0.0, 2.0], [6.0, 0.0]])
     mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
-    made = estimate("centred_by_median", rewards=rewards, mask=mask, groups=torch.zeros(3, dtype=torch.long), values=None)
+    made = estimate(
+        "centred_by_median", rewards=rewards, mask=mask, groups=torch.zeros(3, dtype=torch.long), values=None
+    )
     assert made.advantages.tolist() == made.returns.tolist() == [[-1, -1], [0, 0], [4, 0]]
     with pytest.raises(ValueError, match="'centred_by_median' needs groups"):
         estimate("centred_by_median", rewards=rewards, mask=mask)

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.distillation import forward_kl_topk
 from strop.algorithms.logprobs import (
     sum_pi_squared,
     token_entropy,
@@ -17,9 +16,12 @@ from strop.algorithms.logprobs import (
     token_logprobs_from_hidden,
     token_statistics,
 )
+from tests.algorithms.reference.distillation import forward_kl_topk
 
 
-def plain(logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def plain(
+    logits: torch.Tensor, labels: torch.Tensor, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     return log_p.gather(-1, labels[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
@@ -33,7 +35,12 @@ def problem(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     labels = torch.randint(vocabulary, (rows,), generator=generator)
-    return {"hidden": normal(rows, hidden), "weight": normal(vocabulary, hidden), "bias": normal(vocabulary), "labels": labels}
+    return {
+        "hidden": normal(rows, hidden),
+        "weight": normal(vocabulary, hidden),
+        "bias": normal(vocabulary),
+        "labels": labels,
+    }
 
 
 @given(chunk=st.integers(1, 9), temperature=st.sampled_from([0.5, 1.0, 1.7]), rows=st.integers(1, 8))
@@ -58,7 +65,9 @@ def test_any_chunk_gives_the_plain_value_and_gradient(chunk: int, temperature: f
 def test_fused_head_passes_gradcheck(chunk: int, with_bias: bool) -> None:
     p = problem()
 
-    def both(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def both(
+        hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         found = token_logprobs_from_hidden(
             hidden, weight, p["labels"], bias=bias, temperature=0.8, chunk=chunk, want_entropy=True
         )
@@ -118,7 +127,9 @@ def test_a_frozen_head_gets_no_gradient_and_a_float32_head_serves_bfloat16_state
 def test_leading_dimensions_are_kept_and_zero_rows_are_fine() -> None:
     p = problem(rows=8)
     flat = token_logprobs_from_hidden(p["hidden"], p["weight"], p["labels"]).log_probs
-    shaped = token_logprobs_from_hidden(p["hidden"].view(2, 4, -1), p["weight"], p["labels"].view(2, 4)).log_probs
+    shaped = token_logprobs_from_hidden(
+        p["hidden"].view(2, 4, -1), p["weight"], p["labels"].view(2, 4)
+    ).log_probs
     torch.testing.assert_close(shaped, flat.view(2, 4))
     nothing = token_logprobs_from_hidden(p["hidden"][:0], p["weight"], p["labels"][:0], want_entropy=True)
     assert nothing.log_probs.shape == (0,) and nothing.entropy is not None and nothing.entropy.shape == (0,)
@@ -128,7 +139,12 @@ def test_ignored_labels_cost_nothing() -> None:
     logits = torch.randn(3, 5, requires_grad=True)
     log_probs = token_logprobs(logits, torch.tensor([2, -100, 4]))
     log_probs.sum().backward()
-    assert log_probs[1] == 0 and logits.grad is not None and (logits.grad[1] == 0).all() and (logits.grad[0] != 0).all()
+    assert (
+        log_probs[1] == 0
+        and logits.grad is not None
+        and (logits.grad[1] == 0).all()
+        and (logits.grad[0] != 0).all()
+    )
 
 
 def test_forbidden_tokens_leave_entropy_and_gradients_finite() -> None:
@@ -163,9 +179,14 @@ def test_only_one_chunk_of_logits_is_alive() -> None:
             return out
 
     rows, vocabulary, hidden = 64, 400, 4
-    states, weight = torch.randn(rows, hidden, requires_grad=True), torch.randn(vocabulary, hidden, requires_grad=True)
+    states, weight = (
+        torch.randn(rows, hidden, requires_grad=True),
+        torch.randn(vocabulary, hidden, requires_grad=True),
+    )
     with Watch():
-        found = token_logprobs_from_hidden(states, weight, torch.zeros(rows, dtype=torch.long), chunk=8, want_entropy=True)
+        found = token_logprobs_from_hidden(
+            states, weight, torch.zeros(rows, dtype=torch.long), chunk=8, want_entropy=True
+        )
         assert found.entropy is not None
         (found.log_probs + found.entropy).sum().backward()
     assert largest == 8 * vocabulary
@@ -197,7 +218,8 @@ def test_distilling_a_student_equal_to_its_teacher_costs_nothing() -> None:
 def test_fused_head_on_a_gpu_equals_the_plain_head_in_a_fraction_of_its_memory(dtype: torch.dtype) -> None:
     rows, hidden, vocabulary = 4096, 256, 32_000
     leaves = [
-        (0.3 * torch.randn(shape, device="cuda")).to(dtype).requires_grad_() for shape in ((rows, hidden), (vocabulary, hidden))
+        (0.3 * torch.randn(shape, device="cuda")).to(dtype).requires_grad_()
+        for shape in ((rows, hidden), (vocabulary, hidden))
     ]
     labels = torch.randint(vocabulary, (rows,), device="cuda")
     up = torch.randn(rows, device="cuda")
@@ -225,13 +247,15 @@ def test_fused_head_on_a_gpu_equals_the_plain_head_in_a_fraction_of_its_memory(d
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_kernels_of_the_head_agree_with_plain_torch() -> None:
-    from strop.algorithms import row_kernels
+    from strop.algorithms import logprob_kernels as row_kernels
     from strop.algorithms.logprobs import kernels_agree
 
     assert kernels_agree(row_kernels, torch.device("cuda"))
 
 
-def test_a_head_whose_kernels_do_not_compile_is_computed_by_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_whose_kernels_do_not_compile_is_computed_by_plain_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from strop.algorithms import logprobs
 
     class Refused(Exception):

@@ -5,17 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.masked import (
-    as_weights,
-    clamp_between,
-    mask_through_stop,
-    masked_mean,
-    masked_normalise,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-)
-from strop.algorithms.padding import pad_or_truncate, strip_padding
+from strop.algorithms.aggregation import as_weights, masked_mean, masked_sum, masked_var, masked_whiten
+from tests.algorithms.reference.masked import clamp_between, mask_through_stop, masked_normalise
+from tests.algorithms.reference.padding import pad_or_truncate, strip_padding
 
 
 @settings(max_examples=25, deadline=None)
@@ -62,7 +54,9 @@ def test_weights_of_every_kind_of_mask() -> None:
 
 
 def test_lower_bound_wins_where_bounds_cross() -> None:
-    made = clamp_between(torch.tensor([0.0, 5.0, -5.0]), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([-1.0, 1.0, 1.0]))
+    made = clamp_between(
+        torch.tensor([0.0, 5.0, -5.0]), torch.tensor([1.0, -1.0, -1.0]), torch.tensor([-1.0, 1.0, 1.0])
+    )
     assert made.tolist() == [1.0, 1.0, -1.0]
 
 

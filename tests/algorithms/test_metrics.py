@@ -11,20 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.metrics.data import data_metrics, explained_variance, probability_drift
-from strop.algorithms.metrics.engine import moe_load_metrics, spec_decode_metrics
-from strop.algorithms.metrics.reduction import aggregate_over_ranks, reduce_metrics, reduction_of
-from strop.algorithms.metrics.timing import agent_timing_metrics, throughput_metrics, timing_metrics
+from strop.algorithms.metrics.training import (
+    data_metrics,
+    explained_variance,
+    probability_drift,
+    throughput_metrics,
+    timing_metrics,
+)
 from strop.algorithms.metrics.validation import (
     best_of,
     majority_of,
     name_validation_metrics,
-    pass_at_k,
     subset_sizes,
     validation_metrics,
     worst_of,
 )
-from strop.algorithms.metrics.variance import variance_proxy_metrics
+from tests.algorithms.reference.agent_timing import agent_timing_metrics
+from tests.algorithms.reference.engine_metrics import moe_load_metrics, spec_decode_metrics
+from tests.algorithms.reference.metric_reduction import aggregate_over_ranks, reduce_metrics, reduction_of
+from tests.algorithms.reference.validation import pass_at_k
+from tests.algorithms.reference.variance_metrics import variance_proxy_metrics
 
 
 def batch(**changes: object) -> dict[str, object]:
@@ -42,7 +48,9 @@ def batch(**changes: object) -> dict[str, object]:
     }
     advantages = made["advantages"]
     assert isinstance(advantages, torch.Tensor)
-    advantages[torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]]).bool()] = torch.tensor([1.0, 2, 3, 4, 5])
+    advantages[torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]]).bool()] = torch.tensor(
+        [1.0, 2, 3, 4, 5]
+    )
     return made | changes
 
 
@@ -67,7 +75,9 @@ def test_critic_turns_and_a_batch_of_nothing() -> None:
 
 
 def test_rows_that_disagree_are_named() -> None:
-    with pytest.raises(ValueError, match=r"`prompt_lengths` has shape \(2,\), but token_level_scores has \(3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"`prompt_lengths` has shape \(2,\), but token_level_scores has \(3, 4\)"
+    ):
         data_metrics(**batch(prompt_lengths=torch.ones(2)))  # type: ignore[arg-type]
 
 
@@ -87,9 +97,18 @@ def test_drift_is_measured_on_probabilities_inside_the_mask() -> None:
 
 
 def test_names_are_reduced_by_words() -> None:
-    metrics = {"x/max": [1, 5], "diff_min": [2, 1], "admin": [1.0, 3.0], "maximum_len": [1.0, 3.0], "lr": 0.1, "empty": []}
+    metrics = {
+        "x/max": [1, 5],
+        "diff_min": [2, 1],
+        "admin": [1.0, 3.0],
+        "maximum_len": [1.0, 3.0],
+        "lr": 0.1,
+        "empty": [],
+    }
     assert reduce_metrics(metrics) == {"x/max": 5, "diff_min": 1, "admin": 2.0, "maximum_len": 2.0, "lr": 0.1}
-    assert reduction_of("admin", compat="verl") == "min" and reduction_of("maximum_len", compat="verl") == "max"
+    assert (
+        reduction_of("admin", compat="verl") == "min" and reduction_of("maximum_len", compat="verl") == "max"
+    )
 
 
 def test_uneven_ranks_average_over_all_values() -> None:
@@ -118,7 +137,10 @@ def test_the_slowest_episode_is_portrayed() -> None:
         num_preempted=[0, 1],
     )
     assert metrics["timing_s/agent_loop/slowest/response_length"] == 70
-    assert metrics["timing_s/agent_loop/tool_calls/max"] == 5.0 and metrics["timing_s/agent_loop/num_preempted/mean"] == 0.5
+    assert (
+        metrics["timing_s/agent_loop/tool_calls/max"] == 5.0
+        and metrics["timing_s/agent_loop/num_preempted/mean"] == 0.5
+    )
 
 
 scores = st.lists(st.floats(-5, 5), min_size=1, max_size=7)
@@ -138,7 +160,9 @@ def test_best_and_worst_equal_brute_force(values: list[float], size: int) -> Non
 @settings(max_examples=50, deadline=None)
 def test_pass_at_k_is_the_published_formula(count: int, correct: int, k: int) -> None:
     correct, k = min(correct, count), min(k, count)
-    assert pass_at_k(count, correct, k) == pytest.approx(1 - math.comb(count - correct, k) / math.comb(count, k))
+    assert pass_at_k(count, correct, k) == pytest.approx(
+        1 - math.comb(count - correct, k) / math.comb(count, k)
+    )
 
 
 def test_exact_best_of_all_is_the_maximum_where_the_bootstrap_is_not() -> None:
@@ -190,7 +214,7 @@ def test_validation_errors() -> None:
     assert subset_sizes(1) == [] and subset_sizes(5) == [2, 4, 5] and subset_sizes(8) == [2, 4, 8]
     with pytest.raises(ValueError, match="`acc` has 1 entries, `data_sources` 2"):
         validation_metrics(["a", "a"], [0, 1], {"acc": [1.0]})
-    with pytest.raises(ValueError, match="best of 5 cannot be told from 2"):
+    with pytest.raises(ValueError, match="best of 5 cannot be computed from 2"):
         best_of([1.0, 2.0], 5)
     with pytest.raises(ValueError, match="not 'guess'"):
         validation_metrics([], [], {}, estimator="guess")

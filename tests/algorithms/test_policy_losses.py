@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.algorithms.aggregation import Totals, aggregate
-from strop.algorithms.policy_losses import PolicyLoss, policy_loss
-from strop.algorithms.token_selection import divergence_gate, high_entropy_mask, off_policy_mask
+from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
 from strop.catalog import POLICY_LOSSES
+from tests.algorithms.reference.token_selection import divergence_gate, high_entropy_mask, off_policy_mask
 
 NAMES = POLICY_LOSSES.names()
 BY_TOKENS_GIVEN = {"clip_cov", "kl_cov"}  # their selection is defined over the tensors given
@@ -37,13 +37,17 @@ def batch(seed: int, rows: int = 5, width: int = 6) -> dict[str, torch.Tensor]:
     }
 
 
-def reduced(name: str, tensors: dict[str, torch.Tensor], totals: Totals, **more: Any) -> tuple[torch.Tensor, PolicyLoss]:
+def reduced(
+    name: str, tensors: dict[str, torch.Tensor], totals: Totals, **more: Any
+) -> tuple[torch.Tensor, PolicyLoss]:
     result = policy_loss(name, **tensors, **SETTINGS, **more)
     mode = POLICY_LOSSES.entry(name).facts["aggregation"] or "token-mean"
     return aggregate(result.per_token, tensors["mask"], mode, totals), result
 
 
-def value_and_gradient(name: str, tensors: dict[str, torch.Tensor], totals: Totals) -> tuple[float, torch.Tensor]:
+def value_and_gradient(
+    name: str, tensors: dict[str, torch.Tensor], totals: Totals
+) -> tuple[float, torch.Tensor]:
     leaf = tensors["log_probs"].clone().requires_grad_()
     loss, _ = reduced(name, tensors | {"log_probs": leaf}, totals)
     loss.backward()
@@ -58,7 +62,9 @@ def test_micro_batches_add_up_in_value_gradient_and_metrics(name: str, seed: int
     tensors = batch(seed)
     totals = Totals.of(tensors["mask"])
     loss, grad = value_and_gradient(name, tensors, totals)
-    pieces = [{key: value[part] for key, value in tensors.items()} for part in (slice(0, cut), slice(cut, None))]
+    pieces = [
+        {key: value[part] for key, value in tensors.items()} for part in (slice(0, cut), slice(cut, None))
+    ]
     found = [value_and_gradient(name, piece, totals) for piece in pieces]
     assert sum(value for value, _ in found) == pytest.approx(loss, rel=1e-9, abs=1e-12)
     torch.testing.assert_close(torch.cat([g for _, g in found]), grad, rtol=1e-9, atol=1e-12)
@@ -66,8 +72,12 @@ def test_micro_batches_add_up_in_value_gradient_and_metrics(name: str, seed: int
     whole = reduced(name, tensors, totals)[1].metrics
     parts = [reduced(name, piece, totals)[1].metrics for piece in pieces]
     for metric, value in whole.items():
-        by_parts = sum(aggregate(p[metric], piece["mask"], "token-mean", totals) for p, piece in zip(parts, pieces))
-        torch.testing.assert_close(by_parts, aggregate(value, tensors["mask"], "token-mean", totals), rtol=1e-9, atol=1e-12)
+        by_parts = sum(
+            aggregate(p[metric], piece["mask"], "token-mean", totals) for p, piece in zip(parts, pieces)
+        )
+        torch.testing.assert_close(
+            by_parts, aggregate(value, tensors["mask"], "token-mean", totals), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
@@ -78,7 +88,9 @@ def test_masked_tokens_may_hold_anything_and_get_exactly_no_gradient(name: str, 
     torch.manual_seed(0)
     clean, clean_grad = value_and_gradient(name, tensors, totals)
     outside = tensors["mask"] == 0
-    dirty = {key: value.masked_fill(outside, junk) if key != "mask" else value for key, value in tensors.items()}
+    dirty = {
+        key: value.masked_fill(outside, junk) if key != "mask" else value for key, value in tensors.items()
+    }
     torch.manual_seed(0)
     value, grad = value_and_gradient(name, dirty, totals)
     assert value == clean and (grad[outside] == 0).all()
@@ -106,7 +118,9 @@ def test_permuting_rows_permutes_the_loss(name: str) -> None:
     tensors = batch(13)
     order = torch.tensor([3, 0, 4, 2, 1])
     plain = policy_loss(name, **tensors, **SETTINGS).per_token
-    permuted = policy_loss(name, **{key: value[order] for key, value in tensors.items()}, **SETTINGS).per_token
+    permuted = policy_loss(
+        name, **{key: value[order] for key, value in tensors.items()}, **SETTINGS
+    ).per_token
     torch.testing.assert_close(permuted, plain[order], rtol=1e-9, atol=1e-12)
 
 
@@ -127,7 +141,13 @@ def test_the_on_policy_gradient_is_the_policy_gradient(name: str) -> None:
     del tensors["rollout_weights"]
     leaf = tensors["log_probs"].clone().requires_grad_()
     result = policy_loss(
-        name, **tensors | {"log_probs": leaf}, **SETTINGS, clip_cov_lb=1e9, clip_cov_ub=2e9, ppo_kl_coef=0.0, tau_neg=1.0
+        name,
+        **tensors | {"log_probs": leaf},
+        **SETTINGS,
+        clip_cov_lb=1e9,
+        clip_cov_ub=2e9,
+        ppo_kl_coef=0.0,
+        tau_neg=1.0,
     )
     result.per_token.sum().backward()
     assert leaf.grad is not None
@@ -147,7 +167,9 @@ def test_rollout_weights_multiply_and_carry_no_gradient(name: str) -> None:
 
 
 def fixture() -> dict[str, torch.Tensor]:
-    old = torch.tensor([[-1, -0.5, -2, -0.1], [-0.7, -0.2, -0.3, 0], [-1.2, 0, -0.4, -0.9], [-0.6, -0.8, 0, 0]])
+    old = torch.tensor(
+        [[-1, -0.5, -2, -0.1], [-0.7, -0.2, -0.3, 0], [-1.2, 0, -0.4, -0.9], [-0.6, -0.8, 0, 0]]
+    )
     moved = torch.tensor([[0.3, -0.3, 0.1, 1.5], [0, 0.25, -0.1, 0], [-0.5, 0, 0.4, 0.05], [0.2, -0.2, 0, 0]])
     advantages = torch.tensor([[1, 1, 1, -1], [-0.5, -0.5, -0.5, 0], [0.8, 0, 0.8, 0.8], [-1, -1, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 0, 0]])
@@ -156,7 +178,13 @@ def fixture() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("vanilla", 0.096528), ("gpg", 0.409583), ("cispo", 0.452036), ("clip_cov", 0.220002), ("sapo", 0.162363)],
+    [
+        ("vanilla", 0.096528),
+        ("gpg", 0.409583),
+        ("cispo", 0.452036),
+        ("clip_cov", 0.220002),
+        ("sapo", 0.162363),
+    ],
 )
 def test_published_fixture(name: str, expected: float) -> None:
     tensors = fixture()
@@ -168,9 +196,12 @@ def test_vanilla_metrics_of_the_fixture() -> None:
     tensors = fixture()
     result = policy_loss("vanilla", **tensors, **SETTINGS)
     mean = {
-        k: aggregate(v, tensors["mask"], "token-mean", Totals.of(tensors["mask"])).item() for k, v in result.metrics.items()
+        k: aggregate(v, tensors["mask"], "token-mean", Totals.of(tensors["mask"])).item()
+        for k, v in result.metrics.items()
     }
-    assert mean == pytest.approx({"pg_clipfrac": 2 / 12, "pg_clipfrac_lower": 1 / 12, "ppo_kl": -1.7 / 12}, abs=1e-6)
+    assert mean == pytest.approx(
+        {"pg_clipfrac": 2 / 12, "pg_clipfrac_lower": 1 / 12, "ppo_kl": -1.7 / 12}, abs=1e-6
+    )
 
 
 def test_gspo_levels_agree_when_the_advantage_is_one_number_per_row() -> None:
@@ -180,7 +211,9 @@ def test_gspo_levels_agree_when_the_advantage_is_one_number_per_row() -> None:
     totals, grads = Totals.of(tensors["mask"]), []
     for level in ("sequence", "sequence_token"):
         leaf = tensors["log_probs"].clone().requires_grad_()
-        result = policy_loss("gspo", **tensors | {"log_probs": leaf}, level=level, clip_low=0.2, clip_high=0.2)
+        result = policy_loss(
+            "gspo", **tensors | {"log_probs": leaf}, level=level, clip_low=0.2, clip_high=0.2
+        )
         aggregate(result.per_token, tensors["mask"], "seq-mean-token-mean", totals).backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(grads[0], grads[1])
@@ -189,7 +222,10 @@ def test_gspo_levels_agree_when_the_advantage_is_one_number_per_row() -> None:
 def test_clip_cov_is_reproducible_with_a_generator() -> None:
     tensors = batch(18)
     wide = SETTINGS | {"clip_cov_ratio": 0.2, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
-    draws = [policy_loss("clip_cov", **tensors, **wide, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    draws = [
+        policy_loss("clip_cov", **tensors, **wide, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
+    ]
     dropped = [draw.metrics["pg_clipfrac"] for draw in draws]
     assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[0], dropped[2])
     assert dropped[0].sum() == int(0.2 * tensors["mask"].sum())
@@ -232,7 +268,10 @@ def test_every_loss_has_the_uniform_signature() -> None:
 def test_high_entropy_mask_keeps_the_top_of_the_masked_tokens() -> None:
     entropy = torch.tensor([[1.0, 2.0, 3.0, 99.0], [4.0, 5.0, 99.0, 99.0]])
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-    assert high_entropy_mask(entropy, mask, quantile=0.75).tolist() == [[False] * 4, [True, True, False, False]]
+    assert high_entropy_mask(entropy, mask, quantile=0.75).tolist() == [
+        [False] * 4,
+        [True, True, False, False],
+    ]
     assert not high_entropy_mask(entropy, mask * 0, quantile=0.5).any()
 
 
@@ -252,8 +291,13 @@ def test_off_policy_mask_drops_only_bad_rows_that_drifted() -> None:
 
 def test_divergence_gate_at_sequence_level_uses_the_geometric_mean() -> None:
     train, rollout = torch.zeros(2, 2) - 1, torch.tensor([[-1.5, -0.5], [-2.0, -2.0]])
-    assert divergence_gate(train, rollout, torch.ones(2, 2), level="sequence", lower=0.9, upper=1.1).tolist() == [
+    assert divergence_gate(
+        train, rollout, torch.ones(2, 2), level="sequence", lower=0.9, upper=1.1
+    ).tolist() == [
         [True, True],
         [False, False],
     ]
-    assert divergence_gate(train, rollout, torch.ones(2, 2), lower=0.9, upper=1.7).tolist() == [[True, False], [False, False]]
+    assert divergence_gate(train, rollout, torch.ones(2, 2), lower=0.9, upper=1.7).tolist() == [
+        [True, False],
+        [False, False],
+    ]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from strop.algorithms.aggregation import Totals
+from strop.algorithms.losses import ptx_loss, sft_loss
 from strop.algorithms.preference import answer_log_probs, dpo, ipo, reward_logexp, reward_sigmoid, simpo
-from strop.algorithms.sft import load_balancing_loss, ptx_loss, sft_loss
 from strop.catalog import PREFERENCE_LOSSES
+from tests.algorithms.reference.load_balancing import load_balancing_loss
 
 CHOSEN, REJECTED = torch.tensor([-10.0, -4.0, -7.0]), torch.tensor([-12.0, -3.0, -7.0])
 REFERENCE = torch.tensor([-11.0, -5.0, -7.5]), torch.tensor([-11.5, -3.5, -6.0])
@@ -23,7 +24,10 @@ def test_equal_scores_cost_log_two() -> None:
 
 def test_the_two_reward_losses_are_one_function_and_neither_overflows() -> None:
     chosen, rejected = torch.tensor([-200.0, 300.0, 0.3]), torch.tensor([200.0, -300.0, 0.1])
-    a, b = reward_sigmoid(chosen, rejected).per_pair, reward_logexp(chosen.requires_grad_(), rejected).per_pair
+    a, b = (
+        reward_sigmoid(chosen, rejected).per_pair,
+        reward_logexp(chosen.requires_grad_(), rejected).per_pair,
+    )
     torch.testing.assert_close(a, b.detach())
     assert b[0].item() == 400.0
     b.sum().backward()
@@ -48,14 +52,20 @@ def test_dpo_by_hand_and_its_smoothing() -> None:
 
 def test_ipo_is_zero_at_its_target_gap() -> None:
     zero = torch.zeros(1)
-    assert ipo(torch.tensor([5.0]), zero, zero, zero, beta=0.1).per_pair.item() == pytest.approx(0.0, abs=1e-9)
-    assert ipo(torch.tensor([7.0]), zero, zero, zero, beta=0.1).per_pair.item() == pytest.approx(4.0, rel=1e-5)
+    assert ipo(torch.tensor([5.0]), zero, zero, zero, beta=0.1).per_pair.item() == pytest.approx(
+        0.0, abs=1e-9
+    )
+    assert ipo(torch.tensor([7.0]), zero, zero, zero, beta=0.1).per_pair.item() == pytest.approx(
+        4.0, rel=1e-5
+    )
 
 
 def test_reference_free_dpo_is_dpo_with_an_indifferent_reference() -> None:
     same = torch.full((3,), -8.0)
     torch.testing.assert_close(dpo(CHOSEN, REJECTED).per_pair, dpo(CHOSEN, REJECTED, same, same).per_pair)
-    torch.testing.assert_close(simpo(CHOSEN, REJECTED, margin=0.0).per_pair, dpo(CHOSEN, REJECTED, beta=2.0).per_pair)
+    torch.testing.assert_close(
+        simpo(CHOSEN, REJECTED, margin=0.0).per_pair, dpo(CHOSEN, REJECTED, beta=2.0).per_pair
+    )
 
 
 def test_the_nll_term_is_added() -> None:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from strop.algorithms.advantages import estimate
-from strop.algorithms.policy_losses import policy_loss
+from strop.algorithms.advantages.base import estimate
+from strop.algorithms.policy_losses.clipped import policy_loss
 from strop.catalog import ADVANTAGES, POLICY_LOSSES
 
 some = settings(max_examples=30, deadline=None)
@@ -102,7 +102,9 @@ def scores_of(b: dict[str, Tensor]) -> list[float]:
     return [math.fsum(row) for row in b["rewards"].tolist()]
 
 
-def by_group(formula: Callable[[list[float], int, list[int]], float]) -> Callable[[dict[str, Tensor]], Tensor]:
+def by_group(
+    formula: Callable[[list[float], int, list[int]], float],
+) -> Callable[[dict[str, Tensor]], Tensor]:
     """An outcome estimator from `formula(scores of the group, place in it, lengths of the group)`."""
 
     def estimator(b: dict[str, Tensor], scores: list[float] | None = None) -> Tensor:
@@ -111,7 +113,9 @@ def by_group(formula: Callable[[list[float], int, list[int]], float]) -> Callabl
         made = []
         for i, g in enumerate(groups):
             members = [j for j, other in enumerate(groups) if other == g]
-            made.append(formula([scores[j] for j in members], members.index(i), [lengths[j] for j in members]))
+            made.append(
+                formula([scores[j] for j in members], members.index(i), [lengths[j] for j in members])
+            )
         return torch.tensor(made, dtype=torch.float64)[:, None] * b["mask"]
 
     return estimator
@@ -181,7 +185,9 @@ ESTIMATORS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
     "gae": gae,
     "reinforce": lambda b: on_tokens(to_go(b), b["rewards"]),
     "reinforce_plus_plus": lambda b: whitened(on_tokens(to_go(b), b["rewards"]), b["mask"]),
-    "remax": lambda b: on_tokens(to_go(b, 1.0), b["rewards"]) - b["reward_baselines"].double()[:, None] * b["mask"],
+    "remax": lambda b: (
+        on_tokens(to_go(b, 1.0), b["rewards"]) - b["reward_baselines"].double()[:, None] * b["mask"]
+    ),
     "grpo": by_group(grpo),
     "group_norm": by_group(grpo),
     "grpo_vectorized": by_group(lambda *group: grpo(*group, floor=1e-6)),
@@ -209,7 +215,9 @@ def test_every_estimator_has_a_second_writing() -> None:
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
 @some
 @given(seed=st.integers(0, 10**6), rows=st.integers(2, 9), width=st.integers(1, 40))
-def test_estimator_equals_its_second_writing(name: str, dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+def test_estimator_equals_its_second_writing(
+    name: str, dtype: torch.dtype, seed: int, rows: int, width: int
+) -> None:
     b = random_batch(seed, rows, width, dtype)
     if name == "grpo_passk":
         b["groups"] = torch.arange(rows) % max(rows // 2, 1)
@@ -226,7 +234,9 @@ def losses(name: str, b: dict[str, Tensor]) -> list[dict[int, float]]:
     out = []
     for i in range(len(b["mask"])):
         tokens = [t for t, on in enumerate(b["mask"][i].tolist()) if on]
-        lp, old, adv = ({t: b[key][i, t].item() for t in tokens} for key in ("log_probs", "old_log_probs", "advantages"))
+        lp, old, adv = (
+            {t: b[key][i, t].item() for t in tokens} for key in ("log_probs", "old_log_probs", "advantages")
+        )
         x = {t: lp[t] - old[t] for t in tokens}
         mean = math.fsum(x.values()) / max(len(x), 1)
         out.append({t: token_loss(name, adv[t], x[t], lp[t], old[t], mean, adv, x) for t in tokens})
@@ -234,7 +244,14 @@ def losses(name: str, b: dict[str, Tensor]) -> list[dict[int, float]]:
 
 
 def token_loss(
-    name: str, a: float, x: float, lp: float, old: float, mean: float, row_a: dict[int, float], row_x: dict[int, float]
+    name: str,
+    a: float,
+    x: float,
+    lp: float,
+    old: float,
+    mean: float,
+    row_a: dict[int, float],
+    row_x: dict[int, float],
 ) -> float:
     def clip(r: float) -> float:
         return min(max(r, 0.8), 1.3)
@@ -275,11 +292,15 @@ WITH_WEIGHTS_INSIDE = {"geo_mean", "vespo", "bypass_mode"}
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES.names()) - SELECTING))
 @some
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 6), width=st.integers(1, 12))
-def test_loss_equals_its_second_writing(name: str, dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+def test_loss_equals_its_second_writing(
+    name: str, dtype: torch.dtype, seed: int, rows: int, width: int
+) -> None:
     b = random_batch(seed, rows, width, dtype)
     weights: dict[str, Any] = {} if name in WITH_WEIGHTS_INSIDE else {"rollout_weights": b["rollout_weights"]}
     tensors = {key: b[key] for key in ("log_probs", "old_log_probs", "advantages", "mask")}
-    made = policy_loss(name, **tensors, **weights, clip_low=0.2, clip_high=0.3, clip_c=3.0, dro_beta=0.5).per_token
+    made = policy_loss(
+        name, **tensors, **weights, clip_low=0.2, clip_high=0.3, clip_c=3.0, dro_beta=0.5
+    ).per_token
     expected = on_tokens(losses(name, b), b["rewards"]) * (b["rollout_weights"].double() if weights else 1.0)
     assert made.dtype == dtype
     close = 1e-9 if dtype == torch.float64 else 5e-5

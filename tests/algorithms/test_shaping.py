@@ -5,9 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.reward_placement import move_to_trainable, place_terminal
-from strop.algorithms.reward_shaping import kl_in_reward, overlong_penalty, terminal_rewards, truncation_penalty
+from strop.algorithms.reward_shaping import (
+    kl_in_reward,
+    move_to_trainable,
+    overlong_penalty,
+    truncation_penalty,
+)
 from strop.algorithms.selection import groups_that_disagree, groups_within, pf_ppo_weights, resample_rows
+from tests.algorithms.reference.terminal_rewards import place_terminal, terminal_rewards
 
 
 def test_score_lands_on_the_last_valid_token() -> None:
@@ -60,7 +65,13 @@ def test_terminal_rewards_clip_the_score_and_charge_the_kl() -> None:
 def test_overlong_penalty_with_and_without_cap() -> None:
     lengths = torch.tensor([5, 6, 8, 10, 14])
     assert overlong_penalty(lengths, max_length=10, buffer=4).tolist() == [0, 0, -0.5, -1.0, -2.0]
-    assert overlong_penalty(lengths, max_length=10, buffer=4, factor=2.0, capped=True).tolist() == [0, 0, -1.0, -2.0, -2.0]
+    assert overlong_penalty(lengths, max_length=10, buffer=4, factor=2.0, capped=True).tolist() == [
+        0,
+        0,
+        -1.0,
+        -2.0,
+        -2.0,
+    ]
     with pytest.raises(ValueError, match="buffer=0 and max_length=10"):
         overlong_penalty(lengths, max_length=10, buffer=0)
 
@@ -77,7 +88,15 @@ def test_dynamic_sampling_keeps_groups_that_teach() -> None:
     metric = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.3, 0.1, 0.1])
     groups = torch.tensor([0, 0, 1, 1, 2, 3, 3])
     assert groups_that_disagree(metric, groups).tolist() == [False, False, True, True, True, False, False]
-    assert groups_within(metric, groups, low=0.0, high=1.0).tolist() == [False, False, True, True, True, True, True]
+    assert groups_within(metric, groups, low=0.0, high=1.0).tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+        True,
+    ]
     assert not groups_within(metric, groups, low=0.5, high=1.0).any()
     with pytest.raises(ValueError, match=r"metric \(7,\) and groups \(3,\)"):
         groups_that_disagree(metric, groups[:3])
@@ -88,7 +107,9 @@ def test_pf_ppo_weights_and_resampling() -> None:
     assert pf_ppo_weights(scores, power=2.0).tolist() == pytest.approx([4, 1e-8, 1, 1])
     assert pf_ppo_weights(scores, method="max_min").tolist() == pytest.approx([1, 1e-8, 1, 1])
     assert pf_ppo_weights(scores, method="max_random").tolist() == pytest.approx([0.1, 0.1, 0.4, 0.4])
-    rows = resample_rows(torch.tensor([0.0, 1.0, 0.0, 3.0]).repeat(500), generator=torch.Generator().manual_seed(0))
+    rows = resample_rows(
+        torch.tensor([0.0, 1.0, 0.0, 3.0]).repeat(500), generator=torch.Generator().manual_seed(0)
+    )
     share = (rows % 4 == 3).float().mean()
     assert set((rows % 4).tolist()) == {1, 3} and 0.7 < share < 0.8
     with pytest.raises(ValueError, match="'pow', 'max_min' or 'max_random', got 'top'"):

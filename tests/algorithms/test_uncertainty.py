@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strop.algorithms.metrics.uncertainty import Estimate, bootstrap_mean, sign_test
-from strop.algorithms.metrics.validation import majority_of, majority_value, pass_at_k
+from strop.algorithms.metrics.validation import Estimate, bootstrap_mean, majority_of, sign_test
+from tests.algorithms.reference.validation import majority_value, pass_at_k
 
 
 def test_intervals_cover_the_truth():
@@ -32,20 +32,24 @@ def test_a_seed_gives_the_same_interval_whatever_is_computed_at_once(monkeypatch
     values = [0.0, 1.1, 1.2, 0.3, 0.4]
     first = bootstrap_mean(values, seed=3)
     assert first == bootstrap_mean(values, seed=3) != bootstrap_mean(values, seed=4)
-    monkeypatch.setattr("strop.algorithms.metrics.uncertainty.ELEMENTS_AT_ONCE", 20)
+    monkeypatch.setattr("strop.algorithms.metrics.validation.ELEMENTS_AT_ONCE", 20)
     assert bootstrap_mean(values, seed=3) == first
     assert bootstrap_mean(values, draws=0) == Estimate(pytest.approx(0.6), None, None, 5)
     with pytest.raises(ValueError, match="no prompt"):
         bootstrap_mean([])
 
 
-@pytest.mark.parametrize(("gained", "lost", "p"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (9, 1, 0.021484375), (8, 8, 1.0)])
+@pytest.mark.parametrize(
+    ("gained", "lost", "p"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (9, 1, 0.021484375), (8, 8, 1.0)]
+)
 def test_sign_test(gained, lost, p):
     assert sign_test(gained, lost) == sign_test(lost, gained) == pytest.approx(p)
 
 
 def test_sign_test_of_many():
-    assert sign_test(3000, 2700) == pytest.approx(7.4e-5, rel=0.1)  # normal approximation: z = (300 - 1) / sqrt(5700)
+    assert sign_test(3000, 2700) == pytest.approx(
+        7.4e-5, rel=0.1
+    )  # normal approximation: z = (300 - 1) / sqrt(5700)
 
 
 def test_pass_at_k_is_the_unbiased_estimator():

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from strop.backends.fsdp import FsdpBackend
 from strop.ranks import Ranks
-from strop.runtime.local import is_rank, joined
+from strop.runtime.local import joined
 from tests.forked import Forked
 
 
@@ -31,11 +30,6 @@ def here() -> Ranks:
 group_of_process: list[Any] = []
 
 
-def maker() -> dict[str, Callable[..., Any]] | None:
-    """The sharding backend, where this process is a rank."""
-    return {"fsdp": functools.partial(FsdpBackend, ranks=here())} if is_rank() else None
-
-
 def pytest_as_ranks(world: int, arguments: Sequence[str], timeout: float = 300) -> str:
     """Run tests once per rank; what the first rank printed, when all of them pass."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -49,9 +43,16 @@ def pytest_as_ranks(world: int, arguments: Sequence[str], timeout: float = 300) 
     words = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, str(rank)) for rank in range(world)]
-        ranks = [Forked("pytest", words, logs[rank], **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+        ranks = [
+            Forked("pytest", words, logs[rank], **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(world)
+        ]
         deadline = time.monotonic() + timeout
-        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes) and time.monotonic() < deadline:
+        while (
+            None in (codes := [rank.poll() for rank in ranks])
+            and not any(codes)
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         for rank in ranks:  # nobody waits for one that is gone
             rank.kill()

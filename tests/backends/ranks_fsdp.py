@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from strop.backends.base import MicroBatching
-from strop.backends.fsdp import FsdpBackend
-from strop.backends.single import SingleBackend, is_weight
-from strop.config.schema.model import Fsdp, WrapPolicy
+from strop.backends.fsdp.backend import FsdpBackend
+from strop.backends.module_backend import ModuleBackend
+from strop.backends.offload import is_weight
+from strop.config.schema.model import FsdpConfig, WrapPolicyConfig
 from strop.models.build import checkpoint_activations
-from strop.models.precision import widen_residual
+from strop.models.residual import widen_residual
+from tests.backends.make import make_backend, sharded, single
 from tests.backends.ranks import here
 from tests.backends.test_conformance import flat_gradient, optim, policy_loss, train
 from tests.models.tiny import tiny_batch, tiny_model
 
 WAYS: dict[str, dict[str, Any]] = {
     "layers": {},
-    "kept": {"settings": Fsdp(reshard_after_forward=False)},
-    "prefetched": {"settings": Fsdp(forward_prefetch=True)},
-    "by size": {"settings": Fsdp(wrap_policy=WrapPolicy(min_num_params=2000))},
-    "offloaded": {"settings": Fsdp(offload_policy=True)},
+    "kept": {"fsdp": FsdpConfig(reshard_after_forward=False)},
+    "prefetched": {"fsdp": FsdpConfig(forward_prefetch=True)},
+    "by size": {"fsdp": FsdpConfig(wrap_policy=WrapPolicyConfig(min_num_params=2000))},
+    "offloaded": {"fsdp": FsdpConfig(offload_policy=True)},
     "shared rows": {"sequence_parallel": 2},
     "divided matrices": {"tensor_parallel": 2},
-    "divided, by size": {"tensor_parallel": 2, "settings": Fsdp(wrap_policy=WrapPolicy(min_num_params=2000))},
+    "divided, by size": {
+        "tensor_parallel": 2,
+        "fsdp": FsdpConfig(wrap_policy=WrapPolicyConfig(min_num_params=2000)),
+    },
 }
 
 
-def weights(backend: SingleBackend) -> dict[str, torch.Tensor]:
+def weights(backend: ModuleBackend) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in backend.export_weights()}
 
 
-def assert_trained_alike(one: SingleBackend, many: SingleBackend) -> None:
+def assert_trained_alike(one: ModuleBackend, many: ModuleBackend) -> None:
     train(one, 3)
     train(many, 3)
     expected, found = weights(one), weights(many)
@@ -44,28 +50,28 @@ def assert_trained_alike(one: SingleBackend, many: SingleBackend) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_shard_trains_alike(way):
-    many = FsdpBackend(tiny_model(), ranks=here(), optim=optim(), **WAYS[way])
-    assert_trained_alike(SingleBackend(tiny_model(), optim=optim()), many)
+    many = sharded(tiny_model(), ranks=here(), optim=optim(), **WAYS[way])
+    assert_trained_alike(single(tiny_model(), optim=optim()), many)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma2", "granite", "mixtral"])
 def test_families_train_alike(family):
     """Without AdamW, which makes full steps of gradients that are 0 but for rounding, as those of key biases are."""
     plain = optim(optimizer="SGD", lr=0.1)
-    one = SingleBackend(tiny_model(family), optim=plain)
-    assert_trained_alike(one, FsdpBackend(tiny_model(family), ranks=here(), optim=plain))
+    one = single(tiny_model(family), optim=plain)
+    assert_trained_alike(one, sharded(tiny_model(family), ranks=here(), optim=plain))
 
 
 def test_checkpointed_activations_change_nothing():
     model = tiny_model()
     checkpoint_activations(model)
-    assert_trained_alike(SingleBackend(tiny_model(), optim=optim()), FsdpBackend(model, ranks=here(), optim=optim()))
+    assert_trained_alike(single(tiny_model(), optim=optim()), sharded(model, ranks=here(), optim=optim()))
 
 
 def test_a_residual_stream_in_float32_stays_so_in_bf16():
     """FSDP would cast what enters a layer; rounded there, log-probs would not be those of one device."""
     found = []
-    for make in (SingleBackend, lambda model, **more: FsdpBackend(model, ranks=here(), **more)):
+    for make in (single, partial(sharded, ranks=here())):
         model = tiny_model()
         assert widen_residual(model)
         backend = make(model, optim=optim(), compute=torch.bfloat16)
@@ -79,13 +85,13 @@ def test_a_residual_stream_in_float32_stays_so_in_bf16():
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "gemma2", "granite"])
 def test_families_with_divided_matrices_train_alike(family):
     plain = optim(optimizer="SGD", lr=0.1)
-    one = SingleBackend(tiny_model(family), optim=plain)
-    assert_trained_alike(one, FsdpBackend(tiny_model(family), ranks=here(), optim=plain, tensor_parallel=2))
+    one = single(tiny_model(family), optim=plain)
+    assert_trained_alike(one, sharded(tiny_model(family), ranks=here(), optim=plain, tensor_parallel=2))
 
 
 def test_weights_are_told_from_activations_that_can_be_parked():
     """Else a gathered layer would be copied to the host together with its activations."""
-    backend = FsdpBackend(tiny_model(intermediate_size=47), ranks=here(), optim=optim())
+    backend = sharded(tiny_model(intermediate_size=47), ranks=here(), optim=optim())
     seen: list[tuple[tuple[int, ...], bool]] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,7 +99,7 @@ def test_weights_are_told_from_activations_that_can_be_parked():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        found = backend._ask(tiny_batch(), ["log_probs"])
+        found = backend._outputs(tiny_batch(), ["log_probs"])
     found["log_probs"].sum().backward()
     matrices = [known for shape, known in seen if sorted(shape) == [32, 47]]
     states = [known for shape, known in seen if shape[-1] == 47 and 32 not in shape]
@@ -106,7 +112,7 @@ class SmallRank(FsdpBackend):
     room, moment = 1000, ""
     hooks: list[Any] = []
 
-    def _ask(self, piece, want):
+    def _outputs(self, piece, want):
         for hook in self.hooks:
             hook.remove()
         full = here().rank == here().world - 1 and sum(piece.lengths) > self.room
@@ -117,7 +123,7 @@ class SmallRank(FsdpBackend):
         if full and self.moment == "backward" and torch.is_grad_enabled():
             hooks.append(layers[0].mlp.register_full_backward_hook(lambda *_: _out_of_memory()))
         try:
-            found = super()._ask(piece, want)
+            found = super()._outputs(piece, want)
         finally:
             if self.moment == "forward":
                 [hook.remove() for hook in hooks]
@@ -134,11 +140,17 @@ def _out_of_memory():
 @pytest.mark.parametrize("moment", ["forward", "between", "backward"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 def test_a_rank_without_memory_keeps_step_and_all_begin_anew(moment, checkpointed, caplog):
-    batch, micro = tiny_batch([(3, 5), (7, 2), (1, 9), (4, 1), (12, 6), (2, 8), (5, 5), (6, 3)]), MicroBatching(rows=4)
+    batch, micro = (
+        tiny_batch([(3, 5), (7, 2), (1, 9), (4, 1), (12, 6), (2, 8), (5, 5), (6, 3)]),
+        MicroBatching(rows=4),
+    )
     model = tiny_model()
     if checkpointed:
         checkpoint_activations(model)
-    one, many = SingleBackend(tiny_model(), optim=optim()), SmallRank(model, ranks=here(), optim=optim())
+    one, many = (
+        single(tiny_model(), optim=optim()),
+        make_backend(SmallRank, model, ranks=here(), optim=optim()),
+    )
     many.room, many.moment = 18, moment
     for _ in range(2):
         with caplog.at_level("WARNING"):
@@ -149,7 +161,10 @@ def test_a_rank_without_memory_keeps_step_and_all_begin_anew(moment, checkpointe
         assert gap <= 1e-5 * flat_gradient(one).abs().max()
         one.step(), many.step()
     assert many.out_of_memory >= 1 and len(set(here().gather(many.out_of_memory))) == 1
-    assert f"Rank {here().world - 1} of {here().world} is out of memory with micro-batches of 4 rows" in caplog.text
+    assert (
+        f"Rank {here().world - 1} of {here().world} is out of memory with micro-batches of 4 rows"
+        in caplog.text
+    )
     assert "micro_batch_size_per_gpu" in caplog.text
     tries = many.out_of_memory
     ours, theirs = (b.forward(batch, ["log_probs"], micro).log_probs for b in (many, one))

@@ -1,12 +1,13 @@
-"""What every training backend must do. A backend joins by adding a maker to BACKENDS.
+"""What every training backend must do: those of strop.backends.BACKENDS, each in the kind of process it needs.
 
-Where this file runs as one of several ranks (tests/backends/test_fsdp.py starts it so), the backend is the one that shards, and
-every rank goes through every test.
+Where this file runs as one of several ranks (tests/backends/test_fsdp.py starts it so), the backends are those that need ranks,
+and every rank goes through every test.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,29 +15,45 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.backends.base import MicroBatching, Outputs
-from strop.backends.nonfinite import NonFiniteLoss
-from strop.backends.sharded import whole
+from strop.backends import BACKENDS, backend_class
+from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.fsdp.sharded import whole
+from strop.backends.micro_batches import NonFiniteLoss
 from strop.backends.single import SingleBackend
-from strop.config.schema.model import Optim
+from strop.config.schema.model import OptimConfig
 from strop.models.build import checkpoint_activations
 from strop.models.heads import new_scalar_model
 from strop.models.lora import add_adapters
+from strop.runtime.local import is_rank
 from strop.types import Batch
-from tests.backends.ranks import maker
+from tests.backends.make import make_backend, single
+from tests.backends.ranks import here
 from tests.models.tiny import tiny_batch, tiny_model
 
-BACKENDS: dict[str, Callable[..., Any]] = maker() or {"single": SingleBackend}
+HERE = [name for name in BACKENDS if backend_class(name).needs_ranks == is_rank()]
+"""Backends for this kind of process: several ranks, or one process."""
 ALL = MicroBatching(rows=100)
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=HERE)
 def make(request) -> Callable[..., Any]:
-    return BACKENDS[request.param]
+    kind = backend_class(request.param)
+    if kind.needs_ranks:
+        return functools.partial(make_backend, kind, ranks=here())
+    return functools.partial(make_backend, kind)
 
 
-def optim(**changes: Any) -> Optim:
-    return Optim(**{"lr": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.0, **changes})
+def test_every_backend_follows_the_protocol():
+    wanted = {name for name in vars(Backend) if not name.startswith("_")} | set(Backend.__annotations__)
+    for name in BACKENDS:
+        kind = backend_class(name)
+        built_here = {"module", "temperature", "ranks"}
+        assert [method for method in wanted - built_here if not hasattr(kind, method)] == [], name
+        assert isinstance(kind.needs_ranks, bool), name
+
+
+def optim(**changes: Any) -> OptimConfig:
+    return OptimConfig(**{"lr": 1e-2, "lr_scheduler_type": "constant", "weight_decay": 0.0, **changes})
 
 
 def policy_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -62,7 +79,14 @@ def train(backend: Any, steps: int, batch: Batch | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    "micro", [MicroBatching(rows=1), MicroBatching(rows=2), MicroBatching(max_tokens=20), MicroBatching(max_tokens=40)], ids=str
+    "micro",
+    [
+        MicroBatching(rows=1),
+        MicroBatching(rows=2),
+        MicroBatching(max_tokens=20),
+        MicroBatching(max_tokens=40),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_micro_batching_and_packing_change_nothing(make, micro, packed):
@@ -74,7 +98,10 @@ def test_micro_batching_and_packing_change_nothing(make, micro, packed):
     assert found["tokens"] == batch.mask.sum().item()
     scale = flat_gradient(whole).abs().max()
     assert ((flat_gradient(pieces) - flat_gradient(whole)).abs().max() / scale).item() < 1e-6
-    ours, theirs = (b.forward(batch, ["log_probs", "entropy", "sum_pi_squared"], m) for b, m in ((pieces, micro), (whole, ALL)))
+    ours, theirs = (
+        b.forward(batch, ["log_probs", "entropy", "sum_pi_squared"], m)
+        for b, m in ((pieces, micro), (whole, ALL))
+    )
     for name in ("log_probs", "entropy", "sum_pi_squared"):
         torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=2e-6)
         assert getattr(ours, name).shape == batch.mask.shape and not getattr(ours, name).requires_grad
@@ -97,7 +124,9 @@ def test_forward_and_training_pass_agree_to_the_bit(make):
 
 def test_temperature_divides_the_logits(make):
     batch = tiny_batch()
-    hot, cold = (make(tiny_model(), temperature=t).forward(batch, ["entropy"], ALL).entropy for t in (2.0, 0.5))
+    hot, cold = (
+        make(tiny_model(), temperature=t).forward(batch, ["entropy"], ALL).entropy for t in (2.0, 0.5)
+    )
     inside = hot > 0
     assert (hot[inside] > cold[inside]).all()
 
@@ -117,7 +146,11 @@ def test_gradients_are_clipped_by_their_global_norm_and_cleared(make):
     backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
     gradient = flat_gradient(backend)
     info = backend.step()
-    assert info.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-5) and not info.skipped and info.lr == 1.0
+    assert (
+        info.grad_norm == pytest.approx(gradient.norm().item(), rel=1e-5)
+        and not info.skipped
+        and info.lr == 1.0
+    )
     assert (before - flat_weights(backend)).norm().item() == pytest.approx(0.01, rel=1e-3)
     assert not backend.weights.gradients
 
@@ -137,7 +170,9 @@ def test_a_loss_that_is_not_finite_names_its_rows_before_any_step(make):
     batch.advantages[3, 0] = float("nan")
     batch.row_ids = torch.tensor([10, 11, 12, 13, 14])
     backend = make(tiny_model(), optim=optim())
-    with pytest.raises(NonFiniteLoss, match=r"rows 13\. Not finite in them: advantages\. This update was not made") as caught:
+    with pytest.raises(
+        NonFiniteLoss, match=r"rows 13\. Not finite in them: advantages\. This update was not made"
+    ) as caught:
         backend.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
     assert caught.value.rows == [13] and not backend.weights.gradients
 
@@ -171,7 +206,9 @@ def test_small_updates_survive_in_fp32_masters(make):
     backend = make(tiny_model(), optim=optim(lr=2e-5), compute=torch.bfloat16)
     assert {weight.dtype for _, weight in backend.export_weights()} == {torch.bfloat16}
     assert {m.dtype for m in backend.weights.masters.values()} == {torch.float32}
-    assert all(buffer.dtype == torch.float32 for buffer in backend.module.buffers()), "rotary frequencies were rounded"
+    assert all(buffer.dtype == torch.float32 for buffer in backend.module.buffers()), (
+        "rotary frequencies were rounded"
+    )
     name = "model.layers.0.mlp.up_proj.weight"
 
     def rounded() -> Tensor:
@@ -200,7 +237,10 @@ def test_bf16_gradients_are_summed_in_fp32(make):
 
 def test_bf16_log_probs_are_near_fp32(make):
     batch = tiny_batch()
-    narrow, wide = (make(tiny_model(), compute=d).forward(batch, ["log_probs"], ALL) for d in (torch.bfloat16, torch.float32))
+    narrow, wide = (
+        make(tiny_model(), compute=d).forward(batch, ["log_probs"], ALL)
+        for d in (torch.bfloat16, torch.float32)
+    )
     assert (narrow.log_probs - wide.log_probs).abs().mean() < 0.05 and narrow.log_probs.dtype == torch.float32
 
 
@@ -211,7 +251,11 @@ def test_resuming_is_exact(make, compute):
     train(unbroken, 5)
     train(first, 3)
     state = copy.deepcopy(first.state_dict())
-    assert all(isinstance(v, Tensor | int | float) for part in (state["model"], state["schedule"]) for v in part.values())
+    assert all(
+        isinstance(v, Tensor | int | float)
+        for part in (state["model"], state["schedule"])
+        for v in part.values()
+    )
     train(second, 1)  # whatever it was before, loading overwrites it
     second.load_state_dict(state)
     assert second.learning_rate == first.learning_rate
@@ -231,7 +275,10 @@ def test_a_state_of_another_model_is_refused(make):
 
 
 def test_the_schedule_moves_once_per_trainer_step(make):
-    backend = make(tiny_model(), optim=optim(lr=1.0, lr_scheduler_type="linear", total_training_steps=4, lr_warmup_steps=2))
+    backend = make(
+        tiny_model(),
+        optim=optim(lr=1.0, lr_scheduler_type="linear", total_training_steps=4, lr_warmup_steps=2),
+    )
     rates = []
     for _ in range(4):
         rates.append(backend.learning_rate)
@@ -260,12 +307,16 @@ def test_lora_trains_adapters_only_exports_them_merged_and_is_its_own_reference(
     trained = backend.forward(batch, ["log_probs"], ALL).log_probs
     assert (trained - before).abs().max() > 0.01
     with backend.reference():
-        torch.testing.assert_close(backend.forward(batch, ["log_probs"], ALL).log_probs, before, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            backend.forward(batch, ["log_probs"], ALL).log_probs, before, rtol=1e-6, atol=1e-6
+        )
     merged = dict(backend.export_weights())
     assert merged.keys() == original.keys()
     plain = tiny_model()
     plain.load_state_dict(merged)
-    torch.testing.assert_close(make(plain).forward(batch, ["log_probs"], ALL).log_probs, trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        make(plain).forward(batch, ["log_probs"], ALL).log_probs, trained, rtol=1e-5, atol=1e-5
+    )
     assert all("lora_" in name for name in backend.state_dict()["model"])
 
 
@@ -288,12 +339,14 @@ def test_a_critic_learns_its_targets_and_keeps_its_head_in_full_precision(make):
 def test_a_frozen_model_answers_and_remembers_nothing(make):
     backend = make(tiny_model())
     assert backend.forward(tiny_batch(), ["log_probs"], ALL).log_probs.abs().sum() > 0
-    assert set(backend.state_dict()) == {"model"} and not any(p.requires_grad for p in backend.module.parameters())
+    assert set(backend.state_dict()) == {"model"} and not any(
+        p.requires_grad for p in backend.module.parameters()
+    )
     with pytest.raises(ValueError, match="has no adapters"), backend.reference():
         pass
 
 
-def test_parked_parts_are_there_when_needed_and_nowhere_else():
+def test_offloaded_parts_are_onloaded_for_the_passes_that_need_them():
     """On a CPU nothing moves; what is asked to move, and when, is the same."""
 
     class Watched(SingleBackend):
@@ -312,15 +365,15 @@ def test_parked_parts_are_there_when_needed_and_nowhere_else():
             self._where.append("device")
             super().onload(model=model, optimizer=optimizer)
 
-    plain = SingleBackend(tiny_model(), optim=optim())
-    parked = Watched(tiny_model(), optim=optim(), park_model=True, park_optimizer=True)
+    plain = single(tiny_model(), optim=optim())
+    offloaded = make_backend(Watched, tiny_model(), optim=optim(), offload_model=True, offload_optimizer=True)
     train(plain, 2)
-    assert parked.moves == [("host", True, True)]
-    train(parked, 2)
-    assert parked.moves[1:] == [("device", True, True), ("host", True, True)] * 2
-    parked.forward(tiny_batch(), ["log_probs"], ALL)
-    assert parked.moves[5:] == [("device", True, False), ("host", True, False)]
-    assert torch.equal(flat_weights(parked), flat_weights(plain))
+    assert offloaded.moves == [("host", True, True)]
+    train(offloaded, 2)
+    assert offloaded.moves[1:] == [("device", True, True), ("host", True, True)] * 2
+    offloaded.forward(tiny_batch(), ["log_probs"], ALL)
+    assert offloaded.moves[5:] == [("device", True, False), ("host", True, False)]
+    assert torch.equal(flat_weights(offloaded), flat_weights(plain))
 
 
 def test_offloading_and_coming_back_changes_nothing(make):
@@ -368,7 +421,9 @@ def test_gradients_that_overflow_in_float16_are_made_again_with_a_smaller_scale(
 
 
 def test_float16_learns_as_float32_does_and_its_scale_is_saved(make):
-    exact, half, later = (make(tiny_model(), optim=optim(lr=1e-3), compute=c) for c in (torch.float32, *[torch.float16] * 2))
+    exact, half, later = (
+        make(tiny_model(), optim=optim(lr=1e-3), compute=c) for c in (torch.float32, *[torch.float16] * 2)
+    )
     half.scaling.load({"value": 2.0**8, "quiet": 98})
     for backend in (exact, half):
         train(backend, 4)
@@ -399,12 +454,19 @@ def test_other_optimizers_and_bad_settings(make):
 def preference_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Even rows should score higher than the odd rows behind them."""
     per_pair = -torch.nn.functional.logsigmoid(outputs.scores[0::2] - outputs.scores[1::2])
-    return per_pair.sum() / 2.0, {"loss": per_pair.detach().sum() / 2.0, "first rows": batch.row_ids[0::2].sum()}
+    return per_pair.sum() / 2.0, {
+        "loss": per_pair.detach().sum() / 2.0,
+        "first rows": batch.row_ids[0::2].sum(),
+    }
 
 
 @pytest.mark.parametrize(
     "micro",
-    [MicroBatching(rows=2, together=2), MicroBatching(rows=5, together=2), MicroBatching(max_tokens=30, together=2)],
+    [
+        MicroBatching(rows=2, together=2),
+        MicroBatching(rows=5, together=2),
+        MicroBatching(max_tokens=30, together=2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from strop.backends.base import MicroBatching
-from strop.backends.single import SingleBackend
 from strop.models.forward import response_outputs
 from strop.models.varlen import plain_kernel
+from tests.backends.make import single
 from tests.backends.test_conformance import ALL, flat_gradient, flat_weights, optim, policy_loss, train
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -16,12 +16,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 def test_packed_equals_padded(family, dtype):
     batch = tiny_batch([(100, 9), (2, 3), (60, 4), (5, 30), (90, 12), (1, 1)])
     model = tiny_model(family, max_position_embeddings=256).cuda().to(dtype)
-    packed, padded = (response_outputs(model, batch, ["log_probs"], packed=p)["log_probs"].detach() for p in (True, False))
-    exact = response_outputs(tiny_model(family, max_position_embeddings=256).cuda(), batch, ["log_probs"])["log_probs"].detach()
+    packed, padded = (
+        response_outputs(model, batch, ["log_probs"], packed=p)["log_probs"].detach() for p in (True, False)
+    )
+    exact = response_outputs(tiny_model(family, max_position_embeddings=256).cuda(), batch, ["log_probs"])[
+        "log_probs"
+    ].detach()
     assert (packed - padded).abs().mean() < (1e-5 if dtype == torch.float32 else 0.1)
     assert (packed - exact).abs().mean() < 1.2 * (padded - exact).abs().mean() + 1e-5
 
@@ -32,7 +38,7 @@ def test_the_variable_length_kernel_is_used():
 
 def test_the_gpu_agrees_with_the_cpu():
     batch = tiny_batch()
-    gpu, cpu = (SingleBackend(tiny_model(), optim=optim(), device=device) for device in ("cuda", "cpu"))
+    gpu, cpu = (single(tiny_model(), optim=optim(), device=device) for device in ("cuda", "cpu"))
     for backend in (gpu, cpu):
         backend.forward_backward(batch, ["log_probs"], policy_loss, MicroBatching(rows=2))
     torch.testing.assert_close(flat_gradient(gpu).cpu(), flat_gradient(cpu), rtol=1e-3, atol=1e-4)
@@ -43,7 +49,7 @@ def test_the_gpu_agrees_with_the_cpu():
 def test_float16_is_nearer_to_float32_than_bfloat16_and_learns():
     batch = tiny_batch()
     exact, half, brain = (
-        SingleBackend(tiny_model(), optim=optim(lr=1e-3), device="cuda", compute=dtype)
+        single(tiny_model(), optim=optim(lr=1e-3), device="cuda", compute=dtype)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
     expected, near, far = (b.forward(batch, ["log_probs"], ALL).log_probs for b in (exact, half, brain))
@@ -54,7 +60,9 @@ def test_float16_is_nearer_to_float32_than_bfloat16_and_learns():
 
 
 def test_offloading_frees_the_device_and_changes_nothing():
-    one, other = (SingleBackend(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16) for _ in range(2))
+    one, other = (
+        single(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16) for _ in range(2)
+    )
     train(one, 2)
     train(other, 1)
     other.offload()
@@ -67,9 +75,14 @@ def test_offloading_frees_the_device_and_changes_nothing():
 
 
 def test_parked_optimizers_and_models_rest_in_host_memory():
-    plain = SingleBackend(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16)
-    parked = SingleBackend(
-        tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16, park_model=True, park_optimizer=True
+    plain = single(tiny_model(), optim=optim(), device="cuda", compute=torch.bfloat16)
+    parked = single(
+        tiny_model(),
+        optim=optim(),
+        device="cuda",
+        compute=torch.bfloat16,
+        offload_model=True,
+        offload_optimizer=True,
     )
     for _ in range(2):
         train(plain, 1)
@@ -85,7 +98,9 @@ def test_parked_optimizers_and_models_rest_in_host_memory():
 def test_parked_activations_give_the_same_gradient():
     batch = tiny_batch([(40, 40)] * 4)
     plain, parked = (
-        SingleBackend(tiny_model(max_position_embeddings=256), optim=optim(), device="cuda", offload_activations=park)
+        single(
+            tiny_model(max_position_embeddings=256), optim=optim(), device="cuda", offload_activations=park
+        )
         for park in (False, True)
     )
     for backend in (plain, parked):

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from strop.config.schema.model import Fsdp, Model, Optim
-from strop.trainer.backends import BackendMaker
+from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
+from strop.shared.backend_maker import BackendMaker
 from tests.backends.test_conformance import ALL, policy_loss
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -25,9 +25,9 @@ def kernels_as_before(monkeypatch):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_model_that_asks_for_it_gets_deterministic_kernels(asked, kernels_as_before):
-    settings = Fsdp(full_determinism=asked, dtype="float32")
+    settings = FsdpConfig(full_determinism=asked, dtype="float32")
     make = BackendMaker(torch.device("cpu"), total_steps=2)
-    backend = make(lambda _: tiny_model(), Model(), settings, "fsdp2", Optim(lr=0.1), 1.0)
+    backend = make(lambda _: tiny_model(), ModelConfig(), settings, "fsdp2", OptimConfig(lr=0.1), 1.0)
     assert torch.are_deterministic_algorithms_enabled() == asked
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if asked else None)
     assert torch.backends.cudnn.deterministic >= asked

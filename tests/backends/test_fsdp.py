@@ -9,7 +9,9 @@ import pytest
 from tests.backends.ranks import pytest_as_ranks
 
 HERE = Path(__file__).parent
-CENTRAL = "packing_change_nothing or clipped or not_finite or (resuming_is_exact and fp32) or lora or pairs_stay"
+CENTRAL = (
+    "packing_change_nothing or clipped or not_finite or (resuming_is_exact and fp32) or lora or pairs_stay"
+)
 
 
 def test_two_ranks_do_what_a_backend_must_do():

@@ -16,17 +16,16 @@ import uvicorn
 
 from strop.board.app import Board, build_app
 from strop.config.compose import load
-from strop.run.checkpoint import save
-from strop.run.sample_table import Job, TextOf, sample_table
-from strop.run.samples import FOLDER, write_samples
+from strop.run.checkpoint.store import save
+from strop.run.sample_table import FOLDER, SampleJob, TokenTexts, sample_table, write_samples
 from strop.types import Prompt, Trajectory, Turn
 
 BASE = float(int(time.time()) - 600)
 """When runs here began."""
 QUESTION = "Mara packs 12 boxes with 4 cups each and gives away 7 cups. How many cups are left?"
-LETTERS = TextOf(lambda ids: "".join(chr(i) for i in ids))
+LETTERS = TokenTexts(lambda ids: "".join(chr(i) for i in ids))
 """A tokenizer whose tokens are characters."""
-LONG = TextOf(lambda ids: "0123456789" * len(ids))
+LONG = TokenTexts(lambda ids: "0123456789" * len(ids))
 """One whose tokens are ten characters each."""
 CONFIG = load(
     "ppo_trainer",
@@ -73,7 +72,13 @@ def metrics(step: int, total: int = 40, shift: float = 0.0) -> dict[str, float]:
 
 
 def answer(
-    text: str, *, prompt: str = QUESTION, group: int = 0, index: int = 0, score: float | None = 1.0, **facts: Any
+    text: str,
+    *,
+    prompt: str = QUESTION,
+    group: int = 0,
+    index: int = 0,
+    score: float | None = 1.0,
+    **facts: Any,
 ) -> Trajectory:
     ids = [ord(letter) for letter in text]
     turns = facts.pop("turns", [])
@@ -81,7 +86,11 @@ def answer(
     noise = np.random.default_rng(len(ids) + group).exponential(0.6, len(ids))
     return Trajectory(
         prompt=Prompt(
-            index, [ord(letter) for letter in prompt], [], facts.pop("source", "sums"), ground_truth=facts.pop("truth", "41")
+            index,
+            [ord(letter) for letter in prompt],
+            [],
+            facts.pop("source", "sums"),
+            ground_truth=facts.pop("truth", "41"),
         ),
         group=group,
         response=ids,
@@ -103,7 +112,10 @@ def conversation(group: int, index: int) -> Trajectory:
         "It is 4.",
     ]
     ends = np.cumsum([len(text) for text in said]).tolist()
-    turns = [Turn(role, end - len(text), end) for role, text, end in zip(("assistant", "tool", "assistant"), said, ends)]
+    turns = [
+        Turn(role, end - len(text), end)
+        for role, text, end in zip(("assistant", "tool", "assistant"), said, ends)
+    ]
     mask = [int(turn.role == "assistant") for turn in turns for _ in range(turn.start, turn.end)]
     return answer(
         "".join(said),
@@ -117,7 +129,13 @@ def conversation(group: int, index: int) -> Trajectory:
 
 
 def write_step(
-    run: Path, split: str, step: int, answers: Sequence[Trajectory], *, trained: bool | None = None, texts: TextOf = LETTERS
+    run: Path,
+    split: str,
+    step: int,
+    answers: Sequence[Trajectory],
+    *,
+    trained: bool | None = None,
+    texts: TokenTexts = LETTERS,
 ) -> Path:
     trained = split == "train" if trained is None else trained
     width = max(len(t.response) for t in answers)
@@ -134,13 +152,19 @@ def write_step(
             "entropy": -log_probs.clamp(min=-3),
             "advantages": centred[:, None].expand(-1, width) * (log_probs != 0),
         }
-    return write_samples(run / FOLDER, split, step, sample_table(Job(split, step, answers, tables), texts))
+    return write_samples(
+        run / FOLDER, split, step, sample_table(SampleJob(split, step, answers, tables), texts)
+    )
 
 
-def write_run(run: Path, *, steps: int = 40, shift: float = 0.0, config: dict[str, Any] | None = None) -> Path:
+def write_run(
+    run: Path, *, steps: int = 40, shift: float = 0.0, config: dict[str, Any] | None = None
+) -> Path:
     """A whole run: metrics, configuration, alerts, samples, checkpoints."""
     run.mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("".join(line(step, **metrics(step, steps, shift)) for step in range(steps + 1)))
+    (run / "metrics.jsonl").write_text(
+        "".join(line(step, **metrics(step, steps, shift)) for step in range(steps + 1))
+    )
     (run / "metrics.config.json").write_text(json.dumps(config or CONFIG))
     alert = {
         "step": 31,
@@ -183,13 +207,29 @@ def groups_of(step: int) -> list[Trajectory]:
         )
         for i in range(4)
     ]
-    made += [answer("It is 4.", prompt="What is 1 + 3?", group=1, index=10 * step + 1, score=1.0) for _ in range(4)]
     made += [
-        answer("Well, " * (20 + 5 * i), prompt="Count to 1000.", group=2, index=10 * step + 2, score=0.0, finish="length")
+        answer("It is 4.", prompt="What is 1 + 3?", group=1, index=10 * step + 1, score=1.0) for _ in range(4)
+    ]
+    made += [
+        answer(
+            "Well, " * (20 + 5 * i),
+            prompt="Count to 1000.",
+            group=2,
+            index=10 * step + 2,
+            score=0.0,
+            finish="length",
+        )
         for i in range(4)
     ]
     made += [
-        answer("No idea.", prompt="Prove it.", group=3, index=10 * step + 3, score=None if i < 2 else 0.5 * i, extras={})
+        answer(
+            "No idea.",
+            prompt="Prove it.",
+            group=3,
+            index=10 * step + 3,
+            score=None if i < 2 else 0.5 * i,
+            extras={},
+        )
         for i in range(4)
     ]
     made += [conversation(4, 10 * step + 4) for _ in range(4)]
@@ -200,7 +240,9 @@ def groups_of(step: int) -> list[Trajectory]:
 def serving(root: Path, **options: Any) -> Iterator[str]:
     """A real server on a real port; its address."""
     server = uvicorn.Server(
-        uvicorn.Config(build_app(Board(root), **options), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        uvicorn.Config(
+            build_app(Board(root), **options), host="127.0.0.1", port=0, log_level="warning", lifespan="off"
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

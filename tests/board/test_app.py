@@ -40,7 +40,9 @@ def url(root: Path) -> Iterator[str]:
 def ask(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, dict[str, str]]:
     """The path goes out as it is: no client tidies it up."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    connection.request(
+        method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     reply = connection.getresponse()
     body = reply.read()
     is_json = "json" in reply.headers.get("content-type", "")
@@ -63,7 +65,9 @@ def test_runs_are_found_wherever_they_lie(url: str) -> None:
 def test_curves_of_several_runs(url: str) -> None:
     ids = {name: run["id"] for name, run in runs(url).items()}
     path = (
-        "/api/curves?" + "&".join(f"run={i}" for i in ids.values()) + "&metric=critic%2Fscore%2Fmean&metric=nothing&points=12"
+        "/api/curves?"
+        + "&".join(f"run={i}" for i in ids.values())
+        + "&metric=critic%2Fscore%2Fmean&metric=nothing&points=12"
     )
     status, found, _ = ask(url, path)
     assert status == 200 and set(found) == set(ids.values())
@@ -76,9 +80,15 @@ def test_the_configuration_and_its_arithmetic(url: str) -> None:
     found = runs(url)
     one, two = (ask(url, f"/api/runs/{found[name]['id']}/config")[1] for name in ("one", "deep/er/two"))
     key = "actor_rollout_ref.actor.optim.lr"
-    assert {k for k in one["values"] if one["values"][k] != two["values"][k]} == {key} and one["values"][key] == 1e-6
+    assert {k for k in one["values"] if one["values"][k] != two["values"][k]} == {key} and one["values"][
+        key
+    ] == 1e-6
     plan = {what: value for what, value, _ in one["plan"]}
-    assert plan["sequences per step"] == "32" and plan["accumulation per update"] == "8" and plan["policy"] == "on-policy"
+    assert (
+        plan["sequences per step"] == "32"
+        and plan["accumulation per update"] == "8"
+        and plan["policy"] == "on-policy"
+    )
 
 
 def test_checkpoints_and_alerts(root: Path, url: str) -> None:
@@ -139,9 +149,17 @@ def test_a_browser_is_told_to_run_nothing(url: str) -> None:
     for path in ("/", "/static/main.js", "/api/runs", "/api/nothing"):
         _, _, headers = ask(url, path)
         policy = headers["content-security-policy"]
-        assert "default-src 'none'" in policy and "unsafe" not in policy and headers["x-content-type-options"] == "nosniff"
+        assert (
+            "default-src 'none'" in policy
+            and "unsafe" not in policy
+            and headers["x-content-type-options"] == "nosniff"
+        )
     _, page, _ = ask(url, "/")
-    assert page.count(b"<script") == 1 and b'src="/static/main.js"' in page and b" on" not in page.replace(b" only", b"")
+    assert (
+        page.count(b"<script") == 1
+        and b'src="/static/main.js"' in page
+        and b" on" not in page.replace(b" only", b"")
+    )
 
 
 def test_texts_of_a_model_are_only_ever_data(tmp_path: Path) -> None:
@@ -172,13 +190,22 @@ def test_a_token_guards_everything(root: Path) -> None:
         assert ask(url, "/api/runs", Authorization=f"Bearer {TOKEN}", Host="gpu7:8700")[0] == 200
         status, _, headers = ask(url, f"/?token={TOKEN}")
         cookie = headers["set-cookie"]
-        assert status == 303 and headers["location"] == "/" and "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+        assert (
+            status == 303
+            and headers["location"] == "/"
+            and "HttpOnly" in cookie
+            and "samesite=strict" in cookie.lower()
+        )
         assert ask(url, "/api/runs", Cookie=cookie.partition(";")[0])[0] == 200
         assert ask(url, "/api/runs", Cookie="strop_board=%C3%A9")[0] == 401
 
 
 def test_a_door_to_other_machines_needs_a_token() -> None:
-    assert checked_token(None, "127.0.0.1") is None and checked_token(None, "::1") is None and checked_token(TOKEN, "0.0.0.0")
+    assert (
+        checked_token(None, "127.0.0.1") is None
+        and checked_token(None, "::1") is None
+        and checked_token(TOKEN, "0.0.0.0")
+    )
     for host in ("0.0.0.0", "::", "gpu7", "10.0.0.1"):
         with pytest.raises(ValueError, match="needs a token"):
             checked_token(None, host)
@@ -221,10 +248,12 @@ def test_a_run_with_damaged_files_is_shown_with_what_is_wrong(tmp_path: Path) ->
         assert not any(str(tmp_path) in problem for problem in problems)
 
 
-def test_a_folder_without_runs_and_runs_that_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_runs_and_runs_that_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
-    monkeypatch.setattr("strop.board.find.FRESH", 0.0)
+    monkeypatch.setattr("strop.board.run_index.FRESH", 0.0)
     monkeypatch.setattr("strop.board.app.FRESH", 0.0)
     with serving(tmp_path) as url:
         assert runs(url) == {}
@@ -264,7 +293,11 @@ def test_names_with_odd_characters(tmp_path: Path) -> None:
 
 
 def test_how_a_run_stands_by_what_its_workers_last_said(tmp_path: Path) -> None:
-    for name, phases in {"well": ["gen", "reward"], "over": ["finished"] * 2, "bad": ["finished", "failed in gen"]}.items():
+    for name, phases in {
+        "well": ["gen", "reward"],
+        "over": ["finished"] * 2,
+        "bad": ["finished", "failed in gen"],
+    }.items():
         write_run(tmp_path / name, steps=3)
         for rank, phase in enumerate(phases):
             (tmp_path / name / "workers").mkdir(exist_ok=True)

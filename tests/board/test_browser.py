@@ -18,7 +18,9 @@ from strop.run.heartbeat import Heartbeat
 from tests.board.scene import CONFIG, LONG, answer, line, metrics, serving, write_run, write_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-EVIL = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'><b>bold</b> javascript:alert(1)"
+EVIL = (
+    "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 2'><b>bold</b> javascript:alert(1)"
+)
 
 pytestmark = [
     pytest.mark.browser,
@@ -43,7 +45,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other["actor_rollout_ref"]["actor"]["optim"]["lr"] = 5e-6
     other["actor_rollout_ref"]["rollout"]["n"] = 8
     write_run(root / "grpo-lr5e-6", shift=0.08, config=other)
-    running = write_run(root / "ppo-critic", steps=23, shift=0.02, config=CONFIG | {"algorithm": {"adv_estimator": "gae"}})
+    running = write_run(
+        root / "ppo-critic", steps=23, shift=0.02, config=CONFIG | {"algorithm": {"adv_estimator": "gae"}}
+    )
     Heartbeat(running).beat(24, "gen")
     return root
 
@@ -63,10 +67,13 @@ class Seen:
         self.page.set_default_timeout(10_000)
         self.problems: list[str] = []
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text))
+        self.page.on(
+            "console", lambda said: said.type in ("error", "warning") and self.problems.append(said.text)
+        )
         self.page.on("dialog", lambda dialog: (self.problems.append("a dialog opened"), dialog.dismiss()))
         self.page.on(
-            "request", lambda asked: asked.url.startswith((url, "data:")) or self.problems.append(f"asked {asked.url}")
+            "request",
+            lambda asked: asked.url.startswith((url, "data:")) or self.problems.append(f"asked {asked.url}"),
         )
         self.page.goto(url + page)
 
@@ -143,7 +150,13 @@ def test_rollouts_are_browsed_filtered_searched_and_coloured(seen: Seen) -> None
     page.wait_for_selector(".samples .sample >> nth=3")
     assert page.locator(".group-list .line").count() == 5
     seen.shot("rollouts")
-    for name, kind in (("Log-prob", "hot"), ("Advantage", "plus"), ("Ratio", "plus"), ("Entropy", "hot"), ("Mask", "role-1")):
+    for name, kind in (
+        ("Log-prob", "hot"),
+        ("Advantage", "plus"),
+        ("Ratio", "plus"),
+        ("Entropy", "hot"),
+        ("Mask", "role-1"),
+    ):
         page.get_by_role("button", name=name, exact=True).click()
         page.wait_for_selector(f".tokens .text span.{kind}")
     page.get_by_role("button", name="Log-prob", exact=True).click()
@@ -220,7 +233,10 @@ def test_two_steps_of_one_validation_prompt_are_compared(seen: Seen) -> None:
     page.wait_for_selector(".pill >> nth=4")
     page.locator(".pill", has_text="0").first.click()
     page.wait_for_selector(".pair ins")
-    assert "41" in page.locator(".pair ins").all_inner_texts() and "nine" in page.locator(".pair del").all_inner_texts()
+    assert (
+        "41" in page.locator(".pair ins").all_inner_texts()
+        and "nine" in page.locator(".pair del").all_inner_texts()
+    )
     seen.shot("difference")
 
 
@@ -273,11 +289,24 @@ def test_nothing_a_model_wrote_is_executed(browser: Any, tmp_path: Path) -> None
         run,
         "train",
         41,
-        [answer(EVIL, prompt=EVIL, truth=EVIL, source=EVIL, extras={EVIL: EVIL}, score=score) for score in (0.0, 1.0)],
+        [
+            answer(EVIL, prompt=EVIL, truth=EVIL, source=EVIL, extras={EVIL: EVIL}, score=score)
+            for score in (0.0, 1.0)
+        ],
     )
     write_step(run, "validation", 41, [answer(EVIL, prompt=EVIL, index=0)])
     (run / "alerts.jsonl").write_text(
-        json.dumps({"step": 1, "name": EVIL, "severity": EVIL, "message": EVIL, "advice": EVIL, "values": {EVIL: EVIL}}) + "\n"
+        json.dumps(
+            {
+                "step": 1,
+                "name": EVIL,
+                "severity": EVIL,
+                "message": EVIL,
+                "advice": EVIL,
+                "values": {EVIL: EVIL},
+            }
+        )
+        + "\n"
     )
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(41, **metrics(41), **{f"val-core/{EVIL}": 1.0}))

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from strop.board.curves import BLOCK, MetricFile, downsample
-from strop.board.metric_store import LONG, MetricStore, glance
+from strop.board.curves import BLOCK, LONG_FILE, MetricFile, MetricStore, downsample, glance
 from tests.board.scene import BASE, line
 
 
@@ -40,7 +39,10 @@ def read(path: Path) -> MetricFile:
 def test_curves_have_the_steps_and_times_of_their_own_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        line(0, val=0.1) + line(1, loss=3) + line(2, loss="NaN", val=0.2, note="text") + line(3, loss="Infinity", on=True)
+        line(0, val=0.1)
+        + line(1, loss=3)
+        + line(2, loss="NaN", val=0.2, note="text")
+        + line(3, loss="Infinity", on=True)
     )
     file = read(path)
     assert file.curve("val", 10) == {"step": [0, 2], "time": [BASE, BASE + 20], "value": [0.1, 0.2]}
@@ -69,7 +71,11 @@ def test_blocks_of_lines_give_what_single_lines_give(tmp_path: Path) -> None:
         bit_by_bit.refresh()
     assert at_once.columns == bit_by_bit.columns or str(at_once.columns) == str(bit_by_bit.columns)
     assert at_once.size == bit_by_bit.size == sum(len(column.values) for column in at_once.columns.values())
-    assert list(at_once.columns["seldom"].rows) == list(range(0, len(lines), 7)) == list(at_once.columns["seldom"].values)
+    assert (
+        list(at_once.columns["seldom"].rows)
+        == list(range(0, len(lines), 7))
+        == list(at_once.columns["seldom"].values)
+    )
     assert {float("inf"), float("-inf"), 1.0, -2.5, 1e300} < set(at_once.columns["odd"].values)
 
 
@@ -110,7 +116,7 @@ def test_a_run_that_grows_and_one_that_was_resumed(tmp_path: Path) -> None:
 
 
 def test_runs_that_nobody_asks_about_are_forgotten(tmp_path: Path) -> None:
-    store = MetricStore(most=250)
+    store = MetricStore(max_values=250)
     for run in "abc":
         (tmp_path / run).write_text("".join(line(step, x=step) for step in range(100)))
         store.ask(tmp_path / run, lambda file: None)
@@ -119,7 +125,7 @@ def test_runs_that_nobody_asks_about_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_list_of_more_runs_than_fit_into_memory_reads_each_once(tmp_path: Path) -> None:
-    store, asked = MetricStore(most=150), []
+    store, asked = MetricStore(max_values=150), []
 
     def steps(file: MetricFile) -> int:
         asked.append(file.tail.path.name)
@@ -128,14 +134,16 @@ def test_a_list_of_more_runs_than_fit_into_memory_reads_each_once(tmp_path: Path
     for run in "abc":
         (tmp_path / run).write_text("".join(line(step, x=step) for step in range(100)))
     for _ in range(3):
-        assert [store.standing(tmp_path / run, steps) for run in "abc"] == [100, 100, 100]
+        assert [store.cached(tmp_path / run, steps) for run in "abc"] == [100, 100, 100]
     assert asked == ["a", "b", "c"] and len(store._files) == 1
     with (tmp_path / "a").open("a") as file:
         file.write(line(100, x=1))
-    assert store.standing(tmp_path / "a", steps) == 101 and store.standing(tmp_path / "none", steps) == 0
+    assert store.cached(tmp_path / "a", steps) == 101 and store.cached(tmp_path / "none", steps) == 0
 
 
-def test_nobody_waits_for_a_long_file_of_which_a_list_needs_the_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_long_file_of_which_a_list_needs_the_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, store = tmp_path / "metrics.jsonl", MetricStore()
     lines = [line(step, score=step, **({"rare": 7} if step == 5 else {})) for step in range(20_000)]
     path.write_text("".join(lines) + '{"half')
@@ -153,18 +161,18 @@ def test_nobody_waits_for_a_long_file_of_which_a_list_needs_the_ends(tmp_path: P
         return file.steps[0], file.steps[-1], file.latest("score"), file.tail.offset, file.latest("rare")
 
     size = path.stat().st_size
-    assert size > LONG
+    assert size > LONG_FILE
     for _ in range(3):
-        assert store.standing(path, told) == (0, 19_999, 19_999, size, None)
+        assert store.cached(path, told) == (0, 19_999, 19_999, size, None)
     assert reading.wait(10)
     go_on.set()
     until = time.monotonic() + 10
-    while store.standing(path, told)[-1] is None and time.monotonic() < until:
+    while store.cached(path, told)[-1] is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert store.standing(path, told) == (0, 19_999, 19_999, size, 7)
+    assert store.cached(path, told) == (0, 19_999, 19_999, size, 7)
     with path.open("a") as file:
         file.write('": 1}\n' + line(20_000, score=1))
-    assert store.standing(path, told)[1:3] == (20_000, 1)
+    assert store.cached(path, told)[1:3] == (20_000, 1)
 
 
 def test_a_glance_reads_whole_lines(tmp_path: Path) -> None:

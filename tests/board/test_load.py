@@ -11,12 +11,25 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "board.py"
 
 
 def test_fifty_readers_and_one_writer(tmp_path: Path) -> None:
-    asked = ["--samples", "20000", "--readers", "50", "--seconds", "5", "--pause", "1", "--work", str(tmp_path)]
+    asked = [
+        "--samples",
+        "20000",
+        "--readers",
+        "50",
+        "--seconds",
+        "5",
+        "--pause",
+        "1",
+        "--work",
+        str(tmp_path),
+    ]
     done = subprocess.run([sys.executable, str(SCRIPT), *asked], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     readers = told["readers"]
-    assert readers["errors"] == [] and readers["other"]["requests"] > 50 and readers["search"]["requests"] > 5, readers
+    assert (
+        readers["errors"] == [] and readers["other"]["requests"] > 50 and readers["search"]["requests"] > 5
+    ), readers
     assert readers["other"]["p95_s"] < 5 and readers["search"]["p95_s"] < 10, readers
     assert readers["mb_peak"] < 400 and readers["mb_after"] - readers["mb_before"] < 150, readers
     assert told["seconds"]["search_all_steps_one_answer"] < 5

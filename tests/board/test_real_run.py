@@ -79,6 +79,12 @@ def alerts_of_the_health_code(url: str, base: str, folder: Path) -> None:
     assert shown == {"alerts": written[::-1], "damaged": 0}
     alert = next(alert for alert in written if alert["name"] == "truncation")
     assert alert["step"] == 5 and "data.max_response_length" in alert["advice"]
-    drawn = get(url, f"/api/curves?run={base.rsplit('/', 1)[1]}&metric=health/truncation&metric=response_length/clip_ratio")
+    drawn = get(
+        url,
+        f"/api/curves?run={base.rsplit('/', 1)[1]}&metric=health/truncation&metric=response_length/clip_ratio",
+    )
     curves = drawn[base.rsplit("/", 1)[1]]
-    assert curves["health/truncation"]["step"] == [5, 6] and min(curves["response_length/clip_ratio"]["value"]) > 0.5
+    assert (
+        curves["health/truncation"]["step"] == [5, 6]
+        and min(curves["response_length/clip_ratio"]["value"]) > 0.5
+    )

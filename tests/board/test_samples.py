@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from strop.board.find import NotFound, RunFolder
-from strop.board.sample_file import Damaged
-from strop.board.samples import LONGEST_TEXT, MOST_TOKENS, Query, SampleFolder
-from strop.run.samples import FOLDER, ROWS_PER_GROUP
+from strop.board.run_index import NotFound, RunFolder
+from strop.board.sample_file import DamagedSampleFile
+from strop.board.sample_pages import MAX_TEXT, MAX_TOKENS, Query, SampleFolder
+from strop.run.sample_table import FOLDER, ROWS_PER_GROUP
 from tests.board.scene import LONG, answer, groups_of, write_step
 
 
@@ -89,11 +89,13 @@ def test_huge_texts_come_in_pieces(tmp_path: Path) -> None:
     samples = folder(tmp_path)
     group = samples.group("train", 1, 1)
     response = group["samples"][0]["response"]
-    assert response["length"] == 5_000_000 and len(response["text"]) == LONGEST_TEXT
+    assert response["length"] == 5_000_000 and len(response["text"]) == MAX_TEXT
     last = samples.text("train", 1, 1, 0, "response", 4_999_990)
     assert last == {"text": "0123456789", "start": 4_999_990, "length": 5_000_000}
     tokens = samples.tokens("train", 1, 1, 0, 499_999)
-    assert tokens["tokens"] == ["0123456789"] and len(samples.tokens("train", 1, 1, 0, 0)["ids"]) == MOST_TOKENS
+    assert (
+        tokens["tokens"] == ["0123456789"] and len(samples.tokens("train", 1, 1, 0, 0)["ids"]) == MAX_TOKENS
+    )
     assert len(str(samples.page("train", 1, Query()))) < 3000
 
 
@@ -108,7 +110,12 @@ def test_a_scan_over_all_steps_finds_everything_once(tmp_path: Path) -> None:
         if (start := page["next"]) is None:
             break
     assert seen == [(step, group) for step in range(7, 0, -1) for group in (1, 2, 4)]
-    assert samples.scan("train", Query(search="nowhere"), None) == {"groups": [], "damaged": [], "left": 0, "next": None}
+    assert samples.scan("train", Query(search="nowhere"), None) == {
+        "groups": [],
+        "damaged": [],
+        "left": 0,
+        "next": None,
+    }
 
 
 def test_a_scan_stops_in_time_and_says_where_to_go_on(tmp_path: Path) -> None:
@@ -127,11 +134,13 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path: Path) -> Non
     (tmp_path / FOLDER / "train_000009.parquet").write_bytes(b"")
     samples = folder(tmp_path)
     assert samples.steps()["train"] == [1, 2, 3, 4, 9]
-    with pytest.raises(Damaged, match=r"train_000002\.parquet is damaged"):
+    with pytest.raises(DamagedSampleFile, match=r"train_000002\.parquet is damaged"):
         samples.page("train", 2, Query())
     page = samples.scan("train", Query(search="It is 4"), None)
     assert {group["step"] for group in page["groups"]} >= {1, 4}
-    assert any("train_000009" in text for text in page["damaged"]) and any("train_000002" in text for text in page["damaged"])
+    assert any("train_000009" in text for text in page["damaged"]) and any(
+        "train_000002" in text for text in page["damaged"]
+    )
     assert [entry["step"] for entry in samples.history("train", 11, "sums")["steps"]] == [1]
 
 
@@ -141,13 +150,18 @@ def test_a_table_of_somebody_else_is_refused_by_name(tmp_path: Path) -> None:
 
     (tmp_path / FOLDER).mkdir()
     pq.write_table(pa.table({"x": [1]}), tmp_path / FOLDER / "train_000001.parquet")
-    with pytest.raises(Damaged, match="has no column"):
+    with pytest.raises(DamagedSampleFile, match="has no column"):
         folder(tmp_path).page("train", 1, Query())
 
 
 def test_the_history_of_a_prompt(tmp_path: Path) -> None:
     for step in (0, 10, 20):
-        write_step(tmp_path, "validation", step, [answer("x", group=i, index=i, score=step / 20 + i) for i in range(3)])
+        write_step(
+            tmp_path,
+            "validation",
+            step,
+            [answer("x", group=i, index=i, score=step / 20 + i) for i in range(3)],
+        )
         write_step(tmp_path, "validation", step + 1, [answer("x", group=0, index=1, source="other")])
     assert folder(tmp_path).history("validation", 1, "sums") == {
         "steps": [{"step": step, "group": 1, "scores": [step / 20 + 1]} for step in (0, 10, 20)],
@@ -158,7 +172,11 @@ def test_the_history_of_a_prompt(tmp_path: Path) -> None:
 
 def test_groups_that_lie_over_the_border_of_row_groups(tmp_path: Path) -> None:
     count = ROWS_PER_GROUP + 40
-    made = [answer(f"sample {i} of {group}", prompt=f"prompt {group}", group=group) for group in range(2) for i in range(count)]
+    made = [
+        answer(f"sample {i} of {group}", prompt=f"prompt {group}", group=group)
+        for group in range(2)
+        for i in range(count)
+    ]
     write_step(tmp_path, "train", 1, made)
     texts = [sample["response"]["text"] for sample in folder(tmp_path).group("train", 1, 1)["samples"]]
     assert texts == [f"sample {i} of 1" for i in range(count)]
@@ -171,7 +189,9 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     write_step(tmp_path / "elsewhere", "train", 1, groups_of(1))
     run = tmp_path / "run"
     (run / FOLDER).mkdir(parents=True)
-    (run / FOLDER / "train_000001.parquet").symlink_to(tmp_path / "elsewhere" / FOLDER / "train_000001.parquet")
+    (run / FOLDER / "train_000001.parquet").symlink_to(
+        tmp_path / "elsewhere" / FOLDER / "train_000001.parquet"
+    )
     with pytest.raises(NotFound):
         folder(run).page("train", 1, Query())
     (tmp_path / "other").mkdir()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strop.config.compose import Loaded, load
-from strop.config.openrlhf import Conversion, convert
-from strop.config.openrlhf_table import Row
+from strop.config.openrlhf.convert import Conversion, convert
+from strop.config.openrlhf.table import Row
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.config.arithmetic import plan_ppo
-from strop.config.asynchrony import ahead_of, correction_of, old_from_engine
 from strop.config.compose import load
+from strop.config.derived import async_plan, rollout_correction, uses_engine_log_probs
 from strop.config.rules import check
 
 ASYNC = "trainer.async_training."
@@ -44,20 +44,23 @@ def findings(*overrides: str):
     ],
 )
 def test_two_names_of_one_bound(overrides, prompts, steps, age):
-    ahead = ahead_of(config(*overrides))
+    ahead = async_plan(config(*overrides))
     assert (ahead.between_updates, ahead.sync_steps, ahead.age) == (prompts, steps, age)
 
 
 def test_older_answers_are_corrected_unless_somebody_chose():
-    assert correction_of(config()).rollout_is is None
-    assert correction_of(config(ON)).rollout_is == "token"
-    assert correction_of(config(CUT)).rollout_is == "token"
-    assert correction_of(config(ON, f"{ASYNC}max_policy_age=0")).rollout_is is None
-    assert correction_of(config(ON, "algorithm.rollout_correction.rollout_is=sequence")).rollout_is == "sequence"
+    assert rollout_correction(config()).rollout_is is None
+    assert rollout_correction(config(ON)).rollout_is == "token"
+    assert rollout_correction(config(CUT)).rollout_is == "token"
+    assert rollout_correction(config(ON, f"{ASYNC}max_policy_age=0")).rollout_is is None
+    assert (
+        rollout_correction(config(ON, "algorithm.rollout_correction.rollout_is=sequence")).rollout_is
+        == "sequence"
+    )
     cheap = config(ON, f"{ASYNC}compute_prox_log_prob=false")
-    assert correction_of(cheap).rollout_is is None and old_from_engine(cheap)
+    assert rollout_correction(cheap).rollout_is is None and uses_engine_log_probs(cheap)
     naive = config(ON, f"{ASYNC}use_rollout_log_probs=false")
-    assert correction_of(naive).rollout_is is None and not old_from_engine(naive)
+    assert rollout_correction(naive).rollout_is is None and not uses_engine_log_probs(naive)
 
 
 def test_the_plan_says_how_far_ahead():
@@ -85,11 +88,31 @@ def test_the_plan_says_how_far_ahead():
             ["3 mini-batches", "48 prompts", "train_batch_size=32"],
         ),
         ([ON, "data.sampler.class_path=s.py"], "error", "data.sampler.class_path", ["max_policy_age=0"]),
-        ([ON, f"{ASYNC}trigger_parameter_sync_step=4", "trainer.test_freq=6"], "error", "trainer.test_freq", ["4 or 8"]),
-        ([ON, f"{ASYNC}use_rollout_log_probs=false"], "warning", "use_rollout_log_probs", ["as if they were new"]),
+        (
+            [ON, f"{ASYNC}trigger_parameter_sync_step=4", "trainer.test_freq=6"],
+            "error",
+            "trainer.test_freq",
+            ["4 or 8"],
+        ),
+        (
+            [ON, f"{ASYNC}use_rollout_log_probs=false"],
+            "warning",
+            "use_rollout_log_probs",
+            ["as if they were new"],
+        ),
         ([f"{ASYNC}staleness_threshold=0.5"], "warning", "staleness_threshold", ["enable=true"]),
-        ([CUT, f"{ASYNC}trigger_parameter_sync_step=2"], "warning", "trigger_parameter_sync_step", ["enable=true"]),
-        ([ON, "actor_rollout_ref.rollout.free_cache_engine=true"], "warning", "free_cache_engine", ["never rests"]),
+        (
+            [CUT, f"{ASYNC}trigger_parameter_sync_step=2"],
+            "warning",
+            "trigger_parameter_sync_step",
+            ["enable=true"],
+        ),
+        (
+            [ON, "actor_rollout_ref.rollout.free_cache_engine=true"],
+            "warning",
+            "free_cache_engine",
+            ["never rests"],
+        ),
         (
             [ON, "actor_rollout_ref.rollout.calculate_log_probs=false"],
             "error",
@@ -99,7 +122,9 @@ def test_the_plan_says_how_far_ahead():
     ],
 )
 def test_what_does_not_go_together(overrides, level, key, words):
-    [message] = [message for found, where, message in findings(*overrides) if found == level and where.endswith(key)]
+    [message] = [
+        message for found, where, message in findings(*overrides) if found == level and where.endswith(key)
+    ]
     assert all(word in message for word in words), message
 
 

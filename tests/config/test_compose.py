@@ -7,7 +7,7 @@ import pytest
 from strop.config.aliases import flatten
 from strop.config.compose import _compose, load, plain_values
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError
 
 
@@ -29,7 +29,8 @@ def test_every_root_composes_with_its_defaults_unchanged(root):
 
 def test_links_follow_what_they_point_to():
     config = load(
-        "ppo_trainer", ["actor_rollout_ref.actor.ppo_mini_batch_size=32", "critic.ppo_max_token_len_per_gpu=7"]
+        "ppo_trainer",
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=32", "critic.ppo_max_token_len_per_gpu=7"],
     ).config
     assert config.critic.ppo_mini_batch_size == 32
     assert config.reward_model.forward_max_token_len_per_gpu == 7
@@ -94,7 +95,9 @@ def test_all_problems_are_told_at_once():
 
 
 def test_circles_are_refused():
-    message = refuse("trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}")
+    message = refuse(
+        "trainer.project_name=${trainer.experiment_name}", "trainer.experiment_name=${trainer.project_name}"
+    )
     assert "circle" in message
 
 
@@ -103,7 +106,11 @@ def test_user_yaml_with_defaults_and_overrides(tmp_path):
         "defaults:\n  - ppo_trainer\n  - _self_\ndata:\n  train_batch_size: 64\ntrainer:\n  experiment_name: ${data.train_batch_size}\n"
     )
     config = load("ppo_trainer", ["data.max_prompt_length=9"], config="mine", search=str(tmp_path)).config
-    assert (config.data.train_batch_size, config.data.max_prompt_length, config.trainer.experiment_name) == (64, 9, "64")
+    assert (config.data.train_batch_size, config.data.max_prompt_length, config.trainer.experiment_name) == (
+        64,
+        9,
+        "64",
+    )
 
 
 def test_a_file_that_is_not_there_is_named_with_its_neighbours(tmp_path):
@@ -124,7 +131,12 @@ def test_user_groups_override_ours(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - ppo_trainer\n  - override actor@actor_rollout_ref.actor: small\n  - _self_\n"
     )
-    assert load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.actor_rollout_ref.actor.ppo_mini_batch_size == 3
+    assert (
+        load(
+            "ppo_trainer", config=str(tmp_path / "mine.yaml")
+        ).config.actor_rollout_ref.actor.ppo_mini_batch_size
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +167,9 @@ def test_missing_configuration_names_the_nearest():
 
 def test_relative_and_environment_interpolation_work(tmp_path, monkeypatch):
     monkeypatch.setenv("RUN_NAME", "blue")
-    (tmp_path / "mine.yaml").write_text("trainer:\n  project_name: ${oc.env:RUN_NAME}\n  experiment_name: ${.project_name}2\n")
+    (tmp_path / "mine.yaml").write_text(
+        "trainer:\n  project_name: ${oc.env:RUN_NAME}\n  experiment_name: ${.project_name}2\n"
+    )
     trainer = load("ppo_trainer", config=str(tmp_path / "mine.yaml")).config.trainer
     assert (trainer.project_name, trainer.experiment_name) == ("blue", "blue2")
 
@@ -180,7 +194,9 @@ def test_every_inert_key_says_why_when_it_is_set():
     inert = [key for key in keys(ROOTS["ppo_trainer"]) if key.inert]
     assert len(inert) > 50
     for key in inert[:5]:
-        notices = load("ppo_trainer", [f"{key.path}={key.default if key.default is not None else 'null'}"]).notices
+        notices = load(
+            "ppo_trainer", [f"{key.path}={key.default if key.default is not None else 'null'}"]
+        ).notices
         assert notices == [f"{key.path} has no effect: {key.inert}."] or key.default is None
 
 
@@ -199,5 +215,7 @@ def test_plain_words_and_numbers_mean_the_same_with_and_without_hydra(value):
 
 
 def test_a_group_can_be_chosen_on_the_command_line():
-    config = load("ppo_trainer", ["actor@actor_rollout_ref.actor=megatron_actor", "data.train_batch_size=3"]).config
+    config = load(
+        "ppo_trainer", ["actor@actor_rollout_ref.actor=megatron_actor", "data.train_batch_size=3"]
+    ).config
     assert config.actor_rollout_ref.actor.strategy == "megatron" and config.data.train_batch_size == 3

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.config.compose import load
-from strop.config.engine import engine_name, holds_weights
+from strop.config.derived import engine_name, holds_weights
 from strop.config.rules import check
 
 NAME = "actor_rollout_ref.rollout.name"
@@ -22,7 +22,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     real = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> Any:
-        return (SimpleNamespace() if name in found else None) if name in ("vllm", "sglang") else real(name, package)
+        return (
+            (SimpleNamespace() if name in found else None)
+            if name in ("vllm", "sglang")
+            else real(name, package)
+        )
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
     return found
@@ -33,7 +37,12 @@ def rollout(name: str, **own: Any) -> Any:
 
 
 def test_an_engine_that_is_not_installed_gives_way_to_the_native_one(installed: set[str]) -> None:
-    assert [engine_name(rollout(name)) for name in ("native", "hf", "vllm", "sglang")] == ["native", "hf", "native", "native"]
+    assert [engine_name(rollout(name)) for name in ("native", "hf", "vllm", "sglang")] == [
+        "native",
+        "hf",
+        "native",
+        "native",
+    ]
     installed |= {"vllm"}
     assert [engine_name(rollout(name)) for name in ("vllm", "sglang")] == ["vllm", "native"]
 
@@ -46,7 +55,12 @@ def test_an_engine_may_be_installed_elsewhere(installed: set[str]) -> None:
 
 def test_only_engines_with_a_copy_of_the_weights_are_given_them(installed: set[str]) -> None:
     installed |= {"vllm"}
-    assert [holds_weights(rollout(name)) for name in ("native", "hf", "vllm", "sglang")] == [False, False, True, False]
+    assert [holds_weights(rollout(name)) for name in ("native", "hf", "vllm", "sglang")] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_notice_or_a_refusal_says_what_to_do(installed: set[str]) -> None:
@@ -58,6 +72,9 @@ def test_a_notice_or_a_refusal_says_what_to_do(installed: set[str]) -> None:
     assert notice.level == "warning" and "the native engine samples instead" in notice.message
     (refusal,) = findings(f"{NAME}=vllm", "actor_rollout_ref.rollout.strict=true")
     assert refusal.level == "error" and "rollout.engine_kwargs.vllm.python" in refusal.message
-    assert findings(f"{NAME}=vllm", "actor_rollout_ref.rollout.engine_kwargs.vllm.python=/opt/vllm/bin/python") == []
+    assert (
+        findings(f"{NAME}=vllm", "actor_rollout_ref.rollout.engine_kwargs.vllm.python=/opt/vllm/bin/python")
+        == []
+    )
     with pytest.raises(ValueError, match=r"Did you mean .?vllm"):
         load("ppo_trainer", [f"{NAME}=vlm"])

@@ -11,7 +11,7 @@ from strop.config.aliases import flatten
 from strop.config.compose import load
 from strop.config.explain import explain, reference, show
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 
 
 @pytest.mark.parametrize("root", ROOTS)
@@ -27,7 +27,9 @@ def test_the_reference_in_docs_is_fresh():
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_what_is_shown_loads_again_unchanged(root, tmp_path):
-    first = load(root, ["trainer.n_gpus_per_node=2"] if root not in ("evaluation", "reward_server") else []).tree()
+    first = load(
+        root, ["trainer.n_gpus_per_node=2"] if root not in ("evaluation", "reward_server") else []
+    ).tree()
     file = tmp_path / "shown.yaml"
     file.write_text(show(root, first))
     assert flatten(load(root, config=str(file)).tree()) == flatten(first)
@@ -41,7 +43,13 @@ def test_explain_a_short_key_names_the_long_one():
 
 def test_explain_one_key():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
-    for words in ("PROMPTS per optimizer update", "default:   256", "whole number", "train.batch_size", "trainer/ppo.py"):
+    for words in (
+        "PROMPTS per optimizer update",
+        "default:   256",
+        "whole number",
+        "train.batch_size",
+        "config/arithmetic.py",
+    ):
         assert words in text
 
 

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 from strop.config.compose import load
 from strop.config.rules import check
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 
 PATHS = [key.path for key in keys(ROOTS["ppo_trainer"])]
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
 paths = st.one_of(
-    st.sampled_from(PATHS), st.sampled_from(PATHS).map(lambda p: p[:-1]), st.sampled_from(PATHS).map(lambda p: p + ".x"), words
+    st.sampled_from(PATHS),
+    st.sampled_from(PATHS).map(lambda p: p[:-1]),
+    st.sampled_from(PATHS).map(lambda p: p + ".x"),
+    words,
 )
 values = st.one_of(
     words,
@@ -39,7 +42,9 @@ values = st.one_of(
         ]
     ),
 )
-overrides = st.tuples(st.sampled_from(["", "+", "++", "~"]), paths, values).map(lambda t: f"{t[0]}{t[1]}={t[2]}")
+overrides = st.tuples(st.sampled_from(["", "+", "++", "~"]), paths, values).map(
+    lambda t: f"{t[0]}{t[1]}={t[2]}"
+)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,9 +58,18 @@ def test_random_overrides_never_escape(lines):
         check(loaded)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
-    st.one_of(words, st.lists(st.tuples(paths, values), max_size=4).map(lambda rows: "\n".join(f"{k}: {v}" for k, v in rows)))
+    st.one_of(
+        words,
+        st.lists(st.tuples(paths, values), max_size=4).map(
+            lambda rows: "\n".join(f"{k}: {v}" for k, v in rows)
+        ),
+    )
 )
 def test_random_files_never_escape(tmp_path, text):
     file = tmp_path / "fuzz.yaml"

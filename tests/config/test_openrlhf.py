@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.arithmetic import plan_ppo, plan_supervised
-from strop.config.openrlhf import convert
-from strop.config.openrlhf_argv import TRAINERS
-from strop.config.openrlhf_render import hydra_argument
-from strop.config.openrlhf_rules import OUT_OF_REACH
-from strop.config.openrlhf_table import VERBS, names_of
+from strop.config.openrlhf.command import TRAINERS
+from strop.config.openrlhf.convert import convert, hydra_argument
+from strop.config.openrlhf.rules import OUT_OF_REACH
+from strop.config.openrlhf.table import VERBS, names_of
 from strop.config.rules import check
 from tests.config.openrlhf_commands import (
     ACTOR,
@@ -45,7 +44,10 @@ def test_the_worked_example():
     assert found["data.train_batch_size"] == 32 and found[f"{ROLLOUT}.n"] == 8
     assert found[f"{ACTOR}.ppo_mini_batch_size"] == 16 and found[f"{ACTOR}.ppo_micro_batch_size_per_gpu"] == 4
     assert 256 // (found[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"] * 8) == 8  # experience passes
-    assert any("256 samples per step, 2 updates of 128 samples, 4 accumulation passes" in note for note in conversion.notes)
+    assert any(
+        "256 samples per step, 2 updates of 128 samples, 4 accumulation passes" in note
+        for note in conversion.notes
+    )
 
 
 def test_a_batch_that_cuts_a_group_is_refused():
@@ -83,7 +85,9 @@ def test_kl_in_the_loss():
     found = ppo("--use_kl_loss", "--init_kl_coef", 1e-3, "--kl_estimator", "k3")
     assert found[f"{ACTOR}.use_kl_loss"] is True and found["algorithm.use_kl_in_reward"] is False
     assert found[f"{ACTOR}.kl_loss_coef"] == 1e-3 and found[f"{ACTOR}.kl_loss_type"] == "low_var_kl"
-    assert ppo("--use_kl_loss", "--use_kl_estimator_k3")[f"{ACTOR}.kl_loss_type"] == "low_var_kl"  # how early 2025 said it
+    assert (
+        ppo("--use_kl_loss", "--use_kl_estimator_k3")[f"{ACTOR}.kl_loss_type"] == "low_var_kl"
+    )  # how early 2025 said it
     assert ppo("--use_kl_loss")[f"{ACTOR}.kl_loss_type"] == "kl"  # k1 by default, low_var_kl here
 
 
@@ -124,13 +128,23 @@ def test_estimators(there, here, by_std):
 
 
 def test_group_estimators_need_a_group():
-    with pytest.raises(ValueError, match="group_norm compares the samples of a prompt, but --n_samples_per_prompt is 1"):
+    with pytest.raises(
+        ValueError, match="group_norm compares the samples of a prompt, but --n_samples_per_prompt is 1"
+    ):
         ppo("--advantage_estimator", "group_norm")
 
 
 def test_a_critic_flag_without_a_critic_is_reported():
     conversion = convert(
-        ["train_ppo_ray", "--advantage_estimator", "rloo", "--n_samples_per_prompt", "2", "--critic_learning_rate", "1e-5"]
+        [
+            "train_ppo_ray",
+            "--advantage_estimator",
+            "rloo",
+            "--n_samples_per_prompt",
+            "2",
+            "--critic_learning_rate",
+            "1e-5",
+        ]
     )
     assert ("--critic_learning_rate", "1e-05", "rloo has no critic") in conversion.unmapped
 
@@ -140,7 +154,11 @@ def test_lengths_of_the_older_and_the_newer_generation():
     assert (old["data.max_prompt_length"], old["data.max_response_length"]) == (512, 256)
     assert f"{ROLLOUT}.max_model_len" not in old
     new = ppo("--data.max_len", 4096)
-    assert (new["data.max_prompt_length"], new["data.max_response_length"], new[f"{ROLLOUT}.max_model_len"]) == (
+    assert (
+        new["data.max_prompt_length"],
+        new["data.max_response_length"],
+        new[f"{ROLLOUT}.max_model_len"],
+    ) == (
         4095,
         4095,
         4096,
@@ -167,9 +185,15 @@ def test_rewards():
     assert "reward_model.nnodes" not in ppo("--reward_num_nodes", 0, "--reward_num_gpus_per_node", 0)
     assert model["critic.model.path"] == "rm"  # the critic starts from the reward model
     file = ppo("--remote_rm_url", "/code/reward.py")
-    assert file["custom_reward_function.path"] == "/code/reward.py" and file["custom_reward_function.name"] == "reward_func"
+    assert (
+        file["custom_reward_function.path"] == "/code/reward.py"
+        and file["custom_reward_function.name"] == "reward_func"
+    )
     assert ppo("--remote_rm_url", "http://a:1/r")["reward_model.remote_url"] == "http://a:1/r"
-    assert ppo("--remote_rm_url", "http://a:1/r,http://b:1/r")["reward_model.remote_url"] == ["http://a:1/r", "http://b:1/r"]
+    assert ppo("--remote_rm_url", "http://a:1/r,http://b:1/r")["reward_model.remote_url"] == [
+        "http://a:1/r",
+        "http://b:1/r",
+    ]
     with pytest.raises(ValueError, match="several reward models"):
         ppo("--reward_pretrain", "a,b")
 
@@ -191,7 +215,11 @@ def test_rollout_correction_bands():
 def test_schedules():
     key = f"{ACTOR}.optim"
     usual = ppo()
-    assert (usual[f"{key}.lr_scheduler_type"], usual[f"{key}.lr_warmup_steps_ratio"], usual[f"{key}.min_lr_ratio"]) == (
+    assert (
+        usual[f"{key}.lr_scheduler_type"],
+        usual[f"{key}.lr_warmup_steps_ratio"],
+        usual[f"{key}.min_lr_ratio"],
+    ) == (
         "cosine",
         0.03,
         0.1,
@@ -207,7 +235,9 @@ def test_schedules():
 def test_checkpoints_keep_the_final_model():
     found = ppo("--save_path", "out")
     assert found["trainer.default_local_dir"] == "out" and found["trainer.save_freq"] > 10_000
-    assert "hf_model" in found[f"{ACTOR}.checkpoint.save_contents"] and found["trainer.resume_mode"] == "disable"
+    assert (
+        "hf_model" in found[f"{ACTOR}.checkpoint.save_contents"] and found["trainer.resume_mode"] == "disable"
+    )
     assert ppo("--save_steps", 20)["trainer.save_freq"] == 20
     assert ppo("--disable_ds_ckpt")[f"{ACTOR}.checkpoint.save_contents"] == ["hf_model"]
 
@@ -231,14 +261,25 @@ def test_mixed_language_model_loss_of_2024():
 
 
 def test_generations_have_their_own_defaults():
-    first, second, third = ppo(trainer="train_ppo"), ppo("--pretrain", "m"), ppo("--actor.model_name_or_path", "m")
-    assert first["data.train_batch_size"] == 512 and second["data.train_batch_size"] == third["data.train_batch_size"] == 1024
+    first, second, third = (
+        ppo(trainer="train_ppo"),
+        ppo("--pretrain", "m"),
+        ppo("--actor.model_name_or_path", "m"),
+    )
     assert (
-        first["algorithm.lam"] == 0.95 and first["critic.cliprange_value"] == 0.2 and first["algorithm.kl_ctrl.kl_coef"] == 0.02
+        first["data.train_batch_size"] == 512
+        and second["data.train_batch_size"] == third["data.train_batch_size"] == 1024
+    )
+    assert (
+        first["algorithm.lam"] == 0.95
+        and first["critic.cliprange_value"] == 0.2
+        and first["algorithm.kl_ctrl.kl_coef"] == 0.02
     )
     assert first[f"{ACTOR}.loss_agg_mode"] == "seq-mean-token-mean" and f"{ACTOR}.loss_agg_mode" not in second
     assert "algorithm.lam" not in second
-    assert ppo("--vllm_num_engines", 2, trainer="train_ppo")["data.train_batch_size"] == 1024  # a Ray flag: not 2024's trainer
+    assert (
+        ppo("--vllm_num_engines", 2, trainer="train_ppo")["data.train_batch_size"] == 1024
+    )  # a Ray flag: not 2024's trainer
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -266,7 +307,9 @@ def test_the_2024_command():
     conversion = convert([G1_COMMAND])
     found = values(conversion)
     assert found["trainer.n_gpus_per_node"] == 4
-    assert found["data.train_files"] == ["OpenRLHF/prompt-collection-v0.1", "./more.jsonl"] and found["data.prompt_probs"] == [
+    assert found["data.train_files"] == ["OpenRLHF/prompt-collection-v0.1", "./more.jsonl"] and found[
+        "data.prompt_probs"
+    ] == [
         0.4,
         0.6,
     ]
@@ -289,7 +332,10 @@ def test_the_flat_ray_command():
 def test_the_dotted_command():
     found = values(convert([G3_COMMAND]))
     assert found["reward_model.remote_url"] == ["http://rm-1:5000/get_reward", "http://rm-2:5000/get_reward"]
-    assert found["algorithm.filter_groups.range"] == [0.0, 1.0] and found["reward_model.overlong_buffer.len"] == 2048
+    assert (
+        found["algorithm.filter_groups.range"] == [0.0, 1.0]
+        and found["reward_model.overlong_buffer.len"] == 2048
+    )
     assert found[f"{ACTOR}.use_dynamic_bsz"] is True and found[f"{ACTOR}.ppo_max_token_len_per_gpu"] == 24576
     assert found["data.max_response_length"] == 6144 and found["trainer.total_epochs"] == 20
 
@@ -298,7 +344,9 @@ def test_the_supervised_commands():
     sft, rm, dpo = (convert([command]) for command in (SFT_COMMAND, RM_COMMAND, DPO_COMMAND))
     found = values(sft)
     assert found["trainer.n_gpus_per_node"] == 2 and found["model.target_modules"] == ["q_proj", "v_proj"]
-    assert found["data.input_template"] == "User: {}\nAssistant: " and found["data.response_key"] == "response"
+    assert (
+        found["data.input_template"] == "User: {}\nAssistant: " and found["data.response_key"] == "response"
+    )
     assert plan_supervised(composed(sft).config).accumulation == 64
     assert (
         values(rm)["loss.type"] == "logexp"
@@ -334,7 +382,10 @@ def test_mixed_generations_are_read_and_mentioned():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("train_ppo_ray --rollout_batchsize 8", r"Unknown flag --rollout_batchsize.*Did you mean 'rollout_batch_size'"),
+        (
+            "train_ppo_ray --rollout_batchsize 8",
+            r"Unknown flag --rollout_batchsize.*Did you mean 'rollout_batch_size'",
+        ),
         ("train_ppo_ray --actor.adam.learning_rate 1", r"Unknown flag --actor\.adam\.learning_rate"),
         ("train_sft --prompt_data x", r"Unknown flag --prompt_data of OpenRLHF's sft trainer"),
         ("train_ppo_ray --pretrain", r"--pretrain needs a value, but none follows"),
@@ -370,7 +421,11 @@ def test_an_empty_command():
 
 _FLAGS = sorted({f"--{name}" for verb in VERBS for name in names_of(verb)})
 _WORDS = st.one_of(
-    st.sampled_from(_FLAGS), st.text(max_size=12), st.integers().map(str), st.floats().map(str), st.sampled_from(["k1", "gae"])
+    st.sampled_from(_FLAGS),
+    st.text(max_size=12),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(["k1", "gae"]),
 )
 
 
@@ -384,7 +439,9 @@ def test_random_words_raise_nothing_but_value_errors(trainer, words):
     assert conversion.render() and conversion.arguments()
 
 
-_USES = st.sampled_from(sorted(names_of("ppo"))).map(lambda name: sample_words(names_of("ppo")[name][0], name))
+_USES = st.sampled_from(sorted(names_of("ppo"))).map(
+    lambda name: sample_words(names_of("ppo")[name][0], name)
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -400,7 +457,11 @@ def test_random_valid_flags_give_arguments_that_hydra_reads(uses):
 @settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
-        st.text(max_size=20), st.text(alphabet="ab1e._-+\\'\"${}[],=: \n", max_size=12), st.none(), st.booleans(), st.integers()
+        st.text(max_size=20),
+        st.text(alphabet="ab1e._-+\\'\"${}[],=: \n", max_size=12),
+        st.none(),
+        st.booleans(),
+        st.integers(),
     )
 )
 def test_values_survive_hydras_grammar(value):
@@ -412,4 +473,6 @@ def test_values_survive_hydras_grammar(value):
 def test_odd_paths_arrive_as_they_are():
     conversion = convert(["train_ppo_ray", "--pretrain", "it's \\ odd, [really]=1", "--prompt_data", "null"])
     config = composed(conversion).config
-    assert config.actor_rollout_ref.model.path == "it's \\ odd, [really]=1" and config.data.train_files == "null"
+    assert (
+        config.actor_rollout_ref.model.path == "it's \\ odd, [really]=1" and config.data.train_files == "null"
+    )

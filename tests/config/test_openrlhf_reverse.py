@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.compose import load
-from strop.config.openrlhf import convert
-from strop.config.openrlhf_reverse import to_openrlhf
-from strop.config.openrlhf_table import VERBS, names_of
+from strop.config.openrlhf.convert import convert
+from strop.config.openrlhf.reverse import to_openrlhf
+from strop.config.openrlhf.table import VERBS, names_of
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 from tests.config.openrlhf_commands import (
     ACTOR,
     DPO_COMMAND,
@@ -27,7 +27,9 @@ from tests.config.openrlhf_commands import (
 )
 
 
-@pytest.mark.parametrize("command", [WORKED_EXAMPLE, G2_COMMAND, G3_COMMAND, SFT_COMMAND, RM_COMMAND, DPO_COMMAND])
+@pytest.mark.parametrize(
+    "command", [WORKED_EXAMPLE, G2_COMMAND, G3_COMMAND, SFT_COMMAND, RM_COMMAND, DPO_COMMAND]
+)
 def test_round_trip(command):
     there = convert([command])
     reverse = to_openrlhf(nested(values(there)), there.verb)
@@ -47,7 +49,9 @@ _USES = st.sampled_from([(verb, name) for verb in VERBS for name in names_of(ver
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(VERBS), st.lists(_USES, max_size=6))
 def test_random_flags_come_back(verb, uses):
-    words = [word for owner, name in uses if owner == verb for word in sample_words(names_of(verb)[name][0], name)]
+    words = [
+        word for owner, name in uses if owner == verb for word in sample_words(names_of(verb)[name][0], name)
+    ]
     try:
         there = convert([{"ppo": "train_ppo_ray"}.get(verb, f"train_{verb}"), *words])
     except ValueError:
@@ -55,7 +59,9 @@ def test_random_flags_come_back(verb, uses):
     reverse = to_openrlhf(nested(values(there)), verb)
     again, lost = values(convert(reverse.arguments())), {key for key, _, _ in reverse.unexpressed}
     assert {
-        key: value for key, value in values(there).items() if key in again and key not in lost and again[key] != value
+        key: value
+        for key, value in values(there).items()
+        if key in again and key not in lost and again[key] != value
     } == {}
 
 
@@ -70,17 +76,32 @@ def test_a_whole_configuration_goes_back():
     reverse = to_openrlhf(loaded.tree(), "ppo", load("ppo_trainer").tree())
     flags = reverse.flags
     assert (
-        flags["train.batch_size"] == 256 and flags["rollout.batch_size"] == 256 and flags["rollout.n_samples_per_prompt"] == 4
+        flags["train.batch_size"] == 256
+        and flags["rollout.batch_size"] == 256
+        and flags["rollout.n_samples_per_prompt"] == 4
     )
-    assert flags["algo.advantage.estimator"] == "group_norm" and flags["data.prompt_dataset"] == "a.parquet,b.parquet"
-    assert flags["algo.kl.use_loss"] is True and flags["algo.kl.estimator"] == "k3" and flags["algo.kl.init_coef"] == 0.001
-    assert flags["data.max_len"] == 1024 and flags["rollout.max_new_tokens"] == 512 and flags["critic.freezing_steps"] == 3
+    assert (
+        flags["algo.advantage.estimator"] == "group_norm"
+        and flags["data.prompt_dataset"] == "a.parquet,b.parquet"
+    )
+    assert (
+        flags["algo.kl.use_loss"] is True
+        and flags["algo.kl.estimator"] == "k3"
+        and flags["algo.kl.init_coef"] == 0.001
+    )
+    assert (
+        flags["data.max_len"] == 1024
+        and flags["rollout.max_new_tokens"] == 512
+        and flags["critic.freezing_steps"] == 3
+    )
     assert flags["actor.dual_clip"] == 3.0 and flags["vllm.num_engines"] == 8
     lost = {key for key, _, _ in reverse.unexpressed}
     assert {f"{ACTOR}.loss_agg_mode", f"{ROLLOUT}.top_k", "trainer.logger"} <= lost
     assert len(lost) < 12, lost
     assert convert(reverse.arguments())
-    assert "--algo.advantage.estimator group_norm" in reverse.render() and "# trainer.logger" in reverse.render()
+    assert (
+        "--algo.advantage.estimator group_norm" in reverse.render() and "# trainer.logger" in reverse.render()
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -95,7 +116,9 @@ def test_back_for_an_unknown_verb():
 
 
 def test_what_cannot_be_said_is_reported():
-    config = nested({"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True})
+    config = nested(
+        {"algorithm.adv_estimator": "remax", "algorithm.use_kl_in_reward": True, f"{ACTOR}.use_kl_loss": True}
+    )
     reasons = {key: reason for key, _, reason in to_openrlhf(config).unexpressed}
     assert "'remax' has no equivalent" in reasons["algorithm.adv_estimator"]
     assert "either in the reward or in the loss" in reasons[f"{ACTOR}.use_kl_loss"]

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from strop.config.openrlhf import convert
-from strop.config.openrlhf_argv import TRAINERS
-from strop.config.openrlhf_reverse_rules import REVERSE_RULES
-from strop.config.openrlhf_rules import RULES
-from strop.config.openrlhf_run_rules import RUN_RULES
-from strop.config.openrlhf_table import VERBS, flags_for, load_rows, names_of, rows_of
-from strop.config.openrlhf_transforms import TRANSFORMS
+from strop.config.openrlhf.command import TRAINERS
+from strop.config.openrlhf.convert import convert
+from strop.config.openrlhf.reverse_rules import REVERSE_RULES
+from strop.config.openrlhf.rules import RULES
+from strop.config.openrlhf.run_rules import RUN_RULES
+from strop.config.openrlhf.table import TRANSFORMS, VERBS, flags_for, load_rows, names_of, rows_of
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 from tests.config.openrlhf_commands import (
     COMMANDS,
     sample_words,
@@ -59,7 +58,11 @@ def test_defaults_are_those_of_the_fact_sheet():
         name, text = (flat, flat_default) if dotted == "REMOVED" else (dotted, dotted_default)
         if text == "-" or "datetime" in text or name == "train_split":
             continue
-        expected = float("inf") if "inf" in text else ast.literal_eval(text[4:-1] if text.startswith("int(") else text)
+        expected = (
+            float("inf")
+            if "inf" in text
+            else ast.literal_eval(text[4:-1] if text.startswith("int(") else text)
+        )
         for row in names_of(TRAINERS[trainer])[name]:
             if row.id not in (dotted, flat):
                 continue
@@ -68,7 +71,9 @@ def test_defaults_are_those_of_the_fact_sheet():
                 default = default[0]
             elif row.type in ("pair", "band") and expected is not None:
                 expected = list(expected)
-            assert default == expected, f"{trainer} --{name}: {default!r} in the table, {expected!r} in the fact sheet"
+            assert default == expected, (
+                f"{trainer} --{name}: {default!r} in the table, {expected!r} in the fact sheet"
+            )
 
 
 def test_every_flag_of_the_2024_parser_is_known_with_its_default():
@@ -103,7 +108,12 @@ def test_every_target_exists_in_the_schema(verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_default_is_written_out_exactly_where_ours_differs(verb):
     # Names of folders and runs are no part of a run's meaning; a cap nobody reaches is none.
-    harmless = {"trainer.project_name", "trainer.max_ckpt_mem_gb", "trainer.best_metric", "data.train_max_samples"}
+    harmless = {
+        "trainer.project_name",
+        "trainer.max_ckpt_mem_gb",
+        "trainer.best_metric",
+        "data.train_max_samples",
+    }
     ours = {key.path: key.default for key in keys(ROOTS[f"{verb}_trainer"])}
     for row in rows_of(verb).values():
         default = row.default(3)
@@ -111,8 +121,10 @@ def test_a_default_is_written_out_exactly_where_ours_differs(verb):
             continue
         for key in set(row.targets) - harmless:
             if key in ours:
-                differs = TRANSFORMS[row.transform].there_to_here(default) != ours[key]
-                assert differs == (row.when in ("always", "say")), f"--{row.id} {default} vs {key} {ours[key]}"
+                differs = TRANSFORMS[row.transform].from_openrlhf(default) != ours[key]
+                assert differs == (row.when in ("always", "say")), (
+                    f"--{row.id} {default} vs {key} {ours[key]}"
+                )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -140,8 +152,13 @@ def test_a_key_knows_its_flags():
 
 def test_imports_nothing_heavy():
     code = (
-        "import sys, strop.config.openrlhf, strop.config.openrlhf_reverse as r; "
-        "strop.config.openrlhf.convert(['train_ppo_ray']); r.to_openrlhf({}); "
+        "import sys, strop.config.openrlhf.convert, strop.config.openrlhf.reverse as r; "
+        "strop.config.openrlhf.convert.convert(['train_ppo_ray']); r.to_openrlhf({}); "
         "print([m for m in ('torch', 'hydra', 'omegaconf', 'transformers', 'numpy') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.config.openrlhf import convert
-from strop.config.openrlhf_table import load_rows
+from strop.config.openrlhf.convert import convert
+from strop.config.openrlhf.table import load_rows
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README_zh.md", "docs/porting_openrlhf.md"]
@@ -20,8 +20,14 @@ FLAGS = {name for row in load_rows() for name in row.names}
 
 def pairs(page: str) -> list[tuple[list[str], list[str]]]:
     """Flags and keys of every row of the tables with three columns."""
-    rows = [line.strip("|").split("|") for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
-    found = [(re.findall(r"`([a-z_]+)`", row[1]), re.findall(r"`([^`]+)`", row[2])) for row in rows if len(row) == 3]
+    rows = [
+        line.strip("|").split("|") for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")
+    ]
+    found = [
+        (re.findall(r"`([a-z_]+)`", row[1]), re.findall(r"`([^`]+)`", row[2]))
+        for row in rows
+        if len(row) == 3
+    ]
     return [(flags, names) for flags, names in found if flags]
 
 
@@ -33,7 +39,11 @@ def test_flags_and_keys_exist(page: str) -> None:
         assert set(flags) <= FLAGS, set(flags) - FLAGS
         for name in names:
             key = name.partition("=")[0].strip()
-            fits = [path for path in KEYS if path == key or path.endswith(key.removeprefix("*")) or path.endswith(f".{key}")]
+            fits = [
+                path
+                for path in KEYS
+                if path == key or path.endswith(key.removeprefix("*")) or path.endswith(f".{key}")
+            ]
             assert fits, f"{page}: {name}"
 
 
@@ -52,5 +62,7 @@ def test_the_arithmetic_of_the_pages() -> None:
 def test_old_names_of_verl_are_translated_as_the_guide_says() -> None:
     from strop.config.compose import load
 
-    loaded = load("ppo_trainer", ["trainer.profile_steps=[3]", "actor_rollout_ref.actor.optim.warmup_style=cosine"])
+    loaded = load(
+        "ppo_trainer", ["trainer.profile_steps=[3]", "actor_rollout_ref.actor.optim.warmup_style=cosine"]
+    )
     assert loaded.config.global_profiler.steps == [3] and len(loaded.notices) == 2

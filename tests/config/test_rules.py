@@ -6,10 +6,15 @@ import pytest
 
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import load
-from strop.config.objective import objective, roles
+from strop.config.derived import objective, roles
 from strop.config.rules import check
 
-READY = ["actor_rollout_ref.model.path=m", "data.train_files=f.parquet", "trainer.save_freq=10", "data.train_batch_size=32"]
+READY = [
+    "actor_rollout_ref.model.path=m",
+    "data.train_files=f.parquet",
+    "trainer.save_freq=10",
+    "data.train_batch_size=32",
+]
 GRPO = [
     *READY,
     "algorithm.adv_estimator=grpo",
@@ -36,7 +41,10 @@ def test_a_sound_configuration_has_no_findings():
 
 def test_the_arithmetic_of_the_first_document():
     """1024 prompts, 32 per step, n 8, 128 sequences per update in micro-batches of 4 on 8 devices."""
-    loaded = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"])
+    loaded = load(
+        "ppo_trainer",
+        [*GRPO, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "trainer.n_gpus_per_node=8"],
+    )
     plan = plan_ppo(loaded.config, rows=1024)
     assert plan.steps_per_epoch == 32
     assert plan.sequences_per_step == 256
@@ -68,27 +76,52 @@ def test_the_arithmetic_of_the_first_document():
             ["6 devices", "4 or 8"],
         ),
         (
-            ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000"],
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=true",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1000",
+            ],
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
             ["1024", "1000"],
         ),
         (
-            ["actor_rollout_ref.actor.ppo_micro_batch_size=8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"],
+            [
+                "actor_rollout_ref.actor.ppo_micro_batch_size=8",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            ],
             "actor_rollout_ref.actor.ppo_micro_batch_size",
             ["Keep only"],
         ),
         (["actor_rollout_ref.rollout.temperature=0"], "actor_rollout_ref.rollout.n", ["the same"]),
-        (["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=rloo"], "actor_rollout_ref.rollout.n", ["at least 2"]),
+        (
+            ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=rloo"],
+            "actor_rollout_ref.rollout.n",
+            ["at least 2"],
+        ),
         (["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", ["gae needs values"]),
         (
-            ["algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.calculate_log_probs=false"],
+            [
+                "algorithm.rollout_correction.rollout_is=token",
+                "actor_rollout_ref.rollout.calculate_log_probs=false",
+            ],
             "actor_rollout_ref.rollout.calculate_log_probs",
             ["Set it to true"],
         ),
         (["reward_model.enable=true"], "reward_model.model.path", ["remote_url"]),
-        (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy", ["not there yet"]),
-        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x"], "trainer.resume_from_path", ["global_step_N"]),
-        (["actor_rollout_ref.actor.optim.betas=[0.9]"], "actor_rollout_ref.actor.optim.betas", ["two numbers"]),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron"],
+            "actor_rollout_ref.actor.strategy",
+            ["not supported yet"],
+        ),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x"],
+            "trainer.resume_from_path",
+            ["global_step_N"],
+        ),
+        (
+            ["actor_rollout_ref.actor.optim.betas=[0.9]"],
+            "actor_rollout_ref.actor.optim.betas",
+            ["two numbers"],
+        ),
         (
             ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -114,7 +147,10 @@ def test_errors_say_what_clashes_and_what_to_set(overrides, key, words):
 def test_clip_ratio_sets_both_sides_unless_one_is_given():
     both = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1"]).config
     assert "clip 0.9..1.1" in objective(both)
-    one = load("ppo_trainer", [*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.28"])
+    one = load(
+        "ppo_trainer",
+        [*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_high=0.28"],
+    )
     assert "clip 0.9..1.28" in objective(one.config)
     dead = warnings(
         "actor_rollout_ref.actor.clip_ratio=0.1",
@@ -126,7 +162,10 @@ def test_clip_ratio_sets_both_sides_unless_one_is_given():
 
 def test_kl_switches():
     assert "use_kl_in_reward" in warnings("algorithm.kl_ctrl.kl_coef=0.1")["algorithm.kl_ctrl.kl_coef"]
-    assert "use_kl_loss" in warnings("actor_rollout_ref.actor.kl_loss_coef=0.1")["actor_rollout_ref.actor.kl_loss_coef"]
+    assert (
+        "use_kl_loss"
+        in warnings("actor_rollout_ref.actor.kl_loss_coef=0.1")["actor_rollout_ref.actor.kl_loss_coef"]
+    )
     both = ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
     assert "acts twice" in warnings(*both)["algorithm.use_kl_in_reward"]
     text = objective(load("ppo_trainer", [*GRPO, *both]).config)
@@ -149,14 +188,20 @@ def test_micro_batch_sizes_are_derived_when_unset():
     plan = plan_ppo(load("ppo_trainer", GRPO).config)
     assert plan.micro_batch == 8 and plan.accumulation == 16
     old = plan_ppo(
-        load("ppo_trainer", [*GRPO, "trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.ppo_micro_batch_size=32"]).config
+        load(
+            "ppo_trainer",
+            [*GRPO, "trainer.n_gpus_per_node=8", "actor_rollout_ref.actor.ppo_micro_batch_size=32"],
+        ).config
     )
     assert old.micro_batch == 4
 
 
 def test_uneven_mini_batches_are_a_warning_with_the_nearest_size():
     assert (
-        "24 or 36" in warnings("actor_rollout_ref.actor.ppo_mini_batch_size=12")["actor_rollout_ref.actor.ppo_mini_batch_size"]
+        "24 or 36"
+        in warnings("actor_rollout_ref.actor.ppo_mini_batch_size=12")[
+            "actor_rollout_ref.actor.ppo_mini_batch_size"
+        ]
     )
 
 
@@ -164,7 +209,9 @@ def test_other_roots():
     assert set(errors(base=[], root="generation")) == {"model.path", "data.path", "data.output_path"}
     assert set(errors(base=[], root="evaluation")) == {"data.path"}
     assert set(errors(base=[], root="sft_trainer")) == {"model.path", "data.train_files"}
-    uneven = errors("trainer.n_gpus_per_node=3", "model.path=m", "data.train_files=f", base=[], root="rm_trainer")
+    uneven = errors(
+        "trainer.n_gpus_per_node=3", "model.path=m", "data.train_files=f", base=[], root="rm_trainer"
+    )
     assert "126 or 129" in uneven["data.train_batch_size"]
 
 
@@ -174,7 +221,10 @@ def test_what_tensor_parallelism_does_not_go_together_with():
     both = errors(f"{tensor}=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", four)
     assert "share matrices or rows, not both" in both[tensor]
     assert "LoRA" in errors(f"{tensor}=2", "actor_rollout_ref.model.lora_rank=8", four)[tensor]
-    assert "3 does not divide the 4 devices" in errors("critic.tensor_parallel_size=3", four)["critic.tensor_parallel_size"]
+    assert (
+        "3 does not divide the 4 devices"
+        in errors("critic.tensor_parallel_size=3", four)["critic.tensor_parallel_size"]
+    )
     engine = "actor_rollout_ref.rollout.tensor_model_parallel_size"
     native = ["actor_rollout_ref.rollout.name=native", f"{engine}=2", four]
     assert engine not in errors(*native)
@@ -209,9 +259,19 @@ def test_transports_of_weights_that_are_not_there():
         assert found(rollout, f"{path}.backend={backend}", "trainer.runtime=ray") == []
     for backend in ("nixl", "hccl"):
         message = errors(rollout, f"{path}.backend={backend}")[f"{path}.backend"]
-        assert f"{backend} is not there. Set nccl (a broadcast" in message and "naive" in message and "file" in message
+        assert (
+            f"{backend} is not there. Set nccl (a broadcast" in message
+            and "naive" in message
+            and "file" in message
+        )
     assert "nccl has no effect without rollout.nnodes" in warnings(f"{path}.backend=nccl")[f"{path}.backend"]
     own = f"+{path}.engine_kwargs.folder=/shared"
     assert found(rollout, f"{path}.backend=file", own) == []
-    assert "folder has no effect with backend=nccl" in warnings(rollout, f"{path}.backend=nccl", own)[f"{path}.engine_kwargs"]
-    assert "unknown setting 'foldr'" in errors(rollout, f"+{path}.engine_kwargs.foldr=x")[f"{path}.engine_kwargs"]
+    assert (
+        "folder has no effect with backend=nccl"
+        in warnings(rollout, f"{path}.backend=nccl", own)[f"{path}.engine_kwargs"]
+    )
+    assert (
+        "unknown setting 'foldr'"
+        in errors(rollout, f"+{path}.engine_kwargs.foldr=x")[f"{path}.engine_kwargs"]
+    )

@@ -71,7 +71,9 @@ def test_the_first_document_composes_as_one_file(tmp_path):
             merge(whole, yaml.safe_load(snippet.read_text()))
     file = tmp_path / "ppo.yaml"
     file.write_text(yaml.safe_dump(whole))
-    loaded = load("ppo_trainer", ["actor_rollout_ref.model.path=x", "trainer.total_epochs=2"], config=str(file))
+    loaded = load(
+        "ppo_trainer", ["actor_rollout_ref.model.path=x", "trainer.total_epochs=2"], config=str(file)
+    )
     assert loaded.config.actor_rollout_ref.actor.checkpoint.save_contents == ["model", "optimizer", "extra"]
     assert loaded.config.actor_rollout_ref.actor.optim.lr_scheduler_type == "constant"
     assert loaded.config.reward_model.model.fsdp_config.wrap_policy.min_num_params == 0
@@ -88,7 +90,9 @@ def merge(into: dict, more: dict) -> None:
 
 
 def test_the_command_composes_without_an_error():
-    loaded = load("ppo_trainer", [word.format(train="train.parquet", test="test.parquet") for word in COMMAND])
+    loaded = load(
+        "ppo_trainer", [word.format(train="train.parquet", test="test.parquet") for word in COMMAND]
+    )
     config = loaded.config
     assert config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert config.critic.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
@@ -101,8 +105,16 @@ def test_the_command_composes_without_an_error():
 @pytest.mark.parametrize(
     ("old", "new", "value"),
     [
-        ("actor_rollout_ref.actor.checkpoint.contents=[model]", "actor_rollout_ref.actor.checkpoint.load_contents", ["model"]),
-        ("critic.checkpoint.contents=[model,hf_model]", "critic.checkpoint.save_contents", ["model", "hf_model"]),
+        (
+            "actor_rollout_ref.actor.checkpoint.contents=[model]",
+            "actor_rollout_ref.actor.checkpoint.load_contents",
+            ["model"],
+        ),
+        (
+            "critic.checkpoint.contents=[model,hf_model]",
+            "critic.checkpoint.save_contents",
+            ["model", "hf_model"],
+        ),
         ("ray_init.num_cpus=8", "ray_kwargs.ray_init.num_cpus", 8),
         ("ray_init.timeline_json_file=t.json", "ray_kwargs.timeline_json_file", "t.json"),
         ("trainer.profile_steps=[1,2]", "global_profiler.steps", [1, 2]),
@@ -112,17 +124,29 @@ def test_the_command_composes_without_an_error():
             "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
             32,
         ),
-        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "actor_rollout_ref.actor.optim.lr_scheduler_type", "cosine"),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "cosine",
+        ),
         (
             "actor_rollout_ref.rollout.update_weights_bucket_megabytes=512",
             "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
             512,
         ),
-        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2.5", "algorithm.rollout_correction.rollout_is_threshold", 2.5),
+        (
+            "actor_rollout_ref.actor.tis_imp_ratio_cap=2.5",
+            "algorithm.rollout_correction.rollout_is_threshold",
+            2.5,
+        ),
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2.5", "algorithm.rollout_correction.rollout_is", "token"),
         ("async_training.partial_rollout=true", "trainer.async_training.partial_rollout", True),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len=64", "reward_model.overlong_buffer.len", 64),
-        ("actor_rollout_ref.profiler.discrete=true", "actor_rollout_ref.profiler.tool_config.nsys.discrete", True),
+        (
+            "actor_rollout_ref.profiler.discrete=true",
+            "actor_rollout_ref.profiler.tool_config.nsys.discrete",
+            True,
+        ),
         ("+data.gen_batch_size=64", "data.gen_batch_size", 64),
         ("++algorithm.filter_groups.enable=true", "algorithm.filter_groups.enable", True),
         (
@@ -145,7 +169,10 @@ def test_old_and_new_name_with_different_values_clash():
 
 
 def test_supervised_old_names():
-    loaded = load("sft_trainer", ["model.partial_pretrain=m", "optim.warmup_steps_ratio=0.2", "optim.lr_scheduler_type=wsd"])
+    loaded = load(
+        "sft_trainer",
+        ["model.partial_pretrain=m", "optim.warmup_steps_ratio=0.2", "optim.lr_scheduler_type=wsd"],
+    )
     assert loaded.config.model.path == "m"
     assert loaded.config.optim.lr_warmup_steps_ratio == 0.2
     assert loaded.config.optim.lr_scheduler == "wsd"

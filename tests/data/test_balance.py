@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from strop.data.balance import (
     balanced_partitions,
-    both_ends,
     first_fit_count,
     greedy_partition,
     group_balanced_partitions,
     imbalance_metrics,
     inverse_permutation,
     karmarkar_karp,
+    light_ends_order,
     micro_batches,
     restore_order,
     workload,
@@ -92,13 +92,15 @@ def test_light_micro_batches_sit_at_both_ends() -> None:
     lengths = [90, 80, 70, 60, 50]
     order = [sum(lengths[row] for row in part) for part in micro_batches(lengths, 90, min_count=5)]
     assert order == [50, 70, 90, 80, 60]
-    assert both_ends([[0], [1], [2]]) == [[2], [0], [1]]
+    assert light_ends_order([[0], [1], [2]]) == [[2], [0], [1]]
 
 
 def test_groups_stay_whole() -> None:
     groups = ["a", "b", "a", "b", "c", "d", "c", "d"]
     for part in group_balanced_partitions([5, 6, 7, 8, 9, 1, 2, 3], groups, 2):
-        assert all(groups.count(groups[row]) == sum(groups[other] == groups[row] for other in part) for row in part)
+        assert all(
+            groups.count(groups[row]) == sum(groups[other] == groups[row] for other in part) for row in part
+        )
         assert len({groups[row] for row in part}) == 2
 
 
@@ -111,7 +113,12 @@ def test_first_fit_opens_a_bin_only_when_nothing_fits() -> None:
 def test_imbalance_of_a_perfect_partition() -> None:
     metrics = imbalance_metrics([1, 1, 3, 3], [[0, 2], [1, 3]])
     assert metrics["global_seqlen/minmax_diff"] == 4
-    assert metrics["global_seqlen/balanced_min"] == metrics["global_seqlen/balanced_max"] == metrics["global_seqlen/mean"] == 4
+    assert (
+        metrics["global_seqlen/balanced_min"]
+        == metrics["global_seqlen/balanced_max"]
+        == metrics["global_seqlen/mean"]
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,10 @@ def test_imbalance_of_a_perfect_partition() -> None:
         (lambda: karmarkar_karp([1, 2], 3), "2 rows cannot fill 3 parts"),
         (lambda: karmarkar_karp([1, 2, 3], 2, equal_size=True), "3 rows cannot be divided equally into 2"),
         (lambda: group_balanced_partitions([1, 2], ["a"], 1), "`groups` names 1 rows but `lengths` has 2"),
-        (lambda: group_balanced_partitions([1, 2], ["a", "a"], 2), "1 groups cannot be dealt evenly to 2"),
+        (
+            lambda: group_balanced_partitions([1, 2], ["a", "a"], 2),
+            "1 groups cannot be divided evenly into 2",
+        ),
         (lambda: micro_batches([5, 90], 50), "row 1 has 90 tokens, over max_tokens=50; set it to 90"),
         (lambda: micro_batches([30, 30], 50, group_size=2), "rows 0..1 has 60 tokens"),
         (lambda: micro_batches([5], 50, padded_width=64), "below one padded row of 64"),

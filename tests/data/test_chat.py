@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from strop.data import chat as chat_module
 from strop.data.chat import Chat, ensure_pad_token, stop_ids
-from strop.data.probe import probe_template
+from strop.data.report import probe_template
 from tests.data.tokens import CHATML, REWRITING, UNENDING, character_tokenizer, decoded
 
 TALK = [
@@ -66,7 +66,9 @@ def test_prompt_plus_answer_is_the_conversation() -> None:
     chat = Chat(TOKENIZER)
     prompt, whole = chat.ids(TALK[:3]), chat.conversation(TALK)
     assert whole.ids[: len(prompt)] == prompt
-    assert whole.mask[len(prompt)] == 1 and not any(whole.mask[len(chat.ids(TALK[:2], generate=False)) : len(prompt)])
+    assert whole.mask[len(prompt)] == 1 and not any(
+        whole.mask[len(chat.ids(TALK[:2], generate=False)) : len(prompt)]
+    )
 
 
 def test_a_token_across_the_border_is_split_there() -> None:
@@ -94,14 +96,20 @@ def test_later_turns_continue_what_was_sampled() -> None:
     end = TOKENIZER.eos_token_id
     sampled = chat.ids(TALK[:1]) + chat.encode("yo") + [end]
     whole = sampled + chat.later_turn(TALK[2:3], last_id=end)
-    assert whole == chat.ids(TALK[:3]), "the newline behind the end-of-turn token is there, the token itself once"
+    assert whole == chat.ids(TALK[:3]), (
+        "the newline behind the end-of-turn token is there, the token itself once"
+    )
     cut = chat.ids(TALK[:1]) + chat.encode("yo")
-    assert cut + chat.later_turn(TALK[2:3], last_id=cut[-1]) == chat.ids(TALK[:3]), "a turn cut by length is closed first"
+    assert cut + chat.later_turn(TALK[2:3], last_id=cut[-1]) == chat.ids(TALK[:3]), (
+        "a turn cut by length is closed first"
+    )
 
 
 def test_later_turns_do_not_depend_on_rewriting_templates() -> None:
     chat = Chat(TOKENIZER, template=REWRITING)
-    text = decoded(TOKENIZER, chat.later_turn([{"role": "tool", "content": "7"}], last_id=TOKENIZER.eos_token_id))
+    text = decoded(
+        TOKENIZER, chat.later_turn([{"role": "tool", "content": "7"}], last_id=TOKENIZER.eos_token_id)
+    )
     assert text == "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -109,7 +117,9 @@ def test_plain_text_has_no_template() -> None:
     tokenizer = character_tokenizer(template=None, eos="<eos>")
     chat = Chat(tokenizer, plain=True)
     assert decoded(tokenizer, chat.ids([{"role": "user", "content": "2+2="}])) == "2+2="
-    assert learned(chat, [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]) == ["4<eos>"]
+    assert learned(chat, [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]) == [
+        "4<eos>"
+    ]
 
 
 def test_plain_text_gets_the_tokenizers_opening_token() -> None:
@@ -117,7 +127,9 @@ def test_plain_text_gets_the_tokenizers_opening_token() -> None:
 
     tokenizer = character_tokenizer(template=None, eos="<eos>")
     ids = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=ids
+    )
     chat = Chat(tokenizer, plain=True)
     prompt = [{"role": "user", "content": "1="}]
     assert decoded(tokenizer, chat.ids(prompt)) == "<bos>1=", "opened, but not ended"
@@ -131,7 +143,8 @@ def test_template_arguments_and_tools_reach_the_template() -> None:
     chat = Chat(TOKENIZER, template=template, kwargs={"mood": "calm:"}, tools=[{"name": "search "}])
     assert decoded(TOKENIZER, chat.ids([{"role": "user", "content": "x"}])) == "calm:search x"
     with pytest.raises(
-        ValueError, match=r"apply_chat_template_kwargs sets \['add_generation_prompt'\], which Strop sets itself"
+        ValueError,
+        match=r"apply_chat_template_kwargs sets \['add_generation_prompt'\], which Strop sets itself",
     ):
         Chat(TOKENIZER, kwargs={"add_generation_prompt": False})
 
@@ -144,13 +157,20 @@ def test_a_template_can_be_a_file(tmp_path: Path) -> None:
 
 
 def test_without_a_template_the_error_says_what_to_set() -> None:
-    with pytest.raises(ValueError, match=r"no chat template. Set data.apply_chat_template=false .*custom_chat_template"):
+    with pytest.raises(
+        ValueError, match=r"no chat template. Set data.apply_chat_template=false .*custom_chat_template"
+    ):
         Chat(character_tokenizer(template=None))
 
 
 def test_a_template_that_raises_is_named_with_the_roles() -> None:
-    chat = Chat(TOKENIZER, template="{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
-    with pytest.raises(ValueError, match=r"fails on messages of roles \[system, user\]: TemplateError: no system"):
+    chat = Chat(
+        TOKENIZER,
+        template="{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}x",
+    )
+    with pytest.raises(
+        ValueError, match=r"fails on messages of roles \[system, user\]: TemplateError: no system"
+    ):
         chat.text([{"role": "system", "content": "be kind"}, TALK[0]])
     with pytest.raises(ValueError, match=r"The chat template fails .*TemplateSyntaxError"):
         Chat(TOKENIZER, template="{% if %}").text(TALK[:1])
@@ -164,11 +184,13 @@ def test_conversations_that_teach_nothing_are_refused() -> None:
 def test_a_rewriting_template_cannot_train_conversations() -> None:
     with pytest.raises(ValueError, match=r"rewrites earlier turns when message 3 is added"):
         Chat(TOKENIZER, template=REWRITING).conversation(TALK)
-    assert learned(Chat(TOKENIZER, template=REWRITING), TALK[:2]) == ["<think></think>yo<|im_end|>"], "one turn is fine"
+    assert learned(Chat(TOKENIZER, template=REWRITING), TALK[:2]) == ["<think></think>yo<|im_end|>"], (
+        "one turn is fine"
+    )
 
 
 def test_the_end_of_text_token_pads_where_none_is_set(caplog: pytest.LogCaptureFixture) -> None:
-    chat_module._say_once.cache_clear()
+    chat_module._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         first = character_tokenizer(pad=None)
         assert ensure_pad_token(first) == first.eos_token_id
@@ -206,7 +228,8 @@ def test_an_answer_that_the_prompt_does_not_open_is_found() -> None:
 def test_a_rewriting_template_is_found() -> None:
     text = said(probe_template(TOKENIZER, template=REWRITING))
     assert (
-        text.startswith("warning: The chat template is not prefix-stable") and "<think></think>" not in text.partition("but")[2]
+        text.startswith("warning: The chat template is not prefix-stable")
+        and "<think></think>" not in text.partition("but")[2]
     )
     assert said(probe_template(TOKENIZER, template=REWRITING, multi_turn=True)).startswith("error: ")
 
@@ -222,15 +245,23 @@ def test_a_template_that_never_stops_is_found() -> None:
 def test_an_end_token_that_does_not_stop_is_found() -> None:
     """A base model's tokenizer: the template writes <|im_end|>, generation stops at <eos>."""
     base = character_tokenizer(eos="<eos>")
-    assert "ends the assistant's turn with '<|im_end|>', which does not stop generation" in said(probe_template(base))
+    assert "ends the assistant's turn with '<|im_end|>', which does not stop generation" in said(
+        probe_template(base)
+    )
     assert probe_template(base, further_stop_ids=[base.convert_tokens_to_ids("<|im_end|>")]) == []
 
 
 def test_broken_templates_and_tokenizers_are_found() -> None:
     assert said(probe_template(TOKENIZER, template="{% if %}")).startswith("error: The chat template fails")
-    assert said(probe_template(character_tokenizer(template=None))).startswith("error: The tokenizer of the model has no chat")
-    assert "error: The chat template loses what the user said" in said(probe_template(TOKENIZER, template="hello"))
+    assert said(probe_template(character_tokenizer(template=None))).startswith(
+        "error: The tokenizer of the model has no chat"
+    )
+    assert "error: The chat template loses what the user said" in said(
+        probe_template(TOKENIZER, template="hello")
+    )
     assert "error: A prompt renders to no tokens" in said(probe_template(TOKENIZER, template="{{ '' }}"))
-    assert "ignores add_generation_prompt" in said(probe_template(TOKENIZER, template="{{ messages[0].content }}<|im_end|>"))
+    assert "ignores add_generation_prompt" in said(
+        probe_template(TOKENIZER, template="{{ messages[0].content }}<|im_end|>")
+    )
     assert "info: The tokenizer has no pad token" in said(probe_template(character_tokenizer(pad=None)))
     assert "no answer would ever stop" in said(probe_template(character_tokenizer(eos=None)))

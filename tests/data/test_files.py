@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from strop.data.files import ParquetFile, count_rows, fetch, open_file, open_rows
 
-ROWS = [{"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": str(n + 1)}} for n in range(5)]
+ROWS = [
+    {"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": str(n + 1)}} for n in range(5)
+]
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -86,7 +88,9 @@ def test_remote_files_are_fetched_once_per_version(tmp_path: Path, monkeypatch: 
         memory.pipe("/bucket/train.parquet", Path(write(tmp_path / "b.parquet", ROWS[:1])).read_bytes())
         assert len(open_rows("memory://bucket/train.parquet")) == 1
         assert not list((tmp_path / "cache").rglob("*.part"))
-        with pytest.raises(ValueError, match=r"memory://bucket/none.parquet cannot be fetched: FileNotFoundError"):
+        with pytest.raises(
+            ValueError, match=r"memory://bucket/none.parquet cannot be fetched: FileNotFoundError"
+        ):
             open_rows("memory://bucket/none.parquet")
         with pytest.raises(ValueError, match=r"nosuch://a.parquet cannot be fetched"):
             open_rows("nosuch://a.parquet")
@@ -149,17 +153,27 @@ def test_missing_files_suggest_their_neighbours(tmp_path: Path) -> None:
 def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:
     first = open_file(write(tmp_path / "a.parquet", ROWS)).fingerprint()
     assert open_file(write(tmp_path / "b.parquet", ROWS)).fingerprint() == first
-    assert open_file(write(tmp_path / "a.parquet", [*ROWS[:-1], {**ROWS[-1], "prompt": "9+9="}])).fingerprint() != first
+    assert (
+        open_file(write(tmp_path / "a.parquet", [*ROWS[:-1], {**ROWS[-1], "prompt": "9+9="}])).fingerprint()
+        != first
+    )
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=6), json_values, max_size=4), min_size=1, max_size=6), st.booleans())
+@given(
+    st.lists(st.dictionaries(st.text(max_size=6), json_values, max_size=4), min_size=1, max_size=6),
+    st.booleans(),
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_json_rows_survive(tmp_path: Path, rows: list[dict], lines: bool) -> None:
     assert list(open_rows(write(tmp_path / ("a.jsonl" if lines else "a.json"), rows))) == rows

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.config.schema.data import Data, Sampler
+from strop.config.schema.data import DataConfig, SamplerConfig
 from strop.data.chat import Chat
 from strop.data.loader import Loader, build_loader
 from strop.data.prompts import PromptDataset
@@ -30,7 +30,9 @@ def flat(loader: Loader) -> list[int]:
 
 @given(st.integers(1, 17), st.integers(1, 5), st.booleans(), st.booleans(), st.integers(0, 5))
 @settings(max_examples=40, deadline=None)
-def test_resume_equals_never_stopping_at_every_position(rows: int, size: int, shuffle: bool, drop: bool, seed: int) -> None:
+def test_resume_equals_never_stopping_at_every_position(
+    rows: int, size: int, shuffle: bool, drop: bool, seed: int
+) -> None:
     size = min(size, rows)
 
     def make() -> Loader:
@@ -95,13 +97,14 @@ def test_other_data_is_refused_or_explained(caplog: pytest.LogCaptureFixture) ->
     first.draw()
     state = first.state_dict()
     with pytest.raises(
-        ValueError, match=r"The data changed since the checkpoint: it had 12 rows .* now there are 11.*resume_mode=disable"
+        ValueError,
+        match=r"The data changed since the checkpoint: it had 12 rows .* now there are 11.*resume_mode=disable",
     ):
         Loader(range(11), 4).load_state_dict(state)
     other = Loader(range(11), 4)
     other.load_state_dict({**state, "epoch": 3}, on_change="restart")
     assert (other.epoch, other.position) == (3, 0)
-    assert "Epoch 3 begins anew" in caplog.text
+    assert "Epoch 3 starts again" in caplog.text
 
 
 def test_the_order_of_the_checkpoint_wins(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,7 +120,9 @@ def test_the_order_of_the_checkpoint_wins(caplog: pytest.LogCaptureFixture) -> N
 def test_impossible_loaders_are_refused() -> None:
     with pytest.raises(ValueError, match="holds no rows"):
         Loader([], 1)
-    with pytest.raises(ValueError, match=r"has 3 rows, fewer than one batch of 4.*Set data\.train_batch_size"):
+    with pytest.raises(
+        ValueError, match=r"has 3 rows, fewer than one batch of 4.*Set data\.train_batch_size"
+    ):
         Loader(range(3), 4)
     with pytest.raises(ValueError, match=r"Set data\.dataloader_num_workers=0"):
         Loader(range(3), 1, sampler=[0, 1, 2], workers=1)
@@ -143,7 +148,9 @@ def test_processes_ahead_give_the_same_batches() -> None:
 
 def test_errors_of_processes_ahead_arrive() -> None:
     rows = [{"prompt": "x" * n, "data_source": "sums"} for n in range(4)]
-    ahead = Loader(PromptDataset(rows, Chat(character_tokenizer()), max_prompt_length=3), 2, workers=1, shuffle=False)
+    ahead = Loader(
+        PromptDataset(rows, Chat(character_tokenizer()), max_prompt_length=3), 2, workers=1, shuffle=False
+    )
     try:
         with pytest.raises(ValueError, match=r"row 0 has \d+ tokens, over data\.max_prompt_length=3"):
             ahead.draw()
@@ -214,20 +221,28 @@ def test_a_sampler_without_state_is_run_forward(caplog: pytest.LogCaptureFixture
 def test_loaders_from_a_configuration(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}", "data_source": "sums"} for n in range(8)]
     dataset = PromptDataset(rows, Chat(character_tokenizer()))
-    config = Data(train_batch_size=3, seed=2, shuffle=True)
+    config = DataConfig(train_batch_size=3, seed=2, shuffle=True)
     train = build_loader(config, dataset)
-    assert len(train) == 2 and [p.index for p in train.draw()] == [p.index for p in build_loader(config, dataset).draw()]
-    assert build_loader(Data(train_batch_size=3, gen_batch_size=4), dataset).batch_size == 4
+    assert len(train) == 2 and [p.index for p in train.draw()] == [
+        p.index for p in build_loader(config, dataset).draw()
+    ]
+    assert build_loader(DataConfig(train_batch_size=3, gen_batch_size=4), dataset).batch_size == 4
     (everything,) = build_loader(config, dataset, split="val")
     assert [p.index for p in everything] == list(range(8))
-    assert [len(b) for b in build_loader(Data(val_batch_size=3), dataset, split="val")] == [3, 3, 2]
+    assert [len(b) for b in build_loader(DataConfig(val_batch_size=3), dataset, split="val")] == [3, 3, 2]
     (tmp_path / "order.py").write_text(
         "class Backwards(list):\n    def __init__(self, rows, config):\n        super().__init__(range(len(rows))[::-1])\nclass No:\n    def __init__(self, rows, config): ...\n"
     )
-    own = Sampler(class_path=str(tmp_path / "order.py"), class_name="Backwards")
-    assert [p.index for p in build_loader(Data(train_batch_size=3, sampler=own), dataset).draw()] == [7, 6, 5]
+    own = SamplerConfig(class_path=str(tmp_path / "order.py"), class_name="Backwards")
+    assert [p.index for p in build_loader(DataConfig(train_batch_size=3, sampler=own), dataset).draw()] == [
+        7,
+        6,
+        5,
+    ]
     for name, message in (("No", "has no __iter__"), (None, "class_name is not")):
-        bad = Data(train_batch_size=3, sampler=Sampler(class_path=own.class_path, class_name=name))
+        bad = DataConfig(
+            train_batch_size=3, sampler=SamplerConfig(class_path=own.class_path, class_name=name)
+        )
         with pytest.raises(ValueError, match=message):
             build_loader(bad, dataset)
 

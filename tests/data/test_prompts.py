@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.config.schema.data import CustomClass, Data
+from strop.config.schema.data import CustomClassConfig, DataConfig
 from strop.data.chat import Chat
-from strop.data.measure import CHUNK, measure
 from strop.data.prompts import PromptDataset, ToolListing, build_prompts, truncate
 from strop.data.selection import mixture, permutation, subset
+from strop.data.workers import CHUNK, measure_prompts
 from strop.types import Prompt
 from tests.data.tokens import character_tokenizer, decoded
 
@@ -28,7 +28,12 @@ WRAP = len(Chat(TOKENIZER).ids([{"role": "user", "content": ""}]))
 
 def row(text: str, truth: str = "", **more: Any) -> dict[str, Any]:
     reward = {"style": "rule", "ground_truth": truth}
-    return {"data_source": "sums", "prompt": [{"role": "user", "content": text}], "reward_model": reward, **more}
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": text}],
+        "reward_model": reward,
+        **more,
+    }
 
 
 def parquet(path: Path, rows: list[dict]) -> str:
@@ -36,8 +41,8 @@ def parquet(path: Path, rows: list[dict]) -> str:
     return str(path)
 
 
-def config(files: Any, **settings: Any) -> Data:
-    return Data(train_files=files, **{"shuffle": False, "seed": 1, **settings})
+def config(files: Any, **settings: Any) -> DataConfig:
+    return DataConfig(train_files=files, **{"shuffle": False, "seed": 1, **settings})
 
 
 def texts(dataset: PromptDataset) -> list[str]:
@@ -46,7 +51,9 @@ def texts(dataset: PromptDataset) -> list[str]:
 
 @pytest.fixture
 def sums(tmp_path: Path) -> str:
-    return parquet(tmp_path / "sums.parquet", [row("x" * n, str(n), extra_info={"index": n}) for n in range(10)])
+    return parquet(
+        tmp_path / "sums.parquet", [row("x" * n, str(n), extra_info={"index": n}) for n in range(10)]
+    )
 
 
 def test_prompts_carry_what_the_row_says(sums: str) -> None:
@@ -63,13 +70,22 @@ def test_prompts_carry_what_the_row_says(sums: str) -> None:
 
 def test_plain_rows_without_template(tmp_path: Path) -> None:
     (tmp_path / "add.jsonl").write_text('{"input": "1+1=", "label": 2}\n')
-    settings = {"prompt_key": "input", "label_key": "label", "apply_chat_template": False, "input_template": "Q {}"}
-    prompt = build_prompts(config(str(tmp_path / "add.jsonl"), **settings), character_tokenizer(template=None))[0]
+    settings = {
+        "prompt_key": "input",
+        "label_key": "label",
+        "apply_chat_template": False,
+        "input_template": "Q {}",
+    }
+    prompt = build_prompts(
+        config(str(tmp_path / "add.jsonl"), **settings), character_tokenizer(template=None)
+    )[0]
     assert decoded(TOKENIZER, prompt.ids) == "Q 1+1="
     assert (prompt.data_source, prompt.ground_truth) == ("add", 2)
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("left", [5, 6, 7, 8, 9]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 7, 8, 9])])
+@pytest.mark.parametrize(
+    ("mode", "kept"), [("left", [5, 6, 7, 8, 9]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 7, 8, 9])]
+)
 def test_truncation_modes(mode: str, kept: list[int]) -> None:
     assert truncate(list(range(10)), 5, mode) == kept
     assert truncate(list(range(5)), 5, mode) == list(range(5))
@@ -89,7 +105,8 @@ def test_truncation_works_on_prompts(sums: str) -> None:
         assert cut[9].ids == truncate(whole, WRAP + 4, mode) != whole
         assert len(cut[4].ids) == WRAP + 4
     with pytest.raises(
-        ValueError, match=rf"sums\.parquet, row 9 has {WRAP + 9} tokens, over data\.max_prompt_length={WRAP + 4}"
+        ValueError,
+        match=rf"sums\.parquet, row 9 has {WRAP + 9} tokens, over data\.max_prompt_length={WRAP + 4}",
     ):
         build_prompts(config(sums, max_prompt_length=WRAP + 4), TOKENIZER)[9]
     with pytest.raises(ValueError, match="choose error, left, right or middle"):
@@ -101,7 +118,8 @@ def test_overlong_prompts_are_filtered(sums: str) -> None:
     assert texts(dataset) == ["x" * n for n in range(5)]
     assert [prompt.index for prompt in dataset] == [0, 1, 2, 3, 4]
     with pytest.raises(
-        ValueError, match=rf"All 10 prompts are longer than data\.max_prompt_length=3 \(the shortest has {WRAP}"
+        ValueError,
+        match=rf"All 10 prompts are longer than data\.max_prompt_length=3 \(the shortest has {WRAP}",
     ):
         build_prompts(config(sums, filter_overlong_prompts=True, max_prompt_length=3), TOKENIZER)
 
@@ -122,25 +140,34 @@ def test_the_filter_gives_the_same_rows_with_processes(tmp_path: Path) -> None:
     settings = {"filter_overlong_prompts": True, "max_prompt_length": WRAP + 3}
     alone = build_prompts(config(file, **settings), TOKENIZER)
     many = build_prompts(config(file, filter_overlong_prompts_workers=2, **settings), TOKENIZER)
-    assert many.indices.tolist() == alone.indices.tolist() == [n for n, length in enumerate(lengths) if length <= 3]
+    assert (
+        many.indices.tolist()
+        == alone.indices.tolist()
+        == [n for n, length in enumerate(lengths) if length <= 3]
+    )
 
 
-def test_a_terminal_sees_progress(sums: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_sees_progress(
+    sums: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = build_prompts(config(sums), TOKENIZER)
-    quiet = measure(dataset).tolist()
+    quiet = measure_prompts(dataset).tolist()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    assert measure(dataset).tolist() == quiet == [WRAP + n for n in range(10)]
+    assert measure_prompts(dataset).tolist() == quiet == [WRAP + n for n in range(10)]
     assert "Measuring prompts" in capsys.readouterr().err
 
 
 def test_samples_are_capped_first_or_at_random(sums: str) -> None:
     assert [p.index for p in build_prompts(config(sums, train_max_samples=3), TOKENIZER)] == [0, 1, 2]
     drawn = [p.index for p in build_prompts(config(sums, train_max_samples=3, shuffle=True), TOKENIZER)]
-    assert drawn == [p.index for p in build_prompts(config(sums, train_max_samples=3, shuffle=True), TOKENIZER)]
+    assert drawn == [
+        p.index for p in build_prompts(config(sums, train_max_samples=3, shuffle=True), TOKENIZER)
+    ]
     others = {
-        tuple(build_prompts(config(sums, train_max_samples=3, shuffle=True, seed=s), TOKENIZER).indices) for s in range(9)
+        tuple(build_prompts(config(sums, train_max_samples=3, shuffle=True, seed=s), TOKENIZER).indices)
+        for s in range(9)
     }
     assert len(others) > 3 and drawn == sorted(drawn) != [0, 1, 2]
     assert len(build_prompts(config(sums, train_max_samples=99), TOKENIZER)) == 10
@@ -149,14 +176,19 @@ def test_samples_are_capped_first_or_at_random(sums: str) -> None:
 
 
 def test_validation_reads_its_own_settings(sums: str, tmp_path: Path) -> None:
-    both = Data(train_files=sums, val_files=parquet(tmp_path / "v.parquet", [row("v")] * 4), val_max_samples=2)
+    both = DataConfig(
+        train_files=sums, val_files=parquet(tmp_path / "v.parquet", [row("v")] * 4), val_max_samples=2
+    )
     assert texts(build_prompts(both, TOKENIZER, split="val")) == ["v", "v"]
     with pytest.raises(ValueError, match=r"data\.val_files names no file"):
         build_prompts(config(sums), TOKENIZER, split="val")
 
 
 def test_files_are_mixed_by_weight(tmp_path: Path) -> None:
-    files = [parquet(tmp_path / "a.parquet", [row("a")] * 30), parquet(tmp_path / "b.parquet", [row("b")] * 300)]
+    files = [
+        parquet(tmp_path / "a.parquet", [row("a")] * 30),
+        parquet(tmp_path / "b.parquet", [row("b")] * 300),
+    ]
     mixed = Counter(texts(build_prompts(config(files, prompt_probs=[0.5, 0.5]), TOKENIZER)))
     assert mixed["b"] >= 300 and 0.8 < mixed["a"] / mixed["b"] < 1.25
     assert Counter(texts(build_prompts(config(files), TOKENIZER))) == {"a": 30, "b": 300}
@@ -164,7 +196,9 @@ def test_files_are_mixed_by_weight(tmp_path: Path) -> None:
         build_prompts(config(files, prompt_probs=[1.0]), TOKENIZER)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 3)), min_size=1, max_size=4), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 3)), min_size=1, max_size=4), st.integers(0, 99)
+)
 @settings(max_examples=40, deadline=None)
 def test_mixtures_see_every_row_in_order_and_stop(files: list[tuple[int, float]], seed: int) -> None:
     counts, weights = [c for c, _ in files], [w for _, w in files]
@@ -200,7 +234,9 @@ def test_datasets_cross_processes_and_know_themselves(sums: str, tmp_path: Path)
     assert list(copy) == list(dataset)
     assert copy.fingerprint() == dataset.fingerprint()
     assert build_prompts(config(sums, train_max_samples=9), TOKENIZER).fingerprint() != dataset.fingerprint()
-    other = parquet(tmp_path / "other.parquet", [row("y" * n, str(n), extra_info={"index": n}) for n in range(10)])
+    other = parquet(
+        tmp_path / "other.parquet", [row("y" * n, str(n), extra_info={"index": n}) for n in range(10)]
+    )
     assert build_prompts(config(other), TOKENIZER).fingerprint() != dataset.fingerprint()
 
 
@@ -208,7 +244,9 @@ def test_rendering_is_lazy_and_kept(sums: str, monkeypatch: pytest.MonkeyPatch) 
     dataset = build_prompts(config(sums), TOKENIZER)
     rendered = []
     ids = Chat.ids
-    monkeypatch.setattr(Chat, "ids", lambda self, messages, **k: rendered.append(1) or ids(self, messages, **k))
+    monkeypatch.setattr(
+        Chat, "ids", lambda self, messages, **k: rendered.append(1) or ids(self, messages, **k)
+    )
     assert rendered == []
     assert dataset[2] is dataset[2]
     assert len(rendered) == 1
@@ -221,7 +259,9 @@ def test_bad_files_stop_the_build(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"corrupt\.parquet cannot be read as parquet"):
         build_prompts(config(str(tmp_path / "corrupt.parquet")), TOKENIZER)
     with pytest.raises(ValueError, match="has no chat template"):
-        build_prompts(config(parquet(tmp_path / "ok.parquet", [row("x")])), character_tokenizer(template=None))
+        build_prompts(
+            config(parquet(tmp_path / "ok.parquet", [row("x")])), character_tokenizer(template=None)
+        )
 
 
 CUSTOM = """
@@ -250,7 +290,7 @@ def test_a_class_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(CUSTOM)
 
     def build(name: str | None, **settings: Any) -> PromptDataset:
-        own = CustomClass(path=str(tmp_path / "mine.py"), name=name)
+        own = CustomClassConfig(path=str(tmp_path / "mine.py"), name=name)
         return build_prompts(config("abc", custom_cls=own, **settings), TOKENIZER)
 
     dataset = build("Rows")

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strop.config.schema.data import Data
+from strop.config.schema.data import DataConfig
 from strop.data.chat import Chat
-from strop.data.report import DataReport, inspect
+from strop.data.report import DataReport, inspect_files
 from tests.data.tokens import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -22,7 +22,12 @@ WRAP = len(Chat(TOKENIZER).ids([{"role": "user", "content": ""}]))
 
 
 def row(text: Any, source: str = "sums", **more: Any) -> dict[str, Any]:
-    return {"data_source": source, "prompt": text, "reward_model": {"style": "rule", "ground_truth": "1"}, **more}
+    return {
+        "data_source": source,
+        "prompt": text,
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        **more,
+    }
 
 
 def parquet(path: Path, rows: list[dict]) -> str:
@@ -35,8 +40,13 @@ def said(report: DataReport) -> str:
 
 
 def test_counts_sources_agents_and_lengths(tmp_path: Path) -> None:
-    rows = [row("x" * n, "sums" if n % 3 else "words", agent_name="tool_agent" if n == 4 else None) for n in range(10)]
-    report = inspect(parquet(tmp_path / "a.parquet", rows), Data(max_prompt_length=WRAP + 9), TOKENIZER)
+    rows = [
+        row("x" * n, "sums" if n % 3 else "words", agent_name="tool_agent" if n == 4 else None)
+        for n in range(10)
+    ]
+    report = inspect_files(
+        parquet(tmp_path / "a.parquet", rows), DataConfig(max_prompt_length=WRAP + 9), TOKENIZER
+    )
     assert report.ok and report.findings == []
     assert (report.rows, report.measured, report.too_long, report.longest) == (10, 10, 0, WRAP + 9)
     assert report.columns == ["data_source", "prompt", "reward_model", "agent_name"]
@@ -49,20 +59,26 @@ def test_counts_sources_agents_and_lengths(tmp_path: Path) -> None:
 def test_long_prompts_by_what_will_happen_to_them(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", [row("x" * n) for n in range(10)])
     limit = {"max_prompt_length": WRAP + 6}
-    refused = inspect(file, Data(**limit), TOKENIZER)
+    refused = inspect_files(file, DataConfig(**limit), TOKENIZER)
     assert (refused.too_long, refused.longest, refused.ok) == (3, WRAP + 9, False)
-    assert f"error: 3 of 10 prompts are over data.max_prompt_length={WRAP + 6} (the longest has {WRAP + 9} tokens)" in said(
-        refused
+    assert (
+        f"error: 3 of 10 prompts are over data.max_prompt_length={WRAP + 6} (the longest has {WRAP + 9} tokens)"
+        in said(refused)
     )
-    assert "warning" in said(inspect(file, Data(truncation="left", **limit), TOKENIZER))
-    assert inspect(file, Data(filter_overlong_prompts=True, **limit), TOKENIZER).ok
-    assert not inspect(file, Data(filter_overlong_prompts=True, max_prompt_length=1), TOKENIZER).ok, "nothing would be left"
-    assert inspect(file, Data(**limit)).measured == 10 and inspect(file, Data(**limit)).longest == 0, "no tokenizer"
+    assert "warning" in said(inspect_files(file, DataConfig(truncation="left", **limit), TOKENIZER))
+    assert inspect_files(file, DataConfig(filter_overlong_prompts=True, **limit), TOKENIZER).ok
+    assert not inspect_files(
+        file, DataConfig(filter_overlong_prompts=True, max_prompt_length=1), TOKENIZER
+    ).ok, "nothing would be left"
+    assert (
+        inspect_files(file, DataConfig(**limit)).measured == 10
+        and inspect_files(file, DataConfig(**limit)).longest == 0
+    ), "no tokenizer"
 
 
 def test_large_files_are_sampled_and_rare_sources_still_found(tmp_path: Path) -> None:
     rows = [row("x", "rare" if n == 778 else "sums") for n in range(1000)]
-    report = inspect(parquet(tmp_path / "a.parquet", rows), Data(), TOKENIZER, sample=100)
+    report = inspect_files(parquet(tmp_path / "a.parquet", rows), DataConfig(), TOKENIZER, sample=100)
     assert (report.rows, report.measured) == (1000, 101)
     assert report.data_sources["rare"].rows == 1 and report.data_sources["rare"].example is not None
     assert "info: 101 of 1000 rows were read" in said(report)
@@ -73,31 +89,37 @@ def test_everything_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "corrupt.parquet").write_bytes(b"PAR1nonsensePAR1")
     columns = parquet(tmp_path / "columns.parquet", [{"promt": "x", "data_source": "a"}])
     missing = str(tmp_path / "goood.parquet")
-    report = inspect([good, str(tmp_path / "corrupt.parquet"), columns, missing], Data(), TOKENIZER)
+    report = inspect_files(
+        [good, str(tmp_path / "corrupt.parquet"), columns, missing], DataConfig(), TOKENIZER
+    )
     text = said(report)
     assert not report.ok and report.rows == 1
     assert "corrupt.parquet cannot be read as parquet" in text
     assert "columns.parquet has no column 'prompt'" in text and "Did you mean 'promt'" in text
     assert "goood.parquet does not exist. Did you mean 'good.parquet'" in text
-    assert "data.val_files names no file" in said(inspect(None, Data(), key="data.val_files"))
-    assert "data.input_template='x'" in said(inspect(good, Data(input_template="x")))
-    assert "has no chat template" in said(inspect(good, Data(), character_tokenizer(template=None)))
-    assert "The chat template fails" in said(inspect(good, Data(), TOKENIZER, chat_template="{% if %}"))
+    assert "data.val_files names no file" in said(inspect_files(None, DataConfig(), key="data.val_files"))
+    assert "data.input_template='x'" in said(inspect_files(good, DataConfig(input_template="x")))
+    assert "has no chat template" in said(
+        inspect_files(good, DataConfig(), character_tokenizer(template=None))
+    )
+    assert "The chat template fails" in said(
+        inspect_files(good, DataConfig(), TOKENIZER, chat_template="{% if %}")
+    )
     assert "1 prompts render to no tokens at all; the first: " in said(
-        inspect(good, Data(), TOKENIZER, chat_template="{{ '' }}")
+        inspect_files(good, DataConfig(), TOKENIZER, chat_template="{{ '' }}")
     )
 
 
 def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
     rows = [row([]) if n % 2 else row([{"role": "user", "content": "x"}]) for n in range(10)]
-    report = inspect(parquet(tmp_path / "a.parquet", rows), Data(), TOKENIZER)
+    report = inspect_files(parquet(tmp_path / "a.parquet", rows), DataConfig(), TOKENIZER)
     assert "a.parquet, row 1, column 'prompt' is list []" in said(report)
     assert "error: 2 further rows cannot be used either" in said(report)
 
 
 def test_plain_files_get_a_source_and_a_warning(tmp_path: Path) -> None:
     (tmp_path / "questions.jsonl").write_text('{"prompt": "why?"}\n')
-    report = inspect(str(tmp_path / "questions.jsonl"), Data(), TOKENIZER)
+    report = inspect_files(str(tmp_path / "questions.jsonl"), DataConfig(), TOKENIZER)
     assert report.ok and list(report.data_sources) == ["questions"]
     assert "warning: No reward_model column and no data.label_key" in said(report)
 
@@ -108,15 +130,15 @@ def test_it_never_raises(tmp_path: Path, rows: list[dict]) -> None:
     import json
 
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    report = inspect(str(tmp_path / "a.json"), Data(), TOKENIZER)
+    report = inspect_files(str(tmp_path / "a.json"), DataConfig(), TOKENIZER)
     assert report.rows == len(rows) or not report.ok
 
 
 def test_reports_do_without_torch(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", [row("x")])
     code = (
-        "import sys; from strop.config.schema.data import Data; from strop.data.report import inspect; "
-        "import strop.data.loader, strop.data.make, strop.data.supervised, strop.data.probe; "
-        f"assert inspect({file!r}, Data()).ok; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+        "import sys; from strop.config.schema.data import DataConfig; from strop.data.report import inspect_files; "
+        "import strop.data.loader, strop.data.make, strop.data.supervised, strop.data.report; "
+        f"assert inspect_files({file!r}, DataConfig()).ok; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

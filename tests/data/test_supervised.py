@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from strop.config.schema.data import CustomClass
-from strop.config.schema.supervised import MultiTurnData, PairData, SftData
+from strop.config.schema.data import CustomClassConfig
+from strop.config.schema.supervised import MultiTurnDataConfig, PairDataConfig, SftDataConfig
 from strop.data.chat import Chat, Rendered
 from strop.data.loader import Loader
 from strop.data.supervised import build_supervised
@@ -28,14 +28,18 @@ def taught(rendered: Rendered) -> str:
 
 
 def sft(tmp_path: Path, row: dict, **settings: Any) -> Rendered:
-    return build_supervised(SftData(train_files=lines(tmp_path / "a.jsonl", [row]), **settings), TOKENIZER)[0]
+    return build_supervised(
+        SftDataConfig(train_files=lines(tmp_path / "a.jsonl", [row]), **settings), TOKENIZER
+    )[0]
 
 
 def test_prompt_and_response(tmp_path: Path) -> None:
     row = {"prompt": "2+2?", "response": "4"}
     rendered = sft(tmp_path, row)
     assert taught(rendered) == "4<|im_end|>"
-    assert rendered.ids == Chat(TOKENIZER).ids([{"role": "user", "content": "2+2?"}]) + Chat(TOKENIZER).encode("4<|im_end|>\n")
+    assert rendered.ids == Chat(TOKENIZER).ids([{"role": "user", "content": "2+2?"}]) + Chat(
+        TOKENIZER
+    ).encode("4<|im_end|>\n")
     assert "Q: 2+2?" in decoded(TOKENIZER, sft(tmp_path, row, input_template="Q: {}").ids)
 
 
@@ -47,11 +51,17 @@ def test_nested_columns(tmp_path: Path) -> None:
 
 
 def test_only_the_response_is_taught_unless_it_is_a_conversation(tmp_path: Path) -> None:
-    talk = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    talk = [
+        {"role": r, "content": c}
+        for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    ]
     assert taught(sft(tmp_path, {"prompt": talk[:3], "response": "d"})) == "d<|im_end|>"
     assert taught(sft(tmp_path, {"prompt": talk}, response_key=None)) == "d<|im_end|>"
     assert taught(sft(tmp_path, {"prompt": talk[:1], "response": talk[1:]})) == "b<|im_end|>d<|im_end|>"
-    assert taught(sft(tmp_path, {"messages": talk}, multiturn=MultiTurnData(enable=True))) == "b<|im_end|>d<|im_end|>"
+    assert (
+        taught(sft(tmp_path, {"messages": talk}, multiturn=MultiTurnDataConfig(enable=True)))
+        == "b<|im_end|>d<|im_end|>"
+    )
 
 
 def test_tools_and_thinking_of_a_row_reach_the_template(tmp_path: Path) -> None:
@@ -60,7 +70,7 @@ def test_tools_and_thinking_of_a_row_reach_the_template(tmp_path: Path) -> None:
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
     )
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    settings = {"multiturn": MultiTurnData(enable=True), "chat_template": template}
+    settings = {"multiturn": MultiTurnDataConfig(enable=True), "chat_template": template}
     rendered = sft(tmp_path, {**row, "tools": [{"name": "find"}], "enable_thinking": True}, **settings)
     assert decoded(TOKENIZER, rendered.ids) == "find think ab<|im_end|>"
     assert decoded(TOKENIZER, sft(tmp_path, row, **settings).ids) == "ab<|im_end|>"
@@ -83,20 +93,28 @@ def test_long_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert decoded(TOKENIZER, left.ids) == "efgh<|im_end|>" and taught(left) == "gh<|im_end|>"
     right = sft(tmp_path, row, truncation="right", **cut)
     assert decoded(TOKENIZER, right.ids) == "abcde" and taught(right) == ""
-    assert "row 0 teaches nothing" in caplog.text
+    assert "row 0 has no loss" in caplog.text
 
 
 def test_pairs(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "a"}]
     better, worse = [{"role": "assistant", "content": c} for c in "bc"]
-    rows = [{"q": "a", "chosen": "b", "rejected": "c", "margin": 2}, {"q": talk, "chosen": [better], "rejected": [worse]}]
-    pairs = build_supervised(PairData(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q", shuffle=False), TOKENIZER)
+    rows = [
+        {"q": "a", "chosen": "b", "rejected": "c", "margin": 2},
+        {"q": talk, "chosen": [better], "rejected": [worse]},
+    ]
+    pairs = build_supervised(
+        PairDataConfig(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q", shuffle=False),
+        TOKENIZER,
+    )
     assert [pair.margin for pair in pairs] == [2.0, 0.0]
     assert pairs[0].chosen == pairs[1].chosen and pairs[0].rejected == pairs[1].rejected
     assert (taught(pairs[0].chosen), taught(pairs[0].rejected)) == ("b<|im_end|>", "c<|im_end|>")
     whole = [{"chosen": [*talk, better, *talk, better], "rejected": [*talk, better, *talk, worse]}]
-    pair = build_supervised(PairData(train_files=lines(tmp_path / "b.jsonl", whole)), TOKENIZER)[0]
-    assert (taught(pair.chosen), taught(pair.rejected)) == ("b<|im_end|>", "c<|im_end|>"), "the shared turns are prompt"
+    pair = build_supervised(PairDataConfig(train_files=lines(tmp_path / "b.jsonl", whole)), TOKENIZER)[0]
+    assert (taught(pair.chosen), taught(pair.rejected)) == ("b<|im_end|>", "c<|im_end|>"), (
+        "the shared turns are prompt"
+    )
 
 
 def test_a_row_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,21 +122,31 @@ def test_a_row_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     calls = []
     plain = Chat.conversation
     monkeypatch.setattr(Chat, "conversation", lambda self, *a, **k: calls.append(1) or plain(self, *a, **k))
-    pairs = build_supervised(PairData(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q"), TOKENIZER)
+    pairs = build_supervised(
+        PairDataConfig(train_files=lines(tmp_path / "a.jsonl", rows), prompt_key="q"), TOKENIZER
+    )
     first = list(pairs)
-    assert list(pairs) == first and len(calls) == 6 and sorted(pair.margin for pair in first) == [0.0, 1.0, 2.0]
+    assert (
+        list(pairs) == first and len(calls) == 6 and sorted(pair.margin for pair in first) == [0.0, 1.0, 2.0]
+    )
     pairs.config.max_length, pairs.config.truncation = 4, "left"  # what is kept is not yet cut
     assert all(len(pair.chosen.ids) == 4 for pair in pairs) and len(calls) == 6
-    monkeypatch.setattr("strop.data.supervised.KEPT_TOKENS", 0)
-    fresh = build_supervised(PairData(train_files=str(tmp_path / "a.jsonl"), prompt_key="q"), TOKENIZER)
+    monkeypatch.setattr("strop.data.supervised.CACHED_TOKENS", 0)
+    fresh = build_supervised(PairDataConfig(train_files=str(tmp_path / "a.jsonl"), prompt_key="q"), TOKENIZER)
     assert list(fresh) == list(fresh) == first and len(calls) == 18
 
 
-def test_bad_rows_are_named_a_few_times_when_they_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_are_named_a_few_times_when_they_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"prompt": "a", "response": ""}] * 9 + [{"prompt": "a", "response": "b"}]
-    found = list(build_supervised(SftData(train_files=lines(tmp_path / "a.jsonl", rows), bad_rows="skip"), TOKENIZER))
+    found = list(
+        build_supervised(
+            SftDataConfig(train_files=lines(tmp_path / "a.jsonl", rows), bad_rows="skip"), TOKENIZER
+        )
+    )
     assert [item is None for item in found].count(True) == 9
-    assert caplog.text.count("is left out") == 5 and caplog.text.count("not named") == 1
+    assert caplog.text.count("is skipped") == 5 and caplog.text.count("not named") == 1
 
 
 def test_bad_rows(tmp_path: Path) -> None:
@@ -129,17 +157,21 @@ def test_bad_rows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"row 0: A conversation of roles \[user\] has no assistant turn"):
         sft(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}, response_key=None)
     text = lines(tmp_path / "b.jsonl", [{"chosen": "b", "rejected": "c"}])
-    with pytest.raises(ValueError, match=r"column 'chosen' is text, but without data\.prompt_key it must hold a whole"):
-        build_supervised(PairData(train_files=text), TOKENIZER)[0]
+    with pytest.raises(
+        ValueError, match=r"column 'chosen' is text, but without data\.prompt_key it must hold a whole"
+    ):
+        build_supervised(PairDataConfig(train_files=text), TOKENIZER)[0]
     with pytest.raises(ValueError, match=r"data\.train_max_samples=0 leaves no rows"):
-        build_supervised(PairData(train_files=text, train_max_samples=0), TOKENIZER)
+        build_supervised(PairDataConfig(train_files=text, train_max_samples=0), TOKENIZER)
 
 
 def test_a_class_of_the_users_and_the_loader(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Rows(list):\n    def __init__(self, files, tokenizer, config):\n        super().__init__({'prompt': f, 'response': 'x'} for f in files)\n"
     )
-    config = SftData(train_files=["a", "b", "c"], custom_cls=CustomClass(path=str(tmp_path / "mine.py"), name="Rows"))
+    config = SftDataConfig(
+        train_files=["a", "b", "c"], custom_cls=CustomClassConfig(path=str(tmp_path / "mine.py"), name="Rows")
+    )
     dataset = build_supervised(config, TOKENIZER)
     batch = Loader(dataset, 2, seed=0).draw()
     assert [taught(item) for item in batch] == ["x<|im_end|>"] * 2
@@ -147,7 +179,9 @@ def test_a_class_of_the_users_and_the_loader(tmp_path: Path) -> None:
         len(
             {
                 dataset.fingerprint(),
-                build_supervised(SftData(**{**vars(config), "train_max_samples": 2}), TOKENIZER).fingerprint(),
+                build_supervised(
+                    SftDataConfig(**{**vars(config), "train_max_samples": 2}), TOKENIZER
+                ).fingerprint(),
             }
         )
         == 2

@@ -19,12 +19,12 @@ REWRITING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Never writes the end-of-turn token.
-UNENDING = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
+UNENDING = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
-def character_tokenizer(template: str | None = CHATML, eos: str | None = "<|im_end|>", pad: str | None = "<pad>"):  # type: ignore[no-untyped-def]
+def character_tokenizer(
+    template: str | None = CHATML, eos: str | None = "<|im_end|>", pad: str | None = "<pad>"
+):  # type: ignore[no-untyped-def]
     characters = [c for c in string.printable if c not in "\r\x0b\x0c"]
     vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

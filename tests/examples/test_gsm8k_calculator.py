@@ -19,7 +19,9 @@ EXAMPLE = ROOT / "examples" / "gsm8k_calculator"
 
 def run(*command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -35,7 +37,14 @@ def data(tmp_path: Path) -> Path:
             for i in range(count)
         ]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    run(str(EXAMPLE / "prepare.py"), "--from", f"{tmp_path}/train.jsonl", f"{tmp_path}/test.jsonl", "--out", f"{tmp_path}/data")
+    run(
+        str(EXAMPLE / "prepare.py"),
+        "--from",
+        f"{tmp_path}/train.jsonl",
+        f"{tmp_path}/test.jsonl",
+        "--out",
+        f"{tmp_path}/data",
+    )
     return tmp_path / "data"
 
 
@@ -90,7 +99,11 @@ def test_smollm2_runs_a_few_steps_with_the_calculator(data: Path, tmp_path: Path
         "trainer.total_training_steps=2",
         "trainer.device=cpu",
     )
-    rows = [json.loads(line)["data"] for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()]
-    assert all(row["training/rollout_logprobs_diff_mean"] < 1e-4 for row in rows[1:]), "token-exact over turns"
+    rows = [
+        json.loads(line)["data"] for line in (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(row["training/rollout_logprobs_diff_mean"] < 1e-4 for row in rows[1:]), (
+        "token-exact over turns"
+    )
     assert sum(row.get("agent/tool_calls", 0) for row in rows) > 0
     assert all(row["agent/failed"] == 0 for row in rows[1:])

@@ -16,9 +16,9 @@ import torch
 
 from strop.config.compose import load
 from strop.data.make import gsm8k, write
-from strop.run.tensor_file import read_tensors
-from strop.trainer import tiny
-from strop.trainer.preflight import examine
+from strop.preflight.examine import examine
+from strop.quickstart import tiny_model as tiny
+from strop.run.checkpoint.tensor_files import read_tensors
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k_smollm2"
@@ -30,7 +30,9 @@ def problems(count: int, split: str) -> list[dict[str, Any]]:
     for i in range(count):
         a, b = i % 9 + 1, i % 7 + 1
         answer = f"He has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} pears.\n#### {a + b}"
-        rows.append(gsm8k({"question": f"Tom has {a} pears and buys {b}. How many?", "answer": answer}, split, i))
+        rows.append(
+            gsm8k({"question": f"Tom has {a} pears and buys {b}. How many?", "answer": answer}, split, i)
+        )
     return rows
 
 
@@ -74,13 +76,20 @@ def test_the_configuration_passes_the_preflight(tmp_path: Path, monkeypatch: pyt
     report = examine(load("ppo_trainer", places, str(EXAMPLE / "grpo.yaml")))
     assert report.ok, report.errors
     plan: Any = report.plan
-    assert (plan.prompts_per_step, plan.sequences_per_step, plan.updates_per_step, plan.on_policy) == (128, 2048, 1, True)
+    assert (plan.prompts_per_step, plan.sequences_per_step, plan.updates_per_step, plan.on_policy) == (
+        128,
+        2048,
+        1,
+        True,
+    )
     assert [role.name for role in report.roles if role.exists] == ["actor"]
 
 
 def run(*command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -96,9 +105,24 @@ def test_the_commands_run_on_a_cpu(model: str, tmp_path: Path, monkeypatch: pyte
     write_data(tmp_path, 8, 2)
     train, test = f"{tmp_path}/train.parquet", f"{tmp_path}/test.parquet"
     small = ["--max-tokens", "8", "--device", "cpu"]
-    warm = ["--model", model, "--data", train, "--test", test, "--out", f"{tmp_path}/sft", "--epochs", "2", "--rows", "4"]
+    warm = [
+        "--model",
+        model,
+        "--data",
+        train,
+        "--test",
+        test,
+        "--out",
+        f"{tmp_path}/sft",
+        "--epochs",
+        "2",
+        "--rows",
+        "4",
+    ]
     run(str(EXAMPLE / "sft.py"), *warm, "--lr", "1e-3" if "/" in model else "1e-4", *small)
-    first, second = (json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines())
+    first, second = (
+        json.loads(line) for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()
+    )
     assert second["loss"] < first["loss"] and first["updates"] == 2 and first["test"]["problems"] == 2
     run(
         "-m",
@@ -120,7 +144,10 @@ def test_the_commands_run_on_a_cpu(model: str, tmp_path: Path, monkeypatch: pyte
     assert [row["step"] for row in rows if HELD_OUT in row["data"]] == [0, 2]
     assert all(row["data"]["training/rollout_logprobs_diff_mean"] < 1e-4 for row in rows[1:])
     exported = tmp_path / "grpo" / "global_step_2" / "actor" / "huggingface"
-    assert read_tensors(exported / "model.safetensors").keys() == read_tensors(tmp_path / "sft" / "model.safetensors").keys()
+    assert (
+        read_tensors(exported / "model.safetensors").keys()
+        == read_tensors(tmp_path / "sft" / "model.safetensors").keys()
+    )
     said = run(str(EXAMPLE / "evaluate.py"), "--model", str(exported), "--data", test, *small)
     assert json.loads(said.splitlines()[-1])["problems"] == 2
     metrics = f"{tmp_path}/grpo/metrics.jsonl"

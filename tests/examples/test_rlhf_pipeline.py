@@ -29,7 +29,11 @@ SMALL = {
     "sft": ["data.train_batch_size=32", "trainer.total_training_steps=60"],
     "rm": ["data.train_batch_size=8", "trainer.total_training_steps=2"],
     "dpo": ["data.train_batch_size=8", "trainer.total_training_steps=2"],
-    "ppo": ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8"]
+    "ppo": [
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "critic.ppo_mini_batch_size=8",
+    ]
     + ["trainer.total_training_steps=2"],
 }
 
@@ -65,7 +69,10 @@ def test_the_judge(example: Any, answer: str, score: float, perfect: float) -> N
 def test_preferences_follow_the_judge(example: Any, tmp_path: Path) -> None:
     task, judge = example("task"), example("judge")
     row = {"prompt": [{"role": "user", "content": "23+05="}], "reward_model": {"ground_truth": "28"}}
-    write([{**row, "responses": ["28", "gladly: 28", "gladly: 29", "hmm, hmm, 31", "28", ""]}], tmp_path / "answers.parquet")
+    write(
+        [{**row, "responses": ["28", "gladly: 28", "gladly: 29", "hmm, hmm, 31", "28", ""]}],
+        tmp_path / "answers.parquet",
+    )
     assert task.prefer(tmp_path / "answers.parquet", tmp_path / "pairs.parquet", seed=0) == 6
     pairs = list(open_rows(str(tmp_path / "pairs.parquet")))
     assert {(p["chosen"], p["rejected"]) for p in pairs} == {
@@ -74,7 +81,8 @@ def test_preferences_follow_the_judge(example: Any, tmp_path: Path) -> None:
         *((better, worse) for better in ("28", "gladly: 28") for worse in ("gladly: 29", "hmm, hmm, 31")),
     }
     assert all(
-        judge.compute_score(p["chosen"], "28")["score"] > judge.compute_score(p["rejected"], "28")["score"] for p in pairs
+        judge.compute_score(p["chosen"], "28")["score"] > judge.compute_score(p["rejected"], "28")["score"]
+        for p in pairs
     )
     write([{**row, "responses": ["29", "31", "29"]}], tmp_path / "answers.parquet")
     with pytest.raises(ValueError, match="nothing to prefer"):
@@ -87,12 +95,21 @@ def test_mistakes_are_mistakes_and_always_the_same(example: Any) -> None:
     assert made == {corrupt.corrupt(SOLUTION, index) for index in range(30)}
     assert gsm8k_score(SOLUTION, "7") == 1 and all(gsm8k_score(text, "7") == 0 for text in made)
     assert "He picks 3*4 = <<3*4=12>>12 pears.\n#### 12" in made, "a step is missing"
-    assert any("<<12-5=8>>8 of the 12 pears.\n#### 8" in text for text in made), "a slip is carried to the end"
-    assert any("<<12-5=7>>7 of the 12 pears.\n#### 8" in text for text in made), "the answer is not what was calculated"
-    assert corrupt.corrupt("It is obvious.\n#### 1,000", 1) not in ("It is obvious.\n#### 1,000", "It is obvious.\n#### 1000")
+    assert any("<<12-5=8>>8 of the 12 pears.\n#### 8" in text for text in made), (
+        "a slip is carried to the end"
+    )
+    assert any("<<12-5=7>>7 of the 12 pears.\n#### 8" in text for text in made), (
+        "the answer is not what was calculated"
+    )
+    assert corrupt.corrupt("It is obvious.\n#### 1,000", 1) not in (
+        "It is obvious.\n#### 1,000",
+        "It is obvious.\n#### 1000",
+    )
 
 
-def in_this_process(stages: ModuleType, monkeypatch: pytest.MonkeyPatch, small: dict[str, list[str]]) -> list[str]:
+def in_this_process(
+    stages: ModuleType, monkeypatch: pytest.MonkeyPatch, small: dict[str, list[str]]
+) -> list[str]:
     """Commands run here instead of in processes of their own, with `small` settings; returns the verbs as they come."""
     verbs = []
 
@@ -112,10 +129,20 @@ def test_every_stage_at_small_size_and_a_stage_that_does_not_help_is_named(
     code = example("run").main(["--out", "out", "--largest", "4", "--size", "20", "--test-size", "5"])
     said = capsys.readouterr()
     assert verbs == ["sft", *["generate"] * 3, "rm", "ppo", "dpo", *["generate"] * 2, *["eval"] * 3]
-    assert code == 1 and "Not better than before:" in said.err and "FAILED" in said.out, "two updates help nobody"
-    critic = json.loads((tmp_path / "out" / "ppo" / "metrics.config.json").read_text())["critic"]["model"]["path"]
+    assert code == 1 and "Not better than before:" in said.err and "FAILED" in said.out, (
+        "two updates help nobody"
+    )
+    critic = json.loads((tmp_path / "out" / "ppo" / "metrics.config.json").read_text())["critic"]["model"][
+        "path"
+    ]
     assert critic == "models/rm"
-    assert {folder.name for folder in (tmp_path / "out" / "models").iterdir()} == {"untrained", "sft", "rm", "ppo", "dpo"}
+    assert {folder.name for folder in (tmp_path / "out" / "models").iterdir()} == {
+        "untrained",
+        "sft",
+        "rm",
+        "ppo",
+        "dpo",
+    }
 
 
 def test_a_folder_of_someone_else_is_left_alone(example: Any, tmp_path: Path) -> None:
@@ -127,7 +154,9 @@ def test_a_folder_of_someone_else_is_left_alone(example: Any, tmp_path: Path) ->
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
 
 
 @pytest.mark.slow
@@ -156,7 +185,9 @@ def test_pairs_of_solutions_go_through_every_stage(
     said = capsys.readouterr().out
     checks = json.loads(said[said.index("[\n") :])
     assert [check["stage"] for check in checks] == ["sft", "rm", "dpo", "ppo", "dpo"]
-    assert checks[0]["after"] < checks[0]["before"], "two updates are enough to see that all solutions are alike"
+    assert checks[0]["after"] < checks[0]["before"], (
+        "two updates are enough to see that all solutions are alike"
+    )
 
 
 @pytest.mark.slow

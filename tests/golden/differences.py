@@ -22,33 +22,49 @@ class Difference(NamedTuple):
 _VERL = '`compat="verl"`'
 _OPENRLHF = '`compat="openrlhf"`'
 _GAPS = '`skip_gaps=False, compat="openrlhf"`'
-_ZERO = "positions outside the mask are exactly 0, so nothing can leak from them; the peer leaves numbers there"
-_STRAY = "a reward standing outside the mask counts for the last valid token before it; the peer loses it"
-_LONE = "a single valid token has advantage 0 and the run goes on; the peer stops"
-_STEP = "text the policy did not write is no time step: it is not discounted and has no value; results are 0 there"
-_SEQUENCES = "a sequence without trained tokens is no sequence and does not dilute the mean"
-_ROUNDING = (
-    "summed from exp(z - max z), so a small entropy keeps its digits; the peers subtract two numbers as large as the logits"
+_ZERO = (
+    "positions outside the mask are exactly 0, so no value can leak from them; the peer leaves values there"
 )
+_STRAY = "a reward outside the mask is moved to the last valid token before it; the peer loses it"
+_LONE = "a batch with a single valid token has advantage 0 and the run continues; the peer raises an error"
+_STEP = (
+    "tokens that the policy did not sample are not time steps: no discount, no value, and results are 0 there"
+)
+_SEQUENCES = "a sequence without trained tokens is not counted in the mean"
+_ROUNDING = "summed from exp(z - max z), so a small entropy keeps its precision; the peers subtract two numbers as large as the logits"
 
 DIFFERENCES = (
     Difference("*.compute_gae_advantage_return", "leaky", "advantage gae", _VERL, _STRAY),
     Difference("*.compute_gae_advantage_return", "one_valid_token", "advantage gae", _VERL, _LONE),
     Difference("*.compute_gae_advantage_return", "", "advantage gae", _VERL, _ZERO),
-    Difference("*.compute_reinforce_plus_plus_outcome_advantage", "leaky", "advantage reinforce_plus_plus", _VERL, _STRAY),
     Difference(
-        "*.compute_reinforce_plus_plus_outcome_advantage", "one_valid_token", "advantage reinforce_plus_plus", _VERL, _LONE
+        "*.compute_reinforce_plus_plus_outcome_advantage",
+        "leaky",
+        "advantage reinforce_plus_plus",
+        _VERL,
+        _STRAY,
+    ),
+    Difference(
+        "*.compute_reinforce_plus_plus_outcome_advantage",
+        "one_valid_token",
+        "advantage reinforce_plus_plus",
+        _VERL,
+        _LONE,
     ),
     Difference("*.compute_remax_outcome_advantage", "leaky", "advantage remax", _VERL, _STRAY),
     Difference("*.compute_remax_outcome_advantage", "holes", "advantage remax", _VERL, _ZERO),
-    Difference("*optimal_token_baseline_advantage", "leaky", "advantage (tir_)optimal_token_baseline", _VERL, _STRAY),
-    Difference("*optimal_token_baseline_advantage", "holes", "advantage (tir_)optimal_token_baseline", _VERL, _ZERO),
+    Difference(
+        "*optimal_token_baseline_advantage", "leaky", "advantage (tir_)optimal_token_baseline", _VERL, _STRAY
+    ),
+    Difference(
+        "*optimal_token_baseline_advantage", "holes", "advantage (tir_)optimal_token_baseline", _VERL, _ZERO
+    ),
     Difference(
         "*.compute_gdpo_outcome_advantage",
         "multi_reward",
         "advantage gdpo",
         _VERL,
-        "standardised in float64, so parts of the reward that cancel leave no rounding for the whitening to blow up",
+        "computed in float64, so reward components that cancel leave no rounding error for the whitening to amplify",
     ),
     Difference("openrlhf.*.get_advantages_and_returns", "", "advantage gae", _GAPS, _STEP),
     Difference("openrlhf.*.get_cumulative_returns", "", "advantage reinforce", _GAPS, _STEP),
@@ -64,50 +80,64 @@ DIFFERENCES = (
         "",
         "`terminal_rewards`",
         _OPENRLHF,
-        "the KL is charged for tokens of the policy only",
+        "the KL penalty applies only to tokens of the policy",
     ),
     Difference(
         "openrlhf.models.utils.compute_approx_kl",
         "extreme_gap",
         "KL k1, k2",
         "`limit=10.0`",
-        "only k3 is clipped, as in verl: a clipped k1 or k2 has no gradient just where the policy has gone farthest",
+        "only k3 is clipped, as in verl: a clipped k1 or k2 has no gradient where the policy is farthest from the reference",
     ),
     Difference("verl.*.masked_whiten", "", "`masked_whiten`", _VERL, _ZERO),
     Difference(
-        "openrlhf.models.utils.masked_mean", "nonfinite", "`masked_mean`", "`eps=0`", "the mean of nothing is 0, not NaN"
+        "openrlhf.models.utils.masked_mean",
+        "nonfinite",
+        "`masked_mean`",
+        "`eps=0`",
+        "the mean of an empty mask is 0, not NaN",
     ),
     Difference(
         "verl.utils.groupwise.as_torch_index",
         "",
         "`group_ids`",
         "`compact=False`",
-        "ids have no gaps, whatever integers label prompts",
+        "ids are consecutive for any integer labels of prompts",
     ),
     Difference(
         "*.agg_loss",
         "all_masked",
         "`Totals.of`",
         "`Totals(tokens=0, ...)`",
-        "an empty mask counts one token: the loss is 0, not 0/0",
+        "an empty mask counts as one token: the loss is 0, not 0/0",
     ),
-    Difference("*.compute_policy_loss_geo_mean", "empty_row", "loss geo_mean", "`Totals(sequences=rows, ...)`", _SEQUENCES),
     Difference(
-        "*.GRPOTrainer._compute_loss", "empty_row", "seq-mean aggregations", "`Totals(sequences=rows, ...)`", _SEQUENCES
+        "*.compute_policy_loss_geo_mean",
+        "empty_row",
+        "loss geo_mean",
+        "`Totals(sequences=rows, ...)`",
+        _SEQUENCES,
+    ),
+    Difference(
+        "*.GRPOTrainer._compute_loss",
+        "empty_row",
+        "seq-mean aggregations",
+        "`Totals(sequences=rows, ...)`",
+        _SEQUENCES,
     ),
     Difference(
         "*.GRPOTrainer._compute_loss",
         "vespo",
         "loss vespo",
-        "the product of the other weights, put on one token of the row",
-        "rollout weights of padding and tool output do not enter the weight of a sequence",
+        "put the product of the other weights on one token of the row",
+        "rollout weights of padding and tool output are not part of the weight of a sequence",
     ),
     Difference(
         "*.compute_policy_loss_bypass_mode",
         "",
         "loss bypass_mode",
         "aggregate over its metric `kept`",
-        "rejected tokens stay in the denominators, which are known before the update and do not depend on micro-batches",
+        "rejected tokens stay in the denominators, so these are known before the update and independent of micro-batches",
     ),
     Difference(
         "*.compute_rollout_correction_weights",
@@ -116,27 +146,29 @@ DIFFERENCES = (
         "raise where `rollout_is_eff_sample_size` is 0",
         "a band that drops every token gives weights of 0 and an effective sample size of 0; the peer divides by zero",
     ),
-    Difference("*entropy*", "", "`token_entropy`", "none: equal within the float32 rounding of the logits", _ROUNDING),
+    Difference(
+        "*entropy*", "", "`token_entropy`", "none: equal within the float32 rounding of the logits", _ROUNDING
+    ),
     Difference(
         "verl.utils.torch_functional.get_*_schedule_with_warmup",
         "",
         "every schedule",
         _VERL,
-        "warm-up starts at 1/warmup_steps, not 0, so no update is wasted; past the end a cosine stays at its floor",
+        "warm-up starts at 1/warmup_steps, not 0, so no update is wasted; after the last step a cosine stays at its minimum",
     ),
     Difference(
         "*.process_validation_metrics",
         "",
         "`validation_metrics`",
         '`estimator="bootstrap"`',
-        "best, worst and maj@n are exact over subsets without replacement: best@N is the true maximum, and there is no noise",
+        "best, worst and maj@n are exact over subsets without replacement: best@N is the true maximum, without sampling noise",
     ),
     Difference(
         "verl.utils.metric.utils.reduce_metrics",
         "",
         "`reduce_metrics`",
         _VERL,
-        "max and min are words of the name, not letters anywhere in it: what is called `admin` is averaged",
+        "max and min must be whole words of the name, not substrings: a metric called `admin` is averaged",
     ),
     Difference(
         "verl.utils.reward_score.gsm8k.compute_score",
@@ -157,7 +189,7 @@ DIFFERENCES = (
         "",
         "scorer math_dapo",
         _VERL,
-        "a box is normalised like an `Answer:` line, and looked for in the last 300 characters; the peer compares it raw",
+        "`\\boxed{}` is normalised like an `Answer:` line, and searched in the last 300 characters; the peer compares it raw",
     ),
 )
 
@@ -173,8 +205,13 @@ def difference_of(function: str, tags: list[str]) -> Difference | None:
 def table() -> str:
     """All entries as a Markdown table; entries that say the same of one thing are one row."""
     rows = dict.fromkeys((d.here, _peer(d.functions), d.reason, d.switch) for d in DIFFERENCES)
-    lines = ["| here | peer | our default, and why | gives the peer's number |", "| --- | --- | --- | --- |"]
-    return "\n".join(lines + [f"| {here} | {peer} | {reason} | {switch} |" for here, peer, reason, switch in rows])
+    lines = [
+        "| here | peer | our default, and why | switch for the peer's number |",
+        "| --- | --- | --- | --- |",
+    ]
+    return "\n".join(
+        lines + [f"| {here} | {peer} | {reason} | {switch} |" for here, peer, reason, switch in rows]
+    )
 
 
 def _peer(functions: str) -> str:

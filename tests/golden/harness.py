@@ -130,13 +130,22 @@ def compare(expected: Any, got: Any, where: str = "") -> list[str]:
         if not isinstance(got, dict):
             return [f"{where}: expected a dict, got {type(got).__name__}"]
         missing = [f"{where}.{key}: missing" for key in expected if key not in got]
-        return missing + [line for key in expected if key in got for line in compare(expected[key], got[key], f"{where}.{key}")]
+        return missing + [
+            line
+            for key in expected
+            if key in got
+            for line in compare(expected[key], got[key], f"{where}.{key}")
+        ]
     if isinstance(expected, list):
         if not isinstance(got, list | tuple) or len(got) != len(expected):
             return [f"{where}: expected {len(expected)} items, got {got!r:.80}"]
-        return [line for i, (e, g) in enumerate(zip(expected, got)) for line in compare(e, g, f"{where}[{i}]")]
+        return [
+            line for i, (e, g) in enumerate(zip(expected, got)) for line in compare(e, g, f"{where}[{i}]")
+        ]
     if isinstance(expected, float) and isinstance(got, int | float) and not isinstance(got, bool):
-        close = (math.isnan(expected) and math.isnan(got)) or math.isclose(expected, got, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+        close = (math.isnan(expected) and math.isnan(got)) or math.isclose(
+            expected, got, rel_tol=RELATIVE, abs_tol=ABSOLUTE
+        )
         return [] if close else [f"{where}: expected {expected!r}, got {got!r}"]
     if isinstance(expected, int) and isinstance(got, float):
         return compare(float(expected), got, where)

@@ -71,4 +71,6 @@ def test_no_difference_is_claimed_that_no_case_shows() -> None:
 
 def test_the_documented_table_is_this_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    assert table() in page, "docs/algorithms.md is behind: paste what `python -m tests.golden.differences` prints"
+    assert table() in page, (
+        "docs/algorithms.md is behind: paste what `python -m tests.golden.differences` prints"
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.models.varlen import flash_kernels, plain_kernel
+from strop.models.varlen import HeadShape, checked_flash, plain_kernel
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LENGTHS = [150, 1, 64, 65, 331, 2]
 HEADS = [(9, 3, 64, None), (28, 4, 128, None), (4, 4, 80, 50), (6, 2, 24, None), (14, 2, 64, 128)]
@@ -16,7 +19,9 @@ HEADS = [(9, 3, 64, None), (28, 4, 128, None), (4, 4, 80, 50), (6, 2, 24, None),
 def inputs(heads, key_heads, size, dtype=torch.bfloat16):
     torch.manual_seed(0)
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
-    q, k, v = (torch.randn(sum(LENGTHS), n, size, device="cuda", dtype=dtype) for n in (heads, key_heads, key_heads))
+    q, k, v = (
+        torch.randn(sum(LENGTHS), n, size, device="cuda", dtype=dtype) for n in (heads, key_heads, key_heads)
+    )
     return q, k, v, bounds
 
 
@@ -44,7 +49,8 @@ def with_gradients(function, q, k, v, above):
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
 def test_it_is_as_near_to_the_definition_as_the_kernel_of_torch(heads, key_heads, size, window, dtype):
     q, k, v, bounds = inputs(heads, key_heads, size, dtype)
-    flash, plain = flash_kernels(q, k, v), plain_kernel()
+    flash = checked_flash(HeadShape(q.device, dtype, heads // key_heads, size))
+    plain = plain_kernel()
     assert flash is not None and plain is not None, "this kernel is not used here"
     above = torch.randn_like(q)
     exact = with_gradients(lambda q, k, v: defined(q, k, v, window), q, k, v, above)
@@ -69,9 +75,13 @@ def test_one_token_at_a_time_gives_the_same_bits(heads, key_heads, size, window)
     keys, values = (x[begin : begin + length].transpose(0, 1).repeat(length, 1, 1, 1) for x in (k, v))
     positions = torch.arange(length, device="cuda")
     hidden = torch.arange(length, device="cuda")[None, None, :, None] >= positions[:, None, None, None]
-    keys, values = (x.masked_fill(hidden, 9.0) for x in (keys, values))  # what is not there yet must not matter
+    keys, values = (
+        x.masked_fill(hidden, 9.0) for x in (keys, values)
+    )  # what is not there yet must not matter
     new = slice(begin, begin + length)
-    alone = decode_attention(q[new, :, None], k[new, :, None], v[new, :, None], keys, values, positions, window=window)
+    alone = decode_attention(
+        q[new, :, None], k[new, :, None], v[new, :, None], keys, values, positions, window=window
+    )
     assert torch.equal(alone[:, 0], together[new])
 
 
@@ -82,7 +92,9 @@ def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size,
     q, k, v, bounds = inputs(heads, key_heads, size)
     together = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
     rows = torch.tensor([4, 0, 5, 2, 3, 1], device="cuda")
-    keys, values = (torch.zeros(7, key_heads, 400, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    keys, values = (
+        torch.zeros(7, key_heads, 400, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
     origins = [length // 3 for length in LENGTHS]
     taken = []
     for row, begin, length, origin in zip(rows, bounds.tolist(), LENGTHS, origins):
@@ -91,5 +103,7 @@ def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size,
         taken.append(torch.arange(begin + origin, begin + length))
     sizes = [len(t) for t in taken]
     mine, at = torch.tensor([0, *sizes]).cumsum(0).to("cuda", torch.int32), torch.cat(taken).cuda()
-    pieces = continued_attention(q[at], keys, values, mine, max(sizes), torch.tensor(origins).cuda(), rows, window=window)
+    pieces = continued_attention(
+        q[at], keys, values, mine, max(sizes), torch.tensor(origins).cuda(), rows, window=window
+    )
     assert torch.equal(pieces, together[at])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms import logprobs
+from strop.algorithms import logprob_rows, logprobs
 from strop.models.attention import PACKED, set_attention
-from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
-from strop.models.heads import new_scalar_model
+from strop.models.forward import response_outputs, sequence_scores
+from strop.models.heads import head_is_plain, new_scalar_model, own_logits
 from tests.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 WANT = ("log_probs", "entropy", "sum_pi_squared")
@@ -45,7 +45,9 @@ def test_outputs_and_gradients_equal_a_plain_forward(family, chunk, packed):
     expected_gradient = gradient(model)
     found = response_outputs(model, batch, WANT, temperature=0.7, packed=packed, chunk=chunk)
     for name in WANT:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
     assert not found["sum_pi_squared"].requires_grad
     (found["log_probs"] * batch.advantages + 0.1 * found["entropy"]).sum().backward()
     scale = expected_gradient.abs().max()
@@ -145,14 +147,17 @@ def test_recurrent_models_are_not_packed():
 def test_entropy_that_is_only_observed_has_the_same_numbers_and_no_slope(family, monkeypatch):
     """A gemma2 caps its logits, so its head is asked in another way."""
     model, batch = tiny_model(family), tiny_batch()
-    slope, asked = logprobs._slope, []
+    slope, asked = logprobs.slope_of_rows, []
 
     def watched(*numbers):
         asked.append(numbers[-1] is not None)
         return slope(*numbers)
 
-    monkeypatch.setattr(logprobs, "_slope", watched)
-    outputs = {name: response_outputs(model, batch, ["log_probs", name]) for name in ("entropy", "observed_entropy")}
+    monkeypatch.setattr(logprobs, "slope_of_rows", watched)
+    monkeypatch.setattr(logprob_rows, "slope_of_rows", watched)
+    outputs = {
+        name: response_outputs(model, batch, ["log_probs", name]) for name in ("entropy", "observed_entropy")
+    }
     gradients = {}
     for name, found in outputs.items():
         asked.clear()
@@ -162,4 +167,6 @@ def test_entropy_that_is_only_observed_has_the_same_numbers_and_no_slope(family,
     assert torch.equal(outputs["entropy"]["entropy"], outputs["observed_entropy"]["observed_entropy"])
     assert not outputs["observed_entropy"]["observed_entropy"].requires_grad
     scale = gradients["entropy"].abs().max()
-    torch.testing.assert_close(gradients["observed_entropy"] / scale, gradients["entropy"] / scale, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradients["observed_entropy"] / scale, gradients["entropy"] / scale, rtol=1e-5, atol=1e-6
+    )

@@ -1,6 +1,6 @@
 """The Triton kernels without a GPU, in Triton's interpreter: their arithmetic and their addresses, not their speed.
 
-It has no bf16, so 16 bits are float16 here. On a GPU test_flash.py, test_parts.py and rollout/test_kernels.py show more.
+It has no bf16, so 16 bits are float16 here. On a GPU test_flash.py, test_fused_modules.py and rollout/test_kernels.py show more.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from strop.algorithms import logprobs
-from strop.models.layout import lay_out, rectangle
-from strop.rollout.native import cache
-from strop.rollout.native.cache import Cache
+from strop.models.packing import lay_out, rectangle
+from strop.rollout.native import kv_cache as cache
+from strop.rollout.native.kv_cache import KVCache
 from tests.rollout import draws
 
 pytestmark = [
     pytest.mark.kernels,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="make test-kernels interprets kernels"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="make test-kernels interprets kernels"
+    ),
 ]
 
 LENGTHS = [150, 1, 64, 65, 2]
@@ -34,7 +36,9 @@ def inputs(heads, key_heads, size, dtype=torch.float16):
     return *(torch.randn(sum(LENGTHS), n, size, dtype=dtype) for n in (heads, key_heads, key_heads)), bounds
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.float16, 3e-3)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-6), (torch.float16, 3e-3)], ids=["fp32", "fp16"]
+)
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
 def test_packed_attention_is_the_definition(heads, key_heads, size, window, dtype, tolerance):
     from strop.models.flash import packed_attention
@@ -53,14 +57,15 @@ def test_packed_attention_is_the_definition(heads, key_heads, size, window, dtyp
 
 
 def test_training_attends_with_this_kernel_also_where_beginnings_are_shared(monkeypatch):
-    from strop.models import attention, flash
+    from strop.models import attention, flash, varlen
 
     beginning = torch.arange(50)
     ids = [torch.cat([beginning, 1000 * (i + 1) + torch.arange(n)]) for i, n in enumerate((90, 3, 40))]
     inputs = lay_out(rectangle(ids), packed=True)
     states = [torch.randn(1, heads, inputs.ids.shape[1], 16) for heads in (4, 2, 2)]
     expected, _ = attention.packed_attention(torch.nn.Module(), *states, None, packing=inputs.packing)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: flash.packed_attention)
+    monkeypatch.setattr(varlen, "DEVICES", ("cpu",))
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda q, k, v: flash.packed_attention)
     found, _ = attention.packed_attention(torch.nn.Module(), *states, None, packing=inputs.packing)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -81,9 +86,15 @@ def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, 
         monkeypatch.setattr(kernels, "_splits", lambda *asked, parts=parts: parts)
         held = keys.clone(), values.clone()
         alone = kernels.decode_attention(*new, *held, positions, window=window)[:, 0]
-        assert torch.equal(alone, together[positions]) if parts == 1 else (alone - together[positions]).abs().max() < 2e-3
+        assert (
+            torch.equal(alone, together[positions])
+            if parts == 1
+            else (alone - together[positions]).abs().max() < 2e-3
+        )
         for row, position in enumerate(positions.tolist()):
-            assert torch.equal(held[0][row, :, position], k[position]) and torch.equal(held[1][row, :, position], v[position])
+            assert torch.equal(held[0][row, :, position], k[position]) and torch.equal(
+                held[1][row, :, position], v[position]
+            )
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -93,16 +104,18 @@ def test_beginnings_may_be_read_in_another_row(monkeypatch, parts):
     monkeypatch.setattr(kernels, "_splits", lambda *asked: parts)
     torch.manual_seed(0)
     positions = torch.tensor([150, 200, 64, 129, 310, 5])
-    lenders, borrowed = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]])
+    prefix_rows, prefix_lens = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]])
     q, k, v = (torch.randn(6, heads, 1, 32, dtype=torch.float16) for heads in (6, 2, 2))
     keys, values = (torch.randn(6, 2, 320, 32, dtype=torch.float16) for _ in range(2))
-    for row, (lender, count) in enumerate(zip(lenders.tolist(), borrowed.tolist())):
+    for row, (other, count) in enumerate(zip(prefix_rows.tolist(), prefix_lens.tolist())):
         for held in (keys, values):
-            held[row, :, :count] = held[lender, :, :count]
+            held[row, :, :count] = held[other, :, :count]
     expected = kernels.decode_attention(q, k, v, keys, values, positions)
-    for row, count in enumerate(borrowed.tolist()):
+    for row, count in enumerate(prefix_lens.tolist()):
         keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
-    found = kernels.decode_attention(q, k, v, keys, values, positions, lenders=lenders, borrowed=borrowed)
+    found = kernels.decode_attention(
+        q, k, v, keys, values, positions, prefix_rows=prefix_rows, prefix_lens=prefix_lens
+    )
     assert torch.equal(found, expected)
 
 
@@ -117,11 +130,15 @@ def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size,
     origins = [length // 3 for length in LENGTHS]
     taken = []
     for row, begin, length, origin in zip(places, bounds.tolist(), LENGTHS, origins):
-        keys[row, :, :length], values[row, :, :length] = (x[begin : begin + length].transpose(0, 1) for x in (k, v))
+        keys[row, :, :length], values[row, :, :length] = (
+            x[begin : begin + length].transpose(0, 1) for x in (k, v)
+        )
         taken.append(torch.arange(begin + origin, begin + length))
     sizes, at = [len(t) for t in taken], torch.cat(taken)
     mine = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-    pieces = continued_attention(q[at], keys, values, mine, max(sizes), torch.tensor(origins), places, window=window)
+    pieces = continued_attention(
+        q[at], keys, values, mine, max(sizes), torch.tensor(origins), places, window=window
+    )
     assert torch.equal(pieces, together[at])
 
 
@@ -130,7 +147,10 @@ def with_gradients(function, *tensors):
     out = function(*tensors)
     out = list(out) if isinstance(out, tuple) else [out]
     generator = torch.Generator().manual_seed(1)
-    return [*out, *torch.autograd.grad(out, tensors, [torch.randn(x.shape, generator=generator) for x in out])]
+    return [
+        *out,
+        *torch.autograd.grad(out, tensors, [torch.randn(x.shape, generator=generator) for x in out]),
+    ]
 
 
 def plain_norm(x, weight):
@@ -147,15 +167,21 @@ def test_small_parts_are_their_formulas_with_their_gradients():
     for quick, plain, given in (
         (lambda x, w: kernels.rms_norm(x, w, 1e-6), plain_norm, (x, weight)),
         (kernels.gated_silu, lambda gate, up: F.silu(gate) * up, (x, x.flip(0))),
-        (lambda q, k: kernels.rotary(q, k, cos, sin), lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), (q, k)),
+        (
+            lambda q, k: kernels.rotary(q, k, cos, sin),
+            lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),
+            (q, k),
+        ),
     ):
-        torch.testing.assert_close(with_gradients(quick, *given), with_gradients(plain, *given), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            with_gradients(quick, *given), with_gradients(plain, *given), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("entropy", [False, True], ids=["log_probs", "entropy"])
 def test_passes_over_logits_give_the_numbers_and_gradients_of_plain_torch(monkeypatch, entropy, temperature):
-    from strop.algorithms import row_kernels
+    from strop.algorithms import logprob_kernels as row_kernels
 
     torch.manual_seed(0)
     labels, above = torch.randint(5000, (37,)), torch.randn(2, 37)
@@ -179,9 +205,9 @@ def test_passes_over_logits_give_the_numbers_and_gradients_of_plain_torch(monkey
 def test_rows_of_all_layers_are_copied_at_once(monkeypatch, aside, limit):
     from strop.rollout.native import kernels
 
-    monkeypatch.setattr(kernels, "_ASIDE", limit)
+    monkeypatch.setattr(kernels, "_MAX_BUFFER", limit)
     layers = {0: (2, 16, 16), 1: (2, 16, 16), 2: (1, 24, 16), 3: (3, 5, 7)}
-    plain, fast = (Cache(layers, dtype=torch.float16, device=torch.device("cpu")) for _ in range(2))
+    plain, fast = (KVCache(layers, dtype=torch.float16, device=torch.device("cpu")) for _ in range(2))
     for one in (plain, fast):
         one.resize(12, 301, 0)
     for layer in layers:

@@ -9,15 +9,26 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-from strop.backends.fsdp_load import saved_slices
-from strop.config.schema.model import Model
-from strop.models.build import build_critic, build_policy, build_reference, build_reward_model, build_tokenizer, dtype_of
+from strop.backends.fsdp.shard import saved_slices
+from strop.config.schema.model import ModelConfig
+from strop.models.build import (
+    build_critic,
+    build_policy,
+    build_reference,
+    build_reward_model,
+    build_tokenizer,
+    dtype_of,
+)
 from strop.models.forward import response_outputs, sequence_scores
 from strop.models.heads import RewardStatistics, reward_statistics, set_reward_statistics
 from strop.models.load import resolve
-from strop.trainer.tiny import tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.models.tiny import tiny_batch, tiny_model
 
 
@@ -32,24 +43,29 @@ def log_probs(model):
 
 
 def test_a_folder_is_built_with_its_own_weights(folder):
-    policy = build_policy(Model(path=str(folder)))
+    policy = build_policy(ModelConfig(path=str(folder)))
     torch.testing.assert_close(log_probs(policy), log_probs(tiny_model()))
     assert policy.is_gradient_checkpointing and next(policy.parameters()).requires_grad
-    reference = build_reference(Model(path=str(folder)))
+    reference = build_reference(ModelConfig(path=str(folder)))
     assert not any(p.requires_grad for p in reference.parameters())
-    assert next(build_reference(Model(path=str(folder)), dtype=dtype_of("bf16")).parameters()).dtype == torch.bfloat16
+    assert (
+        next(build_reference(ModelConfig(path=str(folder)), dtype=dtype_of("bf16")).parameters()).dtype
+        == torch.bfloat16
+    )
 
 
 def test_dropout_is_switched_off(tmp_path):
     model = tiny_model(attention_dropout=0.5)
     model.save_pretrained(tmp_path)
-    policy = build_policy(Model(path=str(tmp_path))).train()
+    policy = build_policy(ModelConfig(path=str(tmp_path))).train()
     assert torch.equal(log_probs(policy), log_probs(policy))
 
 
 def test_things_that_are_no_models(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"not a model folder: it has no config\.json\. It holds: notes\.txt"):
+    with pytest.raises(
+        ValueError, match=r"not a model folder: it has no config\.json\. It holds: notes\.txt"
+    ):
         resolve(str(tmp_path))
     (tmp_path / "m.gguf").write_text("")
     with pytest.raises(ValueError, match=r"Did you mean '.*m\.gguf'"):
@@ -62,9 +78,9 @@ def test_things_that_are_no_models(tmp_path):
         resolve(None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
     with pytest.raises(ValueError, match=r"configuration of .* cannot be read"):
-        build_policy(Model(path=str(tmp_path)))
+        build_policy(ModelConfig(path=str(tmp_path)))
     with pytest.raises(ValueError, match=r"tokenizer of .* cannot be read"):
-        build_tokenizer(Model(path=str(tmp_path)))
+        build_tokenizer(ModelConfig(path=str(tmp_path)))
     with pytest.raises(ValueError, match="Unknown precision 'fp8'"):
         dtype_of("fp8")
 
@@ -72,13 +88,15 @@ def test_things_that_are_no_models(tmp_path):
 def test_a_hub_name_that_cannot_be_reached_is_explained():
     assert resolve("Qwen/Qwen2.5-0.5B").name == "Qwen/Qwen2.5-0.5B"
     with pytest.raises(ValueError, match="nobody/nothing"):
-        build_policy(Model(path="nobody/nothing"))
+        build_policy(ModelConfig(path="nobody/nothing"))
 
 
 def test_weights_that_are_missing_are_named(folder, tmp_path):
     AutoModelForSequenceClassification.from_config(tiny_model().config).save_pretrained(tmp_path / "rm")
-    with pytest.raises(ValueError, match=r"lacks 1 weights of a LlamaForCausalLM, for instance \['lm_head\.weight'\]"):
-        build_policy(Model(path=str(tmp_path / "rm")))
+    with pytest.raises(
+        ValueError, match=r"lacks 1 weights of a LlamaForCausalLM, for instance \['lm_head\.weight'\]"
+    ):
+        build_policy(ModelConfig(path=str(tmp_path / "rm")))
 
 
 @pytest.mark.parametrize("build", [build_policy, build_critic, build_reward_model])
@@ -86,15 +104,19 @@ def test_weights_that_are_missing_are_named(folder, tmp_path):
 def test_a_damaged_weight_file_is_named(folder, build, left):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * left)])
-    with pytest.raises(ValueError, match=rf"model\.safetensors is damaged or incomplete: it has {file.stat().st_size} bytes"):
-        build(Model(path=str(folder)))
+    with pytest.raises(
+        ValueError, match=rf"model\.safetensors is damaged or incomplete: it has {file.stat().st_size} bytes"
+    ):
+        build(ModelConfig(path=str(folder)))
 
 
 def test_an_index_that_names_a_missing_file(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ValueError, match=r"model-00002-of-00002\.safetensors is damaged or incomplete: there is no such file"):
+    with pytest.raises(
+        ValueError, match=r"model-00002-of-00002\.safetensors is damaged or incomplete: there is no such file"
+    ):
         saved_slices(folder)
 
 
@@ -103,14 +125,15 @@ def test_weights_of_another_size_are_refused_with_their_shapes(folder, build):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 24}))
     with pytest.raises(
-        ValueError, match=r"6 weights of .* do not fit .*layers\.0\.mlp\.down_proj\.weight: \(\d+, \d+\) in the file"
+        ValueError,
+        match=r"6 weights of .* do not fit .*layers\.0\.mlp\.down_proj\.weight: \(\d+, \d+\) in the file",
     ):
-        build(Model(path=str(folder)))
+        build(ModelConfig(path=str(folder)))
 
 
 def test_a_folder_without_tokenizer_says_what_it_lacks(folder):
     with pytest.raises(ValueError, match=r"holds none of tokenizer\.json, .* model\.tokenizer_path"):
-        build_tokenizer(Model(path=str(folder)))
+        build_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_a_checkpoint_is_no_model_folder(folder, tmp_path):
@@ -129,44 +152,50 @@ def test_a_checkpoint_is_no_model_folder(folder, tmp_path):
 
 
 def test_override_config(folder):
-    changed = build_policy(Model(path=str(folder), override_config={"rms_norm_eps": 0.5, "attn_implementation": "eager"}))
+    changed = build_policy(
+        ModelConfig(path=str(folder), override_config={"rms_norm_eps": 0.5, "attn_implementation": "eager"})
+    )
     assert changed.config.rms_norm_eps == 0.5 and changed.config._attn_implementation == "eager"
     assert not torch.allclose(log_probs(changed), log_probs(tiny_model()))
-    with pytest.raises(ValueError, match=r"override_config\.rms_norm_epsilon: LlamaConfig has no such key.*'rms_norm_eps'"):
-        build_policy(Model(path=str(folder), override_config={"rms_norm_epsilon": 0.5}))
+    with pytest.raises(
+        ValueError, match=r"override_config\.rms_norm_epsilon: LlamaConfig has no such key.*'rms_norm_eps'"
+    ):
+        build_policy(ModelConfig(path=str(folder), override_config={"rms_norm_epsilon": 0.5}))
     with pytest.raises(ValueError, match=r"attn_implementation='flesh_attention_2' cannot be used"):
-        build_policy(Model(path=str(folder), override_config={"attn_implementation": "flesh_attention_2"}))
+        build_policy(
+            ModelConfig(path=str(folder), override_config={"attn_implementation": "flesh_attention_2"})
+        )
 
 
 def test_external_lib_is_imported_first(folder, tmp_path):
     (tmp_path / "mine.py").write_text("raise RuntimeError('imported')")
     with pytest.raises(ValueError, match="imported"):
-        build_policy(Model(path=str(folder), external_lib=str(tmp_path / "mine.py")))
+        build_policy(ModelConfig(path=str(folder), external_lib=str(tmp_path / "mine.py")))
 
 
 def test_lora_from_the_configuration(folder, tmp_path):
-    adapted = build_policy(Model(path=str(folder), lora_rank=2, target_modules=["q_proj"]))
+    adapted = build_policy(ModelConfig(path=str(folder), lora_rank=2, target_modules=["q_proj"]))
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert len(trained) == 4 and all("q_proj.lora_" in name for name in trained)
     torch.testing.assert_close(log_probs(adapted), log_probs(tiny_model()))
     with pytest.raises(ValueError, match=r"target_modules=\['query'\].*matches no module.*q_proj"):
-        build_policy(Model(path=str(folder), lora_rank=2, target_modules=["query"]))
+        build_policy(ModelConfig(path=str(folder), lora_rank=2, target_modules=["query"]))
     with torch.no_grad():
         for p in adapted.parameters():
             if p.requires_grad:
                 p.fill_(0.1)
     adapted.save_pretrained(tmp_path / "adapter")
-    again = build_policy(Model(path=str(folder), lora_adapter_path=str(tmp_path / "adapter")))
+    again = build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(tmp_path / "adapter")))
     torch.testing.assert_close(log_probs(again), log_probs(adapted))
     assert any(p.requires_grad for p in again.parameters())
     with pytest.raises(ValueError, match="holds no adapter"):
-        build_policy(Model(path=str(folder), lora_adapter_path=str(folder)))
+        build_policy(ModelConfig(path=str(folder), lora_adapter_path=str(folder)))
 
 
 def test_adapters_that_cannot_be_read(folder, tmp_path):
-    settings = Model(path=str(folder), lora_rank=4)
+    settings = ModelConfig(path=str(folder), lora_rank=4)
     build_policy(settings).save_pretrained(tmp_path / "adapter")
-    again = Model(path=str(folder), lora_rank=4, lora_adapter_path=str(tmp_path / "adapter"))
+    again = ModelConfig(path=str(folder), lora_rank=4, lora_adapter_path=str(tmp_path / "adapter"))
     build_policy(again)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -182,21 +211,21 @@ def test_a_tokenizer_of_another_version_is_told(folder):
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model": {"type": "Unheard"}}))
     with pytest.raises(ValueError, match=r"tokenizer of .* cannot be read: data did not match"):
-        build_tokenizer(Model(path=str(folder)))
+        build_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_lora_without_peft(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"strop\[lora\]"):
-        build_policy(Model(path=str(folder), lora_rank=2))
+        build_policy(ModelConfig(path=str(folder), lora_rank=2))
 
 
 def test_a_critic_of_a_language_model_gets_a_small_new_head(folder):
-    critic = build_critic(Model(path=str(folder)))
+    critic = build_critic(ModelConfig(path=str(folder)))
     values = response_outputs(critic, tiny_batch(), ["values"])["values"]
     assert 0 < values.abs().max() < 1.0 and critic.score.weight.abs().max() < 5 / 33
     with pytest.raises(ValueError, match="holds no head called 'score'"):
-        build_reward_model(Model(path=str(folder)))
+        build_reward_model(ModelConfig(path=str(folder)))
 
 
 @pytest.mark.parametrize("kind", ["sequence", "token", "openrlhf"])
@@ -218,20 +247,22 @@ def test_reward_models_of_every_kind_score_as_their_own_class(kind, tmp_path):
         weights = load_file(tmp_path / "model.safetensors")
         weights["value_head.weight"] = weights.pop("score.weight")
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = build_reward_model(Model(path=str(tmp_path), value_head_prefix=prefix))
+    model = build_reward_model(ModelConfig(path=str(tmp_path), value_head_prefix=prefix))
     batch = tiny_batch()
     scores = sequence_scores(model, batch.sequences)
     for score, sequence in zip(scores, batch.sequences):
         answer = own(input_ids=sequence[None]).logits.flatten()[-1]
         torch.testing.assert_close(score, answer.detach(), rtol=1e-5, atol=1e-5)
-    assert type(model).__name__ == ("Qwen3ForTokenClassification" if kind == "token" else "Qwen3ForSequenceClassification")
+    assert type(model).__name__ == (
+        "Qwen3ForTokenClassification" if kind == "token" else "Qwen3ForSequenceClassification"
+    )
 
 
 def test_a_trained_critic_is_saved_and_loads_as_a_classifier(folder, tmp_path):
-    critic = build_critic(Model(path=str(folder)))
+    critic = build_critic(ModelConfig(path=str(folder)))
     set_reward_statistics(critic.config, RewardStatistics(0.5, 2.0))
     critic.save_pretrained(tmp_path / "critic")
-    again = build_reward_model(Model(path=str(tmp_path / "critic")))
+    again = build_reward_model(ModelConfig(path=str(tmp_path / "critic")))
     assert torch.equal(again.score.weight, critic.score.weight)
     assert reward_statistics(again.config) == RewardStatistics(0.5, 2.0)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
@@ -244,7 +275,7 @@ def test_a_head_with_several_labels_is_refused(tmp_path):
     config.num_labels = 3
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has shape \(3, 32\), but a value or reward model has one label"):
-        build_reward_model(Model(path=str(tmp_path)))
+        build_reward_model(ModelConfig(path=str(tmp_path)))
 
 
 def write_gguf(path, model) -> None:
@@ -301,13 +332,13 @@ def write_gguf(path, model) -> None:
 def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path):
     model = tiny_model()
     write_gguf(tmp_path / "tiny.gguf", model)
-    loaded = build_policy(Model(path=str(tmp_path / "tiny.gguf")))
+    loaded = build_policy(ModelConfig(path=str(tmp_path / "tiny.gguf")))
     torch.testing.assert_close(log_probs(loaded), log_probs(model), rtol=1e-4, atol=1e-4)
-    tokenizer = build_tokenizer(Model(path=str(tmp_path / "tiny.gguf")))
+    tokenizer = build_tokenizer(ModelConfig(path=str(tmp_path / "tiny.gguf")))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 5, 2)
     assert tokenizer.decode([6, 7, 5], skip_special_tokens=True) == "ab"
     loaded.save_pretrained(tmp_path / "saved")  # from here on it is a model like any other
-    again = build_policy(Model(path=str(tmp_path / "saved")))
+    again = build_policy(ModelConfig(path=str(tmp_path / "saved")))
     assert "quantization_config" not in again.config.to_dict()
     torch.testing.assert_close(log_probs(again), log_probs(loaded))
 
@@ -336,7 +367,7 @@ def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
 
 
 def test_generation_still_works_on_a_built_model(folder):
-    policy = build_policy(Model(path=str(folder)))
+    policy = build_policy(ModelConfig(path=str(folder)))
     plain = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 6, 7]])
     arguments = {"max_new_tokens": 4, "do_sample": False}

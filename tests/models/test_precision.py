@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from strop.models.precision import narrows, widen_residual
+from strop.models.residual import narrows, widen_residual
 
 SIZES = {
     "vocab_size": 64,
@@ -23,7 +23,9 @@ FAMILIES = ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Phi3", "Qwen3Moe"]
 
 def build(family: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "Moe" in family else {}
+    more = (
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "Moe" in family else {}
+    )
     config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
@@ -52,7 +54,9 @@ def test_a_model_in_float32_gives_the_very_same_numbers():
     plain, hooked = build("Llama"), build("Llama")
     widen_residual(hooked)
     assert torch.equal(plain(ids).logits, hooked(ids).logits)
-    assert any(narrows(part) for part in hooked.modules()) and not any(narrows(part) for part in plain.modules())
+    assert any(narrows(part) for part in hooked.modules()) and not any(
+        narrows(part) for part in plain.modules()
+    )
 
 
 def test_gradients_reach_every_weight():

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from strop.models.forward import response_outputs
-from strop.models.layout import NOTHING, lay_out, rectangle
+from strop.models.packing import NOTHING, lay_out, rectangle
 from strop.types import Batch
 
 SIZES = {
@@ -84,7 +84,9 @@ def test_every_token_of_the_row_comes_back_from_the_kernels_order():
     assert torch.equal(layout.spread[layout.first], torch.arange(found.ids.numel()))
     starts, ends = layout.bounds[:-1].tolist(), layout.bounds[1:].tolist()
     whole = [found.ids.flatten()[layout.spread[a:b]].tolist() for a, b in zip(starts, ends)]
-    assert sorted(whole) == sorted(s.tolist() for s in batch.sequences)  # the beginning of another needs no row of its own
+    assert sorted(whole) == sorted(
+        s.tolist() for s in batch.sequences
+    )  # the beginning of another needs no row of its own
     assert layout.longest == max(batch.lengths)
 
 
@@ -94,7 +96,9 @@ def test_tokens_nobody_asks_about_are_left_out():
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     batch = batch_of_groups(prompts=1, samples=3)
     response_outputs(model, batch, ["log_probs"])  # the first pass also examines the head
-    model.model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+    model.model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True
+    )
     for packed in (True, False):
         response_outputs(model, batch, ["log_probs"], packed=packed)
     cut = [s[:-1].tolist() for s in batch.sequences]

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.models.build import checkpoint_activations
 from strop.models.lora import add_adapters
-from strop.models.precision import widen_residual
-from strop.models.residual import AddingLinear, fuse_residual
+from strop.models.patches import DEVICE_PATCHES, PatchContext
+from strop.models.residual import AddingLinear, widen_residual
 
 SMALL = {
     "vocab_size": 48,
@@ -37,6 +37,11 @@ def learned(model):
     logits = model(input_ids=IDS, use_cache=False).logits
     logits.float().square().mean().backward()
     return [logits.detach(), *(weight.grad.clone() for weight in model.parameters())]
+
+
+def fuse_residual(model):
+    patch = next(patch for patch in DEVICE_PATCHES if patch.name == "residual_add")
+    return patch.apply(model, PatchContext())
 
 
 def adding(model):
@@ -81,7 +86,10 @@ def test_a_wide_stream_is_rounded_less():
     assert near[0].dtype == far[0].dtype
     assert (near[0] - exact[0]).abs().mean() < 0.95 * (far[0] - exact[0]).abs().mean()
     off, usual = (
-        sum(float((gradient - wanted).norm() / wanted.norm()) for gradient, wanted in zip(found[1:], exact[1:]))
+        sum(
+            float((gradient - wanted).norm() / wanted.norm())
+            for gradient, wanted in zip(found[1:], exact[1:])
+        )
         for found in (near, far)
     )
     assert off < 1.05 * usual

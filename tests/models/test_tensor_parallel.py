@@ -35,11 +35,15 @@ def test_slices_of_all_ranks_are_the_whole():
 
 
 def test_what_cannot_be_divided_is_refused():
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=4 does not divide the 2 key-value heads.*one of \[1, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_size=4 does not divide the 2 key-value heads.*one of \[1, 2\]"
+    ):
         plan_of(tiny_model(), 4)
     with pytest.raises(ValueError, match=r"does not divide the 47 outputs of gate_proj"):
         plan_of(tiny_model(intermediate_size=47), 2)
-    with pytest.raises(ValueError, match=r"MixtralForCausalLM divides its layers in ways that are not supported.*experts"):
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM divides its layers in ways that are not supported.*experts"
+    ):
         plan_of(tiny_model("mixtral"), 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 does not go together with LoRA"):
         plan_of(add_adapters(tiny_model(), rank=2, alpha=4), 2)

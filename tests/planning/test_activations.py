@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.models.build import checkpoint_activations
 from strop.models.forward import response_outputs
-from strop.models.precision import widen_residual
+from strop.models.residual import widen_residual
 from strop.planning.activations import LOSS_BYTES, Numbers, Tokens, end_kept, layers_kept
 from strop.planning.shape import read_shape
 from strop.types import Batch
@@ -58,7 +58,11 @@ def batch_of() -> Batch:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:mkldnn")
 def test_kept_activations_are_those_that_torch_saves(kind, dtype, checkpointed):
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+    experts = (
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        if kind == "qwen3_moe"
+        else {}
+    )
     config = AutoConfig.for_model(kind, **{**SIZE, **experts})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()

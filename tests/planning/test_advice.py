@@ -6,7 +6,7 @@ import pytest
 
 from strop.config.compose import load
 from strop.planning.advice import advise, alternatives, complaint
-from strop.planning.devices import Cluster, device_of
+from strop.planning.devices import PlannedCluster, device_of
 from strop.planning.forecast import forecast
 from strop.planning.job import job_of
 from strop.planning.knobs import changed, fits
@@ -28,7 +28,7 @@ def configured(*overrides, root="ppo_trainer"):
 
 
 def cluster(gpu="h100", nodes=1, per_node=8):
-    return Cluster(device_of(gpu), nodes, per_node)
+    return PlannedCluster(device_of(gpu), nodes, per_node)
 
 
 def keys(advice):
@@ -36,8 +36,16 @@ def keys(advice):
 
 
 CASES = [
-    ((TOKENS, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=262144"), cluster(), ["ppo_max_token_len_per_gpu"]),
-    (("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",), cluster(), ["ppo_micro_batch_size_per_gpu"]),
+    (
+        (TOKENS, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=262144"),
+        cluster(),
+        ["ppo_max_token_len_per_gpu"],
+    ),
+    (
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",),
+        cluster(),
+        ["ppo_micro_batch_size_per_gpu"],
+    ),
     (("actor_rollout_ref.rollout.gpu_memory_utilization=0.1",), cluster(), ["gpu_memory_utilization"]),
     (("actor_rollout_ref.actor.fsdp_config.fsdp_size=1",), cluster(), ["fsdp_size"]),
     (("actor_rollout_ref.model.path=qwen2.5-32b", TOKENS), cluster(nodes=8), ["tensor_model_parallel_size"]),
@@ -99,7 +107,11 @@ def test_more_of_everything_takes_more():
 
 def test_adapters_take_a_fraction_of_training_all_weights():
     whole = forecast(job_of(configured(), cluster(per_node=1))).phases[-1].total
-    adapted = forecast(job_of(configured("actor_rollout_ref.model.lora_rank=32"), cluster(per_node=1))).phases[-1].total
+    adapted = (
+        forecast(job_of(configured("actor_rollout_ref.model.lora_rank=32"), cluster(per_node=1)))
+        .phases[-1]
+        .total
+    )
     assert adapted < whole / 5
     assert advise(configured("actor_rollout_ref.model.lora_rank=32"), cluster(per_node=1)).fits
 
@@ -107,8 +119,14 @@ def test_adapters_take_a_fraction_of_training_all_weights():
 def test_roles_exist_as_the_configuration_needs_them():
     names = lambda *overrides: set(job_of(configured(*overrides), cluster()).models)  # noqa: E731
     assert names() == {"actor"}
-    assert names("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true") == {"actor", "critic", "reference"}
-    assert names("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8") == {"actor"}
+    assert names("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true") == {
+        "actor",
+        "critic",
+        "reference",
+    }
+    assert names("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8") == {
+        "actor"
+    }
     assert names("reward_model.enable=true", "reward_model.model.path=qwen2.5-0.5b") == {"actor", "reward"}
 
 
@@ -123,12 +141,20 @@ def test_supervised_runs_are_planned(root):
 def test_a_second_model_of_dpo_is_counted():
     same = configured("model.path=llama-3-8b", root="dpo_trainer")
     other = configured("model.path=llama-3-8b", "ref.path=llama-3.1-8b", root="dpo_trainer")
-    assert set(job_of(same, cluster()).models) == {"model"} and set(job_of(other, cluster()).models) == {"model", "reference"}
+    assert set(job_of(same, cluster()).models) == {"model"} and set(job_of(other, cluster()).models) == {
+        "model",
+        "reference",
+    }
 
 
 def test_every_knob_is_turned_once():
     turned = {change.key.rsplit(".", 1)[-1] for change, _ in alternatives(configured(), cluster())}
-    assert {"enable_gradient_checkpointing", "offload_policy", "gpu_memory_utilization", "max_num_seqs"} <= turned
+    assert {
+        "enable_gradient_checkpointing",
+        "offload_policy",
+        "gpu_memory_utilization",
+        "max_num_seqs",
+    } <= turned
 
 
 def test_a_size_that_does_not_divide_is_refused():
@@ -137,7 +163,9 @@ def test_a_size_that_does_not_divide_is_refused():
 
 
 def test_sequences_too_long_for_one_device_are_shared():
-    config = configured("data.max_response_length=130000", TOKENS, "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
+    config = configured(
+        "data.max_response_length=130000", TOKENS, "actor_rollout_ref.rollout.gpu_memory_utilization=0.8"
+    )
     advice = advise(config, cluster())
     assert "ulysses_sequence_parallel_size" in keys(advice), complaint(advice)
     assert advise(changed(config, *advice.changes), cluster()).fits
@@ -151,6 +179,8 @@ def test_what_no_knob_helps_is_explained():
 def test_engines_on_devices_of_their_own_take_nothing_of_the_trainer_but_a_copy_of_the_weights():
     apart = ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=8")
     beside, away = (forecast(job_of(configured(*more), cluster())) for more in ((), apart))
-    here, there = (next(phase for phase in found.phases if phase.name == "rollout") for found in (beside, away))
+    here, there = (
+        next(phase for phase in found.phases if phase.name == "rollout") for found in (beside, away)
+    )
     assert "actor" in here.roles and "actor" not in there.roles
     assert away.phases[-1].roles["engine"] == {"weights": 2 * away.job.models["actor"].shape.parameters}

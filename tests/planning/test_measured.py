@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from strop.planning.activations import Numbers, Tokens
-from strop.planning.assumptions import CONTEXT, GIB, SLACK, WORKSPACE
+from strop.planning.devices import CONTEXT, GIB, SLACK, WORKSPACE
 from strop.planning.forecast import taken
-from strop.planning.known import shape_of
-from strop.planning.rollout import Sampler
+from strop.planning.rollout import PlannedSampler
+from strop.planning.shape import shape_of
 from strop.planning.training import TrainedModel
 
 ROOT = Path(__file__).parents[2]
-LINES = [json.loads(line) for line in (ROOT / "benchmarks/results/plan_memory.jsonl").read_text().splitlines()]
+LINES = [
+    json.loads(line) for line in (ROOT / "benchmarks/results/plan_memory.jsonl").read_text().splitlines()
+]
 H200 = int(139.8 * GIB)
 ROW, ROW_PROMPT = 1024, 256
 
@@ -27,31 +29,44 @@ def foretold(line: dict) -> tuple[float, float]:
     numbers = Numbers(master=2 if variant == "bf16" else 4)
     rank = 32 if variant == "lora" else 0
     model = TrainedModel(shape, numbers, checkpointed=variant != "plain", lora_rank=rank, kernels=True)
-    sampler = Sampler(shape, 1024, 128, 256, samples=4, numbers=numbers)
+    sampler = PlannedSampler(shape, 1024, 128, 256, samples=4, numbers=numbers)
     # The optimizer remembers nothing before the first update.
-    stepped = not line["phase"].startswith("rollout") and not (line["phase"] == "log_prob" and line["tokens"] == 8192)
+    stepped = not line["phase"].startswith("rollout") and not (
+        line["phase"] == "log_prob" and line["tokens"] == 8192
+    )
     rest = model.weights + model.optimizer * stepped + WORKSPACE
     cache = sampler.cache(H200, rest)
     if line["phase"].startswith("rollout"):
-        parts = {"cache": cache + sampler.bookkeeping(cache), "step": max(sampler.decoding, sampler.prefilling)}
+        parts = {
+            "cache": cache + sampler.bookkeeping(cache),
+            "step": max(sampler.decoding, sampler.prefilling),
+        }
         outside = CONTEXT + sampler.recorded
     else:
         kept = cache if cache * 20 <= H200 else 0  # what the engine kept when this was measured
         tokens = Tokens(line["tokens"] // ROW * (ROW - 1), line["tokens"] // ROW * (ROW - ROW_PROMPT))
         two = "2 micro" in line["phase"]
-        parts = model.forward(tokens) if line["phase"] == "log_prob" else model.update(tokens, accumulated=two, entropy=True)
+        parts = (
+            model.forward(tokens)
+            if line["phase"] == "log_prob"
+            else model.update(tokens, accumulated=two, entropy=True)
+        )
         parts = {**parts, "cache": kept + sampler.bookkeeping(kept)}
         outside = CONTEXT + SLACK + (sampler.recorded if kept else 0)
     used = rest + sum(taken(part, size) for part, size in parts.items()) + outside
     return (rest + sum(parts.values())) / GIB, used / GIB
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line['shape']}-{line['phase']}-{line.get('tokens', '')}")
+@pytest.mark.parametrize(
+    "line", LINES, ids=lambda line: f"{line['shape']}-{line['phase']}-{line.get('tokens', '')}"
+)
 def test_what_torch_hands_out_is_foretold(line):
     assert foretold(line)[0] == pytest.approx(line["measured_gib"], rel=0.15)
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line['shape']}-{line['phase']}-{line.get('tokens', '')}")
+@pytest.mark.parametrize(
+    "line", LINES, ids=lambda line: f"{line['shape']}-{line['phase']}-{line.get('tokens', '')}"
+)
 def test_what_the_device_loses_is_foretold(line):
     assert foretold(line)[1] == pytest.approx(line["device_gib"], rel=0.15)
 
@@ -63,7 +78,10 @@ def telling(line: dict) -> bool:
 
 
 def table() -> str:
-    rows = ["| shape | phase | tokens | torch GiB, said | measured | device GiB, said | measured |", "|" + " --- |" * 7]
+    rows = [
+        "| shape | phase | tokens | torch GiB, estimated | measured | device GiB, estimated | measured |",
+        "|" + " --- |" * 7,
+    ]
     for line in filter(telling, LINES):
         allocated, used = foretold(line)
         rows.append(

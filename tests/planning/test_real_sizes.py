@@ -17,14 +17,14 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from strop.algorithms import logprobs
 from strop.backends.optimizer import MasterWeights
-from strop.models import forward, parts
+from strop.models import forward, fused_modules, heads
 from strop.models.attention import PACKED, packed_attention
 from strop.models.build import checkpoint_activations
-from strop.models.layout import lay_out, rectangle
-from strop.models.precision import widen_residual
+from strop.models.packing import lay_out, rectangle, without_last
+from strop.models.patches import choose_patches, patch_for_device
+from strop.models.residual import widen_residual
 from strop.planning.activations import Numbers, Tokens
-from strop.planning.known import KNOWN
-from strop.planning.shape import read_shape
+from strop.planning.shape import KNOWN, read_shape
 from strop.planning.training import TrainedModel
 from strop.types import Batch
 
@@ -61,7 +61,11 @@ class Kernels:
     @staticmethod
     def statistics(logits, labels, *, temperature, want_entropy):
         rows = len(logits)
-        return torch.empty(rows, device="meta"), torch.empty(rows, 2, device="meta"), torch.empty(rows, device="meta")
+        return (
+            torch.empty(rows, device="meta"),
+            torch.empty(rows, 2, device="meta"),
+            torch.empty(rows, device="meta"),
+        )
 
     @staticmethod
     def slopes(logits, *numbers, temperature, dtype):
@@ -75,12 +79,19 @@ class Keeping(torch.autograd.Function):
     def forward(ctx, kept, like, dtype, *inputs):
         ctx.save_for_backward(*(inputs[i] for i in kept))
         ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        outputs = tuple(torch.empty(inputs[i].shape, dtype=dtype or inputs[i].dtype, device="meta") for i in like)
+        outputs = tuple(
+            torch.empty(inputs[i].shape, dtype=dtype or inputs[i].dtype, device="meta") for i in like
+        )
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.shapes)
+        return (
+            None,
+            None,
+            None,
+            *(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.shapes),
+        )
 
 
 def summed(total, a, b, dtype):
@@ -98,12 +109,13 @@ PARTS = SimpleNamespace(
 def as_on_a_gpu(monkeypatch, kernels):
     monkeypatch.setitem(forward._LOGITS, "meta", forward._LOGITS["cuda"])
     monkeypatch.setattr(logprobs, "_add_product", summed)
-    monkeypatch.setattr(parts, "DEVICES", ("meta",) if kernels else ())
-    monkeypatch.setattr(parts, "_quick", {})
-    monkeypatch.setattr(parts, "_kernels", lambda: PARTS)
-    monkeypatch.setattr(parts, "same", lambda plain, quick: True)
-    monkeypatch.setattr(parts, "fuse_residual", lambda model: None)  # its sum is in place of another
-    monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb)  # put back afterwards
+    monkeypatch.setattr(fused_modules, "DEVICES", ("meta",) if kernels else ())
+    monkeypatch.setattr(fused_modules, "_checked", {})
+    monkeypatch.setattr(fused_modules, "_kernels", lambda: PARTS)
+    monkeypatch.setattr(fused_modules, "same", lambda plain, quick: True)
+    monkeypatch.setattr(
+        modeling_qwen2, "apply_rotary_pos_emb", modeling_qwen2.apply_rotary_pos_emb
+    )  # put back afterwards
     monkeypatch.setattr(logprobs, "head_logits", wide_logits)
     monkeypatch.setattr(logprobs, "_kernels", lambda hidden: Kernels if kernels else None)
     AttentionInterface.register(PACKED, attention)
@@ -118,19 +130,26 @@ def peak_of_update(config: dict, *, checkpointed: bool, rows: int, micro_batches
     widen_residual(model)
     if checkpointed:
         checkpoint_activations(model)
-    forward._plain[model.get_output_embeddings()] = True
+    heads._plain[model.get_output_embeddings()] = True
     weights = MasterWeights(model, compute=torch.bfloat16, master=torch.float32)
-    parts.quicken(model)
-    sequences = list(torch.randint(config["vocab_size"], (rows, ROW), generator=torch.Generator().manual_seed(0)))
-    batch = Batch(sequences=sequences, prompt_lengths=torch.full((rows,), PROMPT), mask=torch.ones(rows, ROW - PROMPT))
+    choose_patches(
+        model, ["rms_norm", "gated_mlp", "rotary"]
+    )  # sums inside products take the place of others
+    patch_for_device(model)
+    sequences = list(
+        torch.randint(config["vocab_size"], (rows, ROW), generator=torch.Generator().manual_seed(0))
+    )
+    batch = Batch(
+        sequences=sequences, prompt_lengths=torch.full((rows,), PROMPT), mask=torch.ones(rows, ROW - PROMPT)
+    )
     table = rectangle(sequences)
-    inputs = lay_out(forward.without_last(table), packed=True, device="meta")
-    here = lay_out(forward.without_last(table), packed=True)
+    inputs = lay_out(without_last(table), packed=True, device="meta")
+    here = lay_out(without_last(table), packed=True)
     states, labels, _ = (part.to("meta") for part in forward._response_states(batch, table, here.places))
     inputs = dataclasses.replace(inputs, packing=here.packing)
     with Live(*model.parameters(), *model.buffers(), *weights.masters.values()) as live:
         for _ in range(micro_batches):
-            head = forward._LanguageAnswer(model, states, labels, ["log_probs", "entropy"], 1.0, None)
+            head = forward._LanguageHead(model, states, labels, ["log_probs", "entropy"], 1.0, None)
             found, _ = forward._run(model, inputs, head, None, {})
             found[..., 0].mean().backward()
             del found

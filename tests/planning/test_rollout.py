@@ -7,9 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.planning.activations import Numbers
-from strop.planning.known import shape_of
-from strop.planning.rollout import Sampler
-from strop.planning.shape import read_shape
+from strop.planning.rollout import PlannedSampler
+from strop.planning.shape import read_shape, shape_of
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native.engine import NativeEngine
 
@@ -24,8 +23,8 @@ def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
     torch.manual_seed(0)
     engine = NativeEngine(AutoModelForCausalLM.from_config(config).eval(), max_num_seqs=16)
     engine.generate([Request(ids=[3, 4, 5], n=5)], Sampling(max_tokens=9, ignore_eos=True))
-    cache = engine._batch.runner.cache
-    sampler = Sampler(read_shape(config.to_dict()), 5, 3, 9, samples=5, numbers=WHOLE, max_rows=16)
+    cache = engine._step_loop.runner.cache
+    sampler = PlannedSampler(read_shape(config.to_dict()), 5, 3, 9, samples=5, numbers=WHOLE, max_rows=16)
     assert sampler.per_token == cache.bytes_per_token
     assert (sampler.wanted_rows, sampler.capacity) == (cache.rows, cache.capacity)
     assert sampler.wanted == cache.bytes
@@ -33,15 +32,15 @@ def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
 
 
 def test_the_cache_is_what_the_share_leaves_beside_the_weights():
-    sampler = Sampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096, share=0.5)
+    sampler = PlannedSampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096, share=0.5)
     memory = 80 * 2**30
     assert sampler.cache(memory, used=0) == memory // 2 - sampler.module
     assert sampler.cache(memory, used=memory) == 0
-    assert Sampler(shape_of("qwen2.5-0.5b"), 8, 64, 64).cache(memory, used=0) == 8 * 128 * 12288
+    assert PlannedSampler(shape_of("qwen2.5-0.5b"), 8, 64, 64).cache(memory, used=0) == 8 * 128 * 12288
 
 
 def test_caches_stay_where_there_is_plenty_of_memory_and_are_given_back_elsewhere():
-    sampler = Sampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096)
+    sampler = PlannedSampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096)
     memory = 80 * 2**30
     assert sampler.kept(memory // 8, memory, memory // 8, frees=True) == memory // 8
     assert sampler.kept(memory // 8, memory, memory // 8 + 1, frees=True) == 0

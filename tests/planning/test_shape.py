@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.planning.known import KNOWN, plain_name, shape_of
-from strop.planning.shape import FAMILIES, read_shape
+from strop.planning.shape import FAMILIES, KNOWN, plain_name, read_shape, shape_of
 
 SIZE = {
     "vocab_size": 61,
@@ -45,7 +44,9 @@ def real_count(kind: str, settings: dict) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b", "smollm2-135m"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b", "smollm2-135m"]
+)
 def test_known_models_have_as_many_weights_as_their_modules(name):
     settings = {key: value for key, value in KNOWN[name].items() if key != "model_type"}
     assert shape_of(name).parameters == real_count(KNOWN[name]["model_type"], settings)
@@ -58,7 +59,10 @@ def test_known_models_have_as_many_weights_as_was_published(name):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_every_family_is_counted_like_its_module(kind):
-    for extra in ({"tie_word_embeddings": True}, {"tie_word_embeddings": False, "attention_bias": True, **EXPERTS}):
+    for extra in (
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False, "attention_bias": True, **EXPERTS},
+    ):
         config = AutoConfig.for_model(kind, **{**SIZE, **extra}).to_dict()
         assert read_shape(config).parameters == real_count(kind, {**SIZE, **extra}), extra
 
@@ -103,4 +107,6 @@ def test_what_is_not_known_is_said(tmp_path):
     with pytest.raises(ValueError, match="does not know model_type='mamba'"):
         read_shape({"model_type": "mamba"})
     with pytest.raises(ValueError, match="lacks vocab_size"):
-        read_shape({"model_type": "llama", **{key: value for key, value in SIZE.items() if key != "vocab_size"}})
+        read_shape(
+            {"model_type": "llama", **{key: value for key, value in SIZE.items() if key != "vocab_size"}}
+        )

@@ -10,14 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.backends.base import MicroBatching
+from strop.backends.base import BackendSettings, MicroBatching
 from strop.backends.single import SingleBackend
-from strop.config.schema.model import Optim
+from strop.config.schema.model import OptimConfig
 from strop.models.build import checkpoint_activations
-from strop.models.precision import widen_residual
+from strop.models.residual import widen_residual
 from strop.planning.activations import Numbers, Tokens
-from strop.planning.known import shape_of
-from strop.planning.shape import read_shape
+from strop.planning.shape import read_shape, shape_of
 from strop.planning.training import Placement, TrainedModel
 from strop.types import Batch
 
@@ -72,7 +71,9 @@ def backend_of(dtype: torch.dtype, *, checkpointed: bool, tied: bool) -> tuple[S
     widen_residual(model)
     if checkpointed:
         checkpoint_activations(model)
-    backend = SingleBackend(model, optim=Optim(lr=1e-6, lr_warmup_steps=0), compute=dtype)
+    backend = SingleBackend(
+        model, BackendSettings(optim=OptimConfig(lr=1e-6, lr_warmup_steps=0), compute=dtype)
+    )
     numbers = Numbers(dtype.itemsize, 4, residual=4)
     return backend, TrainedModel(read_shape(config.to_dict()), numbers, checkpointed=checkpointed)
 
@@ -96,8 +97,13 @@ def loss(outputs, piece):
 @pytest.mark.filterwarnings("ignore:mkldnn")
 def test_weights_gradients_and_optimizer_are_those_of_the_backend(dtype):
     backend, model = backend_of(dtype, checkpointed=True, tied=True)
-    assert sum(p.nbytes for p in {*backend.module.parameters(), *backend.weights.masters.values()}) == model.weights
-    backend.forward_backward(batch_of(1, length=4), ["log_probs"], loss, MicroBatching(rows=1))  # whatever passes through it
+    assert (
+        sum(p.nbytes for p in {*backend.module.parameters(), *backend.weights.masters.values()})
+        == model.weights
+    )
+    backend.forward_backward(
+        batch_of(1, length=4), ["log_probs"], loss, MicroBatching(rows=1)
+    )  # whatever passes through it
     assert sum(g.nbytes for g in backend.weights.gradients) == model.gradients
     backend.step()
     moments = [t for state in backend.optimizer.state.values() for t in state.values() if t.dim()]

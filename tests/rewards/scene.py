@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import decoders
 
-from strop.config.schema.reward import CustomRewardFunction, RewardManager, RewardModel
+from strop.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from strop.rewards.managers import build_scorer
 from strop.rewards.scorer import Scorer
 from strop.types import Prompt, Trajectory
@@ -41,21 +41,30 @@ def trajectory(
         extra_info=more.pop("extra_info", {}),
     )
     mask = more.pop("mask", [1] * len(response))
-    return Trajectory(prompt, group=row, response=response, mask=mask, log_probs=[0.0] * len(response), **more)
+    return Trajectory(
+        prompt, group=row, response=response, mask=mask, log_probs=[0.0] * len(response), **more
+    )
 
 
 def scorer(
-    folder: Path | None = None, code: str | None = None, *, kwargs: dict[str, Any] | None = None, model: Any = None, **keys: Any
+    folder: Path | None = None,
+    code: str | None = None,
+    *,
+    kwargs: dict[str, Any] | None = None,
+    model: Any = None,
+    **keys: Any,
 ) -> Scorer:
     """A scorer of the file `code` (or of the rules); `keys` are keys of the reward_model section."""
-    custom = CustomRewardFunction(reward_kwargs=kwargs or {})
+    custom = CustomRewardFunctionConfig(reward_kwargs=kwargs or {})
     if code is not None:
         assert folder is not None
         file = folder / "my_reward.py"
         file.write_text(code)
         custom.path = str(file)
     longest = keys.pop("max_response_length", None)
-    manager = keys.pop("manager", RewardManager())
+    manager = keys.pop("manager", RewardManagerConfig())
     if "weights" in keys:
         keys["model"] = keys.pop("weights")
-    return build_scorer(RewardModel(**keys), custom, manager, TOKENIZER, model, max_response_length=longest)
+    return build_scorer(
+        RewardModelConfig(**keys), custom, manager, TOKENIZER, model, max_response_length=longest
+    )

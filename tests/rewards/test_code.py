@@ -13,18 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.config.schema.reward import SandboxFusion
-from strop.rewards.dispatch import score
-from strop.rewards.rules import code_tests
-from strop.rewards.rules.code import compute_score, extract_program
-from strop.rewards.rules.code_tests import same_output, same_value
+from strop.config.schema.reward import SandboxFusionConfig
+from strop.rewards.function import score_response
+from strop.rewards.rules import code as code_tests
+from strop.rewards.rules.code import compute_score, extract_program, same_output, same_value
 from strop.rewards.sandbox.limits import SandboxError
 from tests.rewards.scene import scorer, trajectory
 from tests.rewards.test_remote import Server
 
 SUM = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
 GOOD = "Add them:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nDone."
-QUICK = SandboxFusion(timeout=2.0, total_timeout=6.0)
+QUICK = SandboxFusionConfig(timeout=2.0, total_timeout=6.0)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +47,10 @@ def test_the_program_of_a_response(text, program):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.sampled_from(["```", "```python\n", "\n", "print(1)", "x", "`", "   ", "\x00", "(" * 300]), max_size=12).map(
-        "".join
-    )
+    st.lists(
+        st.sampled_from(["```", "```python\n", "\n", "print(1)", "x", "`", "   ", "\x00", "(" * 300]),
+        max_size=12,
+    ).map("".join)
 )
 def test_no_text_makes_extraction_raise(text):
     assert extract_program(text) is None or isinstance(extract_program(text), str)
@@ -88,10 +88,15 @@ def test_only_the_first_tests_are_run():
 def test_functions_and_methods():
     truth = {"fn_name": "twice", "inputs": [[1], ["ab"]], "outputs": [[2], ["abab"]]}
     assert compute_score("```python\ndef twice(x): return x * 2\n```", truth)["score"] == 1.0
-    assert compute_score("```python\nclass Solution:\n    def twice(self, x): return x * 2\n```", truth)["score"] == 1.0
+    assert (
+        compute_score("```python\nclass Solution:\n    def twice(self, x): return x * 2\n```", truth)["score"]
+        == 1.0
+    )
     assert compute_score("```python\ndef thrice(x): return x * 3\n```", truth)["score"] == 0.0
     lines = {"fn_name": "add", "inputs": ["[1, 2]\n3", '["a"]\n"b"'], "outputs": ["[1, 2, 3]", '["a", "b"]']}
-    assert compute_score("```python\ndef add(items, x): return tuple(items) + (x,)\n```", lines)["score"] == 1.0
+    assert (
+        compute_score("```python\ndef add(items, x): return tuple(items) + (x,)\n```", lines)["score"] == 1.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,15 @@ def test_assertions(truth):
 
 
 def test_scripts_as_a_list_of_mappings_and_as_arrays():
-    assert compute_score(GOOD, [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}])["score"] == 1.0
-    arrays = {"inputs": np.array(["1 2", "3 4"], dtype=object), "outputs": np.array(["3", "7"], dtype=object), "fn_name": None}
+    assert (
+        compute_score(GOOD, [{"input": "1 2", "output": "3"}, {"input": "2 2", "output": "4"}])["score"]
+        == 1.0
+    )
+    arrays = {
+        "inputs": np.array(["1 2", "3 4"], dtype=object),
+        "outputs": np.array(["3", "7"], dtype=object),
+        "fn_name": None,
+    }
     assert compute_score(GOOD, arrays)["score"] == 1.0
     lines = {"inputs": [["1 2", "ignored"]], "outputs": [["3"]]}
     assert compute_score(GOOD, lines)["score"] == 1.0
@@ -119,7 +131,17 @@ def test_scripts_as_a_list_of_mappings_and_as_arrays():
 
 @pytest.mark.parametrize(
     "truth",
-    [None, "", "42", {}, [], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, [{"in": 1}]],
+    [
+        None,
+        "",
+        "42",
+        {},
+        [],
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": [], "outputs": []},
+        [{"in": 1}],
+    ],
 )
 def test_a_ground_truth_without_tests_is_an_error_not_a_zero(truth):
     with pytest.raises(ValueError, match="programming problem"):
@@ -167,11 +189,15 @@ def test_values(value, expected, same):
 
 
 def test_apps_wraps_values_in_a_list():
-    [test] = code_tests.tests_of({"fn_name": "f", "inputs": [[1]], "outputs": [[[1, 2]]]})
-    from strop.rewards.sandbox.limits import Outcome
+    [test] = code_tests.parse_tests({"fn_name": "f", "inputs": [[1]], "outputs": [[[1, 2]]]})
+    from strop.rewards.sandbox.limits import ProgramOutcome
 
-    assert test.passed(Outcome("ok", value=[1, 2])) and test.passed(Outcome("ok", value=[[1, 2]]))
-    assert not test.passed(Outcome("ok", value=[1])) and not test.passed(Outcome("timeout", value=[1, 2]))
+    assert test.passed(ProgramOutcome("ok", value=[1, 2])) and test.passed(
+        ProgramOutcome("ok", value=[[1, 2]])
+    )
+    assert not test.passed(ProgramOutcome("ok", value=[1])) and not test.passed(
+        ProgramOutcome("timeout", value=[1, 2])
+    )
 
 
 # --- in the reward loop ---------------------------------------------------------------------------------------------------------
@@ -179,7 +205,7 @@ def test_apps_wraps_values_in_a_list():
 
 def test_the_data_sources_of_verl_have_this_scorer():
     for source in ("codecontests", "apps", "codeforces", "taco"):
-        assert score(source, GOOD, SUM)["acc"] == 1.0  # type: ignore[index]
+        assert score_response(source, GOOD, SUM)["acc"] == 1.0  # type: ignore[index]
 
 
 @pytest.mark.parametrize("manager", ["naive", "prime"])
@@ -201,7 +227,7 @@ def test_settings_reach_the_sandbox():
         truth=json.dumps({"inputs": [""], "outputs": ["3"]}),
     )
     start = time.monotonic()
-    scorer(sandbox_fusion=SandboxFusion(timeout=0.5)).score([slow])
+    scorer(sandbox_fusion=SandboxFusionConfig(timeout=0.5)).score([slow])
     assert slow.score == 0.0 and slow.extras["verdict"] == "timed out" and time.monotonic() - start < 3
 
 
@@ -251,7 +277,7 @@ def server():
 
 
 def test_a_sandbox_server_is_asked(server):
-    remote = SandboxFusion(url=server.url, timeout=5.0, memory_limit_mb=77)
+    remote = SandboxFusionConfig(url=server.url, timeout=5.0, memory_limit_mb=77)
     assert compute_score(GOOD, SUM, sandbox=remote)["score"] == 1.0
     asked = server.questions[0]
     assert (
@@ -263,7 +289,9 @@ def test_a_sandbox_server_is_asked(server):
     truth = {"fn_name": "twice", "inputs": [[1], ["ab"]], "outputs": [[2], ["abab"]]}
     assert (
         compute_score(
-            "```python\nprint('hello')\nclass Solution:\n    def twice(self, x): return x * 2\n```", truth, sandbox=remote
+            "```python\nprint('hello')\nclass Solution:\n    def twice(self, x): return x * 2\n```",
+            truth,
+            sandbox=remote,
         )["score"]
         == 1.0
     )
@@ -272,16 +300,23 @@ def test_a_sandbox_server_is_asked(server):
         ("def add(a, b): return 0", 0.0),
         ("raise SystemExit(0)", 0.0),
     ):
-        assert compute_score(f"```python\n{program}\n```", ["assert add(1, 2) == 3"], sandbox=remote)["score"] == value
-    late = SandboxFusion(url=server.url, timeout=0.5)
-    assert compute_score("```python\nwhile True: pass\n```", SUM, sandbox=late, max_tests=1)["verdict"] == "timed out"
+        assert (
+            compute_score(f"```python\n{program}\n```", ["assert add(1, 2) == 3"], sandbox=remote)["score"]
+            == value
+        )
+    late = SandboxFusionConfig(url=server.url, timeout=0.5)
+    assert (
+        compute_score("```python\nwhile True: pass\n```", SUM, sandbox=late, max_tests=1)["verdict"]
+        == "timed out"
+    )
 
 
 @pytest.mark.parametrize(
-    "answer", [(400, {"error": "bad"}), (200, {"status": "SandboxError", "message": "full"}), (200, {"nothing": 1})]
+    "answer",
+    [(400, {"error": "bad"}), (200, {"status": "SandboxError", "message": "full"}), (200, {"nothing": 1})],
 )
 def test_a_server_that_fails_is_an_error_not_a_zero(answer):
     server = Server(lambda _: answer)
     with pytest.raises(SandboxError, match="sandbox server"):
-        compute_score(GOOD, SUM, sandbox=SandboxFusion(url=server.url))
+        compute_score(GOOD, SUM, sandbox=SandboxFusionConfig(url=server.url))
     server.close()

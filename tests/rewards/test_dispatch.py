@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from strop.catalog import SCORERS
-from strop.rewards.dispatch import score, scorer_for
+from strop.rewards.function import find_scorer, score_response
 from tests.rewards import hostile
 from tests.rewards.test_rules import model_text
 
@@ -28,7 +28,7 @@ from tests.rewards.test_rules import model_text
     ],
 )
 def test_sources(source: str, scorer: str) -> None:
-    assert scorer_for(source).name == scorer
+    assert find_scorer(source).name == scorer
 
 
 def test_every_declared_scorer_loads() -> None:
@@ -38,27 +38,27 @@ def test_every_declared_scorer_loads() -> None:
 @pytest.mark.parametrize("source", ["openai/gsm8k", "aime_2024", "numina_olympiads", "arithmetic"])
 def test_nothing_to_compare_with_is_no_zero(source: str) -> None:
     with pytest.raises(ValueError, match=rf"no ground truth, .* data source '{source}' compares"):
-        score(source, "The answer is \\boxed{None}", None)
+        score_response(source, "The answer is \\boxed{None}", None)
 
 
 def test_scores_and_options() -> None:
-    assert score("openai/gsm8k", "#### 8", "8", {"index": 3}) == 1.0
-    assert score("openai/gsm8k", "it is 8", "8") == 0.0
-    assert score("openai/gsm8k", "it is 8", "8", method="flexible") == 1.0
-    assert score("math_dapo", "Answer: 9", "8") == {"score": -1.0, "acc": False, "pred": "9"}
+    assert score_response("openai/gsm8k", "#### 8", "8", {"index": 3}) == 1.0
+    assert score_response("openai/gsm8k", "it is 8", "8") == 0.0
+    assert score_response("openai/gsm8k", "it is 8", "8", method="flexible") == 1.0
+    assert score_response("math_dapo", "Answer: 9", "8") == {"score": -1.0, "acc": False, "pred": "9"}
 
 
 def test_slow_scorers_run_elsewhere() -> None:
-    found = score("numina_cn_k12", r"\boxed{x+x}", "2x")
+    found = score_response("numina_cn_k12", r"\boxed{x+x}", "2x")
     assert isinstance(found, dict) and found["acc"] is True
 
 
 def test_unknown_sources_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="Did you mean 'openai/gsm8k'") as error:
-        score("openai/gsm8", "x", "x")
+        score_response("openai/gsm8", "x", "x")
     assert "custom_reward_function.path" in str(error.value) and "plugins" in str(error.value)
     with pytest.raises(ValueError, match="it is NoneType"):
-        score("openai/gsm8k", None, "x")  # type: ignore[arg-type]
+        score_response("openai/gsm8k", None, "x")  # type: ignore[arg-type]
 
 
 def test_a_scorer_that_hangs_raises_and_never_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_scorer_that_hangs_raises_and_never_scores(monkeypatch: pytest.MonkeyP
     SCORERS.declare("hanging", hostile.catastrophic_score, source="test", sources=("hang/*",), slow=True)
     start = time.perf_counter()
     with pytest.raises(TimeoutError, match="catastrophic_score did not answer within its limit of 1 seconds"):
-        score("hang/me", "a" * 60, "b", timeout=1.0)
+        score_response("hang/me", "a" * 60, "b", timeout=1.0)
     assert time.perf_counter() - start < 20
 
 
@@ -74,13 +74,13 @@ def test_exact_names_and_longer_patterns_win(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(SCORERS, "_entries", dict(SCORERS._entries))
     SCORERS.declare("mine", hostile.add, source="test", sources=("aime_2025*",))
     SCORERS.declare("exact", hostile.add, source="test", sources=("aime_2025",))
-    assert scorer_for("aime_2025_II").name == "mine"
-    assert scorer_for("aime_2025").name == "exact"
-    assert scorer_for("aime_2024").name == "math_dapo"
+    assert find_scorer("aime_2025_II").name == "mine"
+    assert find_scorer("aime_2025").name == "exact"
+    assert find_scorer("aime_2024").name == "math_dapo"
 
 
 @given(model_text, model_text)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_text_makes_the_symbolic_scorer_raise(text: str, truth: str) -> None:
-    found = score("numina_any", text, truth, timeout=60.0)
+    found = score_response("numina_any", text, truth, timeout=60.0)
     assert isinstance(found, dict) and found["score"] in (0.0, 1.0)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from strop.rewards.base import build_samples, parse_verdict
 from strop.rewards.function import RewardFunction, load_function
-from strop.rewards.sample import read_samples
-from strop.rewards.verdict import verdict_of
 from tests.rewards.scene import TOKENIZER, ids, trajectory
 
 
 def sample(**more: Any) -> Any:
-    return read_samples([trajectory(**more)], TOKENIZER)[0]
+    return build_samples([trajectory(**more)], TOKENIZER)[0]
 
 
 def test_arguments_by_name_only_those_taken() -> None:
@@ -28,7 +27,9 @@ def test_arguments_by_name_only_those_taken() -> None:
         "extra_info": {"level": 2, "num_turns": 2, "turn_scores": []},
         "k": 3,
     }
-    assert RewardFunction(lambda ground_truth, solution_str: solution_str + ground_truth)(sample()) == "#### 44"
+    assert (
+        RewardFunction(lambda ground_truth, solution_str: solution_str + ground_truth)(sample()) == "#### 44"
+    )
 
 
 def test_options_win_over_what_the_row_says() -> None:
@@ -36,7 +37,7 @@ def test_options_win_over_what_the_row_says() -> None:
 
 
 def test_misfits_are_refused_before_the_first_call() -> None:
-    with pytest.raises(ValueError, match="wants queries, which it is not given by name"):
+    with pytest.raises(ValueError, match="requires queries, which it is not given by keyword"):
         RewardFunction(lambda queries: 0)
     with pytest.raises(ValueError, match=r"need reward_model.reward_manager=batch"):
         RewardFunction(lambda solution_strs, ground_truths: 0)
@@ -50,7 +51,7 @@ def test_misfits_are_refused_before_the_first_call() -> None:
     def positional(solution_str: str, /) -> float:
         return 0.0
 
-    with pytest.raises(ValueError, match="not given by name"):
+    with pytest.raises(ValueError, match="not given by keyword"):
         RewardFunction(positional)
 
 
@@ -71,7 +72,9 @@ def test_async_in_every_form() -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     bad = tmp_path / "bad_syntax.py"
     bad.write_text("def compute_score(:\n    pass\n")
-    with pytest.raises(ValueError, match=r"custom_reward_function.path=.*bad_syntax.py does not parse.*line 1"):
+    with pytest.raises(
+        ValueError, match=r"custom_reward_function.path=.*bad_syntax.py does not parse.*line 1"
+    ):
         load_function(str(bad), "compute_score")
     fails = tmp_path / "fails.py"
     fails.write_text("import nothing_like_this\n")
@@ -91,13 +94,13 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     + [(np.array(2.0), 2.0), (np.array([2.0]), 2.0), (torch.tensor(0.5), 0.5), (torch.tensor([1]), 1.0)],
 )
 def test_numbers(value: Any, score: float) -> None:
-    assert verdict_of(value).score == score
-    found = verdict_of({"score": value, "note": "x"})
+    assert parse_verdict(value).score == score
+    found = parse_verdict({"score": value, "note": "x"})
     assert found.score == score and found.extras == {"score": score, "note": "x"}
 
 
 def test_extras_become_plain() -> None:
-    extras = verdict_of(
+    extras = parse_verdict(
         {"score": 1, "acc": np.bool_(True), "parts": np.array([1, 2]), 7: torch.tensor(2.5), "pred": "a"}
     ).extras
     assert extras == {"score": 1.0, "acc": True, "parts": [1, 2], "7": 2.5, "pred": "a"}
@@ -120,7 +123,7 @@ def test_extras_become_plain() -> None:
 )
 def test_what_is_no_score(value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        verdict_of(value)
+        parse_verdict(value)
 
 
 def test_text_is_what_the_policy_said() -> None:
@@ -128,21 +131,21 @@ def test_text_is_what_the_policy_said() -> None:
     parts = [("call", 1), ("#### 9", 0), ("no", 1)]
     mask = [flag for text, flag in parts for _ in ids(text)] + [1]
     many = trajectory("call#### 9no", mask=mask, num_turns=4, turn_rewards={11: 0.5, 3: -1.0})
-    one = read_samples([many, trajectory()], TOKENIZER)
+    one = build_samples([many, trajectory()], TOKENIZER)
     assert one[0].solution_str == "call\nno" and one[1].solution_str == "#### 4"
     assert one[0].extra_info == {"num_turns": 4, "turn_scores": [-1.0, 0.5]}
-    assert read_samples([many], TOKENIZER, whole_transcript=True)[0].solution_str == "call#### 9no"
+    assert build_samples([many], TOKENIZER, whole_transcript=True)[0].solution_str == "call#### 9no"
 
 
 def test_an_empty_response_has_an_empty_text() -> None:
     empty = trajectory()
     empty.response, empty.mask, empty.log_probs = [], [], []
-    assert read_samples([empty], TOKENIZER)[0].solution_str == ""
+    assert build_samples([empty], TOKENIZER)[0].solution_str == ""
     only_tools = trajectory("#### 4", mask=[0] * 7)
-    assert read_samples([only_tools], TOKENIZER)[0].solution_str == ""
+    assert build_samples([only_tools], TOKENIZER)[0].solution_str == ""
 
 
 def test_a_scorer_may_write_in_extra_info_without_touching_the_row() -> None:
     t = trajectory(extra_info={"level": 1})
-    read_samples([t], TOKENIZER)[0].extra_info["level"] = 99
+    build_samples([t], TOKENIZER)[0].extra_info["level"] = 99
     assert t.prompt.extra_info == {"level": 1}

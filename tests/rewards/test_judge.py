@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from strop.config.compose import load
-from strop.config.schema.reward import Judge as Settings
-from strop.rewards.judge import Cache, ChatServer, Judge, check_judge
-from strop.rewards.sample import read_samples
+from strop.config.schema.reward import JudgeConfig
+from strop.rewards.base import build_samples
+from strop.rewards.judge import ChatCompletionsClient, Judge, ReplyCache, check_judge
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 
@@ -78,12 +78,12 @@ def serve():
 
 
 def marks(judge: Judge, *texts: str) -> list[Any]:
-    return judge.score(read_samples([trajectory(text, row=n) for n, text in enumerate(texts)], TOKENIZER))
+    return judge.score(build_samples([trajectory(text, row=n) for n, text in enumerate(texts)], TOKENIZER))
 
 
 def judge_at(double: ChatDouble, timeout: float = 5.0, **settings: Any) -> Judge:
-    made = Settings(enable=True, url=double.url, **settings)
-    return Judge(ChatServer(made, timeout=timeout), made)
+    made = JudgeConfig(enable=True, url=double.url, **settings)
+    return Judge(ChatCompletionsClient(made, timeout=timeout), made)
 
 
 def grade(prompt: str) -> str:
@@ -93,18 +93,27 @@ def grade(prompt: str) -> str:
 
 def test_marks_become_scores_between_0_and_1(serve):
     double = serve(grade)
-    assert marks(judge_at(double), "4", "5") == [{"score": 1.0, "judge_mark": 10.0}, {"score": 0.25, "judge_mark": 2.5}]
+    assert marks(judge_at(double), "4", "5") == [
+        {"score": 1.0, "judge_mark": 10.0},
+        {"score": 0.25, "judge_mark": 2.5},
+    ]
     asked = double.questions[0]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("judge-7b", 0.0, 1024)
     prompt = asked["messages"][0]["content"]
-    assert "[Question]\n2+2?" in prompt and "[Reference answer]\n4" in prompt and "from 0 (wrong) to 10" in prompt
+    assert (
+        "[Question]\n2+2?" in prompt
+        and "[Reference answer]\n4" in prompt
+        and "from 0 (wrong) to 10" in prompt
+    )
 
 
 def test_the_key_is_sent_and_is_nowhere_else(serve, monkeypatch):
     monkeypatch.setenv("MY_KEY", "sk-123")
     double = serve(grade)
     marks(judge_at(double, api_key_env="MY_KEY", model="m"), "4")
-    assert double.headers[0]["Authorization"] == "Bearer sk-123" and "sk-123" not in json.dumps(double.questions)
+    assert double.headers[0]["Authorization"] == "Bearer sk-123" and "sk-123" not in json.dumps(
+        double.questions
+    )
     monkeypatch.delenv("MY_KEY")
     marks(judge_at(double, api_key_env="MY_KEY", model="m"), "4")
     assert "Authorization" not in double.headers[1]
@@ -131,7 +140,11 @@ def test_nothing_is_asked_twice(serve, tmp_path):
     path = tmp_path / "folder" / "judged.jsonl"
     judge = judge_at(double, cache_path=str(path))
     first = marks(judge, "4", "5", "4", "4")
-    assert len(double.questions) == 2 and marks(judge, "4", "5", "4", "4") == first and len(double.questions) == 2
+    assert (
+        len(double.questions) == 2
+        and marks(judge, "4", "5", "4", "4") == first
+        and len(double.questions) == 2
+    )
     path.write_text(path.read_text() + '{"key": "cut o')  # a run that was killed
     later = judge_at(double, cache_path=str(path))
     assert marks(later, "5", "6")[0] == first[1] and len(double.questions) == 3
@@ -147,8 +160,16 @@ def test_nothing_is_asked_twice(serve, tmp_path):
         (lambda _: "", ValueError, "gave no mark"),
         (lambda _: "Score: 11", ValueError, r"gave 11, outside .*score_range=\[0, 10\]"),
         (lambda _: (200, {"choices": []}), ValueError, "answered without a text"),
-        (lambda _: (200, {"choices": [{"message": {"content": None}}]}), ValueError, "answered without a text"),
-        (lambda _: (401, {"error": "key"}), ConnectionError, "The judge .* gave no usable answer after 1 try.*401.*key"),
+        (
+            lambda _: (200, {"choices": [{"message": {"content": None}}]}),
+            ValueError,
+            "answered without a text",
+        ),
+        (
+            lambda _: (401, {"error": "key"}),
+            ConnectionError,
+            "The judge .* gave no usable answer after 1 try.*401.*key",
+        ),
         (lambda _: (time.sleep(3), "Score: 1")[1], TimeoutError, ""),
     ],
 )
@@ -184,12 +205,12 @@ def test_requests_run_side_by_side_up_to_the_limit(serve):
 def test_in_the_reward_loop_failures_are_masked(serve, tmp_path):
     double = serve(lambda prompt: "no" if "bad" in prompt else grade(prompt))
     rows = [trajectory("4", row=0), trajectory("bad", row=1), trajectory("5", row=2)]
-    report = scorer(judge=Settings(enable=True, url=double.url)).score(rows)
+    report = scorer(judge=JudgeConfig(enable=True, url=double.url)).score(rows)
     assert [row.score for row in rows] == [1.0, None, 0.25] and report.failed == 1
     assert rows[0].extras["judge_mark"] == 10.0 and report.metrics["reward/judge_mark/mean"] == 6.25
     code = "def compute_score(solution_str, extra_info): return extra_info['rm_score'] - 0.5 * (len(solution_str) > 3)"
     mixed = [trajectory("4", row=0), trajectory("long", row=1)]
-    scorer(tmp_path, code, judge=Settings(enable=True, url=double.url)).score(mixed)
+    scorer(tmp_path, code, judge=JudgeConfig(enable=True, url=double.url)).score(mixed)
     assert [row.score for row in mixed] == [1.0, -0.25]
 
 
@@ -207,7 +228,7 @@ def test_in_the_reward_loop_failures_are_masked(serve, tmp_path):
 )
 def test_bad_settings_are_refused(settings, why):
     with pytest.raises(ValueError, match=why):
-        check_judge(Settings(enable=True, **settings), timeout=2.0)
+        check_judge(JudgeConfig(enable=True, **settings), timeout=2.0)
 
 
 def test_a_judge_needs_a_model_and_no_rival():
@@ -222,11 +243,11 @@ def test_a_judge_needs_a_model_and_no_rival():
 
 
 def test_cache_is_shared_between_threads(tmp_path):
-    cache = Cache(str(tmp_path / "c.jsonl"))
+    cache = ReplyCache(str(tmp_path / "c.jsonl"))
     threads = [threading.Thread(target=cache.add, args=({f"k{n}": "x" * 100},)) for n in range(20)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    again = Cache(str(tmp_path / "c.jsonl"))
+    again = ReplyCache(str(tmp_path / "c.jsonl"))
     assert all(f"k{n}" in again for n in range(20))

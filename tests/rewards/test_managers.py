@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.catalog import REWARD_MANAGERS, SCORERS
-from strop.config.schema.reward import OverlongBuffer, RewardManager, RewardManagerModule
-from strop.rewards.managers.kinds import Budget
-from strop.rewards.scorer import Scorer
-from strop.rewards.shaping import Shaping
+from strop.config.schema.reward import OverlongBufferConfig, RewardManagerConfig, RewardManagerModuleConfig
+from strop.rewards.base import build_samples
+from strop.rewards.managers import PrimeRewardManager, RateLimit
+from strop.rewards.scorer import Scorer, Shaping
 from tests.rewards import hostile
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
@@ -35,11 +35,35 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_every_name_of_the_configuration_has_a_manager() -> None:
-    assert REWARD_MANAGERS.names() == ["batch", "dapo", "naive", "prime", "rate_limited", "remote"]
+MANAGERS = REWARD_MANAGERS.names()
+ONE_BY_ONE = [name for name in MANAGERS if not REWARD_MANAGERS.entry(name).facts["takes_lists"]]
+"""Managers that call the function with one sample."""
 
 
-@pytest.mark.parametrize("name", REWARD_MANAGERS.names())
+def test_the_managers_of_verl_are_registered() -> None:
+    assert {"batch", "dapo", "naive", "prime", "rate_limited", "remote"} <= set(MANAGERS)
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_every_manager_has_one_result_per_sample_in_order(name: str) -> None:
+    made = scorer(reward_manager=name)
+    assert made.manager is not None
+    samples = build_samples([trajectory(f"#### {i % 3}", truth="2") for i in range(9)], TOKENIZER)
+    assert list(made.manager.score(samples)) == [0.0, 0.0, 1.0] * 3
+    assert list(made.manager.score([])) == []
+    made.close()
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_under_every_manager_a_source_without_a_rule_fails_its_sample_only(name: str) -> None:
+    made = scorer(reward_manager=name)
+    answers = [trajectory(), trajectory(source="who/knows"), trajectory("#### 5")]
+    report = made.score(answers)
+    made.close()
+    assert [t.score for t in answers] == [1.0, None, 0.0] and report.failed == 1
+
+
+@pytest.mark.parametrize("name", MANAGERS)
 def test_rules_score_under_every_manager(name: str) -> None:
     made = scorer(reward_manager=name)
     answers = [trajectory(), trajectory("#### 5"), trajectory("Answer: 4", source="math_dapo")]
@@ -47,15 +71,18 @@ def test_rules_score_under_every_manager(name: str) -> None:
     made.close()
     assert [t.score for t in answers] == [1.0, 0.0, 1.0]
     assert answers[2].extras == {"score": 1.0, "acc": True, "pred": "4"}
-    assert answers[0].extras == ({"acc": 1.0} if name in ("dapo", "batch") else {})
+    stores_acc = REWARD_MANAGERS.entry(name).facts["stores_acc"]
+    assert answers[0].extras == ({"acc": 1.0} if stores_acc else {})
     assert report.samples == 3 and report.failed == report.timed_out == report.retried == 0
-    assert report.metrics["reward/score/mean"] == pytest.approx(2 / 3) and report.metrics["reward/acc/mean"] == pytest.approx(
-        2 / 3 if name in ("dapo", "batch") else 1.0
-    )
+    assert report.metrics["reward/score/mean"] == pytest.approx(2 / 3) and report.metrics[
+        "reward/acc/mean"
+    ] == pytest.approx(2 / 3 if stores_acc else 1.0)
 
 
-@pytest.mark.parametrize("name", ["naive", "prime", "rate_limited"])
-def test_a_failure_masks_its_sample_and_no_other(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_failure_masks_its_sample_and_no_other(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = scorer(tmp_path, MOODS, reward_manager=name, timeout=1.0, num_workers=2, max_concurrent=4)
     moods = ["good", "raise", "nan", "text", "keyless", "none", "sleep", "long dict"]
     answers = [trajectory(mood, row=10 + i, source="my/source") for i, mood in enumerate(moods)]
@@ -66,11 +93,13 @@ def test_a_failure_masks_its_sample_and_no_other(name: str, tmp_path: Path, capl
     assert (report.failed, report.timed_out, report.retried) == (6, 1, 0)
     assert report.metrics["reward/failed"] == 6 and report.metrics["reward/timed_out"] == 1
     assert report.metrics["reward/score/mean"] == 0.75
-    assert report.metrics["reward/length/mean"] == 4 and report.metrics["reward/acc/mean"] == 1.0  # keys differ by sample
+    assert (
+        report.metrics["reward/length/mean"] == 4 and report.metrics["reward/acc/mean"] == 1.0
+    )  # keys differ by sample
     assert "reward/nothing/mean" not in report.metrics and "reward/pred/mean" not in report.metrics
     [line] = [record.getMessage() for record in caplog.records]
     assert "6 of 8 samples" in line and "row 11 of my/source" in line and "KeyError: 'missing thing'" in line
-    if name != "prime":
+    if not isinstance(made.manager, PrimeRewardManager):  # a traceback does not cross processes
         assert "my_reward.py, line 4" in line
 
 
@@ -78,7 +107,8 @@ def test_when_all_fail_the_scorer_is_broken(tmp_path: Path) -> None:
     made = scorer(tmp_path, MOODS)
     answers = [trajectory("raise", row=3), trajectory("nan", row=4)]
     with pytest.raises(
-        ValueError, match=r"all 2 samples.*row 3 of openai/gsm8k: KeyError: 'missing thing' \(my_reward.py, line 4"
+        ValueError,
+        match=r"all 2 samples.*row 3 of openai/gsm8k: KeyError: 'missing thing' \(my_reward.py, line 4",
     ):
         made.score(answers)
     assert [t.score for t in answers] == [None, None]
@@ -231,7 +261,9 @@ def test_a_batch_function_may_return_a_tensor_or_be_async(tmp_path: Path) -> Non
 
 
 def test_naive_calls_in_order(tmp_path: Path) -> None:
-    code = "seen = []\ndef compute_score(solution_str):\n    seen.append(solution_str)\n    return len(seen)\n"
+    code = (
+        "seen = []\ndef compute_score(solution_str):\n    seen.append(solution_str)\n    return len(seen)\n"
+    )
     answers = [trajectory(str(i)) for i in range(50)]
     scorer(tmp_path, code).score(answers)
     assert [t.score for t in answers] == list(range(1, 51))
@@ -244,23 +276,28 @@ def test_scored_by_its_environment_stays_so(tmp_path: Path) -> None:
 
 
 def test_overlong_penalty_and_its_report(tmp_path: Path) -> None:
-    buffer = OverlongBuffer(enable=True, len=4, penalty_factor=2.0, log=True)
+    buffer = OverlongBufferConfig(enable=True, len=4, penalty_factor=2.0, log=True)
     code = "def compute_score(solution_str): return 1.0\n"
-    made = scorer(tmp_path, code, reward_manager="dapo", overlong_buffer=buffer, reward_kwargs={"max_resp_len": 10})
+    made = scorer(
+        tmp_path, code, reward_manager="dapo", overlong_buffer=buffer, reward_kwargs={"max_resp_len": 10}
+    )
     answers = [trajectory("a" * (tokens - 1)) for tokens in (6, 7, 10)]  # and the end-of-turn token
     report = made.score(answers)
     assert [t.score for t in answers] == [1.0, 0.5, -1.0]
     assert [t.extras for t in answers] == [
-        {"acc": 1.0, "overlong_reward": reward, "overlong": over} for reward, over in ((0, False), (-0.5, True), (-2.0, True))
+        {"acc": 1.0, "overlong_reward": reward, "overlong": over}
+        for reward, over in ((0, False), (-0.5, True), (-2.0, True))
     ]
-    assert report.metrics["reward/score/mean"] == 1.0 and report.metrics["reward/overlong/mean"] == pytest.approx(2 / 3)
+    assert report.metrics["reward/score/mean"] == 1.0 and report.metrics[
+        "reward/overlong/mean"
+    ] == pytest.approx(2 / 3)
 
 
 def test_the_overlong_penalty_needs_to_know_the_limit() -> None:
     with pytest.raises(ValueError, match=r"max_resp_len, or data.max_response_length"):
-        scorer(overlong_buffer=OverlongBuffer(enable=True, len=4))
+        scorer(overlong_buffer=OverlongBufferConfig(enable=True, len=4))
     with pytest.raises(ValueError, match="len=20 must lie between 1 and the longest response, 10"):
-        scorer(overlong_buffer=OverlongBuffer(enable=True, len=20), max_response_length=10)
+        scorer(overlong_buffer=OverlongBufferConfig(enable=True, len=20), max_response_length=10)
 
 
 @pytest.mark.parametrize(("coef", "expected"), [(0.25, 1.0), (0.0, 0.0), (-3.0, -3.0)])
@@ -277,7 +314,9 @@ def test_responses_that_did_not_stop(coef: float, expected: float, tmp_path: Pat
     width=st.floats(0.1, 5),
     coef=st.none() | st.floats(-4, 1),
 )
-def test_shaped_scores_stay_in_range(scores: list[float], low: float, width: float, coef: float | None) -> None:
+def test_shaped_scores_stay_in_range(
+    scores: list[float], low: float, width: float, coef: float | None
+) -> None:
     answers = [trajectory(finish="length" if i % 2 else "stop") for i in range(len(scores))]
     shaped, reports = Shaping(clip=(low, low + width), truncated=coef).apply(scores, answers)
     assert reports == [{}] * len(scores)
@@ -306,30 +345,32 @@ def test_the_whole_transcript_on_request(tmp_path: Path) -> None:
 
 
 def test_a_budget_holds_in_any_window() -> None:
-    budget, moments = Budget(3, window=0.2), []
+    budget, moments = RateLimit(3, window=0.2), []
     for _ in range(8):
-        budget.spend(1)
+        budget.acquire(1)
         moments.append(time.monotonic())
     assert moments[2] - moments[0] < 0.1
     assert all(later - earlier >= 0.19 for earlier, later in zip(moments, moments[3:]))
-    tokens = Budget(10, window=0.2)
+    tokens = RateLimit(10, window=0.2)
     start = time.monotonic()
     for _ in range(3):
-        tokens.spend(6)
+        tokens.acquire(6)
     assert time.monotonic() - start >= 0.39
 
 
 def test_rate_limits_of_the_configuration(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"max_tpm=100 is below .*estimated_tokens_per_request=2000"):
         scorer(reward_manager="rate_limited", max_tpm=100)
-    made = scorer(tmp_path, LENGTHS, reward_manager="rate_limited", max_rpm=3, max_tpm=20000, max_concurrent=8)
-    limits = [(amount, budget.limit, budget.window) for amount, budget in made.manager.budgets]  # type: ignore[union-attr]
+    made = scorer(
+        tmp_path, LENGTHS, reward_manager="rate_limited", max_rpm=3, max_tpm=20000, max_concurrent=8
+    )
+    limits = [(amount, budget.limit, budget.window) for amount, budget in made.manager.limits]  # type: ignore[union-attr]
     assert limits == [(1, 3, 60.0), (2000, 20000, 60.0)]
-    made.manager.budgets[0][1].window = 0.2  # type: ignore[union-attr]
+    made.manager.limits[0][1].window = 0.2  # type: ignore[union-attr]
     start = time.monotonic()
     report = made.score([trajectory() for _ in range(9)])
     assert report.failed == 0 and time.monotonic() - start >= 0.39
-    slow = scorer(reward_manager="rate_limited", max_rpm=0.5).manager.budgets[0][1]  # type: ignore[union-attr]
+    slow = scorer(reward_manager="rate_limited", max_rpm=0.5).manager.limits[0][1]  # type: ignore[union-attr]
     assert (slow.limit, slow.window) == (1.0, 120.0)
 
 
@@ -347,8 +388,10 @@ class Useless:
 """
 
 
-def own(path: Path, name: str) -> RewardManager:
-    return RewardManager(source="importlib", module=RewardManagerModule(path=str(path), name=name))
+def own(path: Path, name: str) -> RewardManagerConfig:
+    return RewardManagerConfig(
+        source="importlib", module=RewardManagerModuleConfig(path=str(path), name=name)
+    )
 
 
 def test_a_manager_of_the_users_own(tmp_path: Path) -> None:
@@ -362,7 +405,7 @@ def test_a_manager_of_the_users_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no method"):
         scorer(manager=own(file, "Useless"))
     with pytest.raises(ValueError, match=r"needs reward_manager\.module\.path"):
-        scorer(manager=RewardManager(source="importlib"))
+        scorer(manager=RewardManagerConfig(source="importlib"))
 
 
 def test_a_registered_manager_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,10 +420,10 @@ def test_a_registered_manager_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
             return [3.0 for _ in samples]
 
     answer = trajectory()
-    scorer(manager=RewardManager(name="constant")).score([answer])
+    scorer(manager=RewardManagerConfig(name="constant")).score([answer])
     assert answer.score == 3.0 and answer.extras == {"acc": 3.0}
     with pytest.raises(ValueError, match=r"Unknown reward manager 'naiv'.*'naive'"):
-        scorer(manager=RewardManager(name="naiv"))
+        scorer(manager=RewardManagerConfig(name="naiv"))
 
 
 def test_a_model_first_then_the_function(tmp_path: Path) -> None:

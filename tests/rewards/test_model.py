@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.config.schema.reward import RewardModelWeights
-from strop.rewards.model import HeadModel, ModelScores, same_language
-from strop.rewards.sample import read_samples
+from strop.config.schema.reward import RewardModelWeightsConfig
+from strop.rewards.base import build_samples
+from strop.rewards.model import HeadModel, RewardModelScorer, same_tokenization
 from tests.data.tokens import UNENDING
 from tests.rewards.scene import TOKENIZER, ids, reading_tokenizer, scorer, trajectory
 
@@ -30,37 +30,44 @@ class Lengths:
 
 
 def samples(*texts: str) -> Any:
-    return read_samples([trajectory(text) for text in texts], TOKENIZER)
+    return build_samples([trajectory(text) for text in texts], TOKENIZER)
 
 
 def test_tokens_as_they_are_where_the_language_is_shared() -> None:
     for own in (None, TOKENIZER, reading_tokenizer()):
         model = Lengths()
-        assert ModelScores(model, TOKENIZER, own).score(samples("a", "abc")) == [6.0, 8.0]
+        assert RewardModelScorer(model, TOKENIZER, own).score(samples("a", "abc")) == [6.0, 8.0]
         assert model.read[1] == [*ids("2+2?abc"), TOKENIZER.eos_token_id]
 
 
 def test_rendered_anew_for_another_language() -> None:
     own = reading_tokenizer(template=UNENDING)
-    assert not same_language(TOKENIZER, own)
+    assert not same_tokenization(TOKENIZER, own)
     model = Lengths()
-    ModelScores(model, TOKENIZER, own).score(samples("abc", ""))
-    assert [own.decode(read) for read in model.read] == ["user: 2+2?\nassistant: abc\n", "user: 2+2?\nassistant: \n"]
+    RewardModelScorer(model, TOKENIZER, own).score(samples("abc", ""))
+    assert [own.decode(read) for read in model.read] == [
+        "user: 2+2?\nassistant: abc\n",
+        "user: 2+2?\nassistant: \n",
+    ]
     with pytest.raises(ValueError, match="tokenizer has no chat template"):
-        ModelScores(model, TOKENIZER, reading_tokenizer(template=None))
+        RewardModelScorer(model, TOKENIZER, reading_tokenizer(template=None))
 
 
 def test_long_inputs_are_cut_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    assert ModelScores(Lengths(), TOKENIZER, max_length=7).score(samples("a", "abcdef")) == [6.0, 7.0]
+    assert RewardModelScorer(Lengths(), TOKENIZER, max_length=7).score(samples("a", "abcdef")) == [6.0, 7.0]
     assert "1 of 2 inputs of the reward model were cut to max_length=7" in caplog.text
 
 
 def test_normalised_with_what_its_training_left() -> None:
     model = Lengths(config=SimpleNamespace(mean=4.0, std=2.0))
-    weights = RewardModelWeights(input_tokenizer=None)
+    weights = RewardModelWeightsConfig(input_tokenizer=None)
     answers = [trajectory("a"), trajectory("abc")]
-    report = scorer(enable=True, model=model, normalize=True, clip_range=[-1.5, 1.5], weights=weights).score(answers)
-    assert [t.score for t in answers] == [1.0, 1.5] and report.metrics["reward/score/mean"] == 1.5  # (6-4)/2, (8-4)/2 clipped
+    report = scorer(enable=True, model=model, normalize=True, clip_range=[-1.5, 1.5], weights=weights).score(
+        answers
+    )
+    assert [t.score for t in answers] == [1.0, 1.5] and report.metrics[
+        "reward/score/mean"
+    ] == 1.5  # (6-4)/2, (8-4)/2 clipped
     with pytest.raises(ValueError, match="holds no mean and std"):
         scorer(enable=True, model=Lengths(config=SimpleNamespace()), normalize=True, weights=weights)
 
@@ -116,8 +123,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_real_model_from_a_folder(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    keys: dict[str, Any] = {"enable": True, "normalize": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
-    weights = RewardModelWeights(path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score")
+    keys: dict[str, Any] = {
+        "enable": True,
+        "normalize": True,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 2,
+    }
+    weights = RewardModelWeightsConfig(
+        path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score"
+    )
     texts = ["a", "abcdefgh", "", "xyz", "12"]
     answers = [trajectory(text) for text in texts]
     scorer(weights=weights, **keys).score(answers)
@@ -125,7 +139,9 @@ def test_a_real_model_from_a_folder(folder: Path) -> None:
     plain = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for text, answer in zip(texts, answers):
-        read = tokenizer(f"user: 2+2?\nassistant: {text}\n", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        read = tokenizer(f"user: 2+2?\nassistant: {text}\n", add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ]
         with torch.no_grad():
             meant = (plain(read).logits.item() - 0.25) / 0.5
         assert answer.score == pytest.approx(meant, abs=1e-4)
@@ -134,10 +150,18 @@ def test_a_real_model_from_a_folder(folder: Path) -> None:
 def test_micro_batches_change_nothing(folder: Path) -> None:
     from strop.models.build import build_reward_model
 
-    weights = RewardModelWeights(path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score")
+    weights = RewardModelWeightsConfig(
+        path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score"
+    )
     module = build_reward_model(weights)
     sequences = [ids("abcdefghij"[: 1 + i % 7]) for i in range(11)]
     meant = HeadModel(module, rows=1).score(sequences)
-    for other in ({"rows": 4}, {"rows": 100}, {"max_tokens": 9}, {"max_tokens": 2}, {"rows": 3, "packed": False}):
+    for other in (
+        {"rows": 4},
+        {"rows": 100},
+        {"max_tokens": 9},
+        {"max_tokens": 2},
+        {"rows": 3, "packed": False},
+    ):
         assert HeadModel(module, **other).score(sequences) == pytest.approx(meant, abs=1e-5)
     assert HeadModel(module, max_tokens=9).score([]) == []

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from strop.rewards.remote import RemoteModel, values_in
-from strop.rewards.sample import read_samples
+from strop.rewards.base import build_samples
+from strop.rewards.remote import RewardServerClient, parse_reply
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -66,8 +66,8 @@ def lengths(question: dict[str, Any]) -> tuple[int, Any]:
     return 200, {"rewards": [float(len(text)) for text in question["query"]]}
 
 
-def asked(model: RemoteModel, texts: list[str]) -> list[Any]:
-    return model.score(read_samples([trajectory(text) for text in texts], TOKENIZER))
+def asked(model: RewardServerClient, texts: list[str]) -> list[Any]:
+    return model.score(build_samples([trajectory(text) for text in texts], TOKENIZER))
 
 
 def test_the_protocol(serve: Any) -> None:
@@ -75,7 +75,11 @@ def test_the_protocol(serve: Any) -> None:
     answers = [trajectory("abc"), trajectory("", truth={"target": [1]})]
     report = scorer(remote_url=server.url).score(answers)
     assert server.questions == [
-        {"query": ["2+2?abc<|im_end|>", "2+2?<|im_end|>"], "prompts": ["2+2?", "2+2?"], "labels": ["4", {"target": [1]}]}
+        {
+            "query": ["2+2?abc<|im_end|>", "2+2?<|im_end|>"],
+            "prompts": ["2+2?", "2+2?"],
+            "labels": ["4", {"target": [1]}],
+        }
     ]
     assert [t.score for t in answers] == [17.0, 14.0] and report.metrics["reward/score/mean"] == 15.5
 
@@ -91,23 +95,28 @@ def test_scores_and_logs_come_along(serve: Any) -> None:
 
     answers = [trajectory(), trajectory()]
     report = scorer(remote_url=serve(rich).url).score(answers)
-    assert answers[1].score == 0.5 and answers[1].extras == {"score": 0.5, "scores": 1, "place": 1, "shared": 3}
+    assert answers[1].score == 0.5 and answers[1].extras == {
+        "score": 0.5,
+        "scores": 1,
+        "place": 1,
+        "shared": 3,
+    }
     assert report.metrics["reward/scores/mean"] == 1.0 and report.metrics["reward/place/mean"] == 0.5
 
 
 def test_samples_are_divided_over_the_servers(serve: Any) -> None:
     one, two = serve(lengths), serve(lengths)
-    assert asked(RemoteModel([one.url, two.url], TOKENIZER), ["a", "ab", "abc"]) == [15.0, 16.0, 17.0]
+    assert asked(RewardServerClient([one.url, two.url], TOKENIZER), ["a", "ab", "abc"]) == [15.0, 16.0, 17.0]
     assert sorted(len(s.questions[0]["query"]) for s in (one, two)) == [1, 2]
     workers = serve(lengths)
-    asked(RemoteModel(workers.url, TOKENIZER, workers=4), ["a"] * 8)
+    asked(RewardServerClient(workers.url, TOKENIZER, workers=4), ["a"] * 8)
     assert [len(q["query"]) for q in workers.questions] == [2, 2, 2, 2]
 
 
 def test_a_server_that_is_down_is_passed_over(serve: Any) -> None:
     gone = serve(lengths)
     gone.close()
-    model = RemoteModel([gone.url, serve(lengths).url], TOKENIZER, pause=0.01)
+    model = RewardServerClient([gone.url, serve(lengths).url], TOKENIZER, pause=0.01)
     assert asked(model, ["a", "ab"]) == [15.0, 16.0] and model.retried >= 1
 
 
@@ -122,14 +131,18 @@ def test_trouble_that_passes_is_retried_and_counted(serve: Any) -> None:
 
 def test_refusals_are_not_retried(serve: Any) -> None:
     server = serve(lambda _: (422, {"detail": "labels are missing"}))
-    [error] = asked(RemoteModel(server.url, TOKENIZER), ["a"])
-    assert isinstance(error, ConnectionError) and "after 1 try" in str(error) and "labels are missing" in str(error)
+    [error] = asked(RewardServerClient(server.url, TOKENIZER), ["a"])
+    assert (
+        isinstance(error, ConnectionError)
+        and "after 1 try" in str(error)
+        and "labels are missing" in str(error)
+    )
     assert len(server.questions) == 1
 
 
 def test_tries_end(serve: Any) -> None:
     server = serve(lambda _: (500, {}))
-    [error] = asked(RemoteModel(server.url, TOKENIZER, tries=3, pause=0.01), ["a"])
+    [error] = asked(RewardServerClient(server.url, TOKENIZER, tries=3, pause=0.01), ["a"])
     assert "after 3 tries" in str(error) and len(server.questions) == 3
 
 
@@ -154,12 +167,12 @@ def test_rewards_that_are_none_mask_their_sample(serve: Any) -> None:
 
 def test_unusable_replies_say_what_came() -> None:
     with pytest.raises(ValueError, match=r"answered without 'rewards' \(it sent: reward\)"):
-        values_in({"reward": 1}, 1, "http://x")
+        parse_reply({"reward": 1}, 1, "http://x")
     with pytest.raises(ValueError, match="sent 3 samples and answered with 2 rewards"):
-        values_in({"rewards": [1, 2]}, 3, "http://x")
-    assert values_in({"rewards": 1.5, "scores": 1.5}, 1, "http://x") == [1.5]
+        parse_reply({"rewards": [1, 2]}, 3, "http://x")
+    assert parse_reply({"rewards": 1.5, "scores": 1.5}, 1, "http://x") == [1.5]
     with pytest.raises(ValueError, match="not an http:// or https:// address"):
-        RemoteModel("reward.py", TOKENIZER)
+        RewardServerClient("reward.py", TOKENIZER)
 
 
 def test_when_the_server_is_broken_the_step_stops(serve: Any) -> None:

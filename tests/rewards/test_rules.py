@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from strop.rewards.rules import format as shape
 from strop.rewards.rules import geo3k, gsm8k, math_boxed, math_dapo, math_symbolic, multiple_choice, search_qa
-from strop.rewards.rules.boxed import last_box
-from strop.rewards.rules.numbers import to_number
+from strop.rewards.rules.extract import last_box, to_number
 
 # Pieces that real answers are made of, so that random text reaches the interesting branches.
 pieces = st.sampled_from(
@@ -249,7 +248,14 @@ def test_multiple_choice_truths() -> None:
 def test_formats() -> None:
     good = "<think>a</think>\n<answer>b</answer>"
     assert shape.think_answer_format(good) == 1.0
-    for bad in (good + " more", "x" + good, good.replace("\n", "chat"), good + good, "<answer>b</answer><think>a</think>", ""):
+    for bad in (
+        good + " more",
+        "x" + good,
+        good.replace("\n", "chat"),
+        good + good,
+        "<answer>b</answer><think>a</think>",
+        "",
+    ):
         assert shape.think_answer_format(bad) == 0.0
     assert shape.think_boxed_format("<think>a</think> \\boxed{1}") == 1.0
     assert shape.think_boxed_format("\\boxed{1} <think>a</think>") == 0.0

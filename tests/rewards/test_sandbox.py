@@ -13,14 +13,22 @@ from pathlib import Path
 import pytest
 
 from strop.rewards.sandbox import launch
-from strop.rewards.sandbox.isolation import LEVELS, Isolation, isolation, why_not
-from strop.rewards.sandbox.launch import run_program, run_tests
-from strop.rewards.sandbox.limits import Limits, Outcome, SandboxError
+from strop.rewards.sandbox.launch import (
+    LEVELS,
+    Isolation,
+    choose_isolation,
+    isolation_problem,
+    run_program,
+    run_tests,
+)
+from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
 
 MARK = f"strop_test_{os.getpid()}"  # in the command line of our sandboxes: other test processes have sandboxes too
-HERE = [level for level in LEVELS if not why_not(level)]
+HERE = [level for level in LEVELS if not isolation_problem(level)]
 WALLED = [level for level in HERE if Isolation(level).hides_files]
-SHORT = Limits(seconds=3.0, total_seconds=20.0, memory_mb=256, disk_mb=8, processes=8, output_bytes=100_000)
+SHORT = SandboxLimits(
+    seconds=3.0, total_seconds=20.0, memory_mb=256, disk_mb=8, processes=8, output_bytes=100_000
+)
 
 
 @pytest.fixture(params=HERE)
@@ -33,7 +41,7 @@ def walled(request):
     return request.param
 
 
-def run(program: str, level: str, stdin: str = "", **limits) -> Outcome:
+def run(program: str, level: str, stdin: str = "", **limits) -> ProgramOutcome:
     from dataclasses import replace
 
     return run_program(program, stdin, replace(SHORT, **limits), level=level)
@@ -74,7 +82,11 @@ def test_a_script_reads_and_writes_in_every_usual_way(level):
         "print(a, b, c, sys.stdin.read().split())\n"
         "if __name__ == '__main__':\n    open('note', 'w').write('x'); print(os.listdir('.'), file=sys.stderr)\n    exit()\nprint('not reached')"
     )
-    outcome = run(program.replace("sys.stdin.buffer.readline().decode()", "sys.stdin.readline()"), level, "1\n2\nŁ\n4 5\n")
+    outcome = run(
+        program.replace("sys.stdin.buffer.readline().decode()", "sys.stdin.readline()"),
+        level,
+        "1\n2\nŁ\n4 5\n",
+    )
     assert (outcome.status, outcome.stdout, outcome.stderr) == ("ok", "1 2 Ł ['4', '5']\n", "['note']\n")
 
 
@@ -87,14 +99,22 @@ def test_buffered_and_raw_reading(level):
 def test_errors_are_told_with_their_line(level):
     outcome = run("x = [1]\nprint('before')\nprint(x[3])", level)
     assert outcome.status == "error" and outcome.exit_code == 1 and outcome.stdout == "before\n"
-    assert 'File "program.py", line 3' in outcome.stderr and "print(x[3])" in outcome.stderr and "IndexError" in outcome.stderr
+    assert (
+        'File "program.py", line 3' in outcome.stderr
+        and "print(x[3])" in outcome.stderr
+        and "IndexError" in outcome.stderr
+    )
     assert "strop" not in outcome.stderr
     assert "SyntaxError" in run("if", level).stderr
 
 
 @pytest.mark.parametrize(
     ("program", "status", "code"),
-    [("import sys; sys.exit(3)", "error", 3), ("import sys; sys.exit('no')", "error", 1), ("import os; os._exit(0)", "ok", 0)],
+    [
+        ("import sys; sys.exit(3)", "error", 3),
+        ("import sys; sys.exit('no')", "error", 1),
+        ("import os; os._exit(0)", "ok", 0),
+    ],
 )
 def test_exit_codes(level, program, status, code):
     outcome = run(program, level)
@@ -170,7 +190,9 @@ def test_a_program_without_end(level, program):
 
 def test_all_tests_together_have_a_limit(level):
     start = time.monotonic()
-    outcomes = run_tests("while True: pass", [{"stdin": ""}] * 20, Limits(seconds=0.4, total_seconds=1.0), level=level)
+    outcomes = run_tests(
+        "while True: pass", [{"stdin": ""}] * 20, SandboxLimits(seconds=0.4, total_seconds=1.0), level=level
+    )
     assert [o.status for o in outcomes] == ["timeout"] * 20 and time.monotonic() - start < 5
 
 
@@ -222,7 +244,10 @@ def test_a_full_disk_is_empty_for_the_next_test(walled):
 def test_files_do_not_outlive_a_test(level, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcomes = run_tests(
-        "import os; print(os.path.exists('a')); open('a', 'w').close()", [{"stdin": ""}] * 2, SHORT, level=level
+        "import os; print(os.path.exists('a')); open('a', 'w').close()",
+        [{"stdin": ""}] * 2,
+        SHORT,
+        level=level,
     )
     assert [o.stdout for o in outcomes] == ["False\n", "False\n"]
     assert not list(tmp_path.iterdir())
@@ -230,7 +255,10 @@ def test_files_do_not_outlive_a_test(level, tmp_path, monkeypatch):
 
 def test_open_files_and_file_size_are_limited(level):
     assert "Too many open files" in run("x = [open('/dev/null') for _ in range(500)]", level).stderr
-    outcome = run("import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nopen('a', 'wb').write(bytes(20 << 20))", level)
+    outcome = run(
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nopen('a', 'wb').write(bytes(20 << 20))",
+        level,
+    )
     assert outcome.status == "error"
 
 
@@ -274,7 +302,11 @@ def test_the_environment_and_other_processes_are_out_of_sight(walled, monkeypatc
         "print('pids', len(glob.glob('/proc/[0-9]*')))"
     )
     outcome = run(program, walled)
-    assert "hunter2" not in outcome.stdout and "STROP_TEST_SECRET" not in outcome.stdout and "pytest" not in outcome.stdout
+    assert (
+        "hunter2" not in outcome.stdout
+        and "STROP_TEST_SECRET" not in outcome.stdout
+        and "pytest" not in outcome.stdout
+    )
     assert "pids 2" in outcome.stdout or "pids 0" in outcome.stdout
 
 
@@ -343,16 +375,16 @@ def test_a_false_value_cannot_pretend_to_be_anything(level):
 
 
 def test_the_level_is_stated():
-    found = isolation()
+    found = choose_isolation()
     assert found.level == HERE[0]
     assert ("no network" in str(found)) == found.cuts_network
     assert "network is OPEN" in str(Isolation("limits")) and "WRITABLE" in str(Isolation("limits"))
     with pytest.raises(ValueError, match="Unknown isolation 'namespace'"):
-        isolation("namespace")
+        choose_isolation("namespace")
     for other in LEVELS:
         if other not in HERE:
             with pytest.raises(ValueError, match=f"level '{other}' does not work on this machine"):
-                isolation(other)
+                choose_isolation(other)
 
 
 def test_a_broken_sandbox_is_an_error_not_a_result(monkeypatch):
@@ -362,12 +394,15 @@ def test_a_broken_sandbox_is_an_error_not_a_result(monkeypatch):
     monkeypatch.setattr(launch, "_COMMAND", ["/bin/sleep", "100"])
     monkeypatch.setattr(launch, "GRACE", 0.2)
     with pytest.raises(SandboxError, match="did not end within"):
-        run_program("print(1)", limits=Limits(total_seconds=0.2), level=HERE[0])
+        run_program("print(1)", limits=SandboxLimits(total_seconds=0.2), level=HERE[0])
 
 
 def test_many_programs_at_once():
     results: list[str] = []
-    threads = [threading.Thread(target=lambda n=n: results.append(run(f"print({n})", HERE[0]).stdout)) for n in range(12)]
+    threads = [
+        threading.Thread(target=lambda n=n: results.append(run(f"print({n})", HERE[0]).stdout))
+        for n in range(12)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -377,4 +412,4 @@ def test_many_programs_at_once():
 
 @pytest.mark.skipif(shutil.which("bwrap") is None or os.geteuid() == 0, reason="bubblewrap is not for us")
 def test_bubblewrap_works_where_it_is_installed():
-    assert "bubblewrap" in HERE, why_not("bubblewrap")
+    assert "bubblewrap" in HERE, isolation_problem("bubblewrap")

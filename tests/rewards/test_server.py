@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from strop.config.schema.inference import ServerSettings
-from strop.rewards.batching import Batcher, QueueFull
-from strop.rewards.remote import RemoteModel
-from strop.rewards.sample import read_samples
-from strop.rewards.server import Judge, build_app
+from strop.config.schema.inference import ServerConfig
+from strop.rewards.base import build_samples
+from strop.rewards.remote import RewardServerClient
+from strop.rewards.server import DynamicBatcher, QueueFull, ServedRewardModel, build_app
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 
@@ -39,9 +38,11 @@ class Lengths:
 class Running:
     def __init__(self, model: Any, **settings: Any):
         self.model = model
-        judge = Judge("lengths", model, TOKENIZER, max_length=settings.pop("tokens", None))
-        app = build_app(judge, ServerSettings(**settings))
-        self.server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on"))
+        judge = ServedRewardModel("lengths", model, TOKENIZER, max_length=settings.pop("tokens", None))
+        app = build_app(judge, ServerConfig(**settings))
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on")
+        )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
@@ -82,11 +83,19 @@ def serve() -> Iterator[Callable[..., Running]]:
 def test_the_protocol(serve: Any) -> None:
     server = serve(tokens=10)
     status, reply = server.post({"query": ["ab", "abcdefghijklm"], "prompts": ["a", "a"], "labels": ["", ""]})
-    assert (status, reply) == (200, {"rewards": [2.0, 10.0], "scores": [2.0, 10.0], "extra_logs": {"truncated": [0, 1]}})
+    assert (status, reply) == (
+        200,
+        {"rewards": [2.0, 10.0], "scores": [2.0, 10.0], "extra_logs": {"truncated": [0, 1]}},
+    )
     assert server.post({"query": ["abc"]}, "/")[1]["rewards"] == [3.0]
     assert server.post({"query": []}) == (200, {"rewards": [], "scores": [], "extra_logs": {"truncated": []}})
     health = server.health()
-    assert health["status"] == "ok" and health["items"] == 3 and health["truncated"] == 1 and health["queued"] == 0
+    assert (
+        health["status"] == "ok"
+        and health["items"] == 3
+        and health["truncated"] == 1
+        and health["queued"] == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,9 @@ def test_requests_share_batches(serve: Any) -> None:
     server = serve(Lengths(seconds=0.2), max_batch_size=16, max_wait_ms=50)
     found: dict[int, Any] = {}
     threads = [
-        threading.Thread(target=lambda n=n: found.update({n: server.post({"query": ["a" * (n + 1)]})[1]["rewards"]}))
+        threading.Thread(
+            target=lambda n=n: found.update({n: server.post({"query": ["a" * (n + 1)]})[1]["rewards"]})
+        )
         for n in range(12)
     ]
     start = time.monotonic()
@@ -179,16 +190,16 @@ def test_what_is_no_number_is_masked_by_the_client(serve: Any) -> None:
 def test_the_client_sends_less_at_a_time_to_a_strict_server(serve: Any) -> None:
     server = serve(max_body_mb=0.001)
     texts = ["a" * n for n in range(1, 40) if n != 8] + ["b" * 3000]
-    model = RemoteModel(server.url, TOKENIZER, pause=0.01)
-    values = model.score(read_samples([trajectory(text) for text in texts], TOKENIZER))
+    model = RewardServerClient(server.url, TOKENIZER, pause=0.01)
+    values = model.score(build_samples([trajectory(text) for text in texts], TOKENIZER))
     assert [value["score"] for value in values[:-1]] == [len(text) + 5 for text in texts[:-1]]
     assert isinstance(values[-1], ConnectionError) and "the limit is" in str(values[-1])
 
 
 def test_two_servers_of_which_one_dies(serve: Any) -> None:
     alive, dying = serve(), serve()
-    model = RemoteModel([dying.url, alive.url], TOKENIZER, pause=0.01)
-    samples = read_samples([trajectory("a" * n) for n in (1, 2, 3, 4)], TOKENIZER)
+    model = RewardServerClient([dying.url, alive.url], TOKENIZER, pause=0.01)
+    samples = build_samples([trajectory("a" * n) for n in (1, 2, 3, 4)], TOKENIZER)
     assert len(model.score(samples)) == 4 and dying.health()["items"] == 2
     dying.close()
     assert [value["score"] for value in model.score(samples)] == [6.0, 7.0, 8.0, 9.0] and model.retried > 0
@@ -203,16 +214,18 @@ def test_the_batcher_forgets_who_went_away() -> None:
         return [item * 2 for item in items]
 
     async def scene() -> list[int]:
-        batcher: Batcher[int, int] = Batcher(answer, most=2, wait=0.0, room=10)
+        batcher: DynamicBatcher[int, int] = DynamicBatcher(
+            answer, max_batch_size=2, max_wait=0.0, max_queue=10
+        )
         worker = asyncio.create_task(batcher.run())
-        first = asyncio.create_task(batcher.ask([1, 2]))
+        first = asyncio.create_task(batcher.submit([1, 2]))
         await asyncio.sleep(0.03)
-        gone = asyncio.create_task(batcher.ask([3, 4]))
+        gone = asyncio.create_task(batcher.submit([3, 4]))
         await asyncio.sleep(0.01)
         gone.cancel()
-        found = await batcher.ask([5]) + await first
+        found = await batcher.submit([5]) + await first
         with pytest.raises(QueueFull):
-            await batcher.ask(list(range(11)))
+            await batcher.submit(list(range(11)))
         worker.cancel()
         return found
 

@@ -36,7 +36,9 @@ def test_results_and_exceptions_come_back(pool: TimeLimitedPool) -> None:
 
 def test_a_hanging_regex_is_killed_in_time_and_the_pool_lives_on(pool: TimeLimitedPool) -> None:
     start = time.perf_counter()
-    with pytest.raises(TimeoutError, match=r"hostile\.catastrophic did not answer within its limit of 0\.5 seconds"):
+    with pytest.raises(
+        TimeoutError, match=r"hostile\.catastrophic did not answer within its limit of 0\.5 seconds"
+    ):
         pool.call(hostile.catastrophic, 60, timeout=0.5)
     assert time.perf_counter() - start < 10
     assert pool.call(hostile.add, 1, timeout=5) == 1

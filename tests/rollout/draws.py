@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.rollout.native import rows
-from strop.rollout.native.rows import Rows
+from strop.rollout.native import decode_rows as rows
+from strop.rollout.native.decode_rows import DecodeRows
 
 
-def seated(device: torch.device) -> Rows:
+def filled(device: torch.device) -> DecodeRows:
     """Rows in every state, with every temperature, close to their limits."""
-    found, index = Rows(device), torch.arange(64, device=device)
+    found, index = DecodeRows(device), torch.arange(64, device=device)
     found.resize(64, 20, 0, 3)
     found.fields["length"][:] = index % 15 + 1
-    found.fields["given"][:] = (index % 5 == 2) * 11
+    found.fields["num_known"][:] = (index % 5 == 2) * 11
     found.fields["limit"][:] = 12 + index % 8
     found.fields["state"][:] = (index % 7 == 3).long()
-    found.fields["stream"][:] = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(3)).to(device)
+    found.fields["stream"][:] = torch.randint(
+        -(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(3)
+    ).to(device)
     found.fields["temperature"][:] = 0.5 + index % 5 * 0.3
     found.fields["greedy"][:] = index % 4 == 0
     found.fields["stops"][:, 0], found.fields["stops"][:, 1] = 5, index
@@ -34,9 +36,11 @@ def assert_drawn_as_plain(
     logits[3], logits[5, 1], logits[11, 3] = torch.nan, torch.inf, torch.nan
     logits[7, : vocabulary // 2], logits[9, 1:] = -torch.inf, -torch.inf
     which = torch.randperm(64)[:40].to(device)
-    plain, fast = seated(device), seated(device)
+    plain, fast = filled(device), filled(device)
     monkeypatch.setattr(rows, "kernels", lambda kind: None)
-    plain.advance(which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20)
+    plain.sample_next(
+        which, logits, {**used, "top_k": 0, "top_p": False, "min_p": False, "penalty": False}, 20
+    )
     draw(logits, which, fast.fields, **used)
     for name, expected in plain.fields.items():
         if name != "log_probs":

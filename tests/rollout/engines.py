@@ -1,4 +1,8 @@
-"""Engines for the conformance suite, by name. Those in other processes are started once and given new weights."""
+"""Engines for the conformance suite: all that the catalog declares. Those in other processes are started once and given new weights.
+
+An engine that is added to the catalog is in the suite at once: it is built by `build_engine`, unless `build` below knows
+another way.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,25 @@ from typing import Any
 
 import pytest
 
-from strop.rollout.base import Engine
-from strop.rollout.build import build_engine
-from strop.rollout.source import weights_of
-from strop.rollout.weights import longest_sequence
+from strop.catalog import ENGINES
+from strop.rollout.base import Engine, build_engine, resolve_max_model_len
+from strop.rollout.external import named_weights
 from tests.rollout import tiny
 from tests.rollout.sglang_double import Double
 
-ALL = ("hf", "native", "sglang", pytest.param("vllm", marks=pytest.mark.vllm))
-NOT_NUMBERS = ("hf", "native", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow]))
+NAMES = [name for name in ENGINES.names() if ENGINES.entry(name).source == "built-in"]
+ENVIRONMENTS = {"vllm": pytest.mark.vllm}
+"""Engines that need another environment, by the marker of their tests. SGLang's server has a double here."""
+
+
+def _marked(name: str, *more: Any) -> Any:
+    return pytest.param(name, marks=[ENVIRONMENTS[name], *more] if name in ENVIRONMENTS else [])
+
+
+ALL = [_marked(name) for name in NAMES]
+NOT_NUMBERS = [_marked(name, pytest.mark.slow) for name in NAMES if name != "sglang"]
 """Engines that are given what is not a number: it was not recorded what SGLang does, and vLLM must be started anew afterwards."""
-OUTSIDE = ("sglang", "vllm")
+OUTSIDE = [name for name in NAMES if ENGINES.entry(name).facts["own_weights"]]
 VLLM_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 _running: dict[str, Any] = {}
 _closing: dict[str, Callable[[], None]] = {}
@@ -46,12 +58,12 @@ def kinds() -> list[Any]:
     """(engine, model) pairs. The double loads weights by their names in the module, which those of experts do not keep; vLLM
     takes seconds per architecture, so most of them are slow tests."""
     pairs = []
-    for name in ("hf", "native", "sglang", "vllm"):
+    for name in NAMES:
         for kind in [*tiny.MODELS, "lora"]:
             if name == "sglang" and kind in tiny.EXPERTS:
                 continue
-            marks = [pytest.mark.vllm] if name == "vllm" else []
-            if name == "vllm" and kind not in ("llama", "smollm"):
+            marks = [ENVIRONMENTS[name]] if name in ENVIRONMENTS else []
+            if marks and kind not in ("llama", "smollm"):
                 marks.append(pytest.mark.slow)
             pairs.append(pytest.param(name, kind, marks=marks))
     return pairs
@@ -60,7 +72,9 @@ def kinds() -> list[Any]:
 def build(name: str, model: Any, **settings: Any) -> Engine:
     if name == "sglang":
         double = Double(_plain(model))
-        return build_engine(name, model, engine_kwargs={"sglang": {"url": double.url, "seeded": True}}, **settings)
+        return build_engine(
+            name, model, engine_kwargs={"sglang": {"url": double.url, "seeded": True}}, **settings
+        )
     if name == "vllm":
         return _vllm(model, **settings)
     return build_engine(name, model, **settings)
@@ -76,16 +90,18 @@ def _plain(model: Any) -> Any:
 
 def _vllm(model: Any, max_model_len: int | None = None, **settings: Any) -> Engine:
     """One engine per architecture; its limits are those of the protocol, so a shorter length needs no other engine."""
-    longest = longest_sequence(model, max_model_len)
+    longest = resolve_max_model_len(model.config, max_model_len)
     key = _architecture(model)
     if key not in _running:
         kwargs = {"vllm": {"python": vllm_python(), "seeded": True}}
-        _running[key] = build_engine("vllm", model, enforce_eager=True, max_num_seqs=256, engine_kwargs=kwargs)
+        _running[key] = build_engine(
+            "vllm", model, enforce_eager=True, max_num_seqs=256, engine_kwargs=kwargs
+        )
         _closing[key] = _running[key].close
         _running[key].close = lambda: None  # tests close what they build
     engine = _running[key]
-    engine.update_weights(weights_of(model), 0)
-    engine.longest = longest
+    engine.update_weights(named_weights(model), 0)
+    engine.max_model_len = longest
     engine.stats()
     return engine
 

@@ -77,7 +77,7 @@ class Double:
         self._going.wait()
         prompts, settings = body["input_ids"], body["sampling_params"]
         longest = max(len(ids) for ids in prompts)
-        if longest >= self.engine.longest:
+        if longest >= self.engine.max_model_len:
             message = recorded("/generate")[3]["response"]["error"]["message"]
             return 400, {"error": {"message": message.replace("3000", str(longest))}}
         assert all(ids == prompts[0] for ids in prompts) and body["return_logprob"]

@@ -39,7 +39,9 @@ def run(
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_all_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_engines_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.make(wide=True).save_pretrained(tmp_path)
     names = ["hf", "native", "vllm-eager", "strop-vllm-eager"]
     *lines, ratios = run(

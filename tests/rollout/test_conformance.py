@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from strop.rollout.base import Completion, Engine, Request, Sampling
-from strop.rollout.build import build_engine
+from strop.catalog import ENGINES
+from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
 from tests.rollout import engines, tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], [3, 4, 5, 6, 7, 8]]
@@ -31,7 +31,9 @@ def everything(answers: list[list[Completion]]) -> list[Completion]:
 def test_greedy_is_a_plain_forward_token_by_token(name: str, kind: str) -> None:
     model = engines.model(name, kind)
     engine = engines.build(name, model)
-    answers = engine.generate([Request(prompt, n=2) for prompt in PROMPTS], Sampling(temperature=0, max_tokens=9))
+    answers = engine.generate(
+        [Request(prompt, n=2) for prompt in PROMPTS], Sampling(temperature=0, max_tokens=9)
+    )
     for prompt, group in zip(PROMPTS, answers):
         expected = tiny.plain_greedy(model, prompt, 9)
         assert [c.ids for c in group] == [expected, expected]
@@ -72,9 +74,9 @@ def test_a_stop_token_ends_and_belongs_to_the_completion(name: str) -> None:
     greedy = Sampling(temperature=0, max_tokens=12, stop_ids=(95, stop))
     (one,) = engine.generate([Request(PROMPTS[0])], greedy)[0]
     assert (one.ids, one.finish, len(one.log_probs)) == (path[:end], "stop", end)
-    (one,) = engine.generate([Request(PROMPTS[0])], Sampling(temperature=0, max_tokens=12, stop_ids=(stop,), ignore_eos=True))[
-        0
-    ]
+    (one,) = engine.generate(
+        [Request(PROMPTS[0])], Sampling(temperature=0, max_tokens=12, stop_ids=(stop,), ignore_eos=True)
+    )[0]
     assert (one.ids, one.finish) == (path, "length")
     (one,) = engine.generate([Request(PROMPTS[0], max_tokens=end)], greedy)[0]
     assert one.finish == "stop", "a stop token in the last place is a stop"
@@ -82,7 +84,9 @@ def test_a_stop_token_ends_and_belongs_to_the_completion(name: str) -> None:
 
 def test_a_sequence_ends_at_the_longest_length(name: str) -> None:
     engine = engines.build(name, engines.model(name), max_model_len=16)
-    answers = engine.generate([Request([1] * 10), Request([1] * 15), Request([1] * 3)], Sampling(max_tokens=500))
+    answers = engine.generate(
+        [Request([1] * 10), Request([1] * 15), Request([1] * 3)], Sampling(max_tokens=500)
+    )
     assert [len(group[0].ids) for group in answers] == [6, 1, 13]
     assert {c.finish for c in everything(answers)} == {"length"}
 
@@ -125,7 +129,9 @@ def test_tokens_are_drawn_from_the_right_distribution(name: str, case: str) -> N
         logits[prompt] = torch.where(seen < 0, seen * 1.8, seen / 1.8)
     expected = allowed(logits, sampling)
     engine = engines.build(name, model, max_num_seqs=1024)
-    group = engine.generate([Request(prompt, n=draws // 8) for _ in range(8)], Sampling(**{**vars(sampling), "max_tokens": 1}))
+    group = engine.generate(
+        [Request(prompt, n=draws // 8) for _ in range(8)], Sampling(**{**vars(sampling), "max_tokens": 1})
+    )
     counts = Counter(c.ids[0] for c in everything(group))
     observed = torch.tensor([counts[i] for i in range(tiny.VOCABULARY)], dtype=torch.float64)
     assert observed[expected == 0].sum() == 0
@@ -143,7 +149,9 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(name: str) -
     sampling = Sampling(max_tokens=10, temperature=1.2)
     mine = Request(PROMPTS[1], n=3, seed=42)
     alone = engine.generate([mine], sampling)[0]
-    crowd = engine.generate([Request([9] * 7, n=5), Request([1, 2], seed=7), mine, Request([4], n=2)], sampling)[2]
+    crowd = engine.generate(
+        [Request([9] * 7, n=5), Request([1, 2], seed=7), mine, Request([4], n=2)], sampling
+    )[2]
     assert [c.ids for c in alone] == [c.ids for c in crowd]
     assert len({tuple(c.ids) for c in alone}) == 3
     other = engine.generate([Request(PROMPTS[1], n=3, seed=43)], sampling)[0]
@@ -283,7 +291,9 @@ def test_sleep_wake_and_stats(name: str) -> None:
     first = engine.generate([Request(PROMPTS[0], n=2)], sampling)
     engine.sleep()
     engine.wake()
-    assert [c.ids for c in engine.generate([Request(PROMPTS[0], n=2)], sampling)[0]] == [c.ids for c in first[0]]
+    assert [c.ids for c in engine.generate([Request(PROMPTS[0], n=2)], sampling)[0]] == [
+        c.ids for c in first[0]
+    ]
     numbers = engine.stats()
     assert numbers["tokens"] == 20 and numbers["tokens_per_second"] > 0
     assert engine.stats()["tokens"] == 0
@@ -318,3 +328,41 @@ def test_logits_that_are_not_numbers_end_that_row_only(name: str, temperature: f
         if temperature == 0:
             assert answers[1][0].ids == [tiny.VOCABULARY - 1] * 6
     engines.forget(model)  # vLLM reads what is not a number again where it left it
+
+
+def test_requests_that_come_during_generate_are_answered_or_refused(name: str) -> None:
+    """The catalog says which engines take them; the collector relies on it."""
+    model = engines.model(name)
+    engine = engines.build(name, model)
+    sampling = Sampling(temperature=0, max_tokens=4)
+    later = [Request(PROMPTS[1]), Request(PROMPTS[2], n=2)]
+
+    def more(free: int) -> list[Request]:
+        assert free > 0
+        return [later.pop(0)] if later else []
+
+    if not ENGINES.entry(name).facts["fed"]:
+        with pytest.raises(ValueError, match="cannot take further requests while it generates"):
+            engine.generate([Request(PROMPTS[0])], sampling, more)
+        assert len(later) == 2
+    else:
+        answers = engine.generate([Request(PROMPTS[0])], sampling, more)
+        assert [len(group) for group in answers] == [1, 1, 2] and not later
+        for prompt, group in zip(PROMPTS, answers):
+            assert {tuple(c.ids) for c in group} == {tuple(tiny.plain_greedy(model, prompt, 4))}
+    engine.close()
+
+
+def test_every_engine_has_the_whole_protocol(name: str) -> None:
+    engine = engines.build(name, engines.model(name))
+    for member in [*Engine.__annotations__, *(key for key in vars(Engine) if not key.startswith("_"))]:
+        assert hasattr(engine, member), member
+    assert engine.same_stream in (True, False)
+    engine.use_stream(None)
+    engine.sleep()
+    assert engine.release_memory() in (True, False)
+    assert engine.release_memory() is False, "nothing is left after the first call"
+    engine.wake()
+    [[completion]] = engine.generate([Request([5, 9])], Sampling(temperature=0, max_tokens=2))
+    assert len(completion.ids) == 2
+    engine.close()

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.build import build_engine
-from strop.rollout.interruptible import Ended, Interruptible
-from strop.rollout.partial import up_to
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
+from strop.rollout.base import Completion, Request, Sampling, build_engine, truncate_spans
+from strop.rollout.interruptible import EndedRequest, Interruptible
 
 TOKENS = 40
 SAMPLING = Sampling(max_tokens=TOKENS)
@@ -86,7 +84,9 @@ def test_each_stretch_has_the_version_and_the_log_probs_of_the_weights_that_samp
     mixed = [(r, c) for r, found in zip(REQUESTS, answers) for c in found if c.versions]
     assert mixed and max(len(c.versions) for _, c in mixed) == 3
     for request, completion in mixed:
-        assert sum(count for _, count in completion.versions) == len(completion.ids) == len(completion.log_probs)
+        assert (
+            sum(count for _, count in completion.versions) == len(completion.ids) == len(completion.log_probs)
+        )
         ids, place = torch.tensor([[*request.ids, *completion.ids]]), 0
         for version, count in completion.versions:
             with torch.no_grad():
@@ -123,7 +123,9 @@ def test_coroutines_are_continued_too(engine):
     async def all_of_them() -> list[list[Completion]]:
         return list(await asyncio.gather(*(steady.agenerate(request, SAMPLING) for request in REQUESTS)))
 
-    assert [[c.ids for c in found] for found in asyncio.run(all_of_them())] == [[c.ids for c in found] for found in whole]
+    assert [[c.ids for c in found] for found in asyncio.run(all_of_them())] == [
+        [c.ids for c in found] for found in whole
+    ]
 
 
 def test_nobody_waits_for_an_engine_that_has_ended(engine):
@@ -134,7 +136,7 @@ def test_nobody_waits_for_an_engine_that_has_ended(engine):
     def ask() -> None:
         try:
             steady.generate(REQUESTS, SAMPLING)
-        except Ended as problem:
+        except EndedRequest as problem:
             problems.append(problem)
 
     waiting = threading.Thread(target=ask)
@@ -148,6 +150,7 @@ class Forgetful:
     """An engine that begins a seed's stream again with every request, and cuts every other answer."""
 
     version = 0
+    same_stream = False
 
     def __init__(self) -> None:
         self.seeds: list[tuple[int | None, int]] = []
@@ -169,5 +172,5 @@ def test_engines_that_begin_streams_again_get_new_ones():
 
 
 def test_stretches_of_the_first_tokens():
-    assert up_to([(0, 3), (1, 4)], 5) == [(0, 3), (1, 2)]
-    assert up_to([(0, 3), (1, 4)], 2) == [(0, 2)]
+    assert truncate_spans([(0, 3), (1, 4)], 5) == [(0, 3), (1, 2)]
+    assert truncate_spans([(0, 3), (1, 4)], 2) == [(0, 2)]

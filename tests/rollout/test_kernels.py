@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from strop.rollout.native import attention
-from strop.rollout.native.attention import Decode, Flavour
-from strop.rollout.native.cache import Cache
+from strop.rollout.native.attention import AttentionOptions, Decode
+from strop.rollout.native.kv_cache import KVCache
 from tests.rollout import draws
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = torch.device("cuda")
 
 
@@ -30,7 +33,9 @@ DEVICE = torch.device("cuda")
         (1200, 8, 2, 256, 256, 400, {}),
     ],
 )
-def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, value_size, capacity, flavour):
+def test_decode_attention(
+    monkeypatch, dtype, rows, heads, key_heads, key_size, value_size, capacity, flavour
+):
     from strop.rollout.native.kernels import decode_attention
 
     torch.manual_seed(0)
@@ -40,9 +45,13 @@ def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, 
     def randn(*shape):
         return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
-    new = [randn(rows, 1, n, d).transpose(1, 2) for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))]
+    new = [
+        randn(rows, 1, n, d).transpose(1, 2)
+        for n, d in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+    ]
     plain, fast, exact = (
-        Cache({0: (key_heads, key_size, value_size)}, dtype=kind, device=DEVICE) for kind in (dtype, dtype, torch.float64)
+        KVCache({0: (key_heads, key_size, value_size)}, dtype=kind, device=DEVICE)
+        for kind in (dtype, dtype, torch.float64)
     )
     for cache in (plain, fast, exact):
         cache.resize(rows + 2, capacity, 0)
@@ -52,8 +61,10 @@ def test_decode_attention(monkeypatch, dtype, rows, heads, key_heads, key_size, 
             other.copy_(first)
     monkeypatch.setattr(attention, "kernels", lambda device: None)
     every, spans = torch.arange(rows, device=DEVICE), [(0, rows, int(positions.max()) + 1)]
-    usual = Decode(plain, every, positions, spans).attend(0, *new, Flavour(**flavour))
-    wanted = Decode(exact, every, positions, spans).attend(0, *(x.double() for x in new), Flavour(**flavour))
+    usual = Decode(plain, every, positions, spans).attend(0, *new, AttentionOptions(**flavour))
+    wanted = Decode(exact, every, positions, spans).attend(
+        0, *(x.double() for x in new), AttentionOptions(**flavour)
+    )
     found = decode_attention(*new, *fast.whole(0), positions, **flavour)
     off, allowed = ((x - wanted).norm() / wanted.norm() for x in (found, usual))
     assert off < 1.2 * allowed + 1e-6
@@ -66,16 +77,19 @@ def test_beginnings_may_be_read_in_another_row():
 
     torch.manual_seed(0)
     positions = torch.tensor([150, 200, 64, 129, 310, 5], device=DEVICE)
-    lenders, borrowed = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]], device=DEVICE)
+    prefix_rows, prefix_lens = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]], device=DEVICE)
     q, k, v = (torch.randn(6, heads, 1, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (9, 3, 3))
     keys, values = (torch.randn(6, 3, 320, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    for row, (lender, count) in enumerate(zip(lenders.tolist(), borrowed.tolist())):
+    for row, (other, count) in enumerate(zip(prefix_rows.tolist(), prefix_lens.tolist())):
         for held in (keys, values):
-            held[row, :, :count] = held[lender, :, :count]
+            held[row, :, :count] = held[other, :, :count]
     expected = decode_attention(q, k, v, keys, values, positions)
-    for row, count in enumerate(borrowed.tolist()):
+    for row, count in enumerate(prefix_lens.tolist()):
         keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
-    assert torch.equal(decode_attention(q, k, v, keys, values, positions, lenders=lenders, borrowed=borrowed), expected)
+    assert torch.equal(
+        decode_attention(q, k, v, keys, values, positions, prefix_rows=prefix_rows, prefix_lens=prefix_lens),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
@@ -93,11 +107,15 @@ def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("pairs", [([0, 0, 4], [1, 2, 9]), ([0, 3, 5, 7], [3, 0, 1, 5])], ids=["apart", "crossing"])
-def test_rows_of_all_layers_are_copied_at_once(dtype: torch.dtype, pairs: tuple[list[int], list[int]]) -> None:
+@pytest.mark.parametrize(
+    "pairs", [([0, 0, 4], [1, 2, 9]), ([0, 3, 5, 7], [3, 0, 1, 5])], ids=["apart", "crossing"]
+)
+def test_rows_of_all_layers_are_copied_at_once(
+    dtype: torch.dtype, pairs: tuple[list[int], list[int]]
+) -> None:
     """Layers of three shapes, keys wider than values, one that is not aligned; more than one thread block per row."""
     layers = {0: (2, 64, 64), 1: (2, 64, 64), 2: (1, 96, 64), 3: (3, 24, 7)}
-    here, there = (Cache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    here, there = (KVCache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     for cache in (here, there):
         cache.resize(12, 300, 0)
     for layer in layers:

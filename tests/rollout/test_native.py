@@ -25,7 +25,9 @@ def ids(answers: list[list[Completion]]) -> list[list[list[int]]]:
 def count_tokens(model: Any) -> list[int]:
     """Tokens of each forward pass from now on."""
     seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
     return seen
 
 
@@ -73,7 +75,7 @@ def test_a_full_cache_sends_rows_back_and_loses_nothing() -> None:
     answers = engine.generate(requests, sampling)
     assert engine.stats()["preemptions"] > 0
     assert ids(answers) == ids(NativeEngine(model).generate(requests, sampling))
-    assert engine._batch is not None and engine._batch.runner.cache.bytes <= 260 * PER_TOKEN
+    assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes <= 260 * PER_TOKEN
 
 
 def test_a_request_that_never_fits_fails_alone() -> None:
@@ -109,7 +111,9 @@ def test_an_error_in_the_module_reaches_the_caller_and_the_engine_lives_on() -> 
         engine.generate([Request(PROMPTS[0], n=2)], Sampling(temperature=0, max_tokens=6))
     handle.remove()
     assert model.config._attn_implementation == "sdpa"
-    assert ids(engine.generate([Request(PROMPTS[0], n=2)], Sampling(temperature=0, max_tokens=6))) == ids(expected)
+    assert ids(engine.generate([Request(PROMPTS[0], n=2)], Sampling(temperature=0, max_tokens=6))) == ids(
+        expected
+    )
 
 
 def test_coroutines_share_batches() -> None:
@@ -166,9 +170,9 @@ def test_an_error_in_the_module_reaches_every_coroutine() -> None:
 def test_sleep_frees_the_cache_and_refuses_while_requests_run() -> None:
     engine = NativeEngine(tiny.make())
     engine.generate([Request([1], n=3)], Sampling(max_tokens=4))
-    assert engine._batch is not None and engine._batch.runner.cache.bytes > 0
+    assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes > 0
     engine.sleep()
-    assert engine._batch.runner.cache.bytes == 0
+    assert engine._step_loop.runner.cache.bytes == 0
     engine.submit(Request([1]), Sampling(max_tokens=4))
     with pytest.raises(ValueError, match=r"call abort\(\) first"):
         engine.sleep()
@@ -180,7 +184,7 @@ def test_sleep_frees_the_cache_and_refuses_while_requests_run() -> None:
 def test_a_training_pass_during_a_rollout_is_refused() -> None:
     model = tiny.make()
     engine = NativeEngine(model)
-    with engine.loan(), pytest.raises(ValueError, match="on loan to the native rollout engine"):
+    with engine.borrowed_model(), pytest.raises(ValueError, match="borrowed by the native rollout engine"):
         model(input_ids=torch.tensor([[1, 2]]))
     assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, tiny.VOCABULARY)
 
@@ -196,8 +200,10 @@ def test_bfloat16_stays_bfloat16_in_the_cache() -> None:
     model = tiny.make().to(torch.bfloat16)
     engine = NativeEngine(model)
     answer = engine.generate([Request(PROMPTS[1], n=2)], Sampling(temperature=0, max_tokens=6))[0][0]
-    assert engine._batch is not None and engine._batch.runner.cache.dtype == torch.bfloat16
-    plain = tiny.plain_log_probs(model, PROMPTS[1], answer.ids).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+    assert engine._step_loop is not None and engine._step_loop.runner.cache.dtype == torch.bfloat16
+    plain = tiny.plain_log_probs(model, PROMPTS[1], answer.ids).gather(1, torch.tensor(answer.ids)[:, None])[
+        :, 0
+    ]
     assert (torch.tensor(answer.log_probs) - plain).abs().mean() < 5e-2
 
 
@@ -208,8 +214,8 @@ def test_the_cache_keeps_its_size_when_batches_of_different_shapes_take_turns() 
     sizes = []
     for batch in (wide, deep, wide, deep):
         engine.generate(batch, Sampling())
-        assert engine._batch is not None
-        sizes.append((engine._batch.runner.cache.rows, engine._batch.runner.cache.capacity))
+        assert engine._step_loop is not None
+        sizes.append((engine._step_loop.runner.cache.rows, engine._step_loop.runner.cache.capacity))
     assert sizes[0] == (8, 64) and sizes[1] == sizes[2] == sizes[3] == (8, 128)
 
 
@@ -219,31 +225,50 @@ def attended(q: Any, k: Any, v: Any, first: int, scale: float | None, window: in
     distance = queries[:, None] - keys
     mask = (distance >= 0) & (distance < (window or len(k)))
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *heads, attn_mask=mask, scale=scale, enable_gqa=True
+    )
     return out[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("kind, used", [("llama", True), ("mistral_window", True), ("gemma2_softcap", False)])
-def test_kernels_over_packed_prompts_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: str, used: bool) -> None:
+def test_kernels_over_packed_prompts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, kind: str, used: bool
+) -> None:
     """As on a GPU, with plain torch in the place of the kernels: one for whole prompts, one for pieces that go on."""
     model = tiny.make(kind)
     requests = [Request(p, n=2, seed=i) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])]
     sampling = Sampling(max_tokens=8)
     expected = NativeEngine(model).generate(requests, sampling)
     longer = [Request([*requests[i].ids, *expected[i][0].ids, 9, 9, 4], seed=5) for i in (3, 5)]
-    further = NativeEngine(model, enable_prefix_caching=False).generate([*longer, Request([8, 8, 1], seed=6)], sampling)
+    further = NativeEngine(model, enable_prefix_caching=False).generate(
+        [*longer, Request([8, 8, 1], seed=6)], sampling
+    )
     whole: list[int] = []
     pieces: list[list[int]] = []
 
-    def kernel(q: Any, k: Any, v: Any, bounds: Any, longest: int, *, scale: float | None, window: int | None) -> Any:
+    def kernel(
+        q: Any, k: Any, v: Any, bounds: Any, longest: int, *, scale: float | None, window: int | None
+    ) -> Any:
         whole.append(len(q))
         assert longest == int(bounds.diff().max())
-        return torch.cat([attended(q[a:b], k[a:b], v[a:b], 0, scale, window) for a, b in pairwise(bounds.tolist())])
+        return torch.cat(
+            [attended(q[a:b], k[a:b], v[a:b], 0, scale, window) for a, b in pairwise(bounds.tolist())]
+        )
 
     class Flash:
         @staticmethod
         def continued_attention(
-            q: Any, keys: Any, values: Any, bounds: Any, longest: int, origins: Any, rows: Any, *, scale: Any, window: Any
+            q: Any,
+            keys: Any,
+            values: Any,
+            bounds: Any,
+            longest: int,
+            origins: Any,
+            rows: Any,
+            *,
+            scale: Any,
+            window: Any,
         ) -> Any:
             pieces.append(origins.tolist())
             assert longest == int(bounds.diff().max())
@@ -269,25 +294,27 @@ def test_samples_that_run_side_by_side_read_their_prompt_in_one_row(monkeypatch:
     borrowing: list[int] = []
     plain = runner.Decode
 
-    def checked(cache: Any, rows: Any, positions: Any, spans: Any, lent: Any) -> Any:
-        tokens = engine._batch.runner.rows.fields["tokens"]
-        for row, (lender, count) in enumerate(zip(*(line.tolist() for line in lent))):
+    def checked(cache: Any, rows: Any, positions: Any, spans: Any, prefix_rows: Any) -> Any:
+        tokens = engine._step_loop.runner.rows.fields["tokens"]
+        for row, (other, count) in enumerate(zip(*(line.tolist() for line in prefix_rows))):
             assert count <= positions[row], "only what is computed"
-            assert torch.equal(tokens[row, :count], tokens[lender, :count])
+            assert torch.equal(tokens[row, :count], tokens[other, :count])
             for layer in cache.layers:
                 for held in cache.whole(layer):
-                    torch.testing.assert_close(held[row, :, :count], held[lender, :, :count])
-            assert lender == row or count > 0
-        borrowing.append(sum(count > 0 for count in lent[1].tolist()))
-        return plain(cache, rows, positions, spans, lent)
+                    torch.testing.assert_close(held[row, :, :count], held[other, :, :count])
+            assert other == row or count > 0
+        borrowing.append(sum(count > 0 for count in prefix_rows[1].tolist()))
+        return plain(cache, rows, positions, spans, prefix_rows)
 
     model = tiny.make()
-    requests = [Request(p, n=3, seed=i, max_tokens=30) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])]
+    requests = [
+        Request(p, n=3, seed=i, max_tokens=30) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])
+    ]
     sampling = Sampling(stop_ids=tuple(range(12)))  # so that they end one by one
     expected = NativeEngine(model).generate(requests, sampling)
     engine = NativeEngine(model, max_num_seqs=7)
     engine.generate([Request([1])], Sampling(max_tokens=1))
     monkeypatch.setattr(runner, "Decode", checked)
-    engine._batch.runner.lends, engine._batch.runner._pairs = True, False
+    engine._step_loop.runner.shares_prefix_reads, engine._step_loop.runner._dedup_rows = True, False
     assert ids(engine.generate(requests, sampling)) == ids(expected)
     assert max(borrowing) >= 4 and min(borrowing) < 2

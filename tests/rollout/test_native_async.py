@@ -7,7 +7,7 @@ import sys
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.turns import quick_turns
+from strop.rollout.native.async_driver import short_switch_interval
 from tests.rollout import tiny
 
 
@@ -49,12 +49,14 @@ def test_conversations_that_answer_at_once_find_their_place_at_the_next_step() -
 def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
     """Threads take turns at the interpreter quickly as long as the engine steps, and as usual before and after."""
     engine = NativeEngine(tiny.make(), max_num_seqs=4)
-    assert not engine._front.quick, "calls take long on a processor"
-    engine._front.quick = True
+    assert not engine._async_driver.short_calls, "calls take long on a processor"
+    engine._async_driver.short_calls = True
     seen: set[float] = set()
 
     async def busy() -> list[Completion]:
-        asked = asyncio.ensure_future(engine.agenerate(Request([1]), Sampling(max_tokens=20, ignore_eos=True)))
+        asked = asyncio.ensure_future(
+            engine.agenerate(Request([1]), Sampling(max_tokens=20, ignore_eos=True))
+        )
         while not asked.done():
             seen.add(sys.getswitchinterval())
             await asyncio.sleep(0)
@@ -69,7 +71,7 @@ def test_an_engine_is_not_starved_by_coroutines_that_compute() -> None:
 
 def test_turns_are_as_usual_when_the_last_of_several_engines_has_stopped() -> None:
     usual = sys.getswitchinterval()
-    first, second = quick_turns(), quick_turns()
+    first, second = short_switch_interval(), short_switch_interval()
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

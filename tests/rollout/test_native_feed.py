@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.native import NativeEngine, batch
+from strop.rollout.native import NativeEngine
+from strop.rollout.native import step_loop as batch
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, count_tokens
 from tests.rollout.test_native_prefix import PROMPT, TOOL, same, warm
@@ -23,7 +24,7 @@ WAYS = [
 
 
 def fed(monkeypatch: pytest.MonkeyPatch, model: Any, **settings: Any) -> NativeEngine:
-    monkeypatch.setattr(batch, "_FEED", {"cpu": 16})
+    monkeypatch.setattr(batch, "_MAX_DECODE_PREFILL", {"cpu": 16})
     return warm(model, **settings)
 
 
@@ -38,7 +39,9 @@ def test_the_next_turn_needs_no_pass_of_its_own(monkeypatch, kind, sampling):
     second = engine.generate([Request(talk, n=3, seed=2)], sampling)[0]
     # Three rows of one token each: first those of the turn that they are given, then those they sample.
     assert len(seen) == 1 + len(TOOL) + max(len(c.ids) for c in second) - 1 and max(seen) == 3
-    fresh = NativeEngine(model, enable_prefix_caching=False).generate([Request(talk, n=3, seed=2)], sampling)[0]
+    fresh = NativeEngine(model, enable_prefix_caching=False).generate([Request(talk, n=3, seed=2)], sampling)[
+        0
+    ]
     for a, b in zip(second, fresh):
         same(a, b)
 
@@ -49,7 +52,12 @@ def test_a_stop_token_in_what_is_given_stops_nothing(monkeypatch):
     engine = fed(monkeypatch, model)
     engine.generate([Request(PROMPT, seed=1)], sampling)
     found = engine.generate([Request([*PROMPT, *TOOL], seed=4)], sampling)[0][0]
-    same(found, NativeEngine(model, enable_prefix_caching=False).generate([Request([*PROMPT, *TOOL], seed=4)], sampling)[0][0])
+    same(
+        found,
+        NativeEngine(model, enable_prefix_caching=False).generate(
+            [Request([*PROMPT, *TOOL], seed=4)], sampling
+        )[0][0],
+    )
     assert found.ids
 
 
@@ -60,7 +68,7 @@ def test_others_copy_only_what_was_computed(monkeypatch):
     engine.generate([Request(PROMPT, seed=0)], sampling)
     long = [*PROMPT, *TOOL, *TOOL]
     first = engine.submit(Request(long, n=2, seed=1), sampling)
-    with engine.loan():
+    with engine.borrowed_model():
         engine.step()
         second = engine.submit(Request([*long, 9], n=2, seed=2), sampling)
         while not (first.done and second.done):
@@ -78,7 +86,10 @@ def test_crowds_of_conversations_get_what_each_would_get_alone(monkeypatch, sett
     model = tiny.make()
     engine, alone = fed(monkeypatch, model, **settings), NativeEngine(model, enable_prefix_caching=False)
     draw = random.Random(3)
-    turns = {number: [[draw.randrange(1, 90) for _ in range(draw.randrange(1, 22))] for _ in range(3)] for number in range(10)}
+    turns = {
+        number: [[draw.randrange(1, 90) for _ in range(draw.randrange(1, 22))] for _ in range(3)]
+        for number in range(10)
+    }
     told: list[tuple[list[int], int, Completion]] = []
 
     async def talk(number: int) -> None:
@@ -86,7 +97,9 @@ def test_crowds_of_conversations_get_what_each_would_get_alone(monkeypatch, sett
         for turn, words in enumerate(turns[number]):
             ids = [*ids, *words]
             seed = 10 * number + turn
-            (answer,) = await engine.agenerate(Request(list(ids), seed=seed), Sampling(max_tokens=3 + number % 4))
+            (answer,) = await engine.agenerate(
+                Request(list(ids), seed=seed), Sampling(max_tokens=3 + number % 4)
+            )
             told.append((list(ids), seed, answer))
             ids += answer.ids
 
@@ -107,12 +120,16 @@ def test_new_weights_in_the_middle_lose_nothing(monkeypatch):
     engine, sampling = fed(monkeypatch, model), Sampling(max_tokens=6)
     engine.generate([Request(PROMPT, seed=0)], sampling)
     ticket = engine.submit(Request([*PROMPT, *TOOL], seed=1), sampling)
-    with engine.loan():
+    with engine.borrowed_model():
         engine.step()
-        engine.update_weights([(name, 1.01 * weight.detach()) for name, weight in model.named_parameters()], version=1)
+        engine.update_weights(
+            [(name, 1.01 * weight.detach()) for name, weight in model.named_parameters()], version=1
+        )
         while not ticket.done:
             engine.step()
-    expected = NativeEngine(model, enable_prefix_caching=False).generate([Request([*PROMPT, *TOOL], seed=1)], sampling)[0][0]
+    expected = NativeEngine(model, enable_prefix_caching=False).generate(
+        [Request([*PROMPT, *TOOL], seed=1)], sampling
+    )[0][0]
     same(ticket.result()[0], expected)
 
 
@@ -123,10 +140,15 @@ def test_what_was_dropped_while_it_was_fed_is_not_copied(monkeypatch):
     long = [*PROMPT, *TOOL, *TOOL, *TOOL]
     dropped = Request(long, seed=1)
     ticket = engine.submit(dropped, sampling)
-    with engine.loan():
+    with engine.borrowed_model():
         engine.step()
         engine.abort(dropped)
         engine.step()
     assert ticket.result()[0].finish == "abort" and not ticket.result()[0].ids
     found = engine.generate([Request([*long, 9], seed=2)], sampling)[0][0]
-    same(found, NativeEngine(model, enable_prefix_caching=False).generate([Request([*long, 9], seed=2)], sampling)[0][0])
+    same(
+        found,
+        NativeEngine(model, enable_prefix_caching=False).generate([Request([*long, 9], seed=2)], sampling)[0][
+            0
+        ],
+    )

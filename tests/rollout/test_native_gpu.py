@@ -15,7 +15,10 @@ from strop.rollout.native import NativeEngine
 from strop.types import Batch
 from tests.rollout import tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], [3, 4, 5, 6, 7, 8]]
 
@@ -41,7 +44,11 @@ def test_greedy_is_a_plain_forward(kind: str, eager: bool) -> None:
 def test_graphs_give_the_samples_of_single_steps(kind: str) -> None:
     model = on_device(kind)
     requests = [Request(PROMPTS[i % 4], n=1 + i % 5, seed=i, max_tokens=5 + 7 * (i % 9)) for i in range(40)]
-    ways = [Sampling(), Sampling(temperature=0.7, top_p=0.9, stop_ids=(3, 4)), Sampling(top_k=7, repetition_penalty=1.2)]
+    ways = [
+        Sampling(),
+        Sampling(temperature=0.7, top_p=0.9, stop_ids=(3, 4)),
+        Sampling(top_k=7, repetition_penalty=1.2),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # experts that ask the device cannot be recorded, and say so
         graphs, single = NativeEngine(model, max_num_seqs=24), NativeEngine(model, enforce_eager=True)
@@ -56,7 +63,9 @@ def test_weights_that_changed_or_moved_are_seen_by_graphs() -> None:
     greedy = Sampling(temperature=0, max_tokens=12)
     plain = tiny.make("llama")
     for round_number in range(3):
-        assert engine.generate([Request(PROMPTS[0])], greedy)[0][0].ids == tiny.plain_greedy(plain, PROMPTS[0], 12)
+        assert engine.generate([Request(PROMPTS[0])], greedy)[0][0].ids == tiny.plain_greedy(
+            plain, PROMPTS[0], 12
+        )
         with torch.no_grad():
             for mine, its in zip(plain.parameters(), model.parameters()):
                 mine.add_(torch.randn_like(mine) * 0.2)
@@ -88,11 +97,13 @@ def test_what_ended_is_reused_though_recorded_steps_run_over_more_rows_than_are_
 def test_recorded_steps_survive_a_sleep_when_the_cache_is_small() -> None:
     engine = NativeEngine(on_device("llama"))
     first = engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))
-    assert engine._batch is not None and engine._batch.runner.recorded
+    assert engine._step_loop is not None and engine._step_loop.runner.recorded
     engine.sleep()
     engine.wake()
-    assert engine._batch.runner.recorded
-    assert engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))[0][0].ids == first[0][0].ids
+    assert engine._step_loop.runner.recorded
+    assert (
+        engine.generate([Request(PROMPTS[1], seed=1)], Sampling(max_tokens=30))[0][0].ids == first[0][0].ids
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from strop.rollout.base import Request, Sampling
-from strop.rollout.native import NativeEngine, memory
-from strop.rollout.native.cache import Cache
+from strop.rollout.native import NativeEngine
+from strop.rollout.native import kv_cache as memory
+from strop.rollout.native.kv_cache import KVCache
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, ids
 
@@ -18,15 +19,15 @@ REQUESTS = [Request(p, n=2, seed=i, max_tokens=10 + 12 * i) for i, p in enumerat
 
 def small_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """A device that runs out of memory, in the middle of growing, when the cache is to hold more than `tokens`."""
-    resize = Cache.resize
+    resize = KVCache.resize
 
-    def limited(self: Cache, rows: int, capacity: int, keep: int) -> None:
+    def limited(self: KVCache, rows: int, capacity: int, keep: int) -> None:
         if rows * capacity > tokens:
             self.keys.pop(0, None)
             raise torch.OutOfMemoryError("CUDA out of memory")
         resize(self, rows, capacity, keep)
 
-    monkeypatch.setattr(Cache, "resize", limited)
+    monkeypatch.setattr(KVCache, "resize", limited)
 
 
 @pytest.mark.parametrize("tokens", [150, 400, 700])
@@ -77,21 +78,23 @@ def test_a_device_without_any_memory_fails_every_request_and_ends(monkeypatch: p
 @pytest.mark.parametrize("budget", [130, 200, 333])
 def test_the_cache_stays_within_its_budget_all_the_time(monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     sizes: list[int] = []
-    resize = Cache.resize
+    resize = KVCache.resize
 
-    def watched(self: Cache, rows: int, capacity: int, keep: int) -> None:
+    def watched(self: KVCache, rows: int, capacity: int, keep: int) -> None:
         resize(self, rows, capacity, keep)
         sizes.append(self.bytes)
 
     model = tiny.make()
     expected = NativeEngine(model).generate(REQUESTS, Sampling())
-    monkeypatch.setattr(Cache, "resize", watched)
+    monkeypatch.setattr(KVCache, "resize", watched)
     engine = NativeEngine(model, cache_bytes=budget * PER_TOKEN)
     assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
     assert 0 < max(sizes) <= budget * PER_TOKEN
 
 
-def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny.make()
     weights = sum(w.numel() * w.element_size() for w in model.parameters())
     device = torch.device("cuda")
@@ -102,7 +105,9 @@ def test_the_budget_on_a_gpu_is_a_share_of_the_device_less_the_weights(monkeypat
     assert memory.cache_memory(model, device, 0.5) == 50_000_000 - weights
     state["free"] = 10_000_000
     assert memory.cache_memory(model, device, 0.5) == int(12_000_000 * 0.9), "no more than is free"
-    assert memory.cache_memory(model, device, 0.5, held=5_000_000) == int(17_000_000 * 0.9), "what it has counts as free"
+    assert memory.cache_memory(model, device, 0.5, held=5_000_000) == int(17_000_000 * 0.9), (
+        "what it has counts as free"
+    )
     assert memory.may_stay(device) and not memory.may_stay(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25_000_001)
     assert not memory.may_stay(device)
@@ -113,25 +118,27 @@ def test_a_cache_with_recorded_steps_stays_when_the_engine_sleeps_until_memory_i
 ) -> None:
     engine = NativeEngine(tiny.make())
     engine.generate([Request([1])], Sampling(max_tokens=2))
-    assert engine._batch is not None
-    cache = engine._batch.runner.cache
+    assert engine._step_loop is not None
+    cache = engine._step_loop.runner.cache
     size = cache.bytes
     monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
-    assert not engine.let_go(), "it is awake"
+    assert not engine.release_memory(), "it is awake"
     monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
     engine.sleep()
     assert cache.bytes == size > 0
     engine.wake()
-    assert not engine.let_go() and cache.bytes == size, "it may be in use"
+    assert not engine.release_memory() and cache.bytes == size, "it may be in use"
     monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: False)
     engine.sleep()
-    assert cache.bytes == 0 and not engine.let_go()
+    assert cache.bytes == 0 and not engine.release_memory()
     monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
     for stays in (True, False):
         engine.wake()
         engine.generate([Request([1])], Sampling(max_tokens=2))
         engine.sleep()
-        assert (cache.bytes > 0) == stays and engine.let_go() == stays, "once it was let go, it is never kept again"
+        assert (cache.bytes > 0) == stays and engine.release_memory() == stays, (
+            "once it was let go, it is never kept again"
+        )
         assert cache.bytes == 0
 
 
@@ -150,12 +157,14 @@ def test_memory_is_measured_anew_when_an_engine_wakes_with_its_cache(monkeypatch
     """A trainer took some meanwhile: the cache may not grow any more, and is used as it is."""
     held: list[int] = []
     sizes: Any = iter([600 * PER_TOKEN, 100 * PER_TOKEN])
-    monkeypatch.setattr("strop.rollout.native.engine.cache_memory", lambda *asked: held.append(asked[-1]) or next(sizes))
+    monkeypatch.setattr(
+        "strop.rollout.native.engine.cache_memory", lambda *asked: held.append(asked[-1]) or next(sizes)
+    )
     engine = NativeEngine(tiny.make())
     first = ids(engine.generate(REQUESTS, Sampling()))
     assert first == ids(engine.generate(REQUESTS, Sampling())) and len(held) == 1, "not while it is awake"
     engine.wake()
     assert ids(engine.generate(REQUESTS, Sampling())) == first
-    assert engine._batch is not None and 0 == held[0] < held[1]
-    cache = engine._batch.runner.cache
-    assert 100 < engine._batch.scheduler.budget == cache.rows * cache.capacity == held[1] // PER_TOKEN
+    assert engine._step_loop is not None and 0 == held[0] < held[1]
+    cache = engine._step_loop.runner.cache
+    assert 100 < engine._step_loop.scheduler.budget == cache.rows * cache.capacity == held[1] // PER_TOKEN

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from strop.rollout.base import Request, Sampling
-from strop.rollout.native import NativeEngine, packed
+from strop.rollout.native import NativeEngine
+from strop.rollout.native import borrowed_model as packed
 from tests.rollout import tiny
 from tests.rollout.test_native import PROMPTS
 
@@ -70,6 +71,6 @@ def test_weights_that_change_are_packed_anew_and_training_sees_plain_layers(made
 def test_the_copies_go_when_the_engine_sleeps(made: list[nn.Module]) -> None:
     engine = NativeEngine(tiny.make())
     engine.generate([Request(PROMPTS[1], n=2)], GREEDY)
-    assert engine.loan.packed._forwards
+    assert engine.borrowed_model.packed.changes
     engine.sleep()
-    assert not engine.loan.packed._forwards
+    assert not engine.borrowed_model.packed.changes

@@ -11,7 +11,7 @@ import torch
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.prefix import BLOCK, Holder, Prefixes, marks
+from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, PrefixCache, block_hashes
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, count_tokens
 
@@ -41,7 +41,9 @@ def test_the_next_turn_computes_only_what_is_new(kind: str) -> None:
     del seen[:]
     second = engine.generate([Request(talk, n=3, seed=2)], sampling)[0]
     assert seen[0] == 1 + len(TOOL), "the newest token of the first turn was never computed, the others were"
-    fresh = NativeEngine(model, enable_prefix_caching=False).generate([Request(talk, n=3, seed=2)], sampling)[0]
+    fresh = NativeEngine(model, enable_prefix_caching=False).generate([Request(talk, n=3, seed=2)], sampling)[
+        0
+    ]
     for a, b in zip(second, fresh):
         same(a, b)
     assert engine.stats()["prefix_reuse"] > 0.7
@@ -62,7 +64,9 @@ def test_episodes_of_one_prompt_share_it_though_each_asks_for_itself() -> None:
     seen = count_tokens(model)
 
     async def crowd() -> list[list[Completion]]:
-        return await asyncio.gather(*(engine.agenerate(Request(PROMPT, seed=i), Sampling(max_tokens=6)) for i in range(8)))
+        return await asyncio.gather(
+            *(engine.agenerate(Request(PROMPT, seed=i), Sampling(max_tokens=6)) for i in range(8))
+        )
 
     answers = asyncio.run(crowd())
     assert seen[0] == len(PROMPT) and sum(seen) == len(PROMPT) + 8 * 5
@@ -119,7 +123,7 @@ def test_a_row_that_was_not_a_number_is_not_reused() -> None:
     broken = [90, *PROMPT]
     for _ in range(2):
         assert engine.generate([Request(broken)], Sampling(max_tokens=3))[0][0].finish == "error"
-    assert not engine._batch or not engine._batch.scheduler.prefixes.kept
+    assert not engine._step_loop or not engine._step_loop.scheduler.prefix_cache.finished
 
 
 class Talks:
@@ -157,7 +161,7 @@ def test_the_cache_grows_for_conversations_within_its_budget() -> None:
         talks = Talks(engine, 8)
         assert not any(talks.remembered(i) for i in range(8))
         assert sum(talks.remembered(i) for i in range(8)) == hits
-        assert engine._batch is not None and engine._batch.runner.cache.bytes <= budget * PER_TOKEN
+        assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes <= budget * PER_TOKEN
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -165,7 +169,9 @@ def test_crowds_of_conversations_get_what_each_would_get_alone(seed: int) -> Non
     """Few rows, little memory, turns that come and go at random: reuse, moves, evictions and preemptions all at once."""
     draw = random.Random(seed)
     model = tiny.make()
-    engine = warm(model, max_num_seqs=draw.choice([2, 3, 5, 8]), cache_bytes=draw.choice([256, 500, 4000]) * PER_TOKEN)
+    engine = warm(
+        model, max_num_seqs=draw.choice([2, 3, 5, 8]), cache_bytes=draw.choice([256, 500, 4000]) * PER_TOKEN
+    )
     plain = NativeEngine(tiny.make(), enable_prefix_caching=False)
     system = PROMPT[: draw.randrange(10, 40)]
     asked: list[tuple[Request, Sampling]] = []
@@ -195,21 +201,27 @@ def test_crowds_of_conversations_get_what_each_would_get_alone(seed: int) -> Non
 
 def test_the_longest_beginning_is_found() -> None:
     draw = random.Random(1)
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     held = []
     for row in range(30):
         base = draw.choice(held).tokens[: draw.randrange(60)] if held and draw.random() < 0.7 else ()
         tokens = (*base, *(draw.randrange(5) for _ in range(draw.randrange(1, 60))))
-        held.append(Holder(row, tokens, marks(tokens)))
-        prefixes.keep(held[-1])
+        held.append(CachedPrefix(row, tokens, block_hashes(tokens)))
+        prefixes.add_finished(held[-1])
     for _ in range(200):
         tokens = (*draw.choice(held).tokens[: draw.randrange(70)], *(draw.randrange(5) for _ in range(8)))
-        match = prefixes.find(tokens, marks(tokens))
+        match = prefixes.find(tokens, block_hashes(tokens))
         best = max(
-            next((i for i, (a, b) in enumerate(zip(h.tokens, tokens)) if a != b), min(len(h.tokens), len(tokens))) for h in held
+            next(
+                (i for i, (a, b) in enumerate(zip(h.tokens, tokens)) if a != b),
+                min(len(h.tokens), len(tokens)),
+            )
+            for h in held
         )
         if match is None:
             assert best < BLOCK
         else:
-            assert match.holder.tokens[: match.shared] == tokens[: match.shared]
-            assert match.shared // BLOCK == best // BLOCK, "to the block; within it another row may share a few tokens more"
+            assert match.prefix.tokens[: match.num_tokens] == tokens[: match.num_tokens]
+            assert match.num_tokens // BLOCK == best // BLOCK, (
+                "to the block; within it another row may share a few tokens more"
+            )

@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.base import (
+    Completion,
+    Request,
+    Sampling,
+    continuation,
+    is_unfinished,
+    join_completions,
+    merge_spans,
+    version_spans,
+)
 from strop.rollout.native import NativeEngine
-from strop.rollout.partial import continuation, joined, merged, stretches, unfinished
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, count_tokens
 
@@ -42,7 +50,9 @@ def disturb(model: Any, seed: int = 5) -> None:
 
 def test_tokens_are_streamed_as_they_come_and_add_up_to_the_completion() -> None:
     told: dict[int, list[tuple[list[int], list[float]]]] = {0: [], 1: []}
-    engine = NativeEngine(tiny.make(), cache_bytes=140 * PER_TOKEN)  # too small for both: one is sent back and goes on later
+    engine = NativeEngine(
+        tiny.make(), cache_bytes=140 * PER_TOKEN
+    )  # too small for both: one is sent back and goes on later
 
     def listen(sample: int, ids: Any, log_probs: Any) -> None:
         told[sample].append((list(ids), list(log_probs)))
@@ -93,7 +103,9 @@ def test_abort_of_one_request_leaves_the_others_alone() -> None:
     assert [c.ids for c in found[0]] == [c.ids for c in alone]
     assert {c.finish for c in found[1]} == {"abort"} and all(0 < len(c.ids) < 20 for c in found[1])
     assert [(c.finish, c.ids) for c in found[2]] == [("abort", [])] * 3
-    assert engine.generate([running], SAMPLING)[0][0].finish == "length", "an abort is over when it was answered"
+    assert engine.generate([running], SAMPLING)[0][0].finish == "length", (
+        "an abort is over when it was answered"
+    )
 
 
 def test_a_cancelled_coroutine_frees_its_row() -> None:
@@ -143,7 +155,7 @@ def test_requests_in_flight_go_on_under_new_weights_and_say_which_sampled_what()
 
     # In the middle of a step the engine's lock is held by this very thread: do it between two steps.
     tickets = [engine.submit(Request(p, n=2, seed=i), SAMPLING) for i, p in enumerate(PROMPTS[:3])]
-    with engine.loan():
+    with engine.borrowed_model():
         for _ in range(7):
             engine.step()
         update()
@@ -155,17 +167,19 @@ def test_requests_in_flight_go_on_under_new_weights_and_say_which_sampled_what()
             old = tiny.plain_log_probs(before, prompt, completion.ids, 0.9)[:8]
             new = tiny.plain_log_probs(model, prompt, completion.ids, 0.9)[8:]
             expected = torch.cat([old, new]).gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
-            assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4, "the whole context is of the new weights"
+            assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4, (
+                "the whole context is of the new weights"
+            )
 
 
 def slices(engine: NativeEngine, request: Request, longest: int, size: int) -> list[Completion]:
     """An answer in goes of `size` tokens."""
     found = engine.generate([Request(request.ids, request.n, request.seed, size)], SAMPLING)[0]
-    while any(unfinished(c, longest) for c in found):
-        open_ones = [i for i, c in enumerate(found) if unfinished(c, longest)]
+    while any(is_unfinished(c, longest) for c in found):
+        open_ones = [i for i, c in enumerate(found) if is_unfinished(c, longest)]
         again = [continuation(request, i, found[i], longest, size) for i in open_ones]
         for i, (more,) in zip(open_ones, engine.generate(again, SAMPLING)):
-            found[i] = joined(found[i], more)
+            found[i] = join_completions(found[i], more)
     return found
 
 
@@ -188,16 +202,18 @@ def test_an_aborted_answer_is_taken_up_again_after_an_update() -> None:
     handle = at_pass(model, 6, engine.abort)
     found = engine.generate([request], SAMPLING)[0]
     handle.remove()
-    assert all(unfinished(c, 20) and c.finish == "abort" for c in found)
+    assert all(is_unfinished(c, 20) and c.finish == "abort" for c in found)
     had = len(found[0].ids)
     disturb(model)
     engine.update_weights([], version=1)
     more = engine.generate([continuation(request, i, c, 20) for i, c in enumerate(found)], SAMPLING)
     for before, (after,) in zip(found, more):
-        whole = joined(before, after)
+        whole = join_completions(before, after)
         assert len(whole.ids) == len(whole.log_probs) == 20 and whole.ids[:had] == before.ids
         assert (whole.finish, whole.version, whole.versions) == ("length", 1, [(0, had), (1, 20 - had)])
-        expected = tiny.plain_log_probs(model, PROMPTS[1], whole.ids, 0.9).gather(1, torch.tensor(whole.ids)[:, None])[had:, 0]
+        expected = tiny.plain_log_probs(model, PROMPTS[1], whole.ids, 0.9).gather(
+            1, torch.tensor(whole.ids)[:, None]
+        )[had:, 0]
         assert (torch.tensor(after.log_probs) - expected).abs().max() < 1e-4
 
 
@@ -205,10 +221,10 @@ def test_joining_keeps_the_order_of_versions() -> None:
     a = Completion([1, 2], [-0.1, -0.2], "abort", 4)
     b = Completion([3], [-0.3], "abort", 4)
     c = Completion([5, 6], [-0.5, -0.6], "stop", 6, versions=[(5, 1), (6, 1)])
-    both = joined(a, b)
-    assert both.versions == [] and stretches(both) == [(4, 3)]
-    assert joined(both, c).versions == [(4, 3), (5, 1), (6, 1)]
-    assert merged([(1, 0), (2, 3), (2, 1), (1, 2)]) == [(2, 4), (1, 2)]
-    assert not unfinished(c, 99) and not unfinished(Completion([1], [0.0], "length"), 1)
+    both = join_completions(a, b)
+    assert both.versions == [] and version_spans(both) == [(4, 3)]
+    assert join_completions(both, c).versions == [(4, 3), (5, 1), (6, 1)]
+    assert merge_spans([(1, 0), (2, 3), (2, 1), (1, 2)]) == [(2, 4), (1, 2)]
+    assert not is_unfinished(c, 99) and not is_unfinished(Completion([1], [0.0], "length"), 1)
     with pytest.raises(ValueError, match="3 of 3 tokens: there is nothing left"):
         continuation(Request([1]), 0, both, 3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.rollout.base import Sampling
-from strop.rollout.native.sampler import ALL, Knobs, penalise, sample, stream, uniforms
+from strop.rollout.native.sampler import ALL, SamplingTensors, apply_penalty, sample, stream, uniforms
 from tests.rollout.test_conformance import allowed
 
 
@@ -29,12 +29,14 @@ def test_uniforms_are_uniform_and_depend_on_stream_and_position() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 1500), st.integers(0, 1000), st.floats(0, 1, exclude_max=True))
-def test_the_token_is_where_the_cumulative_weight_passes_the_number(size: int, seed: int, number: float) -> None:
+def test_the_token_is_where_the_cumulative_weight_passes_the_number(
+    size: int, seed: int, number: float
+) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(1, size) * 3
     logits[0, torch.rand(size) < 0.3] = -torch.inf
     logits[0, seed % size] = 1.0
-    draw = sample(logits, torch.tensor([number], dtype=torch.float64), Knobs())
+    draw = sample(logits, torch.tensor([number], dtype=torch.float64), SamplingTensors())
     probs = torch.softmax(logits[0].double(), -1)
     bounds = probs.cumsum(0)
     token = int(draw.tokens)
@@ -46,7 +48,7 @@ def test_the_token_is_where_the_cumulative_weight_passes_the_number(size: int, s
 def test_numbers_at_the_edges_choose_tokens_that_have_weight() -> None:
     logits = torch.full((2, 2000), -torch.inf)
     logits[:, 700:1300] = torch.randn(2, 600)
-    draw = sample(logits, torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64), Knobs())
+    draw = sample(logits, torch.tensor([0.0, 1 - 2.0**-48], dtype=torch.float64), SamplingTensors())
     assert draw.tokens.tolist() == [700, 1299]
 
 
@@ -54,11 +56,11 @@ def test_settings_of_a_row_do_not_touch_the_others() -> None:
     torch.manual_seed(0)
     logits = torch.randn(1, 5000).expand(5, -1).contiguous()
     numbers = torch.full((5,), 0.987, dtype=torch.float64)
-    mixed = Knobs(
+    mixed = SamplingTensors(
         temperature=torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]),
         greedy=torch.tensor([True, False, False, False, False]),
         top_k=torch.tensor([ALL, ALL, ALL, 3, ALL]),
-        widest=ALL,
+        max_top_k=ALL,
         top_p=torch.tensor([1.0, 0.2, 1.0, 1.0, 1.0]),
         min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.9]),
     )
@@ -84,7 +86,13 @@ def test_settings_of_a_row_do_not_touch_the_others() -> None:
 def test_a_nucleus_wider_than_the_candidates_is_still_exact() -> None:
     flat = torch.zeros(1, 4000)
     seen = {
-        int(sample(flat, torch.tensor([u / 500], dtype=torch.float64), Knobs(top_p=torch.tensor([0.95]))).tokens)
+        int(
+            sample(
+                flat,
+                torch.tensor([u / 500], dtype=torch.float64),
+                SamplingTensors(top_p=torch.tensor([0.95])),
+            ).tokens
+        )
         for u in range(500)
     }
     assert len(seen) == 500
@@ -95,13 +103,13 @@ def test_rows_that_are_not_numbers_are_marked() -> None:
     logits[1, 3] = torch.nan
     logits[2, 3] = torch.inf
     logits[3] = -torch.inf
-    draw = sample(logits, torch.full((4,), 0.5, dtype=torch.float64), Knobs())
+    draw = sample(logits, torch.full((4,), 0.5, dtype=torch.float64), SamplingTensors())
     assert draw.valid.tolist() == [True, False, False, False]
 
 
 def test_a_penalty_counts_a_token_once() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
-    found = penalise(logits, torch.tensor([[0, 0, 1], [2, 2, 2]]), torch.tensor([2.0, 4.0]))
+    found = apply_penalty(logits, torch.tensor([[0, 0, 1], [2, 2, 2]]), torch.tensor([2.0, 4.0]))
     assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.25]]
 
 
@@ -117,15 +125,17 @@ def test_every_combination_of_settings_draws_from_its_own_distribution(
     rows, rounds = 2000, 4
     draws = rows * rounds
     logits = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2
-    expected = allowed(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)) * draws
+    expected = (
+        allowed(logits, Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)) * draws
+    )
 
     def column(value: float) -> torch.Tensor:
         return torch.full((rows,), value)
 
-    knobs = Knobs(
+    knobs = SamplingTensors(
         temperature=column(temperature),
         top_k=column(top_k).long() if top_k else None,
-        widest=top_k,
+        max_top_k=top_k,
         top_p=column(top_p) if top_p < 1 else None,
         min_p=column(min_p) if min_p else None,
     )

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from strop.rollout.base import EngineDied, Request, Sampling
+from strop.rollout.external import named_weights
 from strop.rollout.sglang import SglangEngine, command_line, read_completion
-from strop.rollout.source import weights_of
 from tests.rollout import tiny
 from tests.rollout.sglang_double import Double, recorded
 
@@ -33,7 +33,9 @@ def answers() -> list[dict[str, Any]]:
     found = []
     for exchange in recorded("/generate"):
         replies = exchange["response"] if isinstance(exchange["response"], list) else [exchange["response"]]
-        found += [r for r in replies if isinstance(r, dict) and "output_token_logprobs" in r.get("meta_info", {})]
+        found += [
+            r for r in replies if isinstance(r, dict) and "output_token_logprobs" in r.get("meta_info", {})
+        ]
     return found
 
 
@@ -76,7 +78,7 @@ def test_weights_go_in_a_session_while_generation_is_paused(double: Double) -> N
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.3)
-    engine.update_weights(weights_of(model), 12)
+    engine.update_weights(named_weights(model), 12)
     begin, *buckets, end = double.calls[1:-1]
     assert (double.calls[0], begin) == ("/pause_generation", "/begin_weight_update")
     assert (end, double.calls[-1]) == ("/end_weight_update", "/continue_generation")
@@ -92,7 +94,9 @@ def test_weights_are_written_as_the_server_reads_them() -> None:
     from strop.rollout.sglang import _serialized
 
     mine = base64.b64decode(_serialized([("model.norm.weight", torch.ones(576, dtype=torch.bfloat16))]))
-    theirs = base64.b64decode(recorded("/update_weights_from_tensor")[1]["request"]["serialized_named_tensors"][0])
+    theirs = base64.b64decode(
+        recorded("/update_weights_from_tensor")[1]["request"]["serialized_named_tensors"][0]
+    )
     words = [
         b"rebuild_tensor",
         b"rebuild_storage_filename",
@@ -107,7 +111,7 @@ def test_weights_are_written_as_the_server_reads_them() -> None:
 
 
 def test_memory_is_given_back_only_if_asked(double: Double) -> None:
-    engine = SglangEngine(tiny.make(), engine_kwargs={"url": double.url})
+    engine = SglangEngine(tiny.make(), free_cache_engine=False, engine_kwargs={"url": double.url})
     double.calls.clear()
     engine.sleep()
     engine.wake()
@@ -121,7 +125,7 @@ def test_memory_is_given_back_only_if_asked(double: Double) -> None:
 
 def test_a_server_that_refuses_one_request_serves_the_others(double: Double) -> None:
     engine = SglangEngine(tiny.make(), engine_kwargs={"url": double.url})
-    double.engine.longest = 8  # less than the client believes
+    double.engine.max_model_len = 8  # less than the client believes
     bad, good = engine.generate([Request([1] * 20), Request([5, 9])], GREEDY)
     assert bad[0].finish == "error" and "Input length (20 tokens) exceeds" in (bad[0].error or "")
     assert good[0].finish == "length"
@@ -136,12 +140,20 @@ def test_a_server_that_goes_away_is_named(double: Double) -> None:
 
 
 def test_a_server_that_does_not_start_tells_its_last_words() -> None:
-    with pytest.raises(EngineDied, match=r"(?s)SGLang did not start.*exit code 1.*No module named .?sglang.*launch_server"):
+    with pytest.raises(
+        EngineDied, match=r"(?s)SGLang did not start.*exit code 1.*No module named .?sglang.*launch_server"
+    ):
         SglangEngine(tiny.make(), engine_kwargs={"python": sys.executable})
     with pytest.raises(ValueError, match="'localhost:1' is not an http"):
         SglangEngine(tiny.make(), engine_kwargs={"url": "localhost:1"})
 
 
 def test_settings_become_flags() -> None:
-    given = {"tp_size": 2, "enable_memory_saver": True, "disable_radix_cache": False, "dtype": None, "cuda_graph_bs": [1, 2]}
+    given = {
+        "tp_size": 2,
+        "enable_memory_saver": True,
+        "disable_radix_cache": False,
+        "dtype": None,
+        "cuda_graph_bs": [1, 2],
+    }
     assert command_line(given) == ["--tp-size", "2", "--enable-memory-saver", "--cuda-graph-bs", "1", "2"]

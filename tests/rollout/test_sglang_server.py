@@ -38,7 +38,9 @@ def engine() -> Iterator[SglangEngine]:
         patch.setenv("PYTHONPATH", str(Path(__file__).with_name("sglang_stub")))
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         own = {"python": str(PYTHON), **ON_A_CPU}
-        made = SglangEngine(tiny.make(wide=True), max_num_seqs=16, gpu_memory_utilization=0.2, engine_kwargs=own)
+        made = SglangEngine(
+            tiny.make(wide=True), max_num_seqs=16, gpu_memory_utilization=0.2, engine_kwargs=own
+        )
     yield made
     made.close()
 
@@ -67,7 +69,10 @@ def test_greedy_is_a_plain_forward_before_and_after_new_weights(engine: SglangEn
 def test_log_probs_are_at_the_temperature_before_filters(engine: SglangEngine) -> None:
     model = tiny.make(wide=True)
     engine.update_weights(model.named_parameters(), 2)
-    for sampling in (Sampling(temperature=0.6, max_tokens=12), Sampling(temperature=1.3, top_k=20, top_p=0.95, max_tokens=12)):
+    for sampling in (
+        Sampling(temperature=0.6, max_tokens=12),
+        Sampling(temperature=1.3, top_k=20, top_p=0.95, max_tokens=12),
+    ):
         for prompt, group in zip(PROMPTS, engine.generate([Request(p, n=2) for p in PROMPTS], sampling)):
             for c in group:
                 plain = tiny.plain_log_probs(model, prompt, c.ids, sampling.temperature)
@@ -79,7 +84,9 @@ def test_stop_tokens_aborts_and_bad_requests(engine: SglangEngine) -> None:
     model = renewed(engine, 3)
     path = tiny.plain_greedy(model, PROMPTS[0], 12)
     end = path.index(path[5]) + 1
-    (one,) = engine.generate([Request(PROMPTS[0])], Sampling(temperature=0, max_tokens=12, stop_ids=(95, path[5])))[0]
+    (one,) = engine.generate(
+        [Request(PROMPTS[0])], Sampling(temperature=0, max_tokens=12, stop_ids=(95, path[5]))
+    )[0]
     assert (one.ids, one.finish) == (path[:end], "stop")
     threading.Timer(0.5, engine.abort).start()
     for c in engine.generate([Request([3], n=3)], Sampling(max_tokens=110))[0]:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.rollout.base import EngineDied, Request, Sampling
-from strop.rollout.build import build_engine
-from strop.rollout.source import weights_of
+from strop.rollout.base import EngineDied, Request, Sampling, build_engine
+from strop.rollout.external import named_weights
 from strop.rollout.vllm.engine import VllmEngine
 from tests.rollout import engines, tiny
 
@@ -39,7 +38,7 @@ def test_weights_in_small_buckets_arrive_whole_and_on_the_way() -> None:
         long = Sampling(temperature=0, max_tokens=100)
         running = pool.submit(engine.generate, [Request(PROMPT), Request([7, 8])], long)
         time.sleep(0.05)
-        engine.update_weights(weights_of(model), 7)
+        engine.update_weights(named_weights(model), 7)
         answers = [group[0] for group in running.result()]
     for completion in answers:
         assert completion.version == 7 and len(completion.ids) == 100
@@ -52,8 +51,10 @@ def test_an_update_that_lacks_weights_is_refused() -> None:
     model = engines.model("vllm")
     engine = engines.build("vllm", model)
     before = engine.generate([Request(PROMPT)], GREEDY)[0][0].ids
-    some = list(weights_of(model))[:-2]
-    with pytest.raises(ValueError, match=r"all weights of its model or none: 2 of \d+ are missing \(lm_head.weight"):
+    some = list(named_weights(model))[:-2]
+    with pytest.raises(
+        ValueError, match=r"all weights of its model or none: 2 of \d+ are missing \(lm_head.weight"
+    ):
         engine.update_weights(some, 3)
     assert engine.version == 0
     assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == before
@@ -78,7 +79,10 @@ def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_with_its_last_wor
     pid = engine._host.pid
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     started = time.monotonic()
-    with pytest.raises(EngineDied, match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command"):
+    with pytest.raises(
+        EngineDied,
+        match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command",
+    ):
         engine.generate([Request(PROMPT, n=200) for _ in range(50)], Sampling(max_tokens=120))
     with pytest.raises(EngineDied, match=f"id {pid}"):
         engine.generate([Request(PROMPT)], GREEDY)
@@ -97,8 +101,12 @@ def test_where_vllm_can_be_imported_it_runs_in_the_process_of_the_trainer(proces
         "TOKENIZERS_PARALLELISM": "0",
     }
     script = Path(__file__).with_name("vllm_in_process.py")
-    done = subprocess.run([engines.vllm_python(), str(script)], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and done.stdout.strip().endswith("as it should be"), done.stdout[-2000:] + done.stderr[-2000:]
+    done = subprocess.run(
+        [engines.vllm_python(), str(script)], env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0 and done.stdout.strip().endswith("as it should be"), (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
 
 
 @pytest.mark.slow
@@ -106,7 +114,9 @@ def test_a_folder_is_read_by_vllm_itself(tmp_path: Path) -> None:
     model = tiny.make("smollm", wide=True)
     model.save_pretrained(tmp_path)
     own = {"python": engines.vllm_python()}
-    engine = build_engine("vllm", tmp_path, enforce_eager=True, max_num_seqs=8, dtype="float32", engine_kwargs={"vllm": own})
+    engine = build_engine(
+        "vllm", tmp_path, enforce_eager=True, max_num_seqs=8, dtype="float32", engine_kwargs={"vllm": own}
+    )
     assert engine.generate([Request(PROMPT)], GREEDY)[0][0].ids == tiny.plain_greedy(model, PROMPT, 6)
     engine.close()
     assert (tmp_path / "config.json").exists()

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.models.forward import response_outputs
-from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.build import build_engine
-from strop.rollout.source import weights_of
+from strop.rollout.base import Completion, Request, Sampling, build_engine
+from strop.rollout.external import named_weights
 from strop.types import Batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
@@ -47,7 +46,7 @@ def test_weights_are_replaced_and_memory_is_given_back(own_process: bool) -> Non
             if weight.dim() > 1:
                 weight.add_(torch.randn_like(weight) * 0.3 * weight.std())
     assert _drift(model, first) > 0.3  # they say so when weights are not those of the trainer
-    engine.update_weights(weights_of(model), 5)
+    engine.update_weights(named_weights(model), 5)
     second = engine.generate(requests, LONG)
     assert _drift(model, second) < 0.1
     assert {completion.version for group in second for completion in group} == {5}
@@ -56,7 +55,7 @@ def test_weights_are_replaced_and_memory_is_given_back(own_process: bool) -> Non
         engine.sleep()
         assert torch.cuda.mem_get_info()[0] - awake > 0.2 * whole
         engine.wake()
-    engine.update_weights(weights_of(model), 6)
+    engine.update_weights(named_weights(model), 6)
     assert _drift(model, engine.generate(requests, LONG)) < 0.1
     engine.close()
 
@@ -65,7 +64,9 @@ def _model() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 4096}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads, tie_word_embeddings=True))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **sizes, **heads, tie_word_embeddings=True)
+    )
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3 if weight.dim() > 1 else 1)  # far from uniform, so that a difference shows

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.buckets import Buckets, read_bucket
-from strop.rollout.process import HostProcess
-from strop.rollout.source import source_of, weights_of
+from strop.rollout.external import model_source, named_weights
+from strop.rollout.external_host import HostProcess
 from strop.rollout.vllm.driver import Driver
 from strop.rollout.vllm.extension import Extension
 from strop.rollout.vllm.server import read_choices
@@ -79,7 +79,10 @@ def test_weights_of_all_kinds_survive_buckets(megabytes: int) -> None:
     assert path is not None and path.exists()
     buckets.close()
     assert not path.exists()
-    assert all(torch.equal(found[name], weight) and found[name].dtype == weight.dtype for name, weight in weights.items())
+    assert all(
+        torch.equal(found[name], weight) and found[name].dtype == weight.dtype
+        for name, weight in weights.items()
+    )
 
 
 class _FirstSampler(nn.Module):
@@ -151,12 +154,15 @@ class _Sleeper:
 def test_new_weights_wake_only_the_weights_and_only_once() -> None:
     driver = object.__new__(Driver)
     driver._engine = engine = _Sleeper()
-    driver._can_sleep, driver._asleep, driver._flying, driver.version = True, set(), {}, 0
+    driver._can_sleep, driver._asleep, driver._running, driver.version = True, set(), {}, 0
     driver._sleep()
     driver._sleep()
     driver._load("one", None)
     driver._load("two", 3)
-    assert engine.calls == ["reset", ("sleep", 1), ("wake", ["weights"]), "one", "two", "reset"] and driver.version == 3
+    assert (
+        engine.calls == ["reset", ("sleep", 1), ("wake", ["weights"]), "one", "two", "reset"]
+        and driver.version == 3
+    )
     driver._wake()
     driver._wake()
     assert engine.calls[6:] == [("wake", ["kv_cache"])]
@@ -167,19 +173,28 @@ def test_new_weights_wake_only_the_weights_and_only_once() -> None:
 
 def test_answers_of_a_server_are_read_in_order() -> None:
     def choice(index: int, finish: str) -> dict[str, Any]:
-        return {"index": index, "token_ids": [index], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": finish}
+        return {
+            "index": index,
+            "token_ids": [index],
+            "logprobs": {"token_logprobs": [-1.0]},
+            "finish_reason": finish,
+        }
 
     reply = {"choices": [choice(1, "stop"), choice(0, "length"), choice(2, "content_filter")]}
     found = read_choices(reply, 6)
-    assert [(c.ids, c.finish, c.version) for c in found] == [([0], "length", 6), ([1], "stop", 6), ([2], "error", 6)]
+    assert [(c.ids, c.finish, c.version) for c in found] == [
+        ([0], "length", 6),
+        ([1], "stop", 6),
+        ([2], "error", 6),
+    ]
     assert found[2].error == "vLLM ended it: content_filter"
 
 
 def test_the_experts_of_a_layer_travel_one_by_one() -> None:
     """transformers keeps them in one tensor; files, and so other engines, have a weight per expert."""
     model = tiny.make("mixtral")
-    source = source_of(model, None)
-    names = dict(source.as_checkpoint(source.check(dict(weights_of(model)))))
+    source = model_source(model, None)
+    names = dict(source.as_checkpoint(source.check(dict(named_weights(model)))))
     experts = [name for name in names if ".experts." in name and name.startswith("model.layers.0.")]
     assert len(experts) == 4 * 3
     source.close()
@@ -187,8 +202,8 @@ def test_the_experts_of_a_layer_travel_one_by_one() -> None:
 
 def test_adapters_travel_merged_and_under_the_names_of_the_model() -> None:
     adapted = tiny.with_lora()
-    source = source_of(adapted, None)
-    given = source.check(dict(weights_of(adapted)))
+    source = model_source(adapted, None)
+    given = source.check(dict(named_weights(adapted)))
     plain = dict(tiny.make("qwen2").named_parameters())
     assert given.keys() == plain.keys()
     changed = [name for name in plain if not torch.equal(given[name], plain[name])]
@@ -198,6 +213,9 @@ def test_adapters_travel_merged_and_under_the_names_of_the_model() -> None:
 
 def test_a_process_that_ends_tells_how() -> None:
     process = HostProcess("vllm", ["sh", "-c", "echo so long; kill -KILL $$"])
-    assert "The vllm process (id" in process.story() and "(SIGKILL). It said last:\nso long" in process.story()
+    assert (
+        "The vllm process (id" in process.describe_exit()
+        and "(SIGKILL). Its last output:\nso long" in process.describe_exit()
+    )
     assert not process.alive
     process.close()

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 from strop.rollout.base import EngineDied, Request, Sampling
-from strop.rollout.http import JsonClient
-from strop.rollout.process import HostProcess
+from strop.rollout.external_host import HostProcess, JsonClient
 from strop.rollout.sglang import _free_port
 from strop.rollout.vllm.engine import VllmEngine
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
 from tests.rollout import engines, tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -29,14 +28,24 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Host
     tokenizer.save_pretrained(folder)
     port = _free_port()
     extension = "strop.rollout.vllm.extension.Extension"
-    flags = f"--model {folder} --dtype float32 --enforce-eager --max-model-len 64 --host 127.0.0.1 --port {port}"
+    flags = (
+        f"--model {folder} --dtype float32 --enforce-eager --max-model-len 64 --host 127.0.0.1 --port {port}"
+    )
     more = f"--generation-config vllm --worker-extension-cls {extension}"
-    command = [engines.vllm_python(), "-m", "vllm.entrypoints.openai.api_server", *flags.split(), *more.split()]
-    process = HostProcess("vllm", command, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    command = [
+        engines.vllm_python(),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *flags.split(),
+        *more.split(),
+    ]
+    process = HostProcess(
+        "vllm", command, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    )
     client = JsonClient("vllm", f"http://127.0.0.1:{port}")
     deadline = time.monotonic() + 400
-    while not client.answers("/health"):
-        assert process.alive and time.monotonic() < deadline, process.story()
+    while not client.is_healthy("/health"):
+        assert process.alive and time.monotonic() < deadline, process.describe_exit()
         time.sleep(1)
     client.close()
     yield f"http://127.0.0.1:{port}", process
@@ -62,7 +71,9 @@ def test_a_server_is_trained_with(served: tuple[str, HostProcess], tmp_path: Pat
     )
     for prompt, group in zip(prompts, drawn):
         for c in group:
-            plain = tiny.plain_log_probs(model, prompt, c.ids, 0.6).gather(1, torch.tensor(c.ids)[:, None])[:, 0]
+            plain = tiny.plain_log_probs(model, prompt, c.ids, 0.6).gather(1, torch.tensor(c.ids)[:, None])[
+                :, 0
+            ]
             assert (torch.tensor(c.log_probs) - plain).abs().max() < 1e-4
             assert c.finish == ("stop" if 3 in c.ids else "length")
     threading.Timer(0.1, engine.abort).start()

@@ -52,7 +52,11 @@ _SIZES: dict[str, Any] = {
     # Wide enough that the most likely token is not decided by rounding.
     "initializer_range": 0.3,
 }
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4}
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+}
 
 _HEAD: dict[str, Any] = {"head_dim": 16}
 _WIDE = 32  # the narrowest head that every kernel of vLLM takes
@@ -63,9 +67,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, **_HEAD)),
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=5)),
     "gemma2_softcap": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**_SIZES, **_HEAD, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16)
+        Gemma2Config(
+            **_SIZES, **_HEAD, sliding_window=5, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+        )
     ),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_SIZES, **_HEAD, sliding_window=5, query_pre_attn_scalar=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**_SIZES, **_HEAD, sliding_window=5, query_pre_attn_scalar=16)
+    ),
     "phi": lambda: PhiForCausalLM(PhiConfig(**_SIZES, partial_rotary_factor=0.5)),
     "phi3_window": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=5)),
     "smollm": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
@@ -92,7 +100,10 @@ EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss_sinks")
 
 def make(name: str = "llama", wide: bool = False) -> Any:
     torch.manual_seed(0)
-    with patch.dict(_SIZES, {"hidden_size": 4 * _WIDE} if wide else {}), patch.dict(_HEAD, {"head_dim": _WIDE} if wide else {}):
+    with (
+        patch.dict(_SIZES, {"hidden_size": 4 * _WIDE} if wide else {}),
+        patch.dict(_HEAD, {"head_dim": _WIDE} if wide else {}),
+    ):
         model = MODELS[name]()
     if name == "gemma2_softcap":
         model.set_attn_implementation("eager")  # transformers' sdpa leaves the cap out
@@ -127,7 +138,9 @@ def fixed(logits: Tensor, wide: bool = False) -> Any:
     return model
 
 
-def plain_log_probs(model: Any, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0) -> Tensor:
+def plain_log_probs(
+    model: Any, prompt: Sequence[int], answer: Sequence[int], temperature: float = 1.0
+) -> Tensor:
     """Log-probs of all tokens at each position of the answer, by one forward pass of one sequence."""
     with torch.no_grad():
         ids = torch.tensor([[*prompt, *answer]])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from strop.rollout.base import Request, Sampling
-from strop.rollout.build import build_engine
-from strop.rollout.source import weights_of
+from strop.rollout.base import Request, Sampling, build_engine
+from strop.rollout.external import named_weights
 from tests.rollout import tiny
 
 
@@ -18,7 +17,7 @@ def main() -> None:
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(torch.randn_like(weight) * 0.3)
-            engine.update_weights(weights_of(model), version)
+            engine.update_weights(named_weights(model), version)
         (one,) = engine.generate([Request([5, 9, 2])], Sampling(temperature=0, max_tokens=6))[0]
         assert (one.ids, one.version) == (tiny.plain_greedy(model, [5, 9, 2], 6), version)
     engine.close()

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.run import layout, random_state
-from strop.run.checkpoint import Checkpoints
-from strop.run.resume import resume
-from strop.run.retention import Keep
+from strop.run.checkpoint import random_state
+from strop.run.checkpoint.resume import resume
+from strop.run.checkpoint.retention import RetentionPolicy
+from strop.run.checkpoint.store import Checkpoints, layout
 
 
 def say(text: str) -> None:
@@ -36,7 +36,7 @@ def train(directory: str, steps: int) -> None:
         weight, position = start.parts["actor/model"]["weight"], start.parts["data"]["position"]
         random_state.restore(start.parts["trainer"]["random"])
     first = 1 if start is None else start.step + 1
-    with Checkpoints(directory, keep=Keep(newest=2)) as checkpoints:
+    with Checkpoints(directory, keep=RetentionPolicy(newest=2)) as checkpoints:
         for step in range(first, steps + 1):
             position += 3
             weight = 0.9 * weight + torch.randn_like(weight) * (random.random() + np.random.rand() + position)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from strop.run import checkpoint, layout, random_state
-from strop.run.checkpoint import Checkpoints, Export, SaveError, load, save
-from strop.run.manifest import DamagedCheckpoint
+from strop.run.checkpoint import layout, random_state
+from strop.run.checkpoint import store as checkpoint
+from strop.run.checkpoint.layout import DamagedCheckpoint, SaveError
+from strop.run.checkpoint.store import Checkpoints, Export, load, save
 from tests.run.test_tree import same
 
 
@@ -37,7 +38,11 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_checkpoint_comes_back_bit_for_bit_in_the_known_layout(tmp_path: Path) -> None:
@@ -45,9 +50,13 @@ def test_a_checkpoint_comes_back_bit_for_bit_in_the_known_layout(tmp_path: Path)
     path = save(tmp_path, 20, parts)
     assert path == tmp_path / "global_step_20"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "20"
-    assert {"data.json", "trainer.json", "trainer.safetensors", "actor/model.safetensors", "critic/model.json"} <= set(
-        contents(path)
-    )
+    assert {
+        "data.json",
+        "trainer.json",
+        "trainer.safetensors",
+        "actor/model.safetensors",
+        "critic/model.json",
+    } <= set(contents(path))
     assert not (path / "data.safetensors").exists()
     loaded = load(path)
     assert loaded.keys() == parts.keys()
@@ -67,14 +76,20 @@ def test_only_the_chosen_parts_are_read(tmp_path: Path) -> None:
 
 def test_background_and_blocking_saves_write_the_same_bytes(tmp_path: Path) -> None:
     parts = state()
-    export = {"actor/huggingface": Export(parts["actor/model"], lambda folder: (folder / "config.json").write_text("{}"))}
+    export = {
+        "actor/huggingface": Export(
+            parts["actor/model"], lambda folder: (folder / "config.json").write_text("{}")
+        )
+    }
     for name, background in (("a", True), ("b", False)):
         with Checkpoints(tmp_path / name, background=background) as checkpoints:
             checkpoints.save(5, parts, exports=export, metrics={"val/acc": 0.5})
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_training_goes_on_while_the_old_values_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_while_the_old_values_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
     real = checkpoint.commit
     monkeypatch.setattr(checkpoint, "commit", lambda plan: (gate.wait(10), real(plan))[1])
@@ -83,7 +98,7 @@ def test_training_goes_on_while_the_old_values_are_written(tmp_path: Path, monke
     checkpoints.save(1, {"actor/model": {"w": weight}, "data": {"rows": rows}})
     weight += 1
     rows.append(2)
-    assert layout.saved(tmp_path) == []
+    assert layout.saved_checkpoints(tmp_path) == []
     gate.set()
     checkpoints.close()
     loaded = load(tmp_path / "global_step_1")
@@ -94,9 +109,9 @@ def test_saves_wait_for_each_other(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, {"actor/model": {"w": torch.full((1000,), float(step))}})
-    assert [c.step for c in layout.saved(tmp_path)] == [1, 2, 3, 4, 5]
-    assert [c.manifest.serial for c in layout.saved(tmp_path)] == [1, 2, 3, 4, 5]
-    assert all(load(c.path)["actor/model"]["w"][0] == c.step for c in layout.saved(tmp_path))
+    assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [c.manifest.serial for c in layout.saved_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
+    assert all(load(c.path)["actor/model"]["w"][0] == c.step for c in layout.saved_checkpoints(tmp_path))
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "close"])
@@ -115,7 +130,7 @@ def test_an_error_in_the_background_surfaces_at_the_next_call_once(
         checkpoints.save(3, state()) if call == "save" else getattr(checkpoints, call)()
     checkpoints.save(4, state())
     checkpoints.close()
-    assert [c.step for c in layout.saved(tmp_path)] == [1, 4]
+    assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [1, 4]
 
 
 def _no_space(descriptor: int) -> None:
@@ -134,17 +149,28 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_pieces(
         with pytest.raises(SaveError) as caught, Checkpoints(tmp_path, background=background) as checkpoints:
             checkpoints.save(20, parts)
     assert caught.value.errno == errno.ENOSPC
-    for words in ("Step 20", str(tmp_path), "No space left on device", "global_step_10", "max_actor_ckpt_to_keep"):
+    for words in (
+        "Step 20",
+        str(tmp_path),
+        "No space left on device",
+        "global_step_10",
+        "max_actor_ckpt_to_keep",
+    ):
         assert words in str(caught.value)
     assert contents(tmp_path) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "latest_checkpointed_iteration.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step_10",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Any:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")
     yield folder
@@ -158,7 +184,7 @@ def test_a_disk_that_is_really_full(tiny_disk: Path) -> None:
     save(tiny_disk, 2, parts)
     with pytest.raises(SaveError, match="No space left on device"):
         save(tiny_disk, 3, parts)
-    assert [c.step for c in layout.saved(tiny_disk)] == [1, 2]
+    assert [c.step for c in layout.saved_checkpoints(tiny_disk)] == [1, 2]
     assert same(load(tiny_disk / "global_step_2"), parts)
     assert layout.read_latest(tiny_disk) == 2
     layout.remove(tiny_disk / "global_step_1")
@@ -185,7 +211,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, 7, {"actor/model": {"w": torch.tensor(value)}})
     assert load(tmp_path / "global_step_7")["actor/model"]["w"] == 2
-    assert [c.manifest.serial for c in layout.saved(tmp_path)] == [2]
+    assert [c.manifest.serial for c in layout.saved_checkpoints(tmp_path)] == [2]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -234,7 +260,9 @@ def test_transformers_loads_the_exported_folder(tmp_path: Path) -> None:
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"data": {}}, exports={"actor/huggingface": Export(model.state_dict(), config.save_pretrained)})
+        checkpoints.save(
+            1, {"data": {}}, exports={"actor/huggingface": Export(model.state_dict(), config.save_pretrained)}
+        )
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "global_step_1/actor/huggingface")
     assert again.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())

@@ -14,7 +14,9 @@ from strop.types import Prompt, Trajectory, Turn
 
 def trajectory(score: float | None, /, **extras: Any) -> Trajectory:
     prompt = Prompt(index=7, ids=[1, 2], messages=[], data_source="arithmetic", ground_truth="4")
-    return Trajectory(prompt, 3, [5, 6, 7], [1, 0, 1], [-1.0, 0.0, -2.0], version=9, score=score, extras=extras)
+    return Trajectory(
+        prompt, 3, [5, 6, 7], [1, 0, 1], [-1.0, 0.0, -2.0], version=9, score=score, extras=extras
+    )
 
 
 def decode(ids: list[int]) -> str:
@@ -22,7 +24,9 @@ def decode(ids: list[int]) -> str:
 
 
 def test_rows_have_the_known_columns_and_ours(tmp_path: Path) -> None:
-    rows = rollout_rows([trajectory(1.0, acc=True), trajectory(None, pred="é", score="mine")], step=4, decode=decode)
+    rows = rollout_rows(
+        [trajectory(1.0, acc=True), trajectory(None, pred="é", score="mine")], step=4, decode=decode
+    )
     path = dump(tmp_path / "rollouts", 4, rows)
     assert path == tmp_path / "rollouts/4.jsonl"
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
@@ -31,7 +35,14 @@ def test_rows_have_the_known_columns_and_ours(tmp_path: Path) -> None:
     assert (first["acc"], first["pred"]) == (True, None) and (second["acc"], second["pred"]) == (None, "é")
     assert second["score"] is None, "a scorer's own key must not hide the score"
     assert list(first)[5:8] == ["acc", "pred", "data_source"]
-    ours = {"data_source": "arithmetic", "index": 7, "group": 3, "finish": "stop", "num_turns": 2, "weights_version": 9}
+    ours = {
+        "data_source": "arithmetic",
+        "index": 7,
+        "group": 3,
+        "finish": "stop",
+        "num_turns": 2,
+        "weights_version": 9,
+    }
     ours |= {"prompt_tokens": 2, "response_tokens": 3, "sampled_tokens": 2, "mean_log_prob": -1.5}
     assert {key: first[key] for key in ours} == ours
 
@@ -47,7 +58,9 @@ def test_a_second_attempt_replaces_the_file_and_a_failed_one_does_not(tmp_path: 
 
     with pytest.raises(OSError, match="disk"):
         dump(tmp_path, 1, failing())
-    assert [path.name for path in tmp_path.iterdir()] == ["1.jsonl"] and "new" in (tmp_path / "1.jsonl").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.jsonl"] and "new" in (
+        tmp_path / "1.jsonl"
+    ).read_text()
 
 
 def test_conversations_have_their_turns_and_can_be_read(tmp_path: Path) -> None:

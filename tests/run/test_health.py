@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
-from strop.run import health_rules
-from strop.run.health import CALM, Health, Monitor, recorded, verdict
-from strop.run.health_history import COURSE, FIRST, LAST, Series
-from strop.run.health_rules import RULES
+from strop.config.schema.reflect import keys
+from strop.run.health.history import COURSE, FIRST, LAST, Series
+from strop.run.health.monitor import QUIET_STEPS, HealthMonitor, RuleMonitor, read_metrics, replay_alerts
+from strop.run.health.rules import RULES
+from strop.run.profile import report as profile_report
 from tests.run.health_runs.make import HERE, RECIPES
 
 
 def alerts_of(name: str, tmp_path: Path) -> list[Any]:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(gzip.decompress((HERE / f"{name}.jsonl.gz").read_bytes()))
-    return verdict(path)
+    return replay_alerts(path)
 
 
 GAP = "training/rollout_probs_diff_mean"
@@ -54,34 +54,46 @@ def test_there_are_ten_of_each() -> None:
 
 
 def step(**metrics: float) -> dict[str, float]:
-    return {"timing_s/step": 1.0, "timing_s/gen": 0.9, **{key.replace("__", "/"): value for key, value in metrics.items()}}
+    return {
+        "timing_s/step": 1.0,
+        "timing_s/gen": 0.9,
+        **{key.replace("__", "/"): value for key, value in metrics.items()},
+    }
 
 
-def test_an_episode_is_told_once_and_ends_after_a_calm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    health = Health(tmp_path)
-    shares = [0.9] * 12 + [0.0] * (CALM + 4) + [0.9] * 6
+def test_an_episode_is_told_once_and_ends_after_a_calm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    health = HealthMonitor(tmp_path)
+    shares = [0.9] * 12 + [0.0] * (QUIET_STEPS + 4) + [0.9] * 6
     with caplog.at_level(logging.WARNING):
-        states = [health.examine(step(response_length__clip_ratio=share), i + 1) for i, share in enumerate(shares)]
+        states = [
+            health.examine(step(response_length__clip_ratio=share), i + 1) for i, share in enumerate(shares)
+        ]
     told = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert [(alert["name"], alert["step"]) for alert in told] == [("truncation", 5), ("truncation", 29)]
     assert set(told[0]) == {"step", "time", "name", "severity", "message", "advice", "values"}
     assert told[0]["values"] == {"response_length/clip_ratio": 0.9} and "90%" in told[0]["message"]
-    assert caplog.text.count("truncation:") == 2 and "What to try: Raise data.max_response_length" in caplog.text
-    assert states[4] == {"health/alerts": 1.0, "health/truncation": 1.0} and states[26] == {"health/alerts": 0.0}
+    assert (
+        caplog.text.count("truncation:") == 2 and "What to try: Raise data.max_response_length" in caplog.text
+    )
+    assert states[4] == {"health/alerts": 1.0, "health/truncation": 1.0} and states[26] == {
+        "health/alerts": 0.0
+    }
 
 
 def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
-    first = Health(tmp_path)
+    first = HealthMonitor(tmp_path)
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for number in range(1, 9):
             metrics = step(response_length__clip_ratio=0.9)
             first.examine(metrics, number)
             file.write(json.dumps({"step": number, "data": metrics}) + "\n")
         file.write('{"step": 9, "da')  # a killed process
-    going_on = Health(tmp_path, resumed_from=7)
+    going_on = HealthMonitor(tmp_path, resumed_from=7)
     assert going_on.examine(step(response_length__clip_ratio=0.9), 8)["health/truncation"] == 1.0
     assert len((tmp_path / "alerts.jsonl").read_text().splitlines()) == 1
-    earlier = Health(tmp_path, resumed_from=3)  # the alert of step 5 has not happened yet
+    earlier = HealthMonitor(tmp_path, resumed_from=3)  # the alert of step 5 has not happened yet
     assert (tmp_path / "alerts.jsonl").read_text() == ""
     for number in (4, 5):
         earlier.examine(step(response_length__clip_ratio=0.9), number)
@@ -89,7 +101,7 @@ def test_a_resumed_run_remembers_what_it_saw(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    health = Health(tmp_path)
+    health = HealthMonitor(tmp_path)
     health.path = tmp_path / "gone" / "alerts.jsonl"
     for number in range(1, 8):
         health.examine(step(response_length__clip_ratio=0.9), number)
@@ -97,19 +109,24 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_stalled_phase_is_named() -> None:
-    monitor = Monitor()
+    monitor = RuleMonitor()
     for number in range(1, 15):
-        assert monitor.see(step(timing_s__reward=1.0), number) == []
-    (alert,) = monitor.see({**step(timing_s__reward=100.0), "timing_s/step": 101.0}, 15)
+        assert monitor.add(step(timing_s__reward=1.0), number) == []
+    (alert,) = monitor.add({**step(timing_s__reward=100.0), "timing_s/step": 101.0}, 15)
     assert alert.name == "stalled_phase" and "reward took 100 s" in alert.message
 
 
 def test_missing_and_strange_values_are_no_news() -> None:
-    monitor = Monitor()
+    monitor = RuleMonitor()
     for number in range(1, 30):
-        odd = {"actor/entropy": float("nan"), "critic/score/mean": "NaN", "actor/grad_norm": float("inf"), "note": "text"}
-        assert monitor.see({**step(), **odd}, number) == []
-    assert Monitor().see({"val-core/x/acc/mean@1": 0.5}, 0) == []
+        odd = {
+            "actor/entropy": float("nan"),
+            "critic/score/mean": "NaN",
+            "actor/grad_norm": float("inf"),
+            "note": "text",
+        }
+        assert monitor.add({**step(), **odd}, number) == []
+    assert RuleMonitor().add({"val-core/x/acc/mean@1": 0.5}, 0) == []
 
 
 def test_every_rule_says_what_to_try() -> None:
@@ -128,17 +145,27 @@ def test_a_long_history_stays_small() -> None:
 
 def test_lines_that_are_not_ours_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "data": {"a": 1}}\n[]\n{"step": "x"}\n{"step": 2}\n\x00\n{"step": 3, "data": {"a": 2}}\n{"st')
-    assert list(recorded(path)) == [({"a": 1}, 1), ({"a": 2}, 3)] and list(recorded(path, 2)) == [({"a": 1}, 1)]
-    assert list(recorded(tmp_path / "nothing")) == []
+    path.write_text(
+        '{"step": 1, "data": {"a": 1}}\n[]\n{"step": "x"}\n{"step": 2}\n\x00\n{"step": 3, "data": {"a": 2}}\n{"st'
+    )
+    assert list(read_metrics(path)) == [({"a": 1}, 1), ({"a": 2}, 3)] and list(read_metrics(path, 2)) == [
+        ({"a": 1}, 1)
+    ]
+    assert list(read_metrics(tmp_path / "nothing")) == []
 
 
 def test_advice_names_keys_that_exist() -> None:
     known = {key.path for key in keys(ROOTS["ppo_trainer"])}
-    code = ast.parse((Path(health_rules.__file__).parent / "profile_report.py").read_text())
-    texts = [node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    code = ast.parse(Path(profile_report.__file__).read_text())
+    texts = [
+        node.value
+        for node in ast.walk(code)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     sections = "actor|rollout|critic|trainer|data|algorithm|reward_model|actor_rollout_ref|ref"
-    asked = set(re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z]", " ".join([*(rule.advice for rule in RULES), *texts])))
+    asked = set(
+        re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z]", " ".join([*(rule.advice for rule in RULES), *texts]))
+    )
     assert len(asked) > 25
     wrong = {key for key in asked if not any(f".{key}." in f".{path}." for path in known)}
     assert not wrong
@@ -149,19 +176,25 @@ def test_advice_names_keys_that_exist() -> None:
     [
         ("clip_fraction", lambda i: {"actor/pg_clipfrac": 0.1 if i < 10 else 0.45}),
         ("reward_collapse", lambda i: {"critic/score/mean": 0.7 if i < 15 else 0.2, **SPAN}),
-        ("reward_saturation", lambda i: {"critic/score/mean": 0.99, "critic/zero_variance_groups": 0.95, **SPAN}),
+        (
+            "reward_saturation",
+            lambda i: {"critic/score/mean": 0.99, "critic/zero_variance_groups": 0.95, **SPAN},
+        ),
         ("kl_runaway", lambda i: {"actor/ppo_kl": 0.5}),
         ("rollout_mismatch", lambda i: {GAP: 0.03}),
         ("rollout_mismatch", lambda i: {GAP: 0.03, "staleness/mean": float(i > 1)}),
         ("rollout_mismatch", lambda i: {GAP: 0.0 if i == 1 else 0.2, "staleness/mean": float(i > 1)}),
         ("gradient_spike", lambda i: {"actor/grad_norm": 40.0 if i == 15 else 1.0}),
-        ("entropy_collapse", lambda i: {"actor/entropy": 1.0 / i, "critic/score/mean": min(0.6, 0.1 * i), **SPAN}),
+        (
+            "entropy_collapse",
+            lambda i: {"actor/entropy": 1.0 / i, "critic/score/mean": min(0.6, 0.1 * i), **SPAN},
+        ),
         ("gradient_spike", lambda i: {"actor/grad_norm": 1.0, "critic/skipped_updates": float(i == 12)}),
     ],
 )
 def test_courses_that_no_recorded_run_takes(name: str, course: Any) -> None:
-    monitor = Monitor()
-    found = [alert for i in range(1, 25) for alert in monitor.see({**step(), **course(i)}, i)]
+    monitor = RuleMonitor()
+    found = [alert for i in range(1, 25) for alert in monitor.add({**step(), **course(i)}, i)]
     assert [alert.name for alert in found] == [name]
 
 
@@ -174,9 +207,13 @@ def test_courses_that_no_recorded_run_takes(name: str, course: Any) -> None:
         lambda i: {"critic/score/mean": 0.7 if i % 7 else 0.1, **SPAN},
         lambda i: {"actor/grad_norm": 1.0 + 3.0 * (i % 5 == 0)},
         lambda i: {"actor/entropy": 1.0 / i, "critic/score/mean": min(1.0, 0.4 + i / 20), **SPAN},
-        lambda i: {"actor/entropy": CALCULATOR[0][min(i, 15) - 1], "critic/score/mean": CALCULATOR[1][min(i, 15) - 1], **SPAN},
+        lambda i: {
+            "actor/entropy": CALCULATOR[0][min(i, 15) - 1],
+            "critic/score/mean": CALCULATOR[1][min(i, 15) - 1],
+            **SPAN,
+        },
     ],
 )
 def test_ordinary_courses_are_no_news(course: Any) -> None:
-    monitor = Monitor()
-    assert [alert for i in range(1, 40) for alert in monitor.see({**step(), **course(i)}, i)] == []
+    monitor = RuleMonitor()
+    assert [alert for i in range(1, 40) for alert in monitor.add({**step(), **course(i)}, i)] == []

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.run import layout
-from strop.run.checkpoint import load
-from strop.run.resume import resume
+from strop.run.checkpoint import layout
+from strop.run.checkpoint.resume import resume
+from strop.run.checkpoint.store import load
 from tests.run.test_tree import same
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +36,14 @@ class Killer:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
         )
 
-    def run(self, directory: Path, steps: int, *, kill_after: float | None = None, die_at: int | None = None) -> list[str]:
+    def run(
+        self, directory: Path, steps: int, *, kill_after: float | None = None, die_at: int | None = None
+    ) -> list[str]:
         """What the run said before it ended."""
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"directory": str(directory), "steps": steps, "die_at": die_at}) + "\n")
+        self.process.stdin.write(
+            json.dumps({"directory": str(directory), "steps": steps, "die_at": die_at}) + "\n"
+        )
         self.process.stdin.flush()
         lines = [self.process.stdout.readline().strip()]
         while not lines[-1].isdigit():
@@ -77,7 +81,9 @@ def last_safe(said: list[str]) -> int:
 def test_killed_at_random_moments_equals_never_killed(killer: Killer, disk: Path) -> None:
     chance = random.Random(5)
     torn, reached, left_overs, kills = disk / "torn", 0, 0, 0
-    while kills < 10 or (not left_overs and kills < 80):  # on a busy machine it takes more tries to hit a save
+    while kills < 10 or (
+        not left_overs and kills < 80
+    ):  # on a busy machine it takes more tries to hit a save
         kills += 1
         said = killer.run(torn, ENDLESS, kill_after=chance.uniform(0.0, 0.1))
         left_overs += torn.exists() and any(path.name.startswith(".saving") for path in torn.iterdir())
@@ -108,7 +114,7 @@ def test_killed_at_every_point_of_a_save(killer: Killer, disk: Path) -> None:
         assert found is not None and found.step >= 1
         assert "done" in killer.run(torn, 3)
         assert same(load(torn / "global_step_3"), expected)
-        assert [c.step for c in layout.saved(torn)] == [2, 3]
+        assert [c.step for c in layout.saved_checkpoints(torn)] == [2, 3]
         assert [path.name for path in torn.iterdir() if path.name.startswith(".")] == []
         shutil.rmtree(torn)
     assert points > 10 and left_overs > 5
@@ -126,7 +132,7 @@ def test_killed_while_a_step_is_saved_again(killer: Killer, disk: Path) -> None:
         layout.write_latest(torn, 1)
         finished = "done" in killer.run(torn, 2, die_at=points)
         found = resume(torn)
-        assert found is not None and {c.step for c in layout.saved(torn)} == {1, 2}
+        assert found is not None and {c.step for c in layout.saved_checkpoints(torn)} == {1, 2}
         assert "done" in killer.run(torn, 2)
         assert same(load(torn / "global_step_2"), expected)
         shutil.rmtree(torn)

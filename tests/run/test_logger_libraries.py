@@ -13,20 +13,26 @@ import pytest
 
 import strop.extras
 from strop.catalog import TRACKERS
-from strop.run.tracking import Run, start
+from strop.run.trackers.base import TrackedRun, start
 
 pytestmark = pytest.mark.loggers
 
 CONFIG = {"trainer": {"wandb_proxy": None, "seed": 7}, "lr": 1e-6, "limit": float("inf"), "files": ["a", "b"]}
-ROWS = [{"input": "2+2=", "output": "4", "score": 1.0, "step": 5}, {"input": "1+1=", "output": "3", "score": 0.0, "pred": "3"}]
+ROWS = [
+    {"input": "2+2=", "output": "4", "score": 1.0, "step": 5},
+    {"input": "1+1=", "output": "3", "score": 0.0, "pred": "3"},
+]
 
 
 def logged(name: str, folder: Path, resumed_from: int | None, steps: range) -> str:
     """Log some steps; the id that the run was known by."""
-    run = Run(folder, project="sums", experiment="first", config=CONFIG, resumed_from=resumed_from)
+    run = TrackedRun(folder, project="sums", experiment="first", config=CONFIG, resumed_from=resumed_from)
     with start(name, run) as trackers:
         for step in steps:
-            trackers.log({"critic/score/mean": step / 8, "val-core/x/acc/mean@1": 0.5, "note": "text", "tokens": step}, step)
+            trackers.log(
+                {"critic/score/mean": step / 8, "val-core/x/acc/mean@1": 0.5, "note": "text", "tokens": step},
+                step,
+            )
         trackers.log_generations(ROWS, steps[-1])
         assert trackers.active, "it failed on the way"
     return str(json.loads((folder / "trackers.json").read_text())[name])
@@ -63,8 +69,16 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             record = wandb_internal_pb2.Record()
             record.ParseFromString(piece)
             if record.WhichOneof("record_type") == "run":
-                assert (record.run.run_id, record.run.project, record.run.display_name) == (first, "sums", "first")
-                config = {item.key: json.loads(item.value_json) for item in record.run.config.update if item.key != "_wandb"}
+                assert (record.run.run_id, record.run.project, record.run.display_name) == (
+                    first,
+                    "sums",
+                    "first",
+                )
+                config = {
+                    item.key: json.loads(item.value_json)
+                    for item in record.run.config.update
+                    if item.key != "_wandb"
+                }
                 assert config == {**CONFIG, "limit": "Infinity"}
             elif record.WhichOneof("record_type") == "history":
                 values = {item.nested_key[0]: item.value_json for item in record.history.item}
@@ -86,7 +100,10 @@ def test_mlflow_in_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert client.get_experiment(run.info.experiment_id).name == "sums"
     assert run.data.params["trainer.seed"] == "7" and run.data.params["lr"] == "1e-06"
     curve = {point.step: point.value for point in client.get_metric_history(first, "critic/score/mean")}
-    assert curve == {step: step / 8 for step in range(1, 8)} and run.data.metrics["val-core/x/acc/mean_at_1"] == 0.5
+    assert (
+        curve == {step: step / 8 for step in range(1, 8)}
+        and run.data.metrics["val-core/x/acc/mean_at_1"] == 0.5
+    )
     artifacts = tmp_path / "mlflow_artifacts" / first / "artifacts"
     assert json.loads((artifacts / "config.json").read_text())["limit"] == "Infinity"
     table = json.loads((artifacts / "val_generations" / "step_7.json").read_text())
@@ -99,14 +116,21 @@ def test_swanlab_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("swanlab")
     for name in ("SWANLAB_MODE", "SWANLAB_API_KEY", "SWANLAB_LOG_DIR"):
         monkeypatch.delenv(name, raising=False)
-    first, second = logged("swanlab", tmp_path, None, range(1, 6)), logged("swanlab", tmp_path, 3, range(4, 8))
+    first, second = (
+        logged("swanlab", tmp_path, None, range(1, 6)),
+        logged("swanlab", tmp_path, 3, range(4, 8)),
+    )
     assert first == second and len(first) == 21
     found = sorted(tmp_path.glob("swanlab/run-*"))
     assert len(found) == 2 and all(first in folder.name for folder in found)
     for folder, steps in zip(found, (range(1, 6), range(4, 8)), strict=True):
         (file,) = folder.glob("*.swanlab")
         records = list(blocks(file))
-        points = [record for record in records if b"critic/score/mean" in record and struct.pack("<d", steps[-1] / 8) in record]
+        points = [
+            record
+            for record in records
+            if b"critic/score/mean" in record and struct.pack("<d", steps[-1] / 8) in record
+        ]
         assert points, "the last point was not flushed"
         assert sum(b"critic/score/mean" in record for record in records) >= len(steps)
         assert "seed: 7" in (folder / "files" / "config.yaml").read_text()
@@ -129,7 +153,9 @@ def test_trackio_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rows[-1]["val/generations"]["_value"][0]["input"] == "2+2="
     (run,) = trackio.Api().runs("sums")
     assert run.config["trainer"]["seed"] == 7
-    assert logged("trackio", tmp_path / "other", None, range(1, 3)) == "first-2"  # another run under a name that is taken
+    assert (
+        logged("trackio", tmp_path / "other", None, range(1, 3)) == "first-2"
+    )  # another run under a name that is taken
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
@@ -140,4 +166,4 @@ def test_a_missing_library_is_named(name: str, tmp_path: Path, monkeypatch: pyte
     kind = TRACKERS.get(name)
     monkeypatch.setattr(strop.extras.importlib, "import_module", missing)
     with pytest.raises(ValueError, match=re.escape(f"pip install 'strop[{name}]'")):
-        kind(Run(tmp_path))
+        kind(TrackedRun(tmp_path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from strop.run.parts import Parts, publish
+from strop.inference.resumable_rows import Parts, publish
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -40,7 +40,10 @@ def test_rows_are_kept_until_the_output_is_there(output: str) -> None:
 
 def test_another_job_does_not_go_on(output: str) -> None:
     Parts(output, {"data.n_samples": 5, "seed": 1}).open()
-    with pytest.raises(ValueError, match=r"holds finished rows of another job: data.n_samples was 5 and is 3\. Choose another"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds finished rows of another job: data.n_samples was 5 and is 3\. Choose another",
+    ):
         Parts(output, {"data.n_samples": 3, "seed": 1}).open()
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.run.memory import memory_metrics
-from strop.run.profile import Profiling
+from strop.run.profile.capture import StepProfiler
+from strop.shared.step_record import memory_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -20,27 +20,27 @@ class Memory:
     context, stacks, trace_alloc_max_entries, kw_args = "all", "all", 1000, {}
 
 
-def work(profiling: Profiling) -> None:
+def work(profiling: StepProfiler) -> None:
     with profiling.phase(3, "step"), profiling.phase(3, "update_actor"):
         a = torch.randn(512, 512, device="cuda")
         (a @ a).sum().item()
 
 
 def test_a_snapshot_of_the_allocator(tmp_path: Path) -> None:
-    work(Profiling("torch_memory", frozenset({3}), folder=tmp_path, memory=Memory()))
+    work(StepProfiler("torch_memory", frozenset({3}), folder=tmp_path, memory=Memory()))
     snapshot = pickle.loads((tmp_path / "step_3_rank_0.memory.pickle").read_bytes())
     assert any(event["action"] == "alloc" for events in snapshot["device_traces"] for event in events)
 
 
 def test_a_trace_has_kernels(tmp_path: Path) -> None:
-    work(Profiling("torch", frozenset({3}), folder=tmp_path))
+    work(StepProfiler("torch", frozenset({3}), folder=tmp_path))
     events = json.loads(gzip.decompress((tmp_path / "step_3_rank_0.json.gz").read_bytes()))["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
     assert any(event.get("name") == "strop/update_actor" for event in events)
 
 
 def test_marks_for_nsys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    profiling = Profiling("nsys", frozenset({3}), folder=tmp_path)
+    profiling = StepProfiler("nsys", frozenset({3}), folder=tmp_path)
     work(profiling)
     assert profiling.tool == "nsys" and not caplog.text
 

@@ -9,11 +9,10 @@ import fsspec
 import pytest
 import torch
 
-from strop.run import layout, remote
-from strop.run.checkpoint import Checkpoints, SaveError, save
-from strop.run.manifest import DamagedCheckpoint
-from strop.run.resume import resume
-from strop.run.retention import Keep
+from strop.run.checkpoint.layout import DamagedCheckpoint, SaveError
+from strop.run.checkpoint.resume import resume
+from strop.run.checkpoint.retention import RetentionPolicy
+from strop.run.checkpoint.store import Checkpoints, layout, remote, save
 from tests.run.test_checkpoint import contents
 
 
@@ -55,13 +54,20 @@ def test_without_a_usable_tracker_file_the_newest_is_taken(tmp_path: Path, text:
     assert found is not None and found.step == 10
 
 
-def test_a_cut_checkpoint_is_reported_and_the_one_before_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cut_checkpoint_is_reported_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saves(tmp_path, 1, 2, 3)
     cut(tmp_path, 3)
     cut(tmp_path, 2, "data.json")
     found = resume(tmp_path)
     assert found is not None and found.step == 1 and found.parts["actor/model"]["w"][0] == 1
-    for words in ("GOING BACK", "global_step_3/actor/model.safetensors was cut", "global_step_2/data.json", "global_step_1"):
+    for words in (
+        "GOING BACK",
+        "global_step_3/actor/model.safetensors was cut",
+        "global_step_2/data.json",
+        "global_step_1",
+    ):
         assert words in caplog.text
 
 
@@ -76,20 +82,24 @@ def test_a_rewound_run_falls_back_on_what_it_came_from(tmp_path: Path) -> None:
 def test_when_all_are_damaged_nothing_starts_over_by_itself(tmp_path: Path) -> None:
     saves(tmp_path, 1)
     cut(tmp_path, 1)
-    with pytest.raises(DamagedCheckpoint, match=r"No checkpoint in .* can be resumed.*was cut.*resume_mode=disable"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"No checkpoint in .* can be resumed.*was cut.*resume_mode=disable"
+    ):
         resume(tmp_path)
     assert resume(tmp_path, mode="disable") is None
 
 
 def test_a_tracker_file_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     layout.write_latest(tmp_path, 30)
-    with pytest.raises(ValueError, match=r"names step 30, but there is no checkpoint\. Restore .*global_step_30"):
+    with pytest.raises(
+        ValueError, match=r"names step 30, but there is no checkpoint\. Restore .*global_step_30"
+    ):
         resume(tmp_path)
 
 
 def test_a_half_written_checkpoint_is_ignored_and_cleared(tmp_path: Path) -> None:
     saves(tmp_path, 1)
-    layout.stage(tmp_path, 2)
+    layout.create_staging_folder(tmp_path, 2)
     assert (tmp_path / ".saving_global_step_2").exists()
     found = resume(tmp_path)
     assert found is not None and found.step == 1
@@ -122,13 +132,15 @@ def test_a_loaded_checkpoint_is_deleted_when_asked(tmp_path: Path) -> None:
     saves(tmp_path, 1, 2)
     found = resume(tmp_path, delete_after_load=True)
     assert found is not None and found.step == 2 and found.parts["actor/model"]["w"].tolist() == [2.0] * 50
-    assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_1"] and layout.read_latest(tmp_path) == 1
+    assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_1"] and layout.read_latest(
+        tmp_path
+    ) == 1
     resume(tmp_path, delete_after_load=True)
     assert resume(tmp_path) is None and list(tmp_path.iterdir()) == []
 
 
 def test_copies_are_made_and_resumed_from_when_the_folder_is_empty(tmp_path: Path, address: str) -> None:
-    with Checkpoints(tmp_path / "a", copy_to=address, keep=Keep(newest=1)) as checkpoints:
+    with Checkpoints(tmp_path / "a", copy_to=address, keep=RetentionPolicy(newest=1)) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, {"data": {"row": step}, "actor/model": {"w": torch.rand(9)}})
     system, root = fsspec.core.url_to_fs(address)
@@ -144,7 +156,9 @@ def test_copies_are_made_and_resumed_from_when_the_folder_is_empty(tmp_path: Pat
     assert resume(tmp_path / "e", copied_to=f"{address}/other") is None
 
 
-def test_damaged_and_unfinished_copies_are_passed_over(tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_and_unfinished_copies_are_passed_over(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
     saves(tmp_path / "a", 1, 2, 3)
     for step in (1, 2, 3):
         remote.upload(tmp_path / "a" / f"global_step_{step}", address)
@@ -171,11 +185,15 @@ def test_a_copy_that_fails_is_made_up_for_with_the_next_save(
     assert [name.rpartition("_")[2] for name in remote.candidates(address)] == ["2", "1"]
 
 
-def test_a_copy_that_never_worked_is_an_error_at_the_end(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_never_worked_is_an_error_at_the_end(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(remote, "upload", _unreachable)
     checkpoints = Checkpoints(tmp_path, copy_to=address)
     checkpoints.save(1, {"data": {}})
-    with pytest.raises(SaveError, match=r"could not be copied to memory://.* are complete on this machine: no route"):
+    with pytest.raises(
+        SaveError, match=r"could not be copied to memory://.* are complete on this machine: no route"
+    ):
         checkpoints.close()
     assert resume(tmp_path) is not None
 

@@ -7,19 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.run import layout
-from strop.run.checkpoint import Checkpoints, save
-from strop.run.durable import Fingerprint
-from strop.run.layout import Saved
-from strop.run.manifest import Manifest
-from strop.run.retention import GIB, Keep, best, keep_from_trainer, surplus
+from strop.run.atomic_files import Fingerprint
+from strop.run.checkpoint.layout import Manifest, SavedCheckpoint
+from strop.run.checkpoint.retention import (
+    GIB,
+    RetentionPolicy,
+    best,
+    checkpoints_to_delete,
+    retention_from_trainer,
+)
+from strop.run.checkpoint.store import Checkpoints, layout, save
 
 
-def made(*steps: int, size: float = 1.0, metrics: dict[int, float] | None = None) -> list[Saved]:
+def made(*steps: int, size: float = 1.0, metrics: dict[int, float] | None = None) -> list[SavedCheckpoint]:
     """Checkpoints of `size` GiB in the order given."""
     metrics = metrics or {}
     return [
-        Saved(
+        SavedCheckpoint(
             Path(f"global_step_{step}"),
             Manifest(
                 step,
@@ -33,31 +37,42 @@ def made(*steps: int, size: float = 1.0, metrics: dict[int, float] | None = None
     ]
 
 
-def steps(checkpoints: list[Saved]) -> list[int]:
+def steps(checkpoints: list[SavedCheckpoint]) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoints]
 
 
 def test_without_limits_all_stay() -> None:
-    assert surplus(made(1, 2, 3), Keep()) == []
+    assert checkpoints_to_delete(made(1, 2, 3), RetentionPolicy()) == []
 
 
 def test_the_oldest_go_first() -> None:
-    assert steps(surplus(made(10, 20, 30, 40), Keep(newest=2))) == [10, 20]
+    assert steps(checkpoints_to_delete(made(10, 20, 30, 40), RetentionPolicy(newest=2))) == [10, 20]
 
 
 def test_after_rewinding_the_newest_is_what_was_saved_last() -> None:
-    assert steps(surplus(made(30, 40, 10), Keep(newest=1))) == [30, 40]
+    assert steps(checkpoints_to_delete(made(30, 40, 10), RetentionPolicy(newest=1))) == [30, 40]
 
 
 def test_the_best_stays_beside_the_newest() -> None:
     checkpoints = made(10, 20, 30, 40, metrics={10: 0.2, 20: 0.9, 30: 0.9, 40: 0.1})
-    assert steps(surplus(checkpoints, Keep(newest=1, best_metric="val/acc"))) == [10, 30]
-    assert steps(surplus(checkpoints, Keep(newest=1, best_metric="val/acc", lowest_is_best=True))) == [10, 20, 30]
-    assert steps(surplus(checkpoints, Keep(newest=3, best_metric="val/acc"))) == [10]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(newest=1, best_metric="val/acc"))) == [
+        10,
+        30,
+    ]
+    assert steps(
+        checkpoints_to_delete(
+            checkpoints, RetentionPolicy(newest=1, best_metric="val/acc", lowest_is_best=True)
+        )
+    ) == [
+        10,
+        20,
+        30,
+    ]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(newest=3, best_metric="val/acc"))) == [10]
 
 
 def test_a_metric_that_is_missing_or_nan_is_never_the_best() -> None:
-    keep = Keep(best_metric="val/acc")
+    keep = RetentionPolicy(best_metric="val/acc")
     found = best(made(1, 2, 3, metrics={1: float("nan"), 2: 0.0}), keep)
     assert found is not None and found.step == 2
     assert best(made(1, 2), keep) is None
@@ -65,23 +80,26 @@ def test_a_metric_that_is_missing_or_nan_is_never_the_best() -> None:
 
 def test_size_limit_spares_the_newest_and_the_best() -> None:
     checkpoints = made(1, 2, 3, 4, metrics={1: 1.0})
-    assert steps(surplus(checkpoints, Keep(max_gb=2.5))) == [1, 2]
-    assert steps(surplus(checkpoints, Keep(max_gb=2.5, best_metric="val/acc"))) == [2, 3]
-    assert steps(surplus(checkpoints, Keep(max_gb=0.1))) == [1, 2, 3]
-    assert steps(surplus(checkpoints, Keep(newest=3, max_gb=2.0))) == [1, 2]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(max_gb=2.5))) == [1, 2]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(max_gb=2.5, best_metric="val/acc"))) == [
+        2,
+        3,
+    ]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(max_gb=0.1))) == [1, 2, 3]
+    assert steps(checkpoints_to_delete(checkpoints, RetentionPolicy(newest=3, max_gb=2.0))) == [1, 2]
 
 
 def test_limits_of_the_trainer_section() -> None:
-    assert keep_from_trainer() == Keep()
-    assert keep_from_trainer(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=3).newest == 3
-    assert keep_from_trainer(max_actor_ckpt_to_keep=2).newest == 2
-    assert keep_from_trainer(max_actor_ckpt_to_keep=5, remove_previous_ckpt_in_save=True).newest == 1
+    assert retention_from_trainer() == RetentionPolicy()
+    assert retention_from_trainer(max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=3).newest == 3
+    assert retention_from_trainer(max_actor_ckpt_to_keep=2).newest == 2
+    assert retention_from_trainer(max_actor_ckpt_to_keep=5, remove_previous_ckpt_in_save=True).newest == 1
 
 
 @pytest.mark.parametrize("wrong", [{"newest": 0}, {"max_gb": 0.0}])
 def test_limits_that_would_delete_everything_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="Keep"):
-        Keep(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="RetentionPolicy"):
+        RetentionPolicy(**wrong)  # type: ignore[arg-type]
 
 
 def test_checkpoints_of_earlier_processes_count_and_go_as_a_whole(tmp_path: Path) -> None:
@@ -89,21 +107,23 @@ def test_checkpoints_of_earlier_processes_count_and_go_as_a_whole(tmp_path: Path
         save(tmp_path, step, {"data": {}, "actor/model": {"w": torch.ones(2)}})
     foreign = tmp_path / "global_step_0"
     (foreign / "actor").mkdir(parents=True)
-    with Checkpoints(tmp_path, keep=Keep(newest=2)) as checkpoints:
+    with Checkpoints(tmp_path, keep=RetentionPolicy(newest=2)) as checkpoints:
         checkpoints.save(4, {"data": {}})
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["global_step_0", "global_step_3", "global_step_4", "latest_checkpointed_iteration.txt"]
 
 
 def test_the_best_survives_a_restart(tmp_path: Path) -> None:
-    keep = Keep(newest=1, best_metric="val/acc")
+    keep = RetentionPolicy(newest=1, best_metric="val/acc")
     for step, accuracy in ((1, 0.1), (2, 0.8), (3, 0.3), (4, 0.5)):
         with Checkpoints(tmp_path, keep=keep) as checkpoints:
             checkpoints.save(step, {"data": {}}, metrics={"val/acc": accuracy})
-    assert [c.step for c in layout.saved(tmp_path)] == [2, 4]
+    assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [2, 4]
 
 
 def test_a_misspelt_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with Checkpoints(tmp_path, keep=Keep(best_metric="val/ac")) as checkpoints:
+    with Checkpoints(tmp_path, keep=RetentionPolicy(best_metric="val/ac")) as checkpoints:
         checkpoints.save(1, {"data": {}}, metrics={"val/acc": 0.5})
-    assert "trainer.best_metric=val/ac is not among" in caplog.text and "Did you mean 'val/acc'?" in caplog.text
+    assert (
+        "trainer.best_metric=val/ac is not among" in caplog.text and "Did you mean 'val/acc'?" in caplog.text
+    )

@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from strop.run import random_state
-from strop.run.checkpoint import load, save
-from strop.run.contents import role_parts, role_state, selector
-from strop.run.due import save_is_due
+from strop.run.checkpoint import random_state
+from strop.run.checkpoint.contents import part_selector, role_parts, role_state
+from strop.run.checkpoint.store import load, save
+from strop.shared.run_output import save_is_due
 
 
 def draw() -> list[float]:
-    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.normal(), *torch.rand(3).tolist()]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.normal(),
+        *torch.rand(3).tolist(),
+    ]
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
@@ -58,13 +64,17 @@ def test_contents_choose_the_parts_and_come_back() -> None:
     assert role_state("actor", parts, everything) == STATE
     assert role_state("actor", parts, ["model", "hf_model"]) == {"model": {"w": 1}}
     assert role_parts("critic", STATE, ["hf_model"]) == {}
-    assert [name for name in parts if selector({"actor": ["model"]})(name)] == ["actor/model"]
+    assert [name for name in parts if part_selector({"actor": ["model"]})(name)] == ["actor/model"]
 
 
 def test_contents_that_are_unknown_or_missing_are_named() -> None:
-    with pytest.raises(ValueError, match=r"actor\.checkpoint\.save_contents names 'optimiser'\. Did you mean 'optimizer'"):
+    with pytest.raises(
+        ValueError, match=r"actor\.checkpoint\.save_contents names 'optimiser'\. Did you mean 'optimizer'"
+    ):
         role_parts("actor", STATE, ["model", "optimiser"])
-    with pytest.raises(ValueError, match=r"no 'actor/optimizer', it has actor/model\. Take 'optimizer' out of"):
+    with pytest.raises(
+        ValueError, match=r"no 'actor/optimizer', it has actor/model\. Take 'optimizer' out of"
+    ):
         role_state("actor", {"actor/model": {}}, ["model", "optimizer"])
 
 
@@ -78,8 +88,15 @@ def test_saves_are_due_before_a_rented_machine_ends() -> None:
     rented = {"SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP": "1000"}
 
     def due(now: float) -> bool:
-        return save_is_due(1, save_freq=100, last=False, longest_step=30, spare=10, now=now, environment=rented)
+        return save_is_due(
+            1, save_freq=100, last=False, longest_step=30, spare=10, now=now, environment=rented
+        )
 
     assert [due(now) for now in (899.0, 900.0, 2000.0)] == [False, True, True]
     with pytest.raises(ValueError, match="'tomorrow' is not a Unix time"):
-        save_is_due(1, save_freq=5, last=False, environment={"MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP": "tomorrow"})
+        save_is_due(
+            1,
+            save_freq=5,
+            last=False,
+            environment={"MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP": "tomorrow"},
+        )

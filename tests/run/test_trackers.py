@@ -16,12 +16,10 @@ from rich.console import Console
 
 from strop.config.compose import load
 from strop.config.rules import check
-from strop.run.live import LiveView
-from strop.run.trackers.console import ConsoleTracker
+from strop.run.trackers.base import TrackedRun, get_or_create_id, save_id, saved_id, start
+from strop.run.trackers.console import ConsoleTracker, LiveView
 from strop.run.trackers.csv import CsvTracker
-from strop.run.trackers.identity import id_of, known_id, remember_id
 from strop.run.trackers.jsonl import JsonlTracker
-from strop.run.tracking import Run, start
 
 NAN = float("nan")
 
@@ -36,24 +34,32 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 def test_jsonl_writes_each_step_at_once(tmp_path: Path) -> None:
-    tracker = JsonlTracker(Run(tmp_path), clock=lambda: 12.5)
+    tracker = JsonlTracker(TrackedRun(tmp_path), clock=lambda: 12.5)
     tracker.log({"loss": 0.1 + 0.2, "bad": NAN, "worse": -float("inf"), "note": "é"}, 1)
-    written = [{"step": 1, "time": 12.5, "data": {"loss": 0.1 + 0.2, "bad": "NaN", "worse": "-Infinity", "note": "é"}}]
+    written = [
+        {
+            "step": 1,
+            "time": 12.5,
+            "data": {"loss": 0.1 + 0.2, "bad": "NaN", "worse": "-Infinity", "note": "é"},
+        }
+    ]
     assert lines(tmp_path / "metrics.jsonl") == written
     tracker.log_generations([{"input": "2+2", "output": "4", "score": 1.0}], 1)
-    assert lines(tmp_path / "metrics.generations.jsonl")[0]["rows"] == [{"input": "2+2", "output": "4", "score": 1.0}]
+    assert lines(tmp_path / "metrics.generations.jsonl")[0]["rows"] == [
+        {"input": "2+2", "output": "4", "score": 1.0}
+    ]
 
 
 @pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
 def test_a_resumed_curve_has_no_duplicates_and_no_torn_lines(tmp_path: Path, kind: type) -> None:
-    first = kind(Run(tmp_path))
+    first = kind(TrackedRun(tmp_path))
     for step in range(6):
         first.log({"a": step}, step)
         first.log_generations([{"input": "x"}], step)
     file = tmp_path / ("metrics.jsonl" if kind is JsonlTracker else "metrics.csv")
     with file.open("a") as torn:
         torn.write('{"step": 2, "ti' if kind is JsonlTracker else "2,17")
-    second = kind(Run(tmp_path, resumed_from=3))
+    second = kind(TrackedRun(tmp_path, resumed_from=3))
     for step in (4, 5):
         second.log({"a": 10 * step}, step)
     second.close()
@@ -70,20 +76,22 @@ def test_a_resumed_curve_has_no_duplicates_and_no_torn_lines(tmp_path: Path, kin
 @pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])
 def test_a_new_run_in_an_old_folder_loses_nothing(tmp_path: Path, kind: type) -> None:
     for run in range(3):
-        kind(Run(tmp_path)).log({"a": run}, 1)
+        kind(TrackedRun(tmp_path)).log({"a": run}, 1)
     file = tmp_path / ("metrics.jsonl" if kind is JsonlTracker else "metrics.csv")
-    texts = [path.read_text() for path in (file, *(file.with_name(f"metrics.{n}{file.suffix}") for n in (2, 1)))]
+    texts = [
+        path.read_text() for path in (file, *(file.with_name(f"metrics.{n}{file.suffix}") for n in (2, 1)))
+    ]
     assert all(text.count("1") >= 1 for text in texts) and len(set(texts)) == 3
 
 
 def test_jsonl_place_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
-    JsonlTracker(Run(tmp_path / "run", project="p", experiment="e")).log({"a": 1}, 1)
+    JsonlTracker(TrackedRun(tmp_path / "run", project="p", experiment="e")).log({"a": 1}, 1)
     assert lines(tmp_path / "logs/p/e.jsonl")[0]["data"] == {"a": 1}
 
 
 def test_csv_columns_grow(tmp_path: Path) -> None:
-    tracker = CsvTracker(Run(tmp_path), clock=lambda: 1.0)
+    tracker = CsvTracker(TrackedRun(tmp_path), clock=lambda: 1.0)
     tracker.log({"a": 1}, 1)
     tracker.log({"b": 'quoted "text", with\nlines', "a": 2}, 2)
     tracker.log({"c": 0.1 + 0.2}, 3)
@@ -91,7 +99,7 @@ def test_csv_columns_grow(tmp_path: Path) -> None:
     assert list(rows[0]) == ["step", "time", "a", "b", "c"]
     assert [row["a"] for row in rows] == ["1", "2", ""]
     assert rows[1]["b"] == 'quoted "text", with\nlines' and float(rows[2]["c"]) == 0.1 + 0.2
-    resumed = CsvTracker(Run(tmp_path, resumed_from=2), clock=lambda: 1.0)
+    resumed = CsvTracker(TrackedRun(tmp_path, resumed_from=2), clock=lambda: 1.0)
     resumed.log({"d": 5}, 3)
     rows = table(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["1", "2", "3"] and rows[2]["d"] == "5" and rows[2]["c"] == ""
@@ -99,8 +107,10 @@ def test_csv_columns_grow(tmp_path: Path) -> None:
 
 def test_console_prints_the_line_people_know() -> None:
     stream = io.StringIO()
-    tracker = ConsoleTracker(Run(Path(".")), stream=stream)
-    tracker.log({"actor/lr": 1e-6, "critic/score/mean": 0.123456789, "tokens": 1234567, "note": "x", "total": 2e6}, 7)
+    tracker = ConsoleTracker(TrackedRun(Path(".")), stream=stream)
+    tracker.log(
+        {"actor/lr": 1e-6, "critic/score/mean": 0.123456789, "tokens": 1234567, "note": "x", "total": 2e6}, 7
+    )
     tracker.log_generations([{"input": "a\nb", "output": "c"}], 7)
     tracker.close()
     first, *rest = stream.getvalue().splitlines()
@@ -125,7 +135,19 @@ def test_live_view_shows_progress_and_the_first_numbers() -> None:
     view.update(METRICS, 5)
     view.close()
     text = stream.getvalue()
-    for words in ("gsm8k / grpo", "5/20", "left", "reward", "0.75", "KL", "0.0125", "entropy", "1.5", "response length", "64"):
+    for words in (
+        "gsm8k / grpo",
+        "5/20",
+        "left",
+        "reward",
+        "0.75",
+        "KL",
+        "0.0125",
+        "entropy",
+        "1.5",
+        "response length",
+        "64",
+    ):
         assert words in text, words
     for words in ("tokens/s", "5120", "gsm8k/acc/mean@1", "0.41"):
         assert words in text, words
@@ -145,13 +167,15 @@ def test_time_left_counts_the_steps_of_this_process_only() -> None:
 
 def test_on_a_terminal_the_lines_stand_above_the_view() -> None:
     script = (
-        "from pathlib import Path; from strop.run.tracking import Run, start\n"
-        f"with start('console', Run(Path('.'), total_steps=3)) as t: [t.log({METRICS!r}, step) for step in (1, 2, 3)]"
+        "from pathlib import Path; from strop.run.trackers.base import TrackedRun, start\n"
+        f"with start('console', TrackedRun(Path('.'), total_steps=3)) as t: [t.log({METRICS!r}, step) for step in (1, 2, 3)]"
     )
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     environment.pop("NO_COLOR", None)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=follower, stderr=follower, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=follower, stderr=follower, env=environment
+    )
     os.close(follower)
     seen = b""
     while True:
@@ -170,7 +194,7 @@ def test_on_a_terminal_the_lines_stand_above_the_view() -> None:
 
 
 def test_a_pipe_gets_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with start("console", Run(tmp_path, total_steps=3)) as trackers:
+    with start("console", TrackedRun(tmp_path, total_steps=3)) as trackers:
         trackers.log({"a": 1.0}, 1)
     assert capsys.readouterr().out == "step:1 - a:1.0\n"
 
@@ -178,9 +202,13 @@ def test_a_pipe_gets_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_from, steps in ((None, range(1, 6)), (3, range(4, 6))):
-        with start("tensorboard", Run(tmp_path, config={"lr": 1e-6}, resumed_from=resumed_from)) as trackers:
+        with start(
+            "tensorboard", TrackedRun(tmp_path, config={"lr": 1e-6}, resumed_from=resumed_from)
+        ) as trackers:
             for step in steps:
-                trackers.log({"critic/score/mean": step * (10.0 if resumed_from else 1.0), "note": "text"}, step)
+                trackers.log(
+                    {"critic/score/mean": step * (10.0 if resumed_from else 1.0), "note": "text"}, step
+                )
             trackers.log_generations([{"input": "2+2=", "output": "4"}], 5)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -199,9 +227,15 @@ def test_a_tracker_without_its_library_is_known_before_the_start(monkeypatch: py
 
 
 def test_ids_are_kept_by_a_resumed_run_only(tmp_path: Path) -> None:
-    first = id_of(Run(tmp_path), "wandb")
-    remember_id(Run(tmp_path), "mlflow", "x")
-    assert id_of(Run(tmp_path, resumed_from=3), "wandb") == first and known_id(Run(tmp_path, resumed_from=3), "mlflow") == "x"
-    assert id_of(Run(tmp_path), "wandb") != first and known_id(Run(tmp_path), "mlflow") is None
+    first = get_or_create_id(TrackedRun(tmp_path), "wandb")
+    save_id(TrackedRun(tmp_path), "mlflow", "x")
+    assert (
+        get_or_create_id(TrackedRun(tmp_path, resumed_from=3), "wandb") == first
+        and saved_id(TrackedRun(tmp_path, resumed_from=3), "mlflow") == "x"
+    )
+    assert (
+        get_or_create_id(TrackedRun(tmp_path), "wandb") != first
+        and saved_id(TrackedRun(tmp_path), "mlflow") is None
+    )
     (tmp_path / "trackers.json").write_text("torn")
-    assert len(id_of(Run(tmp_path, resumed_from=3), "swanlab", length=21)) == 21
+    assert len(get_or_create_id(TrackedRun(tmp_path, resumed_from=3), "swanlab", length=21)) == 21

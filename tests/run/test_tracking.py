@@ -11,14 +11,14 @@ import torch
 
 from strop.catalog import TRACKERS
 from strop.registry import Registry
-from strop.run import tracking
-from strop.run.tracking import Run, Trackers, start
+from strop.run.trackers import base as tracking
+from strop.run.trackers.base import TrackedRun, Trackers, start
 
 
 class Memory:
     """A tracker that remembers, or breaks when told."""
 
-    def __init__(self, run: Run | None = None, *, breaks: bool = False):
+    def __init__(self, run: TrackedRun | None = None, *, breaks: bool = False):
         self.run = run
         self.breaks = breaks
         self.seen: list[Any] = []
@@ -58,45 +58,54 @@ def test_values_become_plain_and_others_are_refused_once(caplog: pytest.LogCaptu
     memory = Memory()
     trackers = Trackers({"m": memory})
     for step in (1, 2):
-        trackers.log({"t": torch.tensor(2.5), "i": torch.tensor(3), "s": "text", "list": [1], "v": torch.ones(2)}, step)
+        trackers.log(
+            {"t": torch.tensor(2.5), "i": torch.tensor(3), "s": "text", "list": [1], "v": torch.ones(2)}, step
+        )
     assert memory.seen[0] == (1, {"t": 2.5, "i": 3, "s": "text"}) and type(memory.seen[0][1]["t"]) is float
-    assert caplog.text.count("The metric 'list' is a list") == 1 and caplog.text.count("The metric 'v' is a Tensor") == 1
+    assert (
+        caplog.text.count("The metric 'list' is a list") == 1
+        and caplog.text.count("The metric 'v' is a Tensor") == 1
+    )
 
 
 def test_an_unknown_name_offers_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Unknown tracker 'tensorbord'\. Did you mean 'tensorboard'"):
-        start(["console", "tensorbord"], Run(tmp_path))
+        start(["console", "tensorbord"], TrackedRun(tmp_path))
 
 
-def test_one_that_cannot_start_stops_the_run_and_closes_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_cannot_start_stops_the_run_and_closes_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry, made = Registry("tracker"), Memory()
 
-    def offline(run: Run) -> Any:
+    def offline(run: TrackedRun) -> Any:
         raise ConnectionError("no network")
 
     registry.declare("good", lambda run: made)
     registry.declare("bad", offline)
     monkeypatch.setattr(tracking, "TRACKERS", registry)
-    with pytest.raises(ValueError, match=r"'bad' of trainer\.logger could not start: ConnectionError: no network"):
-        start(["good", "bad"], Run(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"'bad' of trainer\.logger could not start: ConnectionError: no network"
+    ):
+        start(["good", "bad"], TrackedRun(tmp_path))
     assert made.closed
 
 
 def test_a_place_that_cannot_be_written_is_known_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"'file' of trainer\.logger could not start: NotADirectoryError"):
-        start("file", Run(tmp_path / "file" / "run"))
+        start("file", TrackedRun(tmp_path / "file" / "run"))
 
 
 def test_two_names_of_one_tracker_log_once(tmp_path: Path) -> None:
-    with start(["file", "jsonl", "file"], Run(tmp_path)) as trackers:
+    with start(["file", "jsonl", "file"], TrackedRun(tmp_path)) as trackers:
         trackers.log({"a": 1}, 1)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_every_tracker_gets_the_config(tmp_path: Path) -> None:
     config = {"actor": {"lr": 1e-6}, "limit": float("inf")}
-    with start(["file"], Run(tmp_path, config=config)):
+    with start(["file"], TrackedRun(tmp_path, config=config)):
         pass
     written = json.loads((tmp_path / "metrics.config.json").read_text(), parse_constant=pytest.fail)
     assert written == {"actor": {"lr": 1e-6}, "limit": "Infinity"}

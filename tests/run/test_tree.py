@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.run.tensor_file import DTYPES, read_tensors, write_tensors
-from strop.run.tree import host_copies, join, split
+from strop.run.checkpoint.tensor_files import DTYPES, copy_to_host, join, read_tensors, split, write_tensors
 
 
 def same(a: Any, b: Any) -> bool:
@@ -23,12 +22,19 @@ def same(a: Any, b: Any) -> bool:
             isinstance(b, torch.Tensor)
             and a.dtype == b.dtype
             and a.shape == b.shape
-            and torch.equal(a.detach().contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+            and torch.equal(
+                a.detach().contiguous().reshape(-1).view(torch.uint8),
+                b.contiguous().reshape(-1).view(torch.uint8),
+            )
         )
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return list(a) == list(b) and [type(k) for k in a] == [type(k) for k in b] and all(same(a[k], b[k]) for k in a)
+        return (
+            list(a) == list(b)
+            and [type(k) for k in a] == [type(k) for k in b]
+            and all(same(a[k], b[k]) for k in a)
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float):
@@ -42,21 +48,35 @@ def through_json(tree: Any) -> Any:
 
 
 tensors = st.builds(
-    lambda dtype, shape, seed: torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    lambda dtype, shape, seed: torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    ),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]),
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 9),
 )
 keys = st.one_of(
-    st.text(max_size=4), st.sampled_from(["$tensor", "$tuple", "a.b", "a"]), st.integers(), st.none(), st.booleans()
+    st.text(max_size=4),
+    st.sampled_from(["$tensor", "$tuple", "a.b", "a"]),
+    st.integers(),
+    st.none(),
+    st.booleans(),
 )
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.integers(2**100, 2**130), tensors
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.integers(2**100, 2**130),
+    tensors,
 )
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
     ),
     max_leaves=12,
 )
@@ -71,7 +91,11 @@ def test_any_tree_comes_back(tree: Any) -> None:
 def test_every_dtype_keeps_its_bits_through_a_file(tmp_path: Any) -> None:
     noise = torch.randint(0, 256, (24, 16), dtype=torch.uint8)
     saved = {str(dtype): (noise % 2 == 0 if dtype == torch.bool else noise.view(dtype)) for dtype in DTYPES}
-    saved |= {"scalar": torch.tensor(-0.0), "empty": torch.zeros(0, 3), "turned": torch.arange(6.0).reshape(2, 3).t()}
+    saved |= {
+        "scalar": torch.tensor(-0.0),
+        "empty": torch.zeros(0, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+    }
     write_tensors(tmp_path / "x.safetensors", saved)
     loaded = read_tensors(tmp_path / "x.safetensors")
     assert loaded.keys() == saved.keys()
@@ -95,7 +119,7 @@ def test_tied_weights_are_stored_once() -> None:
 
 def test_copies_are_cut_off_from_training() -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
-    copies = host_copies({"w": weight})
+    copies = copy_to_host({"w": weight})
     with torch.no_grad():
         weight.add_(1)
     assert copies["w"].tolist() == [0, 0, 0] and not copies["w"].requires_grad

@@ -2,7 +2,7 @@
 
     python -m tests.runtime.members ADDRESS NUMBER STALL
 
-is such a process: a `Replica` around an engine that keeps digests of its weights, and waits a while at the weight named STALL.
+is such a process: a `RolloutReplica` around an engine that keeps digests of its weights, and waits a while at the weight named STALL.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.runtime.broadcast import Meeting
-from strop.runtime.replica import Replica
+from strop.runtime.rollout_replica import RolloutReplica
+from strop.runtime.weight_broadcast import Rendezvous
 from tests.forked import Forked
 
 
@@ -65,7 +65,7 @@ class Plan:
 
 
 async def serve(connection: Connection, stall: str) -> None:
-    replica: Any = Replica(Plan(stall))  # type: ignore[arg-type]
+    replica: Any = RolloutReplica(Plan(stall))  # type: ignore[arg-type]
     lock = threading.Lock()
 
     async def answer(call: int, method: str, arguments: Sequence[Any]) -> None:
@@ -124,7 +124,7 @@ class Member:
 
 
 class Team:
-    """The `Receivers` of transports, which replaces the dead as the pool of a cluster does."""
+    """The `WeightReceivers` of transports, which replaces the dead as the pool of a cluster does."""
 
     def __init__(self, size: int, stall: str = "") -> None:
         self.size = size
@@ -133,7 +133,7 @@ class Team:
         self.kept: list[tuple[Any, str]] = []
         self.loads, self.expected, self.why_not = 0, False, ""
 
-    def store(self, memory: np.ndarray) -> Any:
+    def put(self, memory: np.ndarray) -> Any:
         return memory.copy()
 
     def load(self, box: Any, contents: str, version: int) -> Future[Any]:
@@ -141,7 +141,9 @@ class Team:
         self.kept = [(box, contents)] if '"first": true' in contents else [*self.kept, (box, contents)]
         done: Future[Any] = Future()
         last = '"last": true' in contents
-        for number, asked in enumerate([member.call("load", box, contents, version) for member in self.members]):
+        for number, asked in enumerate(
+            [member.call("load", box, contents, version) for member in self.members]
+        ):
             try:
                 asked.result(20)
             except ConnectionError:
@@ -157,18 +159,18 @@ class Team:
         for box, contents in self.kept:
             self.members[number].call("load", box, contents, version).result(20)
 
-    def expect(self, version: int) -> Sequence[int]:
+    def begin_update(self, version: int) -> Sequence[int]:
         self.expected = True
         return list(self.lives)
 
-    def keep(self, buckets: Sequence[tuple[Any, str]], version: int, why_not: str = "") -> None:
+    def keep_copy(self, buckets: Sequence[tuple[Any, str]], version: int, why_not: str = "") -> None:
         self.kept, self.expected, self.why_not = list(buckets), False, why_not
 
     def address(self) -> str:
         return "127.0.0.1"
 
-    def join(self, number: int, meeting: Meeting) -> Future[Any]:
-        return self.members[number].call("join", meeting, number + 1)
+    def join(self, number: int, rendezvous: Rendezvous) -> Future[Any]:
+        return self.members[number].call("join", rendezvous, number + 1)
 
     def receive(self, number: int, version: int) -> Future[Any]:
         return self.members[number].call("receive", version)

@@ -11,18 +11,17 @@ from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from strop.backends.base import MicroBatching
-from strop.backends.fsdp import FsdpBackend
-from strop.backends.sharded import local
-from strop.backends.single import SingleBackend
+from strop.backends.fsdp.sharded import local
+from strop.backends.module_backend import ModuleBackend
 from strop.config.compose import load
-from strop.config.schema.model import Optim
+from strop.config.schema.model import OptimConfig
+from strop.ppo.build import build_ppo
+from strop.ppo.rank_sharing import WaitingPrompts, shard_prompts
 from strop.ranks import Ranks, SharedFailure
-from strop.run.checkpoint import load as load_checkpoint
-from strop.run.merge import merge
-from strop.trainer.build import build_ppo
-from strop.trainer.shares import deal_prompts
-from strop.trainer.surplus import Surplus, left_over
+from strop.run.checkpoint.store import load as load_checkpoint
+from strop.run.merge.merge import merge
 from strop.types import Prompt
+from tests.backends.make import sharded, single
 from tests.backends.ranks import here
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.trainer.runs import metrics, same, weights
@@ -70,7 +69,10 @@ def alone(settings: list[str], place: Path) -> Path:
 def assert_alike(one: Path, many: Path, step: int) -> None:
     if not here().lead:
         return
-    expected, found = load_checkpoint(one / f"global_step_{step}"), load_checkpoint(many / f"global_step_{step}")
+    expected, found = (
+        load_checkpoint(one / f"global_step_{step}"),
+        load_checkpoint(many / f"global_step_{step}"),
+    )
     for part in (name for name in expected if name.endswith("/model")):
         assert expected[part].keys() == found[part].keys()
         for name, weight in expected[part].items():
@@ -85,7 +87,9 @@ def assert_alike(one: Path, many: Path, step: int) -> None:
 
 
 ACTOR, CRITIC, ROLLOUT = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.rollout"
-COPIES = [f"{section}.fsdp_config.fsdp_size=2" for section in (ACTOR, "critic.model", "actor_rollout_ref.ref")]
+COPIES = [
+    f"{section}.fsdp_config.fsdp_size=2" for section in (ACTOR, "critic.model", "actor_rollout_ref.ref")
+]
 ROWS = [f"{role}.ulysses_sequence_parallel_size=2" for role in (ACTOR, CRITIC)]
 TENSOR = [f"{role}.tensor_parallel_size=2" for role in (ACTOR, CRITIC)]
 WAYS: dict[str, tuple[int, list[str]]] = {
@@ -125,9 +129,13 @@ def test_a_run_with_shared_matrices_is_resumed_by_any_and_merged(settings, folde
     fit([*settings, *TENSOR], torn, here())
     if here().lead:
         assert same(weights(whole, 4), weights(torn, 4))
-        merged = load_file(merge(str(whole / "global_step_4" / "actor"), str(folder / "merged")) / "model.safetensors")
+        merged = load_file(
+            merge(str(whole / "global_step_4" / "actor"), str(folder / "merged")) / "model.safetensors"
+        )
         assert all(
-            torch.allclose(merged[name].float(), w, atol=1e-2) for name, w in weights(whole, 4).items() if name in merged
+            torch.allclose(merged[name].float(), w, atol=1e-2)
+            for name, w in weights(whole, 4).items()
+            if name in merged
         )
     fewer = fit([*settings, *TENSOR, "trainer.total_training_steps=2"], folder / "fewer", here())
     assert_alike(alone(settings, folder / "one"), alone(settings, fewer), 4)
@@ -135,11 +143,15 @@ def test_a_run_with_shared_matrices_is_resumed_by_any_and_merged(settings, folde
 
 def test_resuming_with_as_many_ranks_is_exact_and_with_others_nearly(settings, folder):
     whole = fit([*settings, "trainer.enable_ema=true"], folder / "whole", here())
-    torn = fit([*settings, "trainer.enable_ema=true", "trainer.total_training_steps=2"], folder / "torn", here())
+    torn = fit(
+        [*settings, "trainer.enable_ema=true", "trainer.total_training_steps=2"], folder / "torn", here()
+    )
     fit([*settings, "trainer.enable_ema=true"], torn, here())
     if here().lead:
         assert same(weights(whole, 4), weights(torn, 4))
-        assert same(*(load_checkpoint(f / "global_step_4")["trainer"]["ema"]["average"] for f in (whole, torn)))
+        assert same(
+            *(load_checkpoint(f / "global_step_4")["trainer"]["ema"]["average"] for f in (whole, torn))
+        )
     fewer = fit([*settings, "trainer.total_training_steps=2"], folder / "fewer", here())
     assert_alike(alone(settings, folder / "one"), alone(settings, fewer), 4)
     more = alone([*settings, "trainer.total_training_steps=2"], folder / "more")
@@ -168,18 +180,24 @@ def test_adapters_and_tied_embeddings_are_trained_alike(settings, folder):
 
 
 def test_a_model_that_one_rank_does_not_have_is_named_by_all(settings, folder):
-    missing = ["actor_rollout_ref.model.tokenizer_path=" + next(w for w in settings if "model.path" in w).partition("=")[2]]
+    missing = [
+        "actor_rollout_ref.model.tokenizer_path="
+        + next(w for w in settings if "model.path" in w).partition("=")[2]
+    ]
     own = ["actor_rollout_ref.model.path=/nowhere"] if here().rank == 1 else []
     with pytest.raises(
-        SharedFailure, match=r"Rank 1 of \d failed making the model \(model.path\): ValueError: model.path='/now"
+        SharedFailure,
+        match=r"Rank 1 of \d failed making the model \(model.path\): ValueError: model.path='/now",
     ):
         fit([*settings, *missing, *own], folder / "run", here())
 
 
 def test_ranks_that_read_other_data_are_stopped():
     prompts = [Prompt(row + (here().rank == 1), [1, 2, row], [], "x") for row in range(8)]
-    with pytest.raises(SharedFailure, match=r"Ranks disagree about the prompts of this step \(data.train_files\): rank 0 has"):
-        deal_prompts(prompts, here())
+    with pytest.raises(
+        SharedFailure, match=r"Ranks disagree about the prompts of this step \(data.train_files\): rank 0 has"
+    ):
+        shard_prompts(list(enumerate(prompts)), here())
 
 
 def test_a_long_tail_is_taken_over_by_ranks_with_room(settings, folder):
@@ -191,16 +209,21 @@ def test_a_long_tail_is_taken_over_by_ranks_with_room(settings, folder):
 
 @pytest.mark.parametrize("frees", [True, False])
 def test_engines_give_their_cache_back_while_models_learn(frees, settings, folder):
-    asked = [*settings, f"{ROLLOUT}.name=native", f"{ROLLOUT}.free_cache_engine={frees}", "trainer.total_training_steps=1"]
+    asked = [
+        *settings,
+        f"{ROLLOUT}.name=native",
+        f"{ROLLOUT}.free_cache_engine={frees}",
+        "trainer.total_training_steps=1",
+    ]
     world = [f"trainer.n_gpus_per_node={here().world}", f"trainer.default_local_dir={folder}/run"]
     trainer = build_ppo(load("ppo_trainer", [*asked, *world]), here())
-    learn, held = trainer.learn, []
+    update, held = trainer.update, []
 
     def watched(batch, record):
-        held.append(trainer.collector.engine._batch.runner.cache.bytes)
-        learn(batch, record)
+        held.append(trainer.collector.engine._step_loop.runner.cache.bytes)
+        update(batch, record)
 
-    trainer.learn = watched
+    trainer.update = watched
     trainer.fit()
     here().gather(None)
     assert len(held) == 1 and (held[0] == 0) == frees
@@ -208,31 +231,37 @@ def test_engines_give_their_cache_back_while_models_learn(frees, settings, folde
 
 def test_every_prompt_is_taken_once_and_late_ranks_lose_theirs():
     shares = [[(10 * rank + i, Prompt(i, [1], [], "x")) for i in range(6)] for rank in range(here().world)]
-    surplus = Surplus(here(), "test", left_over(shares, 2))
+    waiting = WaitingPrompts(here(), "test", [share[2:] for share in shares])
     here().gather(None)
-    mine = [number for number, _ in surplus.taken()] if here().rank == 0 else []
+    mine = [number for number, _ in waiting.claim()] if here().rank == 0 else []
     here().gather(None)
-    rest = [number for number, _ in surplus.taken()]
+    rest = [number for number, _ in waiting.claim()]
     told = here().gather((mine, rest))
-    assert told[0][0][:4] == [2, 3, 4, 5] and sorted(told[0][0]) == sorted(n for s in shares for n, _ in s[2:])
+    assert told[0][0][:4] == [2, 3, 4, 5] and sorted(told[0][0]) == sorted(
+        n for s in shares for n, _ in s[2:]
+    )
     assert all(not found for _, found in told)
 
 
 def test_every_rank_holds_its_share_of_weights_gradients_and_moments():
-    def held(backend: SingleBackend) -> int:
+    def held(backend: ModuleBackend) -> int:
         tensors = [*backend.module.parameters(), *(m.grad for m in backend.weights.masters.values())]
         tensors += [t for state in backend.optimizer.state.values() for t in state.values()]
         storages = [local(t).untyped_storage() for t in tensors]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # gradients of a layer share one
+        return sum(
+            {storage.data_ptr(): storage.nbytes() for storage in storages}.values()
+        )  # gradients of a layer share one
 
     def trained(make, **more):
-        backend = make(tiny_model(hidden_size=64, num_hidden_layers=3), optim=Optim(lr=1e-3), **more)
+        backend = make(tiny_model(hidden_size=64, num_hidden_layers=3), optim=OptimConfig(lr=1e-3), **more)
         for updated in (True, False):
-            backend.forward_backward(tiny_batch(), ["log_probs"], lambda o, b: (o.log_probs.sum(), {}), MicroBatching(rows=2))
+            backend.forward_backward(
+                tiny_batch(), ["log_probs"], lambda o, b: (o.log_probs.sum(), {}), MicroBatching(rows=2)
+            )
             if updated:
                 backend.step()
         return held(backend)
 
     for way in ({}, {"tensor_parallel": 2}) if here().world % 2 == 0 else ({},):
-        share = trained(FsdpBackend, ranks=here(), **way) / trained(SingleBackend)
+        share = trained(sharded, ranks=here(), **way) / trained(single)
         assert share <= 1 / here().world + 0.1, (way, share)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.config.compose import load
-from strop.trainer.supervised_build import build_supervised_trainer
+from strop.supervised.build import build_supervised_trainer
 from tests.backends.ranks import here
 from tests.trainer.supervised_runs import VERBS, make_task, metrics, settings, weights
 
@@ -32,7 +32,9 @@ def assert_alike(verb: str, more: list[str], tmp_path: Path) -> None:
     place = Path(here().from_lead(str(tmp_path)))
     if here().lead:
         make_task(place)
-        build_supervised_trainer(load(f"{verb}_trainer", [*settings(place, place / "one", verb), *PLAIN])).fit()
+        build_supervised_trainer(
+            load(f"{verb}_trainer", [*settings(place, place / "one", verb), *PLAIN])
+        ).fit()
     here().gather(None)
     world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.enable_ema=true"]
     asked = [*settings(place, place / "many", verb), *PLAIN, *world, *more]

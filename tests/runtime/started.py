@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.run.heartbeat import Beat, read_beats
+from strop.run.heartbeat import WorkerState, read_worker_states
 from tests.forked import Forked
 from tests.trainer.runs import metrics, same, weights
 
@@ -29,7 +29,9 @@ SAVE_AT_ONCE = "actor_rollout_ref.actor.checkpoint.async_save=false"
 class Started:
     """`strop ppo` with these settings, in a process."""
 
-    def __init__(self, settings: Sequence[str], folder: Path, before: Sequence[str] = (), **environment: str) -> None:
+    def __init__(
+        self, settings: Sequence[str], folder: Path, before: Sequence[str] = (), **environment: str
+    ) -> None:
         """`before`: a command that runs it somewhere else."""
         self.folder = folder
         self.log = folder.with_suffix(".log")
@@ -47,28 +49,32 @@ class Started:
                 stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, where: Callable[[Beat], bool], limit: float = 120) -> Beat:
+    def wait_for(self, where: Callable[[WorkerState], bool], limit: float = 120) -> WorkerState:
         """The first beat that is `where` it should be."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and self.process.poll() is None:
-            for beat in read_beats(self.folder):
+            for beat in read_worker_states(self.folder):
                 if not beat.over and where(beat):
                     return beat
             time.sleep(0.01)
-        raise AssertionError(f"no such moment came: {read_beats(self.folder)}\n{self.said()}")
+        raise AssertionError(f"no such moment came: {read_worker_states(self.folder)}\n{self.said()}")
 
-    def kill(self, where: Callable[[Beat], bool]) -> Beat:
+    def kill(self, where: Callable[[WorkerState], bool]) -> WorkerState:
         beat = self.wait_for(where)
         os.kill(beat.pid, signal.SIGKILL)
         return beat
 
-    def kill_child(self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120) -> int:
+    def kill_child(
+        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120
+    ) -> int:
         """Kill a child of one of `parents` that Ray has named so, one that was not killed before; its number."""
         pid = self.child(title, parents, besides, limit)
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def child(self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120) -> int:
+    def child(
+        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120
+    ) -> int:
         """The number of such a process, as soon as there is one."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -78,7 +84,11 @@ class Started:
                     parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
                 except OSError:
                     continue
-                if words.startswith(f"ray::{title}") and parent in parents and int(folder.name) not in besides:
+                if (
+                    words.startswith(f"ray::{title}")
+                    and parent in parents
+                    and int(folder.name) not in besides
+                ):
                     return int(folder.name)
             time.sleep(0.05)
         raise AssertionError(f"no process ray::{title}\n{self.said()}")

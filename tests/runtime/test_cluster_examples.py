@@ -37,7 +37,9 @@ def test_the_slurm_script_is_sound_and_its_settings_are_known():
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_has_nothing_to_say():
-    done = subprocess.run(["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 

@@ -12,11 +12,19 @@ import time
 import pytest
 
 from strop.errors import CRASHED, REFUSED
-from strop.run.heartbeat import Beat, Heartbeat, beating, stacks_of, workers_of
-from strop.run.layout import write_latest
+from strop.run.checkpoint.layout import write_latest
+from strop.run.heartbeat import Heartbeat, WorkerState, stacks_file, start_heartbeat, workers_folder
 from strop.run.watchdog import HUNG, ORPHANED
-from strop.runtime.failure import MACHINE_LOST, WAITED, Loss, describe, first_cause, slowest, waits_for_others
-from strop.runtime.restarts import supervise
+from strop.runtime.failure import (
+    MACHINE_LOST,
+    WAITED,
+    RankFailure,
+    describe,
+    first_cause,
+    is_in_collective,
+    slowest,
+    supervise,
+)
 from tests.runtime.started import SAVE_AT_ONCE, Started, assert_same_run
 
 WAITING = """Thread 0x1 (most recent call first):
@@ -45,39 +53,45 @@ def test_the_rank_that_the_others_fell_over(codes, cause):
 
 
 def test_a_loss_is_told_with_place_phase_and_last_lines(tmp_path):
-    workers_of(tmp_path).mkdir()
+    workers_folder(tmp_path).mkdir()
     Heartbeat(tmp_path, 1, 2).beat(3, "update_actor")
-    said = describe(Loss(1, 2, -9, "node7", ("almost", "there")), tmp_path)
+    said = describe(RankFailure(1, 2, -9, "node7", ("almost", "there")), tmp_path)
     assert said[0] == (
         f"Rank 1 of 2 (host node7, process {os.getpid()}) was ended by SIGKILL in phase 'update_actor' of step 3; "
         "the others were stopped."
     )
     assert said[1:] == ["Its last lines:", "  almost", "  there"]
-    assert describe(Loss(1, 2, REFUSED), tmp_path) == []  # it has told its mistake itself
-    assert "was lost with its machine" in describe(Loss(0, 2, MACHINE_LOST, why="The node died."), tmp_path)[0]
+    assert describe(RankFailure(1, 2, REFUSED), tmp_path) == []  # it has told its mistake itself
+    assert (
+        "was lost with its machine"
+        in describe(RankFailure(0, 2, MACHINE_LOST, detail="The node died."), tmp_path)[0]
+    )
 
 
 def test_the_slowest_rank_is_the_one_that_waits_for_nobody(tmp_path):
     def beat(rank, step=4, since=0.0):
-        return Beat(rank, 3, "node", rank, step, "gen", since)
+        return WorkerState(rank, 3, "node", rank, step, "gen", since)
 
-    assert waits_for_others(WAITING) and not waits_for_others(BUSY)
+    assert is_in_collective(WAITING) and not is_in_collective(BUSY)
     beats = [beat(0), beat(1), beat(2)]
     assert [b.rank for b in slowest(beats, {0: WAITING, 1: BUSY, 2: WAITING})] == [1]
     assert [b.rank for b in slowest([beat(0, 5), beat(1, 4), beat(2, 5)], {})] == [1]  # a step behind
     assert [b.rank for b in slowest([beat(0, since=3), beat(1, since=2), beat(2, since=5)], {})] == [1]
-    workers_of(tmp_path).mkdir()
+    workers_folder(tmp_path).mkdir()
     for rank, stack in enumerate([WAITING, BUSY]):
         Heartbeat(tmp_path, rank, 2).beat(4, "gen")
-        stacks_of(tmp_path, rank).write_text(f"--- old\n{BUSY}\n--- new\n{stack}")
-    said = describe(Loss(0, 2, HUNG), tmp_path)[0]
-    assert re.match(r"The run stood still: rank 1 \(host .*\) in phase 'gen' of step 4; 1 other rank\(s\) waited for it.", said)
-    assert str(stacks_of(tmp_path, 1)) in said
+        stacks_file(tmp_path, rank).write_text(f"--- old\n{BUSY}\n--- new\n{stack}")
+    said = describe(RankFailure(0, 2, HUNG), tmp_path)[0]
+    assert re.match(
+        r"The run stood still: rank 1 \(host .*\) in phase 'gen' of step 4; 1 other rank\(s\) waited for it.",
+        said,
+    )
+    assert str(stacks_file(tmp_path, 1)) in said
 
 
 def test_restarts_go_on_from_what_the_run_made(tmp_path, capsys):
     seen: list[list[str]] = []
-    ends = iter([Loss(0, 1, -9), Loss(0, 1, CRASHED), None])
+    ends = iter([RankFailure(0, 1, -9), RankFailure(0, 1, CRASHED), None])
 
     def attempt(more):
         seen.append(list(more))
@@ -94,11 +108,11 @@ def test_restarts_go_on_from_what_the_run_made(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("loss", "allowed", "attempts", "code"),
     [
-        (Loss(0, 1, REFUSED), 5, 1, 1),
-        (Loss(0, 1, -2, asked=True), 5, 1, 130),
-        (Loss(0, 1, -9), 0, 1, 137),
-        (Loss(0, 1, -9), 2, 3, 137),
-        (Loss(0, 1, MACHINE_LOST), 1, 2, CRASHED),
+        (RankFailure(0, 1, REFUSED), 5, 1, 1),
+        (RankFailure(0, 1, -2, interrupted=True), 5, 1, 130),
+        (RankFailure(0, 1, -9), 0, 1, 137),
+        (RankFailure(0, 1, -9), 2, 3, 137),
+        (RankFailure(0, 1, MACHINE_LOST), 1, 2, CRASHED),
     ],
 )
 def test_what_is_not_tried_again(tmp_path, loss, allowed, attempts, code):
@@ -110,10 +124,10 @@ def test_what_is_not_tried_again(tmp_path, loss, allowed, attempts, code):
 HANG = """
 import sys, time
 from pathlib import Path
-from strop.run.heartbeat import beating
-from strop.run.watchdog import Limits, watched
+from strop.run.heartbeat import start_heartbeat
+from strop.run.watchdog import WatchdogLimits, start_watchdog
 def stuck(): time.sleep(60)
-with beating(Path(sys.argv[1])) as heart, watched(heart, Limits(*map(float, sys.argv[2:4]))):
+with start_heartbeat(Path(sys.argv[1])) as heart, start_watchdog(heart, WatchdogLimits(*map(float, sys.argv[2:4]))):
     heart.beat(3, "reward")
     stuck()
 """
@@ -121,46 +135,59 @@ with beating(Path(sys.argv[1])) as heart, watched(heart, Limits(*map(float, sys.
 
 def test_a_phase_that_hangs_ends_the_process_with_its_stacks(tmp_path):
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", HANG, str(tmp_path), "0", "1"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANG, str(tmp_path), "0", "1"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == HUNG and time.monotonic() - start < 40
-    assert re.search(r"Rank 0 \(host .*\) in phase 'reward' of step 3 for more than trainer.phase_timeout=1 s.", done.stderr)
-    assert "in stuck" in stacks_of(tmp_path, 0).read_text()
+    assert re.search(
+        r"Rank 0 \(host .*\) in phase 'reward' of step 3 for more than trainer.phase_timeout=1 s.",
+        done.stderr,
+    )
+    assert "in stuck" in stacks_file(tmp_path, 0).read_text()
 
 
 def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
     from strop.run import watchdog
 
-    monkeypatch.setattr(watchdog, "ROUND", 0.05)
-    with beating(tmp_path) as heart, watchdog.watched(heart, watchdog.Limits(warning=0.1)):
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.05)
+    with (
+        start_heartbeat(tmp_path) as heart,
+        watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1)),
+    ):
         heart.beat(2, "testing")
         time.sleep(0.6)
     assert caplog.text.count("in phase 'testing' of step 2 for 0 s: what it does is written in") == 1
-    assert "test_a_slow_phase_is_told_once" in stacks_of(tmp_path, 0).read_text()
+    assert "test_a_slow_phase_is_told_once" in stacks_file(tmp_path, 0).read_text()
 
 
 def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch):
     from strop.run import watchdog
 
-    monkeypatch.setattr(watchdog, "ROUND", 0.05)
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.05)
     over = threading.Event()
     crowd = [threading.Thread(target=over.wait, daemon=True) for _ in range(120)]
     for thread in crowd:
         thread.start()
     try:
-        with beating(tmp_path) as heart, watchdog.watched(heart, watchdog.Limits(warning=0.1)):
+        with (
+            start_heartbeat(tmp_path) as heart,
+            watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1)),
+        ):
             heart.beat(2, "testing")
             time.sleep(0.6)
     finally:
         over.set()
         for thread in crowd:
             thread.join()
-    last = stacks_of(tmp_path, 0).read_text().rpartition("(most recent call first):")[2]
+    last = stacks_file(tmp_path, 0).read_text().rpartition("(most recent call first):")[2]
     assert "test_the_main_thread_is_written_however_many_there_are" in last
 
 
 def test_a_worker_ends_when_its_starter_is_gone(tmp_path):
-    alone = HANG.replace("Limits(*map(float, sys.argv[2:4]))", "Limits(), starter=1")
-    done = subprocess.run([sys.executable, "-c", alone, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
+    alone = HANG.replace("WatchdogLimits(*map(float, sys.argv[2:4]))", "WatchdogLimits(), starter=1")
+    done = subprocess.run(
+        [sys.executable, "-c", alone, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == ORPHANED
 
 
@@ -172,7 +199,10 @@ def test_one_process_on_this_machine_restarts_by_itself(overrides, tmp_path):
     run = Started([*words, "trainer.max_restarts=1"], tmp_path / "run")
     run.kill(lambda beat: beat.step == 3)
     assert run.end() == 0, run.said()
-    assert "was ended by SIGKILL in phase" in run.said() and "Starting again from step 2; 0 restart(s) left." in run.said()
+    assert (
+        "was ended by SIGKILL in phase" in run.said()
+        and "Starting again from step 2; 0 restart(s) left." in run.said()
+    )
     assert_same_run(calm.folder, run.folder, 4)
 
 
@@ -193,9 +223,14 @@ NativeEngine.generate = once
 """
     (tmp_path / "stuck.py").write_text(stuck)
     words = [word for word in overrides if "default_local_dir" not in word]
-    more = ["trainer.n_gpus_per_node=2", "trainer.device=cpu", "trainer.phase_timeout=45", "trainer.max_restarts=1"]
+    more = [
+        "trainer.n_gpus_per_node=2",
+        "trainer.device=cpu",
+        "trainer.phase_timeout=45",
+        "trainer.max_restarts=1",
+    ]
     run = Started([*words, *more, f"plugins=[{tmp_path}/stuck.py]"], tmp_path / "run")
     assert run.end(300) == 0, run.said()
     assert re.search(r"The run stood still: rank 1 \(host .*; 1 other rank\(s\) waited for it", run.said())
-    assert "in hang" in stacks_of(tmp_path / "run", 1).read_text()
+    assert "in hang" in stacks_file(tmp_path / "run", 1).read_text()
     assert "Starting again" in run.said()

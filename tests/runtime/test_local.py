@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strop.backends.fsdp_shard import make_mesh
+from strop.backends.fsdp.shard import make_mesh
 from strop.runtime import local
 from tests.backends.ranks import pytest_as_ranks
 
@@ -39,7 +39,7 @@ def test_any_number_of_ranks_learns_and_resumes(world):
 
 
 def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
-    monkeypatch.setattr(local, "GRACE", 0.5)
+    monkeypatch.setattr(local, "GRACE_SECONDS", 0.5)
     program = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)"
     start = time.monotonic()
     assert local.launch([sys.executable, "-c", program], 2) == 3
@@ -47,7 +47,10 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
     assert local.launch([sys.executable, "-c", killed], 2) == 137
     assert time.monotonic() - start < 30
     said = capfd.readouterr().err
-    assert re.search(r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before it said where it is; the others were stopped", said)
+    assert re.search(
+        r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before it said where it is; the others were stopped",
+        said,
+    )
 
 
 def test_a_port_in_use_is_named(monkeypatch):
@@ -57,14 +60,21 @@ def test_a_port_in_use_is_named(monkeypatch):
         for name, value in facts.items():
             monkeypatch.setenv(name, value)
         with (
-            pytest.raises(ValueError, match=rf"Rank 0 of 2 cannot meet the others at 127.0.0.1:{port}.*port in use"),
+            pytest.raises(
+                ValueError, match=rf"Rank 0 of 2 cannot meet the others at 127.0.0.1:{port}.*port in use"
+            ),
             local.joined(2, torch.device("cpu"), timeout=5),
         ):
             pass
 
 
 def test_no_port_at_all_is_an_error_and_not_a_wait(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"Rank 1 of 2 .* port 0 .*torchrun --standalone"):
         local.joined(2, torch.device("cpu"), timeout=60).__enter__()
@@ -73,7 +83,9 @@ def test_no_port_at_all_is_an_error_and_not_a_wait(monkeypatch):
 def test_sizes_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"4 ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is 2"):
+    with pytest.raises(
+        ValueError, match=r"4 ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is 2"
+    ):
         local.joined(2, torch.device("cpu"), timeout=5).__enter__()
     with pytest.raises(ValueError, match=r"fsdp_size=4 does not divide the 6 ranks.*one of \[1, 2, 3\]"):
         make_mesh(torch.device("cpu"), 6, 4)
@@ -86,7 +98,14 @@ def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
     where = f"trainer.default_local_dir={tmp_path}/ranks"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     done = subprocess.run(
-        [*command, "strop.trainer.main_ppo", *overrides, where, "trainer.n_gpus_per_node=2", "trainer.device=cpu"],
+        [
+            *command,
+            "strop.trainer.main_ppo",
+            *overrides,
+            where,
+            "trainer.n_gpus_per_node=2",
+            "trainer.device=cpu",
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -16,8 +16,8 @@ import torch
 
 from strop.config.compose import load
 from strop.errors import CRASHED
-from strop.run.heartbeat import Beat, read_beats
-from strop.runtime.ray import Cluster
+from strop.run.heartbeat import WorkerState, read_worker_states
+from strop.runtime.ray.cluster import RayCluster
 from tests.runtime.conftest import STEPS
 from tests.runtime.started import Started, assert_near_run, assert_same_run
 from tests.trainer.runs import metrics
@@ -69,7 +69,9 @@ def test_a_killed_rank_on_another_machine_changes_nothing(nodes, settings, tmp_p
     beat = run.kill(lambda beat: beat.rank == 1 and beat.step == 4)
     assert run.end() == 0, run.said()
     said = run.said()
-    assert re.search(rf"Rank 1 of 2 \(host \S+, process {beat.pid}\) was ended by SIGKILL in phase '.*' of step 4", said)
+    assert re.search(
+        rf"Rank 1 of 2 \(host \S+, process {beat.pid}\) was ended by SIGKILL in phase '.*' of step 4", said
+    )
     assert "Starting again from step 2; 0 restart(s) left." in said
     assert_near_run(one, run.folder, STEPS)
 
@@ -81,14 +83,18 @@ def test_a_killed_node_changes_nothing(nodes, settings, local_run, tmp_path):
     run.wait_for(lambda beat: beat.rank == 1 and beat.step == 4)
     nodes.kill(1)
     assert run.end() == 0, run.said()
-    assert re.search(r"Rank [01] of 2 \(host \S+, process \d+\) (was lost|waited|lost).* of step 4", run.said())
+    assert re.search(
+        r"Rank [01] of 2 \(host \S+, process \d+\) (was lost|waited|lost).* of step 4", run.said()
+    )
     assert "Starting again from step 2; 0 restart(s) left." in run.said()
     assert_same_run(local_run, run.folder, STEPS)
 
 
 @pytest.mark.slow
 def test_an_undisturbed_run_is_told_like_one_on_this_machine(nodes, settings, local_run, tmp_path):
-    calm = Started([*settings, *on(nodes, f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")], tmp_path / "calm")
+    calm = Started(
+        [*settings, *on(nodes, f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")], tmp_path / "calm"
+    )
     assert calm.end() == 0, calm.said()
     assert f"step:{STEPS} - " in calm.said()
     assert_same_run(local_run, calm.folder, STEPS)
@@ -101,13 +107,15 @@ def test_killing_at_random_moments_changes_nothing(nodes, settings, local_run, t
     dice = random.Random(0)
     runs: list[Started] = []
 
-    def living(rank: int) -> tuple[Started, Beat]:
+    def living(rank: int) -> tuple[Started, WorkerState]:
         """A rank of the run that is under way."""
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             if not runs or runs[-1].process.poll() is not None:
-                runs.append(Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / f"run{len(runs)}"))
-            for beat in read_beats(runs[-1].folder):
+                runs.append(
+                    Started([*settings, *on(nodes, "trainer.max_restarts=30")], tmp_path / f"run{len(runs)}")
+                )
+            for beat in read_worker_states(runs[-1].folder):
                 if beat.rank == rank and not beat.over and Path(f"/proc/{beat.pid}").exists():
                     return runs[-1], beat
             time.sleep(0.02)
@@ -133,20 +141,24 @@ def test_what_a_cluster_lacks_is_said_in_seconds(nodes, settings, tmp_path, capl
     more = [*on(nodes), "trainer.nnodes=4", "trainer.ray_wait_register_center_timeout=2"]
     loaded = load("ppo_trainer", [*settings, *more, f"trainer.default_local_dir={tmp_path}/run"])
     start = time.monotonic()
-    with Cluster(loaded.config, loaded.tree()) as cluster, pytest.raises(ValueError) as refused:
+    with RayCluster(loaded.config, loaded.tree()) as cluster, pytest.raises(ValueError) as refused:
         cluster.run("strop.trainer.main_ppo", [])
     assert time.monotonic() - start < 30
     asked = "The run asks for 4 machine(s) with 1 CPU each, and 2 of 3 can give that"
     assert asked in str(refused.value) and asked in caplog.text
-    assert "did not come within trainer.ray_wait_register_center_timeout=2 s. Add machines" in str(refused.value)
+    assert "did not come within trainer.ray_wait_register_center_timeout=2 s. Add machines" in str(
+        refused.value
+    )
 
 
 def test_a_cluster_that_is_not_there(settings):
     loaded = load("ppo_trainer", [*settings, "ray_kwargs.ray_init.address=127.0.0.1:1"])
     start = time.monotonic()
     with (
-        pytest.raises(ValueError, match=r"Cannot reach a Ray cluster at 127.0.0.1:1: \[Errno 111\] Connection refused"),
-        Cluster(loaded.config, loaded.tree()),
+        pytest.raises(
+            ValueError, match=r"Cannot reach a Ray cluster at 127.0.0.1:1: \[Errno 111\] Connection refused"
+        ),
+        RayCluster(loaded.config, loaded.tree()),
     ):
         pass
     assert time.monotonic() - start < 20
@@ -170,7 +182,7 @@ def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path, backend
         run.wait_for(lambda beat, after=after: beat.step >= after)
         time.sleep(dice.uniform(0, 0.5))
         victims.append(run.kill_child("Replica", nodes.raylets(), besides=victims))
-        after = max(beat.step for beat in read_beats(run.folder)) + 2  # its successor has answered
+        after = max(beat.step for beat in read_worker_states(run.folder)) + 2  # its successor has answered
     assert calm.end() == 0 and run.end() == 0, run.said()
     steps = max(metrics(calm.folder))
     # The log-probs that a replica reports depend on which requests shared its batches, in the last bit; nothing is learnt from them.
@@ -223,14 +235,16 @@ def test_a_replica_that_dies_in_the_middle_of_an_update_changes_nothing(nodes, s
         run = Started([*settings, *own], tmp_path / "run")
         run.wait_for(lambda beat: beat.step >= 3)
         victim, dice = run.child("Replica", nodes.raylets()), random.Random(0)
-        while read_beats(run.folder)[0].phase != "update_weights":  # then it is waited for there, and nowhere else
+        while (
+            read_worker_states(run.folder)[0].phase != "update_weights"
+        ):  # then it is waited for there, and nowhere else
             os.kill(victim, signal.SIGCONT)
             time.sleep(dice.uniform(0, 0.3))
             os.kill(victim, signal.SIGSTOP)
             time.sleep(0.7)
         os.kill(victim, signal.SIGKILL)
         start = time.monotonic()
-        now = read_beats(run.folder)[0].step
+        now = read_worker_states(run.folder)[0].step
         run.wait_for(lambda beat: beat.step > now)
         assert time.monotonic() - start < 60
         assert calm.end() == 0 and run.end() == 0, run.said()
@@ -288,13 +302,11 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
     import ray
 
     from strop.backends.base import MicroBatching
+    from strop.ppo.roles import learning_models, local_critic, remote_critic
+    from strop.ppo.update import CriticUpdate
     from strop.ranks import Ranks
-    from strop.runtime.ray_learners import LearnerLost, learners_of
-    from strop.trainer.backends import BackendMaker
-    from strop.trainer.build import critic_here
-    from strop.trainer.frozen import learning_models
-    from strop.trainer.pool import far_critic
-    from strop.trainer.update import CriticUpdate
+    from strop.runtime.ray.model_actors import TrainingWorkerLost, start_training_workers
+    from strop.shared.backend_maker import BackendMaker
     from tests.models.tiny import tiny_batch
 
     config = load("ppo_trainer", [*overrides, *GAE, "critic.nnodes=2", "trainer.device=cpu"]).config
@@ -303,11 +315,13 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
     ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level="ERROR")
     places, seats = [{"num_cpus": 1}] * 2, [("127.0.0.1", "0")] * 2
     try:
-        with learners_of("critic", learning_models(config)["critic"], places, seats, "strop", 60) as variables:
+        with start_training_workers(
+            "critic", learning_models(config)["critic"], places, seats, "strop", 60
+        ) as variables:
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)
-            here = critic_here(config, BackendMaker(torch.device("cpu"), total_steps=4))
-            far = far_critic(config, Ranks(), 1.0, total_steps=4)
+            here = local_critic(config, BackendMaker(torch.device("cpu"), total_steps=4))
+            far = remote_critic(config, Ranks(), 1.0, total_steps=4)
             for critic in (here, far):
                 critic.reported = critic.forward_backward(
                     batch, ["values"], CriticUpdate(config, width=9).loss(batch, batch), micro
@@ -318,8 +332,11 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
             torch.testing.assert_close(far.state_dict(), here.state_dict(), rtol=1e-5, atol=1e-6)
             found, expected = (critic.forward(batch, ["values"], micro).values for critic in (far, here))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-            os.kill(far._team._machines[1][1], signal.SIGKILL)
-            with pytest.raises(LearnerLost, match=r"Learner 1 of 2 of the critic \(host \S+, process \d+\) is gone"):
+            os.kill(far._workers.machines[1][1], signal.SIGKILL)
+            with pytest.raises(
+                TrainingWorkerLost,
+                match=r"Training worker 1 of 2 of the critic \(host \S+, process \d+\) is gone",
+            ):
                 far.forward(batch, ["values"], micro)
     finally:
         ray.shutdown()
@@ -379,9 +396,9 @@ def test_a_full_object_store_is_told(monkeypatch):
     import numpy as np
     import ray
 
-    from strop.runtime.ray_pool import RayPool
+    from strop.runtime.ray.replica_pool import RayReplicaPool
 
-    pool = object.__new__(RayPool)
+    pool = object.__new__(RayReplicaPool)
     pool._ray = ray
 
     def full(memory):
@@ -389,43 +406,49 @@ def test_a_full_object_store_is_told(monkeypatch):
 
     monkeypatch.setattr(ray, "put", full)
     with pytest.raises(
-        ValueError, match=r"no room for 3 MiB of weights. Lower .*update_weights_bucket_megabytes, or start Ray"
+        ValueError,
+        match=r"no room for 3 MiB of weights. Lower .*update_weights_bucket_megabytes, or start Ray",
     ):
-        pool.store(np.zeros(3 << 20, np.uint8))
+        pool.put(np.zeros(3 << 20, np.uint8))
 
 
 def test_a_successor_waits_for_weights_that_are_on_their_way(monkeypatch):
     """It would sample from the version before; and without a copy of this one it could not sample at all."""
     from strop.rollout.base import EngineDied
-    from strop.runtime.ray_pool import Keeper
+    from strop.runtime.ray.replica_pool import ReplicaManager
 
-    keeper = object.__new__(Keeper)
-    keeper._lives, keeper._replicas, keeper._expected, keeper._why_not = [0, 0], ["a", "b"], False, ""
+    keeper = object.__new__(ReplicaManager)
+    keeper._incarnations, keeper._replicas, keeper._update_running, keeper._why_no_copy = (
+        [0, 0],
+        ["a", "b"],
+        False,
+        "",
+    )
     given = []
 
     def replace(number):
         given.append((number, keeper._version, [box for box, _ in keeper._buckets]))
-        keeper._lives[number] += 1
+        keeper._incarnations[number] += 1
 
     monkeypatch.setattr(keeper, "_replace", replace)
-    assert keeper.expect(7) == [(0, "a"), (0, "b")]
-    assert keeper.mend(1, 0) is None and given == []
-    keeper.keep([("box", "contents")], 7, "")
-    assert keeper.mend(1, 0) == (1, "b") and given == [(1, 7, ["box"])]
-    assert keeper.mend(1, 0) == (1, "b") and len(given) == 1  # many may ask
+    assert keeper.begin_update(7) == [(0, "a"), (0, "b")]
+    assert keeper.restart(1, 0) is None and given == []
+    keeper.keep_copy([("box", "contents")], 7, "")
+    assert keeper.restart(1, 0) == (1, "b") and given == [(1, 7, ["box"])]
+    assert keeper.restart(1, 0) == (1, "b") and len(given) == 1  # many may ask
     keeper._replicas = []
     keeper.load(["half"], "contents", 8, True, False)
-    assert keeper.mend(0, 0) is None  # it would lack the other half
-    keeper.keep([], 8, "no room")
+    assert keeper.restart(0, 0) is None  # it would lack the other half
+    keeper.keep_copy([], 8, "no room")
     with pytest.raises(EngineDied, match="Replica 0 died, and there are no weights for another: no room"):
-        keeper.mend(0, 0)
+        keeper.restart(0, 0)
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["naive", "nccl"])
 def test_vllm_replicas_sample_from_the_weights_of_each_step(nodes, settings, tmp_path, transport):
-    from strop.trainer.tiny import tiny_model, tiny_tokenizer
+    from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
     from tests.rollout import engines
 
     tokenizer = tiny_tokenizer()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.run.heartbeat import read_beats
+from strop.run.heartbeat import read_worker_states
 from tests.runtime.conftest import STEPS
 from tests.runtime.started import assert_same_run
 
@@ -56,7 +56,9 @@ def dashboard() -> Iterator[str]:
         try:
             deadline = time.monotonic() + 120
             while not answers(f"{address}/api/jobs/"):
-                assert head.poll() is None and time.monotonic() < deadline, (Path(folder) / "head.log").read_text()
+                assert head.poll() is None and time.monotonic() < deadline, (
+                    Path(folder) / "head.log"
+                ).read_text()
                 time.sleep(0.5)
             yield address
         finally:
@@ -90,7 +92,11 @@ def strop(*words: str) -> list[str]:
 
 
 def test_a_submitted_run_learns_what_ranks_of_one_machine_learn(dashboard, settings, local_run, tmp_path):
-    done = job("submit", dashboard, *strop(*settings, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/far"))
+    done = job(
+        "submit",
+        dashboard,
+        *strop(*settings, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/far"),
+    )
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout
     assert f"step:{STEPS} - " in done.stdout
     assert_same_run(local_run, tmp_path / "far", STEPS)
@@ -102,14 +108,18 @@ def test_a_mistake_comes_back_with_its_message(dashboard, settings):
 
 
 def test_a_stopped_job_leaves_nobody_behind(dashboard, settings, tmp_path):
-    long = ["trainer.total_training_steps=2000", "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/run"]
+    long = [
+        "trainer.total_training_steps=2000",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
     sent = job("submit", dashboard, "--no-wait", "--submission-id=long", *strop(*settings, *long))
     assert sent.returncode == 0, sent.stdout
     deadline = time.monotonic() + 120
-    while not any(beat.step >= 2 for beat in read_beats(tmp_path / "run")):
+    while not any(beat.step >= 2 for beat in read_worker_states(tmp_path / "run")):
         assert time.monotonic() < deadline, job("logs", dashboard, "long").stdout
         time.sleep(0.2)
-    ranks = [beat.pid for beat in read_beats(tmp_path / "run")]
+    ranks = [beat.pid for beat in read_worker_states(tmp_path / "run")]
     assert job("stop", dashboard, "long").returncode == 0
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):

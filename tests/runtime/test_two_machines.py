@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.trainer.quickstart import EXAMPLE, prepare
+from strop.quickstart.quickstart import EXAMPLE, prepare
 from tests.runtime.started import Started
 from tests.trainer.runs import metrics
 
@@ -29,7 +29,9 @@ def cable() -> Iterator[str]:
         pytest.skip("needs root and iproute2")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets need short names
-        up = subprocess.run([SCRIPT, "up", folder], env=environment, capture_output=True, text=True, check=False)
+        up = subprocess.run(
+            [SCRIPT, "up", folder], env=environment, capture_output=True, text=True, check=False
+        )
         try:
             if "not permitted" in up.stderr:
                 pytest.skip(up.stderr)

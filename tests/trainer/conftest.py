@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.data.make import arithmetic, write
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

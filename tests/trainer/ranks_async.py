@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from strop.config.compose import load
-from strop.trainer.build import build_ppo
-from strop.trainer.parcel import Parcel
+from strop.ppo.build import build_ppo
+from strop.ppo.rank_sharing import PackedTrajectories
 from strop.types import Prompt, Trajectory
 from tests.backends.ranks import here
 from tests.trainer.runs import metrics, same, weights
@@ -18,7 +18,11 @@ from tests.trainer.test_async import ASYNC, BESIDE, PARTIAL, numbers
 def fit(overrides: list[str], place: Path, *more: str) -> dict[int, dict[str, float]]:
     ranks = here()
     common = ranks.from_lead([word for word in overrides if "default_local_dir" not in word])
-    world = [f"trainer.n_gpus_per_node={ranks.world}", f"trainer.default_local_dir={place}", "trainer.device=cpu"]
+    world = [
+        f"trainer.n_gpus_per_node={ranks.world}",
+        f"trainer.default_local_dir={place}",
+        "trainer.device=cpu",
+    ]
     build_ppo(load("ppo_trainer", [*common, *world, *more]), ranks).fit()
     ranks.gather(None)
     return metrics(place)
@@ -45,8 +49,20 @@ def test_ranks_run_ahead_together(overrides, folder):
 def test_parcels_bring_everything():
     prompts = {i: Prompt(i, [1, 2], [], "x") for i in range(3)}
     made = [
-        Trajectory(prompts[i], i, [5] * i, [1] * i, [-0.5] * i, "stop", 3, [(2, i), (3, 0)], 2, 0.25 * i, extras={"a": i})
+        Trajectory(
+            prompts[i],
+            i,
+            [5] * i,
+            [1] * i,
+            [-0.5] * i,
+            "stop",
+            3,
+            [(2, i), (3, 0)],
+            2,
+            0.25 * i,
+            extras={"a": i},
+        )
         for i in range(3)
     ]
-    assert list(Parcel.of(made).trajectories(prompts)) == made
-    assert list(Parcel.of([]).trajectories(prompts)) == []
+    assert list(PackedTrajectories.pack(made).unpack(prompts)) == made
+    assert list(PackedTrajectories.pack([]).unpack(prompts)) == []

@@ -8,14 +8,15 @@ from pathlib import Path
 import torch
 
 from strop.config.compose import load
-from strop.run.checkpoint import load as load_checkpoint
-from strop.trainer.build import build_ppo
+from strop.ppo.build import build_ppo
+from strop.replay.recording import trainer_class
+from strop.run.checkpoint.store import load as load_checkpoint
 
 
 def run(overrides: list[str], *more: str) -> dict[int, dict[str, float]]:
     """Train; the metrics of every step."""
     loaded = load("ppo_trainer", [*overrides, *more])
-    build_ppo(loaded).fit()
+    build_ppo(loaded, trainer_class=trainer_class(loaded.config)).fit()
     return metrics(Path(loaded.config.trainer.default_local_dir))
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from strop.config.compose import load
-from strop.run.checkpoint import load as load_checkpoint
-from strop.trainer.supervised import SupervisedTrainer
-from strop.trainer.supervised_build import build_supervised_trainer
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
+from strop.run.checkpoint.store import load as load_checkpoint
+from strop.supervised.build import build_supervised_trainer
+from strop.supervised.trainer import SupervisedTrainer
 from tests.trainer.runs import metrics
 
 VERBS = ("sft", "rm", "dpo")
@@ -31,7 +31,9 @@ def sums(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         a, b = chance.randint(0, 9), chance.randint(0, 9)
         wrong = a + b + chance.choice([1, 2, 95])
-        rows.append({"prompt": f"{a}+{b}=", "response": str(a + b), "chosen": str(a + b), "rejected": str(wrong)})
+        rows.append(
+            {"prompt": f"{a}+{b}=", "response": str(a + b), "chosen": str(a + b), "rejected": str(wrong)}
+        )
     return rows
 
 

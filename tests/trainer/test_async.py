@@ -18,7 +18,11 @@ NOT_OF_THE_RUN = ("timing", "perf/", "staleness/", "rollout/", "memory", "time",
 
 def numbers(step: dict[str, float]) -> dict[str, float]:
     """What of a step's metrics does not depend on the clock or the machine."""
-    return {name: value for name, value in step.items() if not name.startswith(NOT_OF_THE_RUN) and "second" not in name}
+    return {
+        name: value
+        for name, value in step.items()
+        if not name.startswith(NOT_OF_THE_RUN) and "second" not in name
+    }
 
 
 REMAX = ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]
@@ -29,7 +33,9 @@ def test_with_age_zero_it_is_the_synchronous_loop_bit_for_bit(overrides, tmp_pat
     plain = run(overrides, *more, f"trainer.default_local_dir={tmp_path}/plain")
     for name, mode in {"beside": BESIDE, "partial": PARTIAL, "both": [*BESIDE, *PARTIAL]}.items():
         folder = tmp_path / name
-        ahead = run(overrides, *more, *mode, f"{ASYNC}max_policy_age=0", f"trainer.default_local_dir={folder}")
+        ahead = run(
+            overrides, *more, *mode, f"{ASYNC}max_policy_age=0", f"trainer.default_local_dir={folder}"
+        )
         assert same(weights(tmp_path / "plain", 4), weights(folder, 4)), name
         for step in range(5):
             assert numbers(plain[step]) == numbers(ahead[step]), name
@@ -43,7 +49,11 @@ def test_rows_are_trained_in_the_order_drawn_and_no_older_than_allowed(overrides
     for name, settings in {"plain": [], "ahead": [*BESIDE, *more, f"{ASYNC}max_policy_age=2"]}.items():
         folder = tmp_path / name
         steps = run(
-            overrides, *long, *settings, f"trainer.default_local_dir={folder}/run", f"trainer.rollout_data_dir={folder}/said"
+            overrides,
+            *long,
+            *settings,
+            f"trainer.default_local_dir={folder}/run",
+            f"trainer.rollout_data_dir={folder}/said",
         )
         seen[name] = [
             [json.loads(line)["index"] for line in (folder / "said" / f"{s}.jsonl").read_text().splitlines()]
@@ -55,7 +65,9 @@ def test_rows_are_trained_in_the_order_drawn_and_no_older_than_allowed(overrides
     assert [steps[step]["staleness/prompts_ahead"] for step in range(1, 7)] == [16, 16, 16, 16, 8, 0], (
         "none beyond the last step"
     )
-    assert all("rollout_corr/rollout_is_mean" in steps[step] for step in range(1, 7)), "corrected unless told otherwise"
+    assert all("rollout_corr/rollout_is_mean" in steps[step] for step in range(1, 7)), (
+        "corrected unless told otherwise"
+    )
 
 
 def test_one_step_off_policy_does_not_depend_on_the_clock(overrides, tmp_path):
@@ -65,14 +77,18 @@ def test_one_step_off_policy_does_not_depend_on_the_clock(overrides, tmp_path):
         steps = run(overrides, *BESIDE, said, f"trainer.default_local_dir={tmp_path}/{name}")
     assert [steps[step]["staleness/mean"] for step in range(1, 5)] == [0, 1, 1, 1]
     for step in range(1, 5):
-        one, two = ((tmp_path / name / "said" / f"{step}.jsonl").read_text().splitlines() for name in ("one", "two"))
+        one, two = (
+            (tmp_path / name / "said" / f"{step}.jsonl").read_text().splitlines() for name in ("one", "two")
+        )
         assert [json.loads(line)["output"] for line in one] == [json.loads(line)["output"] for line in two]
     first, second = weights(tmp_path / "one", 4), weights(tmp_path / "two", 4)
     for name, tensor in first.items():
         assert torch.allclose(tensor, second[name], rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize(("every", "ahead", "oldest"), [(1, [4, 4, 4, 4, 4, 0], 1), (2, [16, 8, 16, 8, 8, 0], 2)])
+@pytest.mark.parametrize(
+    ("every", "ahead", "oldest"), [(1, [4, 4, 4, 4, 4, 0], 1), (2, [16, 8, 16, 8, 8, 0], 2)]
+)
 def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahead, oldest):
     """A half more may be begun than is trained on (8 prompts a step) from one weight update to the next."""
     steps = run(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from strop.config.compose import load
-from strop.trainer import window
-from strop.trainer.build import build_ppo
+from strop.ppo import run_ahead
+from strop.ppo.build import build_ppo
 from tests import forked
 from tests.forked import Forked
 from tests.trainer.runs import metrics, run
@@ -38,7 +38,7 @@ def test_a_failing_sampler_ends_the_run_with_its_own_error(overrides, more):
     with pytest.raises(RuntimeError, match="the engine is on fire"):
         trainer.fit()
     assert time.time() - begun < 30
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-window")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-rollout")]
 
 
 @pytest.mark.parametrize("more", [[], PARTIAL], ids=["waits", "cuts"])
@@ -50,11 +50,11 @@ def test_a_failure_of_the_loop_leaves_no_thread_behind(overrides, tmp_path, more
     )
     with pytest.raises(ValueError, match="no"):
         run(overrides, *QUIET, *BESIDE, *more, f"custom_reward_function.path={reward}")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-window")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("strop-rollout")]
 
 
 def test_close_returns_though_the_engine_hangs(overrides, monkeypatch):
-    monkeypatch.setattr(window, "FAREWELL_SECONDS", 0.2)
+    monkeypatch.setattr(run_ahead, "JOIN_SECONDS", 0.2)
     trainer = build_ppo(load("ppo_trainer", [*overrides, *QUIET, *BESIDE, *PARTIAL]))
     never, generate, calls = threading.Event(), trainer.collector.engine.generate, []
 
@@ -66,16 +66,19 @@ def test_close_returns_though_the_engine_hangs(overrides, monkeypatch):
 
     trainer.collector.engine.generate = hangs
     begun = time.time()
-    with trainer.keeper:
-        trainer.publish(0)
-        trainer.collector.collect(trainer.loader.draw, 8, 1, trainer.keeper.record(1))
+    with trainer.output:
+        trainer.sync_weights(0)
+        trainer.collector.collect(trainer.loader.draw, 8, 1, trainer.output.record(1))
         trainer.close()
     assert time.time() - begun < 20
     never.set()
 
 
 def trained_rows(folder: Path, steps: range) -> list[list[int]]:
-    return [[json.loads(line)["index"] for line in (folder / f"{s}.jsonl").read_text().splitlines()] for s in steps]
+    return [
+        [json.loads(line)["index"] for line in (folder / f"{s}.jsonl").read_text().splitlines()]
+        for s in steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,9 @@ def trained_rows(folder: Path, steps: range) -> list[list[int]]:
 def test_a_killed_run_trains_every_row_once(overrides, tmp_path, mode):
     """Eight steps are one epoch: each of the 64 rows is trained once, in the order of a run that was never killed."""
     long = [*overrides, *QUIET, *mode, "trainer.total_training_steps=8", "trainer.save_freq=1"]
-    run(long, f"trainer.default_local_dir={tmp_path}/whole", f"trainer.rollout_data_dir={tmp_path}/whole_said")
+    run(
+        long, f"trainer.default_local_dir={tmp_path}/whole", f"trainer.rollout_data_dir={tmp_path}/whole_said"
+    )
     killed, said = tmp_path / "killed", tmp_path / "killed_said"
     command = [*long, f"trainer.default_local_dir={killed}", f"trainer.rollout_data_dir={said}"]
     first = Forked("strop.trainer.main_ppo", command, tmp_path / "first.log")
@@ -100,5 +105,7 @@ def test_a_killed_run_trains_every_row_once(overrides, tmp_path, mode):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = trained_rows(said, range(1, 9))
     assert rows == trained_rows(tmp_path / "whole_said", range(1, 9))
-    assert set(Counter(index for step in rows for index in step).values()) == {4}, "4 samples of each row, once"
+    assert set(Counter(index for step in rows for index in step).values()) == {4}, (
+        "4 samples of each row, once"
+    )
     assert sorted(metrics(killed)) == list(range(1, 9))

@@ -17,9 +17,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import strop.run.tensor_file as tensor_file
+import strop.run.checkpoint.tensor_files as tensor_file
 from strop.cli import main
-from strop.trainer.collect import Collector
+from strop.ppo.collect import Collector
 from tests.trainer.runs import metrics, run, same, weights
 
 
@@ -48,7 +48,11 @@ def refused(answer, *words):
 
 
 def parquet(path, rows, columns=("data_source", "prompt", "reward_model")):
-    table = pyarrow.Table.from_pylist(rows) if rows else pyarrow.table({name: pyarrow.array([], "string") for name in columns})
+    table = (
+        pyarrow.Table.from_pylist(rows)
+        if rows
+        else pyarrow.table({name: pyarrow.array([], "string") for name in columns})
+    )
     pyarrow.parquet.write_table(table, path)
     return path
 
@@ -84,7 +88,9 @@ def test_one_long_prompt_among_thousands_is_found_before_the_run(ppo, tmp_path):
     rows = [row("1+1=") for _ in range(4001)]
     rows[3001] = row("1+1+1+1+1+1=")
     file = parquet(tmp_path / "long.parquet", rows)
-    refused(ppo(f"data.train_files={file}"), "1 of 4001 prompts", "the longest has 12 tokens", "data.truncation")
+    refused(
+        ppo(f"data.train_files={file}"), "1 of 4001 prompts", "the longest has 12 tokens", "data.truncation"
+    )
 
 
 def test_a_reward_file_that_does_not_parse(ppo, tmp_path):
@@ -98,7 +104,9 @@ def model_without(task, tmp_path, *names):
     shutil.copytree(task / "model", folder)
     (folder / "chat_template.jinja").unlink(missing_ok=True) if "chat_template" in names else None
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if k not in names}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in settings.items() if k not in names})
+    )
     (folder / "special_tokens_map.json").unlink(missing_ok=True)
     return f"actor_rollout_ref.model.path={folder}"
 
@@ -113,15 +121,17 @@ def test_a_tokenizer_without_chat_template(ppo, task, tmp_path):
 def test_a_tokenizer_without_pad_token_runs_and_says_so(ppo, task, tmp_path):
     code, said = ppo(model_without(task, tmp_path, "pad_token"), "trainer.total_training_steps=1")
     assert code == 0, said
-    assert "The tokenizer has no pad token of its own; '<eos>' fills up batches" in ppo.out
+    assert "The tokenizer has no pad token of its own; '<eos>' pads batches" in ppo.out
 
 
 def test_a_tokenizer_that_cannot_end(ppo, task, tmp_path):
-    refused(ppo(model_without(task, tmp_path, "pad_token", "eos_token")), "no end-of-text token", "Set eos_token")
+    refused(
+        ppo(model_without(task, tmp_path, "pad_token", "eos_token")), "no end-of-text token", "Set eos_token"
+    )
 
 
 def test_a_nan_loss(ppo, tmp_path, monkeypatch):
-    import strop.trainer.update as update
+    import strop.ppo.update as update
 
     real = update.policy_loss
 
@@ -204,7 +214,11 @@ def test_ctrl_c_in_a_real_process(overrides, tmp_path):
     command = [sys.executable, "-m", "strop.cli", "ppo", *long]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 120
-    while not (tmp_path / "run" / "global_step_3").exists() and process.poll() is None and time.time() < deadline:
+    while (
+        not (tmp_path / "run" / "global_step_3").exists()
+        and process.poll() is None
+        and time.time() < deadline
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]

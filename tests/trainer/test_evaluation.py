@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.config.compose import load
-from strop.trainer.evaluation import Judged, evaluate, says_right_or_wrong, summarise
-from strop.trainer.evaluation_compare import compare
+from strop.inference.evaluation import Judged, evaluate, says_right_or_wrong, summarise
+from strop.inference.evaluation_report import compare
 from strop.trainer.main_eval import run
 
 
-def row(question: str, truth: Any, responses: list[str] | None, source: str = "openai/gsm8k") -> dict[str, Any]:
+def row(
+    question: str, truth: Any, responses: list[str] | None, source: str = "openai/gsm8k"
+) -> dict[str, Any]:
     return {
         "data_source": source,
         "prompt": [{"role": "user", "content": question}],
@@ -68,15 +70,21 @@ def test_a_math_scorer_with_accuracy_of_its_own(tmp_path):
     ]
     judged, found = results(write(tmp_path / "out.parquet", rows))
     assert judged[0].scores == [1.0, -1.0] and judged[0].correct == [1.0, 0.0]
-    assert found["aime_2024"].metrics["score"].mean == 0.5 and found["aime_2024"].metrics["pass@1"].mean == 0.75
+    assert (
+        found["aime_2024"].metrics["score"].mean == 0.5 and found["aime_2024"].metrics["pass@1"].mean == 0.75
+    )
 
 
 def test_scores_that_are_no_yes_or_no_have_a_best(tmp_path):
-    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth):\n    return len(solution_str) / 10\n")
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    return len(solution_str) / 10\n"
+    )
     path = write(tmp_path / "out.parquet", [row("a", "", ["aaa", "aaaaa"], "own")])
     judged, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
     assert not says_right_or_wrong(judged)
-    assert {name: e.mean for name, e in found["own"].metrics.items()} == pytest.approx({"score": 0.4, "best@2": 0.5})
+    assert {name: e.mean for name, e in found["own"].metrics.items()} == pytest.approx(
+        {"score": 0.4, "best@2": 0.5}
+    )
 
 
 FAILING = """
@@ -94,12 +102,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def test_failures_are_counted_and_in_no_mean(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(FAILING)
-    rows = [row("a", "x", ["x", "bad", "slow"], "own"), row("b", "x", ["y", "nan"], "own"), row("c", "x", None, "own")]
+    rows = [
+        row("a", "x", ["x", "bad", "slow"], "own"),
+        row("b", "x", ["y", "nan"], "own"),
+        row("c", "x", None, "own"),
+    ]
     path = write(tmp_path / "out.parquet", rows)
     words = [f"data.path={path}", f"custom_reward_function.path={tmp_path}/mine.py", "evaluation.timeout=1"]
     assert run(words) == 0
     said = capsys.readouterr().out
-    assert "3 of 5 responses could not be scored and are in no mean (1 took too long)" in " ".join(said.split())
+    assert "3 of 5 responses could not be scored and are in no mean (1 took too long)" in " ".join(
+        said.split()
+    )
     assert "KeyError: 'no such thing'" in said and "1 prompts have no response" in said
     content = json.loads((tmp_path / "out.eval.json").read_text())
     assert content["test_score"] == {"own": 0.5}
@@ -109,9 +123,13 @@ def test_failures_are_counted_and_in_no_mean(tmp_path, capsys):
 
 
 def test_when_everything_fails_the_scorer_is_broken(tmp_path):
-    (tmp_path / "mine.py").write_text("def compute_score(solution_str, ground_truth):\n    raise KeyError('k')\n")
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(solution_str, ground_truth):\n    raise KeyError('k')\n"
+    )
     path = write(tmp_path / "out.parquet", GSM8K)
-    with pytest.raises(ValueError, match=r"failed for all 8 responses\. The first, row 0 of openai/gsm8k: KeyError: 'k'"):
+    with pytest.raises(
+        ValueError, match=r"failed for all 8 responses\. The first, row 0 of openai/gsm8k: KeyError: 'k'"
+    ):
         results(path, f"custom_reward_function.path={tmp_path}/mine.py")
     with pytest.raises(ValueError, match=r"No rule scorer knows the data source 'gsm9k'"):
         results(write(tmp_path / "b.parquet", [row("a", "4", ["4"], "gsm9k")]))
@@ -129,7 +147,15 @@ def test_an_async_function(tmp_path):
 
 
 def test_raw_benchmark_rows(tmp_path):
-    rows = [{"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204, "responses": ["\\boxed{204}", "no"]}]
+    rows = [
+        {
+            "ID": "2024-I-1",
+            "Problem": "p",
+            "Solution": "s",
+            "Answer": 204,
+            "responses": ["\\boxed{204}", "no"],
+        }
+    ]
     _, found = results(write(tmp_path / "aime.parquet", rows), "data.benchmark=aime")
     assert found["aime_2024"].metrics["pass@1"].mean == 0.5
     rows = [{"problem": "p", "solution": "s", "answer": "\\frac{1}{2}", "responses": ["\\boxed{1/2}"]}]
@@ -143,14 +169,29 @@ def test_raw_benchmark_rows(tmp_path):
 def test_what_flipped(tmp_path, capsys):
     questions = [f"question {n}" for n in range(8)]
     first = [row(q, "1", ["#### 1" if n < 4 else "#### 2"]) for n, q in enumerate(questions)]
-    second = [row(q, "1", ["#### 1" if n in (0, 1, 2, 4, 5, 6) else "#### 2"]) for n, q in enumerate(questions)]
-    a, b = write(tmp_path / "a.parquet", first), write(tmp_path / "b.parquet", [*second[::-1], row("new", "1", ["#### 1"])])
+    second = [
+        row(q, "1", ["#### 1" if n in (0, 1, 2, 4, 5, 6) else "#### 2"]) for n, q in enumerate(questions)
+    ]
+    a, b = (
+        write(tmp_path / "a.parquet", first),
+        write(tmp_path / "b.parquet", [*second[::-1], row("new", "1", ["#### 1"])]),
+    )
     assert run(["--compare", a, b]) == 0
     said = capsys.readouterr().out
-    assert "  gained: row 3, 0.00 -> 1.00  question 4" in said and "  lost: row 4, 1.00 -> 0.00  question 3" in said
-    assert "openai/gsm8k: 3 prompts gained, 1 lost; the chance of that" in said and "1 prompts are in one file only" in said
+    assert (
+        "  gained: row 3, 0.00 -> 1.00  question 4" in said
+        and "  lost: row 4, 1.00 -> 0.00  question 3" in said
+    )
+    assert (
+        "openai/gsm8k: 3 prompts gained, 1 lost; the chance of that" in said
+        and "1 prompts are in one file only" in said
+    )
     content = json.loads((tmp_path / "b.compare.json").read_text())["sources"]["openai/gsm8k"]
-    assert {flip["prompt"][0]["content"] for flip in content["gained"]} == {"question 4", "question 5", "question 6"}
+    assert {flip["prompt"][0]["content"] for flip in content["gained"]} == {
+        "question 4",
+        "question 5",
+        "question 6",
+    }
     assert [flip["prompt"][0]["content"] for flip in content["lost"]] == ["question 3"]
     assert (content["prompts"], content["only_before"], content["only_after"]) == (8, 0, 1)
     assert content["difference"]["mean"] == 0.25 and content["p_value"] == 0.625

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from strop.trainer.tiny import tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.trainer.test_loop import run
 
 

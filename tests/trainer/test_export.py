@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from strop.run.checkpoint import load as load_checkpoint
+from strop.run.checkpoint.store import load as load_checkpoint
 from tests.trainer.runs import run, same, weights
 
 CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -29,7 +29,9 @@ def greedy(folder, rows):
 def test_the_actor_loads_elsewhere_and_says_the_same(overrides, tmp_path, adapters):
     lr = "actor_rollout_ref.actor.optim.lr=2e-2"
     run(overrides, CONTENTS, lr, f"trainer.validation_data_dir={tmp_path}/said", *adapters)
-    answers = {step: [json.loads(line) for line in (tmp_path / "said" / f"{step}.jsonl").open()] for step in (0, 4)}
+    answers = {
+        step: [json.loads(line) for line in (tmp_path / "said" / f"{step}.jsonl").open()] for step in (0, 4)
+    }
     assert [row["output"] for row in answers[4]] != [row["output"] for row in answers[0]]
     folder = tmp_path / "run" / "global_step_4" / "actor" / "huggingface"
     assert greedy(folder, answers[4]) == [row["output"] for row in answers[4]]

@@ -8,8 +8,8 @@ import pytest
 
 from strop.catalog import ADVANTAGES
 from strop.config.compose import load
-from strop.trainer.collect import GroupFilter
-from strop.trainer.experience import add_advantages
+from strop.ppo.collect import GroupFilter
+from strop.ppo.experience import ExperienceFacts, add_advantages
 from strop.types import Prompt, Trajectory, batch_of
 from tests.trainer.runs import run
 
@@ -22,10 +22,14 @@ def sample(group, score, response=(5, 6)):
 def advantages(estimator, trajectories):
     config = load("ppo_trainer", [f"algorithm.adv_estimator={estimator}"]).config
     batch = batch_of(trajectories)
-    return add_advantages(batch.replace(rewards=batch.scores), config, trajectories).advantages
+    facts = ExperienceFacts.of(config, on_policy=True)
+    batch = batch.replace(rewards=batch.scores)
+    return add_advantages(batch, config.algorithm, facts, trajectories).advantages
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "gpg", "flash_reinforce", "grpo_passk", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "rloo", "opo", "gpg", "flash_reinforce", "grpo_passk", "reinforce_plus_plus"]
+)
 def test_failed_samples_change_nothing_for_the_others(estimator):
     good = [sample(0, 1.0), sample(0, 0.0), sample(0, 0.5), sample(1, 0.25), sample(1, 1.0)]
     with_failures = [good[0], sample(0, None, (7, 8, 9)), *good[1:4], sample(1, None), good[4]]
@@ -60,7 +64,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def moody(overrides, tmp_path):
     reward = tmp_path / "moody.py"
     reward.write_text(MOODY)
-    return [*overrides, f"custom_reward_function.path={reward}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    return [
+        *overrides,
+        f"custom_reward_function.path={reward}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
 
 
 def test_the_mean_score_is_that_of_scored_samples(moody):
@@ -72,12 +81,22 @@ def test_the_mean_score_is_that_of_scored_samples(moody):
 
 @pytest.mark.parametrize("estimator", sorted(ADVANTAGES.names()))
 def test_every_estimator_lives_with_failures(moody, estimator):
-    steps = run(moody, f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=1", "data.train_batch_size=8")
+    steps = run(
+        moody,
+        f"algorithm.adv_estimator={estimator}",
+        "trainer.total_training_steps=1",
+        "data.train_batch_size=8",
+    )
     assert all(math.isfinite(value) for value in steps[1].values())
 
 
 def test_failures_of_all_draws_are_counted(moody, tmp_path):
-    steps = run(moody, "algorithm.filter_groups.enable=true", "data.gen_batch_size=2", "trainer.total_training_steps=1")
+    steps = run(
+        moody,
+        "algorithm.filter_groups.enable=true",
+        "data.gen_batch_size=2",
+        "trainer.total_training_steps=1",
+    )
     draws = steps[1]["train/num_gen_batches"]
     assert draws >= 4 and 4 <= steps[1]["reward/failed"] <= draws * 8
     assert 1.0 <= steps[1]["reward/score/mean"] <= 1.25

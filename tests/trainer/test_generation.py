@@ -14,13 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.config.compose import load
+from strop.inference import generation, generation_model
+from strop.inference.generation import generate
 from strop.models.heads import new_scalar_model
-from strop.trainer import generation, generation_model
-from strop.trainer.generation import generate
 from strop.trainer.main_generation import run
 from tests.forked import Forked
 
-SETTINGS = ["rollout.prompt_length=8", "rollout.response_length=6", "rollout.dtype=float32", "trainer.device=cpu"]
+SETTINGS = [
+    "rollout.prompt_length=8",
+    "rollout.response_length=6",
+    "rollout.dtype=float32",
+    "trainer.device=cpu",
+]
 
 
 @pytest.fixture
@@ -54,7 +59,10 @@ def test_the_input_rows_and_a_column(asked, task, tmp_path):
 
 def test_greedy_answers_are_those_of_transformers(asked, task, tmp_path):
     answered(asked, "data.n_samples=1", "rollout.temperature=0")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(task / "model"), AutoTokenizer.from_pretrained(task / "model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(task / "model"),
+        AutoTokenizer.from_pretrained(task / "model"),
+    )
     rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
     for row in rows[:10]:
         ids = torch.tensor([tokenizer.encode(row["prompt"][0]["content"])])
@@ -94,10 +102,14 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
     assert not (tmp_path / "out.parquet").exists() and (tmp_path / "out.parquet.parts").is_dir()
     calls.clear()
     monkeypatch.setattr(
-        generation_model.Answerer, "answer", lambda self, rows: calls.append(list(rows)) or original(self, rows)
+        generation_model.Answerer,
+        "answer",
+        lambda self, rows: calls.append(list(rows)) or original(self, rows),
     )
     summary = answered(asked, "data.batch_size=20")
-    assert [row for rows in calls for row in rows] == list(range(30, 64)), "no row twice, whatever the batch size"
+    assert [row for rows in calls for row in rows] == list(range(30, 64)), (
+        "no row twice, whatever the batch size"
+    )
     assert summary.fresh.rows == 34
     assert responses(tmp_path / "out.parquet") == responses(tmp_path / "whole.parquet")
     calls.clear()
@@ -131,7 +143,9 @@ def test_an_output_of_something_else_is_not_overwritten(asked, task, tmp_path):
     with pytest.raises(ValueError, match="was not written by strop generate, so it is not overwritten"):
         answered(asked)
     out.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"exists but is no whole parquet file .* Delete it, or choose another"):
+    with pytest.raises(
+        ValueError, match=r"exists but is no whole parquet file .* Delete it, or choose another"
+    ):
         answered(asked)
     assert out.read_bytes() == whole[: len(whole) // 2]
     out.unlink()
@@ -186,8 +200,14 @@ def test_a_benchmark_as_it_is_published(asked, tmp_path):
     answered(asked, f"data.path={tmp_path}/aime.jsonl", "data.benchmark=aime", "rollout.prompt_length=20")
     [row] = pq.read_table(tmp_path / "out.parquet").to_pylist()
     assert {name: row[name] for name in raw} == raw
-    assert row["data_source"] == "aime_2024" and row["reward_model"]["ground_truth"] == "2" and len(row["responses"]) == 3
-    with pytest.raises(ValueError, match=r"columns are those of aime as it is published: set data.benchmark=aime"):
+    assert (
+        row["data_source"] == "aime_2024"
+        and row["reward_model"]["ground_truth"] == "2"
+        and len(row["responses"]) == 3
+    )
+    with pytest.raises(
+        ValueError, match=r"columns are those of aime as it is published: set data.benchmark=aime"
+    ):
         answered(asked, f"data.path={tmp_path}/aime.jsonl")
 
 

@@ -9,13 +9,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strop.config.compose import load
-from strop.trainer.build import build_ppo
-from strop.trainer.preflight import examine
-from strop.trainer.tiny import tiny_tokenizer
+from strop.ppo.build import build_ppo
+from strop.preflight.examine import examine
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.rewards.test_judge import ChatDouble
 from tests.trainer.runs import run
 
-SHORT = ["trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+SHORT = [
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+]
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
@@ -43,7 +48,9 @@ def test_a_model_in_an_engine_judges_as_transformers_does(overrides, task, engin
     for trajectory in scored[:6]:
         answer = tokenizer.decode(trajectory.response, skip_special_tokens=True)
         messages = [{"role": "user", "content": f"{answer}={trajectory.prompt.ground_truth}"}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
         with torch.no_grad():
             first = int(model(torch.tensor([ids])).logits[0, -1].argmax())
         assert trajectory.score == pytest.approx(int(tokenizer.decode([first])) / 9)
@@ -69,6 +76,12 @@ def test_a_server_judges_a_run(overrides, tmp_path):
 
 def test_the_preflight_reads_the_judges_settings(overrides):
     report = examine(
-        load("ppo_trainer", [*overrides, "reward_model.judge.enable=true", "reward_model.judge.url=http://127.0.0.1:9/v1"])
+        load(
+            "ppo_trainer",
+            [*overrides, "reward_model.judge.enable=true", "reward_model.judge.url=http://127.0.0.1:9/v1"],
+        )
     )
-    assert any(finding.key == "reward_model.judge" and "Is it running" in finding.message for finding in report.findings)
+    assert any(
+        finding.key == "reward_model.judge" and "Is it running" in finding.message
+        for finding in report.findings
+    )

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from strop.config.compose import load
 from strop.models.heads import RewardStatistics, new_scalar_model, set_reward_statistics
-from strop.trainer.build import build_ppo
-from strop.trainer.tiny import tiny_tokenizer
+from strop.ppo.build import build_ppo
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.trainer.runs import run
 
 
@@ -50,7 +50,9 @@ def test_scores_are_those_of_transformers(judged, judge, tmp_path):
     trainer.collector.collect = lambda *a: seen.append(real(*a)) or seen[-1]
     trainer.fit()
     model = AutoModelForSequenceClassification.from_pretrained(judge).eval()
-    pad = model.config.pad_token_id  # transformers scores at the last token that is not padding, even where it was sampled
+    pad = (
+        model.config.pad_token_id
+    )  # transformers scores at the last token that is not padding, even where it was sampled
     compared = [trajectory for trajectory in seen[0] if trajectory.response[-1] != pad][:8]
     assert len(compared) == 8
     for trajectory in compared:
@@ -106,7 +108,9 @@ def test_a_manager_of_ones_own(overrides, tmp_path):
 
 
 def test_a_critic_starts_from_the_reward_model(judged, judge):
-    trainer = build_ppo(load("ppo_trainer", [*judged, "algorithm.adv_estimator=gae", f"critic.model.path={judge}"]))
+    trainer = build_ppo(
+        load("ppo_trainer", [*judged, "algorithm.adv_estimator=gae", f"critic.model.path={judge}"])
+    )
     head = AutoModelForSequenceClassification.from_pretrained(judge).score.weight
     assert torch.equal(trainer.roles.critic.module.score.weight, head)
     trainer.fit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.run.checkpoint import load as load_checkpoint
+from strop.run.checkpoint.store import load as load_checkpoint
 from tests.trainer.runs import run, same, weights
 
 SEVENS = """

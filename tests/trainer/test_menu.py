@@ -8,7 +8,7 @@ import re
 import pytest
 
 from strop.catalog import ADVANTAGES, POLICY_LOSSES
-from strop.trainer.collect import Collector
+from strop.ppo.collect import Collector
 from tests.trainer.runs import run, same, weights
 
 PARTS = """
@@ -56,7 +56,9 @@ def test_every_estimator(short, estimator):
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES.names()))
 def test_every_policy_loss(short, loss):
     name = "algorithm.rollout_correction.bypass_mode=true"
-    sound(run(short, name if loss == "bypass_mode" else f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}"))
+    sound(
+        run(short, name if loss == "bypass_mode" else f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}")
+    )
 
 
 CORRECTION = "algorithm.rollout_correction"
@@ -134,14 +136,20 @@ def test_the_engine_sleeps_while_the_models_learn(short, monkeypatch, free):
 
     for name in ("wake", "sleep"):
         real = getattr(native.NativeEngine, name)
-        monkeypatch.setattr(native.NativeEngine, name, lambda self, n=name, r=real: (seen.append(n), r(self))[1])
+        monkeypatch.setattr(
+            native.NativeEngine, name, lambda self, n=name, r=real: (seen.append(n), r(self))[1]
+        )
     run(short, f"actor_rollout_ref.rollout.free_cache_engine={free}")
     assert seen == [*(["wake", "sleep"] if free == "true" else ["wake"]) * 2, "closed"]
 
 
 def test_lengths_per_device_are_reported(short):
     steps = run(short)
-    assert steps[1]["global_seqlen/min"] == steps[1]["global_seqlen/balanced_max"] == steps[1]["perf/total_num_tokens"]
+    assert (
+        steps[1]["global_seqlen/min"]
+        == steps[1]["global_seqlen/balanced_max"]
+        == steps[1]["perf/total_num_tokens"]
+    )
 
 
 MODEL, ROLLOUT, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -161,7 +169,11 @@ MODEL, ROLLOUT, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.rollout", 
         ["data.val_files=null"],
         ["data.train_max_samples=8", "trainer.total_training_steps=null", "trainer.total_epochs=1"],
         ["reward_model.reward_manager=prime"],
-        ["reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=2"],
+        [
+            "reward_model.reward_manager=dapo",
+            "reward_model.overlong_buffer.enable=true",
+            "reward_model.overlong_buffer.len=2",
+        ],
         ["algorithm.compat=verl"],
         ["algorithm.compat=openrlhf"],
     ],
@@ -174,9 +186,11 @@ def test_other_ways_to_run(short, settings):
 
 
 def test_a_critic_with_adapters_trains_its_head_whole(short, tmp_path):
-    from strop.run.checkpoint import load as load_checkpoint
+    from strop.run.checkpoint.store import load as load_checkpoint
 
-    steps = sound(run(short, "algorithm.adv_estimator=gae", "critic.model.lora_rank=4", "trainer.save_freq=1"))
+    steps = sound(
+        run(short, "algorithm.adv_estimator=gae", "critic.model.lora_rank=4", "trainer.save_freq=1")
+    )
     assert steps[2]["critic/grad_norm"] > 0
     saved = [load_checkpoint(tmp_path / "run" / f"global_step_{step}")["critic/model"] for step in (1, 2)]
     heads = [name for name in saved[0] if "lora_" not in name]

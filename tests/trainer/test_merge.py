@@ -24,9 +24,9 @@ from transformers import (
 
 from strop.models.heads import new_scalar_model
 from strop.models.lora import add_adapters
-from strop.run.merge_verl import read_shards
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.run.merge.verl import read_shards
 from strop.trainer.main_merge import run as merge
-from strop.trainer.tiny import tiny_tokenizer
 from tests.trainer.runs import run, weights
 from tests.trainer.supervised_runs import make_task, settings, train
 from tests.trainer.supervised_runs import weights as supervised_weights
@@ -94,7 +94,9 @@ def test_differences_are_named(trained, tmp_path, capsys):
     assert merge(["test", "--local_dir", f"{trained}/actor", "--test_hf_dir", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     assert f"{name} differs by up to 0.5\n" in said
-    assert "model.norm.weight is only in the checkpoint" in said and "extra.weight is only in the folder" in said
+    assert (
+        "model.norm.weight is only in the checkpoint" in said and "extra.weight is only in the folder" in said
+    )
     assert "input_layernorm.weight has shape (32,) in the checkpoint and (3,) in the folder" in said
 
 
@@ -186,9 +188,14 @@ def test_a_reward_model_keeps_its_statistics(tmp_path, lora):
     role = tmp_path / "run" / "global_step_8" / "model"
     merge(["--local_dir", str(role), "--target_dir", f"{tmp_path}/out"])
     assert same(tmp_path / "out", role / "huggingface")
-    made, exported = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", role / "huggingface"))
+    made, exported = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "out", role / "huggingface")
+    )
     assert made == {**exported, "value_head_prefix": "score"} and made["std"] > 0 and made["mean"] != 0
-    assert merge(["--local_dir", str(role.parent), "--target_dir", f"{tmp_path}/again"]) == 0, "the only model needs no name"
+    assert merge(["--local_dir", str(role.parent), "--target_dir", f"{tmp_path}/again"]) == 0, (
+        "the only model needs no name"
+    )
     kept = ["--local_dir", str(role), "--target_dir", f"{tmp_path}/kept", "--lora", "keep"]
     with pytest.raises(ValueError, match="must be merged" if lora else "has no adapters"):
         merge(kept)
@@ -200,7 +207,9 @@ def test_the_average_of_a_supervised_model(tmp_path, verb):
     train(verb, settings(make_task(tmp_path), tmp_path / "run", verb), *more)
     saved = tmp_path / "run" / "global_step_3" / "model"
     assert merge(["--local_dir", str(saved), "--target_dir", str(tmp_path / "average"), "--ema"]) == 0
-    assert same(tmp_path / "average", saved / "huggingface_ema") and not same(tmp_path / "average", saved / "huggingface")
+    assert same(tmp_path / "average", saved / "huggingface_ema") and not same(
+        tmp_path / "average", saved / "huggingface"
+    )
 
 
 def test_a_fine_tuned_model_without_its_export(tmp_path):
@@ -210,7 +219,9 @@ def test_a_fine_tuned_model_without_its_export(tmp_path):
     assert not (role / "huggingface").exists()
     merge(["--local_dir", str(role), "--target_dir", f"{tmp_path}/out"])
     own, made = supervised_weights(tmp_path / "run", 8), load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(own[name], made[name]) for name in made) and set(own) - set(made) <= {"lm_head.weight"}
+    assert all(torch.equal(own[name], made[name]) for name in made) and set(own) - set(made) <= {
+        "lm_head.weight"
+    }
 
 
 # --- verl -----------------------------------------------------------------------------------------------------------------
@@ -223,7 +234,10 @@ def shards(folder: Path, tensors: dict[str, torch.Tensor], *, ranks: int, replic
     for rank in range(world):
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         if replicas > 1:
-            mesh, kinds = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("ddp", "fsdp")), (Replicate(), Shard(0))
+            mesh, kinds = (
+                init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("ddp", "fsdp")),
+                (Replicate(), Shard(0)),
+            )
         else:
             mesh, kinds = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",)), (Shard(0),)
         state = {}
@@ -231,7 +245,9 @@ def shards(folder: Path, tensors: dict[str, torch.Tensor], *, ranks: int, replic
             pieces = [piece.clone() for piece in torch.chunk(whole, ranks)]
             pieces += [whole[:0].clone()] * (ranks - len(pieces))
             piece = pieces[rank % ranks]
-            state[name] = DTensor.from_local(piece, mesh, kinds, shape=whole.shape, stride=whole.stride(), run_check=False)
+            state[name] = DTensor.from_local(
+                piece, mesh, kinds, shape=whole.shape, stride=whole.stride(), run_check=False
+            )
         torch.save(state, folder / f"model_world_size_{world}_rank_{rank}.pt")
         dist.destroy_process_group()
     (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world}))
@@ -243,7 +259,15 @@ def test_shards_of_verl(task, tmp_path, ranks, replicas):
     shards(tmp_path / "actor", dict(model.state_dict()), ranks=ranks, replicas=replicas)
     model.config.save_pretrained(tmp_path / "actor" / "huggingface")
     tiny_tokenizer().save_pretrained(tmp_path / "actor" / "huggingface")
-    asked = ["merge", "--backend", "fsdp", "--local_dir", f"{tmp_path}/actor", "--target_dir", f"{tmp_path}/out"]
+    asked = [
+        "merge",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        f"{tmp_path}/actor",
+        "--target_dir",
+        f"{tmp_path}/out",
+    ]
     assert merge(asked) == 0
     assert same(tmp_path / "out", task / "model")
     assert merge(["test", "--local_dir", f"{tmp_path}/actor", "--test_hf_dir", f"{task}/model"]) == 0
@@ -276,12 +300,16 @@ def test_adapters_of_verl(task, tmp_path):
     with pytest.raises(ValueError, match=r"not their scale. Give --lora_alpha"):
         merge(asked)
     (tmp_path / "actor" / "lora_adapter").mkdir()
-    (tmp_path / "actor" / "lora_adapter" / "adapter_config.json").write_text(json.dumps({"lora_alpha": 8, "r": 4}))
+    (tmp_path / "actor" / "lora_adapter" / "adapter_config.json").write_text(
+        json.dumps({"lora_alpha": 8, "r": 4})
+    )
     merge(asked)
     ids = torch.tensor([[3, 4, 5, 6]])
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.allclose(merged(ids).logits, model(ids).logits, atol=1e-5)
-    assert not torch.allclose(merged(ids).logits, AutoModelForCausalLM.from_pretrained(task / "model")(ids).logits, atol=1e-3)
+    assert not torch.allclose(
+        merged(ids).logits, AutoModelForCausalLM.from_pretrained(task / "model")(ids).logits, atol=1e-3
+    )
 
 
 class Malicious:
@@ -309,7 +337,9 @@ def test_incomplete_shards_are_named(tmp_path):
     shards(tmp_path, {"weight": torch.ones(5, 2)}, ranks=2)
     shards(tmp_path / "other", {"weight": torch.ones(3, 2)}, ranks=2)
     (tmp_path / "other" / "model_world_size_2_rank_1.pt").rename(tmp_path / "model_world_size_2_rank_1.pt")
-    with pytest.raises(ValueError, match=r"pieces of weight make a tensor of shape \(4, 2\), but \(5, 2\) was saved"):
+    with pytest.raises(
+        ValueError, match=r"pieces of weight make a tensor of shape \(4, 2\), but \(5, 2\) was saved"
+    ):
         read_shards(tmp_path)
 
 
@@ -332,7 +362,14 @@ dist.destroy_process_group()
     script = tmp_path / "save.py"
     script.write_text(code)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
     subprocess.run(command, check=True, env=environment, timeout=300)
     found = read_shards(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(task / "model").state_dict()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.run.health_rules import RULES
+from strop.run.health.rules import RULES
 from tests.trainer.runs import run
 from tests.trainer.supervised_runs import VERBS, make_task, settings, train
 
@@ -54,7 +54,10 @@ def test_everything_a_run_with_all_roles_logs_is_explained(overrides, tmp_path):
 
 @pytest.mark.parametrize("estimator", ["remax", "optimal_token_baseline"])
 def test_what_estimators_need_is_explained(overrides, estimator):
-    assert unexplained(run(overrides, f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=2")) == []
+    assert (
+        unexplained(run(overrides, f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=2"))
+        == []
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import strop.trainer.experience as experience
-from strop.algorithms.advantages import AdvantageResult
+import strop.ppo.experience as experience
+from strop.algorithms.advantages.base import AdvantageResult
 from strop.config.compose import load
-from strop.trainer.build import build_ppo
+from strop.ppo.build import build_ppo
 from tests.trainer.runs import same, weights
 
 
@@ -49,11 +49,15 @@ def test_a_nan_stops_before_the_update_and_leaves_the_batch(overrides, tmp_path,
     assert ids[3].tolist() == told["rows"][3]["prompt_ids"] + told["rows"][3]["response_ids"]
     # The weights are those after step 2, which is what the last checkpoint holds.
     assert not (tmp_path / "run" / "global_step_3").exists()
-    assert same(weights(tmp_path / "run", 2), {k: v.detach() for k, v in trainer.roles.actor.weights.masters.items()})
+    assert same(
+        weights(tmp_path / "run", 2), {k: v.detach() for k, v in trainer.roles.actor.weights.masters.items()}
+    )
 
 
 def test_a_model_that_answers_nan_is_found_before_anything_is_estimated(overrides, tmp_path):
-    trainer = build_ppo(load("ppo_trainer", [*overrides, "algorithm.adv_estimator=gae", "trainer.val_before_train=false"]))
+    trainer = build_ppo(
+        load("ppo_trainer", [*overrides, "algorithm.adv_estimator=gae", "trainer.val_before_train=false"])
+    )
     with torch.no_grad():
         trainer.roles.critic.module.score.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="Not finite in them: values"):

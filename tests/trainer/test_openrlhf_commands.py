@@ -11,12 +11,10 @@ import pytest
 
 from strop.cli import PROGRAMS
 from strop.data.make import arithmetic
-from strop.trainer.tiny import tiny_model, tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 SHARED = "--apply_chat_template --train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1"
-PAIRS = (
-    "--dataset pairs.jsonl --prompt_key prompt --chosen_key chosen --rejected_key rejected --max_len 32 --learning_rate 1e-3"
-)
+PAIRS = "--dataset pairs.jsonl --prompt_key prompt --chosen_key chosen --rejected_key rejected --max_len 32 --learning_rate 1e-3"
 SFT, RM = "sft/global_step_2/model/huggingface", "rm/global_step_2/model/huggingface"
 COMMANDS = {
     "sft": "train_sft --pretrain model --dataset sft.jsonl --input_key prompt --output_key response --packing_samples "
@@ -34,7 +32,10 @@ def write_files(folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     tiny_model(tokenizer, hidden=32, layers=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    rows = [(r["prompt"], r["reward_model"]["ground_truth"]) for r in arithmetic(16, 1, largest=9, seed=0)["train"]]
+    rows = [
+        (r["prompt"], r["reward_model"]["ground_truth"])
+        for r in arithmetic(16, 1, largest=9, seed=0)["train"]
+    ]
     files: dict[str, list[dict[str, Any]]] = {
         "sft": [{"prompt": prompt[0]["content"], "response": truth} for prompt, truth in rows],
         "pairs": [{"prompt": prompt, "chosen": truth, "rejected": truth + "0"} for prompt, truth in rows],
@@ -48,7 +49,9 @@ def test_one_command_of_each_trainer_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     for name, command in COMMANDS.items():
-        assert PROGRAMS["openrlhf"](shlex.split(f"{command} {SHARED} --save_path final --ckpt_path {name}")) == 0
+        assert (
+            PROGRAMS["openrlhf"](shlex.split(f"{command} {SHARED} --save_path final --ckpt_path {name}")) == 0
+        )
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["step"] == 2, name
     scores = [line["data"]["critic/score/mean"] for line in lines]

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from strop.trainer.parcel import Arrived, Parcel
-from strop.trainer.staleness import staleness
+from strop.ppo.rank_sharing import PackedTrajectories, ReceivedTrajectory
+from strop.ppo.report import staleness
 from strop.types import Batch, Prompt, TokenArrays, Trajectory, Turn, batch_of
 
 PROMPTS = {i: Prompt(i, [1, 2, 3 + i], [], "x") for i in range(3)}
@@ -20,15 +20,26 @@ def made() -> list[Trajectory]:
     """With what a tool wrote, a reward on the way, a failure and an empty answer."""
     turns = [Turn("assistant", 0, 2), Turn("tool", 2, 3)]
     return [
-        Trajectory(PROMPTS[0], 0, [7, 8, 9], [1, 1, 0], [-0.5, -0.25, 0.0], score=1.0, turn_rewards={1: 0.1}, turns=turns),
-        Trajectory(PROMPTS[0], 0, [5], [1], [-2.0], score=0.1, turn_rewards={0: 0.2}, version=4, versions=[(3, 1)]),
+        Trajectory(
+            PROMPTS[0],
+            0,
+            [7, 8, 9],
+            [1, 1, 0],
+            [-0.5, -0.25, 0.0],
+            score=1.0,
+            turn_rewards={1: 0.1},
+            turns=turns,
+        ),
+        Trajectory(
+            PROMPTS[0], 0, [5], [1], [-2.0], score=0.1, turn_rewards={0: 0.2}, version=4, versions=[(3, 1)]
+        ),
         Trajectory(PROMPTS[1], 1, [6, 6], [1, 1], [-1.0, -1.5], "error", extras={"a": [1]}),
         Trajectory(PROMPTS[2], 2, [], [], [], score=0.5, baseline=0.25),
     ]
 
 
 def sent(trajectories: list[Trajectory]) -> list[Trajectory]:
-    return list(pickle.loads(pickle.dumps(Parcel.of(trajectories))).trajectories(PROMPTS))
+    return list(pickle.loads(pickle.dumps(PackedTrajectories.pack(trajectories))).unpack(PROMPTS))
 
 
 def lists_of(trajectory: Trajectory) -> set[str]:
@@ -59,9 +70,13 @@ def test_a_batch_of_arrays_is_that_of_lists_and_makes_no_lists():
 
 def test_a_list_that_was_asked_for_or_set_is_what_counts():
     arrived = sent(made())[0]
-    assert isinstance(arrived, Arrived) and not lists_of(arrived)
+    assert isinstance(arrived, ReceivedTrajectory) and not lists_of(arrived)
     arrived.mask = [0, 0, 0]
-    assert arrived.sampled == 0 and arrived.arrays.mask.tolist() == [0, 0, 0] and arrived.arrays.response.tolist() == [7, 8, 9]
+    assert (
+        arrived.sampled == 0
+        and arrived.arrays.mask.tolist() == [0, 0, 0]
+        and arrived.arrays.response.tolist() == [7, 8, 9]
+    )
     other = sent(made())[0]
     other.response[1] = 99
     assert other.arrays.response.tolist() == [7, 99, 9] == replace(other, group=3).response

@@ -9,14 +9,16 @@ import pytest
 from strop.cli import dispatch
 from strop.config.compose import load
 from strop.planning.advice import advise
-from strop.planning.devices import Cluster, device_of
-from strop.trainer.preflight_memory import findings, local_device
+from strop.planning.devices import PlannedCluster, device_of
+from strop.preflight.memory import findings, local_device
 
 MODEL = "actor_rollout_ref.model.path=qwen2.5-7b"
 
 
 def test_a_plan_that_fits_gives_zero_and_a_table(capsys):
-    assert dispatch(["plan", MODEL, "algorithm.adv_estimator=grpo", "--gpu", "h100", "--gpus-per-node=8"]) == 0
+    assert (
+        dispatch(["plan", MODEL, "algorithm.adv_estimator=grpo", "--gpu", "h100", "--gpus-per-node=8"]) == 0
+    )
     said = capsys.readouterr().out
     assert said.startswith("1 x 8 h100 (79.1 GiB each): actor 7.6B\n")
     for word in ("load", "rollout", "update_actor", "sync", "save", "\nfits\n", "each knob alone"):
@@ -33,7 +35,13 @@ def test_values_for_programs(capsys):
     assert dispatch(["plan", MODEL, "--gpu", "h200", "--json", "--nodes", "2", "--gpus-per-node", "8"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] and plan["nodes"] == 2 and plan["parameters"]["actor"] == 7_615_616_512
-    assert {phase["phase"] for phase in plan["phases"]} >= {"load", "rollout", "update_critic", "update_actor", "save"}
+    assert {phase["phase"] for phase in plan["phases"]} >= {
+        "load",
+        "rollout",
+        "update_critic",
+        "update_actor",
+        "save",
+    }
     assert all(phase["bytes"] > phase["allocated"] for phase in plan["phases"])
     assert plan["seconds"]["update_actor"] > 0 and plan["knobs"]
 
@@ -55,16 +63,22 @@ def test_mistakes_are_answered(words, message):
 
 def advice(gpu, *overrides, per_node=8):
     config = load("ppo_trainer", [MODEL, "algorithm.adv_estimator=grpo", *overrides]).config
-    return advise(config, Cluster(device_of(gpu), 1, per_node))
+    return advise(config, PlannedCluster(device_of(gpu), 1, per_node))
 
 
 def test_the_preflight_warns_of_micro_batches_and_refuses_what_cannot_run():
     assert findings(advice("h100")) == []
     large = findings(
-        advice("h100", "actor_rollout_ref.rollout.n=64", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=512")
+        advice(
+            "h100",
+            "actor_rollout_ref.rollout.n=64",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=512",
+        )
     )
     assert [finding.level for finding in large] == ["warning"]
-    assert large[0].key.endswith("ppo_micro_batch_size_per_gpu") and "Set actor_rollout_ref" in large[0].message
+    assert (
+        large[0].key.endswith("ppo_micro_batch_size_per_gpu") and "Set actor_rollout_ref" in large[0].message
+    )
     hopeless = findings(advice("h100", per_node=1))
     assert [finding.level for finding in hopeless] == ["error"] and "would do" in hopeless[0].message
     assert [finding.level for finding in findings(advice("cpu", per_node=1))] == ["warning"]
@@ -85,10 +99,21 @@ def test_the_gpu_is_asked_of_its_driver(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     device = local_device(load("ppo_trainer", []).config.trainer)
-    assert device is not None and not device.is_cpu and device.memory == 143771 * 2**20 and device.bandwidth == 4.8e12
+    assert (
+        device is not None
+        and not device.is_cpu
+        and device.memory == 143771 * 2**20
+        and device.bandwidth == 4.8e12
+    )
 
 
 def test_what_cannot_run_is_not_planned():
-    uneven = ["actor_rollout_ref.rollout.tensor_model_parallel_size=3", "--gpu", "h100", "--gpus-per-node", "4"]
+    uneven = [
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
+        "--gpu",
+        "h100",
+        "--gpus-per-node",
+        "4",
+    ]
     with pytest.raises(ValueError, match="4 devices cannot be divided into engines of 3"):
         dispatch(["plan", MODEL, "algorithm.adv_estimator=grpo", *uneven])

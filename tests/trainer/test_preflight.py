@@ -12,7 +12,7 @@ import pytest
 
 from strop.config.compose import load
 from strop.data.make import write
-from strop.trainer.preflight import examine, main, require
+from strop.preflight.examine import examine, main, require
 from tests.config.test_seeds import COMMAND
 
 
@@ -60,13 +60,21 @@ def test_json_for_machines(overrides, capsys):
             "custom_reward_function.path",
             ["The Python file '/nowhere/reward.py' does not exist"],
         ),
-        ("critic.enable=true critic.model.path=/nowhere/critic", "critic.model.path", ["/nowhere/critic does not exist"]),
+        (
+            "critic.enable=true critic.model.path=/nowhere/critic",
+            "critic.model.path",
+            ["/nowhere/critic does not exist"],
+        ),
         (
             "reward_model.enable=true reward_model.model.path=/nowhere/judge",
             "reward_model.model.path",
             ["/nowhere/judge does not exist"],
         ),
-        ("algorithm.pretrain_files=/nowhere/texts.jsonl", "algorithm.pretrain_files", ["/nowhere/texts.jsonl"]),
+        (
+            "algorithm.pretrain_files=/nowhere/texts.jsonl",
+            "algorithm.pretrain_files",
+            ["/nowhere/texts.jsonl"],
+        ),
         (
             "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full",
             "algorithm.kl_penalty",
@@ -92,7 +100,10 @@ def reward_file(tmp_path: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        ("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n", "ZeroDivisionError"),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n",
+            "ZeroDivisionError",
+        ),
         ("def compute_score(solution_str):\n    return 'good'\n", "'good'"),
         ("def compute_score(solution_str):\n    return {'acc': 1}\n", "score"),
         ("def compute_score(solution_str):\n    return float('nan')\n", "nan"),
@@ -107,17 +118,29 @@ def test_one_call_of_the_reward_function_per_data_source(overrides, tmp_path, bo
 
 
 def test_an_evaluation_names_the_key_of_a_missing_reward_file(tmp_path):
-    rows = [{"data_source": "arithmetic", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "responses": ["2"]}]
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": "1+1=",
+            "reward_model": {"ground_truth": "2"},
+            "responses": ["2"],
+        }
+    ]
     write(rows, tmp_path / "answers.parquet")
     own = "custom_reward_function.path=/nowhere/reward.py"
     found = errors(examine(load("evaluation", [f"data.path={tmp_path}/answers.parquet", own])))
     assert found == {"custom_reward_function.path": found["custom_reward_function.path"]}, found
-    assert found["custom_reward_function.path"].startswith("The Python file '/nowhere/reward.py' does not exist")
+    assert found["custom_reward_function.path"].startswith(
+        "The Python file '/nowhere/reward.py' does not exist"
+    )
 
 
 def test_a_reward_file_that_exits_while_it_is_imported(overrides, tmp_path):
     found = errors(
-        examined(overrides, reward_file(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n"))
+        examined(
+            overrides,
+            reward_file(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n"),
+        )
     )
     assert "fails while it is imported: SystemExit" in found["custom_reward_function.path"], found
 
@@ -150,7 +173,9 @@ def test_sequences_longer_than_the_model(overrides):
     found = errors(examined(overrides, "data.max_response_length=100"))
     assert "sequences of 108 tokens" in found["actor_rollout_ref.rollout.max_model_len"], found
     assert "64 positions" in found["actor_rollout_ref.rollout.max_model_len"], found
-    assert examined(overrides, "data.max_response_length=100", "actor_rollout_ref.rollout.max_model_len=64").ok
+    assert examined(
+        overrides, "data.max_response_length=100", "actor_rollout_ref.rollout.max_model_len=64"
+    ).ok
 
 
 def test_an_architecture_that_nobody_knows(overrides, task, tmp_path):
@@ -162,25 +187,41 @@ def test_an_architecture_that_nobody_knows(overrides, task, tmp_path):
 
 
 def test_a_run_that_would_hardly_learn_is_warned_of(overrides):
-    report = examined(overrides, "trainer.critic_warmup=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=100")
+    report = examined(
+        overrides, "trainer.critic_warmup=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=100"
+    )
     found = {finding.key: finding.message for finding in report.findings}
     assert report.ok
     assert "nothing is trained before that step" in found["trainer.critic_warmup"]
-    assert "the run has 4 steps: lr=0.001 is never reached" in found["actor_rollout_ref.actor.optim.lr_warmup_steps"]
+    assert (
+        "the run has 4 steps: lr=0.001 is never reached"
+        in found["actor_rollout_ref.actor.optim.lr_warmup_steps"]
+    )
 
 
 def test_a_rule_is_not_asked_to_compare_with_nothing(overrides, tmp_path):
     rows = [
-        {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"answer": "2"}}
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "1+1="}],
+            "reward_model": {"answer": "2"},
+        }
     ] * 8
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "unanswered.parquet")
     found = errors(examined(overrides, f"data.train_files={tmp_path}/unanswered.parquet"))
-    assert "no ground truth" in found["reward of openai/gsm8k"] and "data.label_key" in found["reward of openai/gsm8k"], found
+    assert (
+        "no ground truth" in found["reward of openai/gsm8k"]
+        and "data.label_key" in found["reward of openai/gsm8k"]
+    ), found
 
 
 def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
     rows = [
-        {"data_source": "riddles", "prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}}
+        {
+            "data_source": "riddles",
+            "prompt": [{"role": "user", "content": "1+1="}],
+            "reward_model": {"ground_truth": "2"},
+        }
     ] * 8
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "riddles.parquet")
     found = errors(examined(overrides, f"data.train_files={tmp_path}/riddles.parquet"))
@@ -188,7 +229,11 @@ def test_a_data_source_without_scorer_is_named(overrides, tmp_path):
 
 
 def test_a_loop_of_ones_own_may_score_what_no_scorer_knows(overrides, tmp_path):
-    row = {"data_source": "riddles", "prompt": [{"role": "user", "content": "1+1="}], "agent_name": "math_expression"}
+    row = {
+        "data_source": "riddles",
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "agent_name": "math_expression",
+    }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 8), tmp_path / "riddles.parquet")
     loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=examples/math_expression/loops.yaml"
     report = examined(overrides, f"data.train_files={tmp_path}/riddles.parquet", loops)
@@ -203,7 +248,11 @@ def test_tools_that_no_row_asks_for_are_pointed_out(overrides, tmp_path):
     (tmp_path / "tools.yaml").write_text("tools: [{function: add.py:add}]\n")
     report = examined(overrides, f"{key}={tmp_path}/tools.yaml")
     assert report.ok and any("agent_name=tool_agent" in finding.message for finding in report.findings)
-    asked = examined(overrides, f"{key}={tmp_path}/tools.yaml", "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent")
+    asked = examined(
+        overrides,
+        f"{key}={tmp_path}/tools.yaml",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    )
     assert asked.ok and not any("agent_name=tool_agent" in finding.message for finding in asked.findings)
     assert asked.data["reward"] == "1 x score + 1 x turns + 1 x tools"
 
@@ -212,13 +261,22 @@ def test_agents_that_do_not_exist_are_refused(overrides, tmp_path):
     unknown = examined(overrides, "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agnet")
     assert "Did you mean 'tool_agent'" in unknown.errors[0].message
     (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: nowhere.to.be.found}\n")
-    listed = examined(overrides, f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path}/loops.yaml")
+    listed = examined(
+        overrides, f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path}/loops.yaml"
+    )
     assert "loop 1: The module 'nowhere.to.be' cannot be imported" in listed.errors[0].message
-    (tmp_path / "interactions.yaml").write_text("interaction: [{class_name: strop.agents.interaction.Interactions}]\n")
+    (tmp_path / "interactions.yaml").write_text(
+        "interaction: [{class_name: strop.agents.interaction.Interactions}]\n"
+    )
     key = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
     assert "generate_response" in examined(overrides, f"{key}={tmp_path}/interactions.yaml").errors[0].message
     rows = [
-        {"prompt": "1+1=", "data_source": "arithmetic", "agent_name": "my_agent", "reward_model": {"ground_truth": "2"}}
+        {
+            "prompt": "1+1=",
+            "data_source": "arithmetic",
+            "agent_name": "my_agent",
+            "reward_model": {"ground_truth": "2"},
+        }
     ] * 8
     write(rows, tmp_path / "rows.parquet")
     named = examined(overrides, f"data.train_files={tmp_path}/rows.parquet")

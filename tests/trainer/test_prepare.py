@@ -8,7 +8,7 @@ import pytest
 
 STEPS = """
 import resource, time
-from strop.trainer.prepare import prepare_process
+from strop.shared.process_setup import prepare_process
 {prepare}
 import torch
 

@@ -47,7 +47,11 @@ def test_text_is_learned_and_its_weight_counts(mixed, tmp_path):
     steps = run(mixed, lr, "trainer.total_training_steps=6")
     assert steps[6]["actor/ptx_loss"] < steps[1]["actor/ptx_loss"] - 0.3
     idle = run(
-        mixed, lr, "algorithm.ptx_coef=0", f"trainer.default_local_dir={tmp_path}/idle", "trainer.total_training_steps=6"
+        mixed,
+        lr,
+        "algorithm.ptx_coef=0",
+        f"trainer.default_local_dir={tmp_path}/idle",
+        "trainer.total_training_steps=6",
     )
     assert idle[6]["actor/ptx_loss"] > steps[6]["actor/ptx_loss"] + 0.2
 
@@ -56,7 +60,11 @@ def test_micro_batches_do_not_change_it(mixed, tmp_path):
     found = []
     for rows in (2, 64):
         folder = tmp_path / f"micro{rows}"
-        run(mixed, f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}", f"trainer.default_local_dir={folder}")
+        run(
+            mixed,
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}",
+            f"trainer.default_local_dir={folder}",
+        )
         found.append(weights(folder, 4))
     for name in found[0]:
         assert torch.allclose(found[0][name], found[1][name], rtol=1e-4, atol=1e-6), name
@@ -80,7 +88,12 @@ def test_conversations_do_as_well(overrides, task, tmp_path):
     file = tmp_path / "chat.jsonl"
     chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
     file.write_text(json.dumps({"messages": chat}) + "\n")
-    steps = run(overrides, f"algorithm.pretrain_files={file}", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+    steps = run(
+        overrides,
+        f"algorithm.pretrain_files={file}",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    )
     assert steps[1]["actor/ptx_loss"] == pytest.approx(cross_entropy(task / "model", ["1+2=3"]), rel=1e-5)
 
 

@@ -10,7 +10,7 @@ from statistics import mean
 
 import pytest
 
-from strop.trainer import quickstart
+from strop.quickstart import quickstart
 
 STEPS = 20
 RISE = 0.05  # of the mean score, from the first quarter to the last; twice the noise of such a difference
@@ -22,7 +22,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
     said = io.StringIO()
     quickstart.prepare(folder, largest=19, seed=1, say=said.write)
-    assert "million parameters" in said.getvalue() and "From here on it learns from rewards alone" in said.getvalue()
+    assert (
+        "million parameters" in said.getvalue()
+        and "From here on it learns from rewards alone" in said.getvalue()
+    )
     return folder
 
 
@@ -48,7 +51,9 @@ def keys(prepared: Path, out: Path, algorithm: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("algorithm", [name for name in quickstart.ALGORITHMS if name != "grpo"])
 def test_every_algorithm_rises(algorithm: str, seed: int, prepared: Path, tmp_path: Path) -> None:
     quickstart.train(keys(prepared, tmp_path, algorithm, seed))
-    rows = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     scores = [row["critic/score/mean"] for row in rows if "critic/score/mean" in row]
     assert len(scores) == STEPS
     quarter = STEPS // 4
@@ -58,9 +63,17 @@ def test_every_algorithm_rises(algorithm: str, seed: int, prepared: Path, tmp_pa
 def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One short run of the default: it writes and says what it promises."""
     (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "320.jsonl").write_text('{"input": "", "gts": "", "output": "of an earlier run"}\n')
-    few = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.total_training_steps=2"]
-    code = quickstart.main(["--out", str(tmp_path), "--largest", "9", *few, "trainer.test_freq=2", "trainer.logger=file"])
+    (tmp_path / "samples" / "320.jsonl").write_text(
+        '{"input": "", "gts": "", "output": "of an earlier run"}\n'
+    )
+    few = [
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "trainer.total_training_steps=2",
+    ]
+    code = quickstart.main(
+        ["--out", str(tmp_path), "--largest", "9", *few, "trainer.test_freq=2", "trainer.logger=file"]
+    )
     said = capsys.readouterr().out
     assert code == 0
     assert "Held-out greedy accuracy" in said and "after 2 steps" in said and "What to try next" in said
@@ -69,7 +82,9 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
-@pytest.mark.parametrize(("word", "said"), [("out", "Expected key=value, got 'out'"), ("data.shufle=true", "data.shuffle")])
+@pytest.mark.parametrize(
+    ("word", "said"), [("out", "Expected key=value, got 'out'"), ("data.shufle=true", "data.shuffle")]
+)
 def test_a_typo_is_told_at_once(tmp_path: Path, word: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         quickstart.main(["--out", str(tmp_path / "out"), word])

@@ -10,10 +10,9 @@ import torch
 
 from strop.config.compose import load
 from strop.config.rules import check
-from strop.run.differences import difference, differences
-from strop.trainer import experience
-from strop.trainer.replay import main, replay
-from strop.trainer.tape import recorded_steps
+from strop.ppo import experience
+from strop.replay.recording_format import recorded_steps
+from strop.replay.replay import difference, differences, main, replay
 from tests.trainer.runs import run, same, weights
 
 PPO = [
@@ -38,14 +37,16 @@ def test_a_replay_is_equal_bit_for_bit_and_recording_changes_nothing(overrides, 
         assert main([str(folder), "--step", str(step)]) == 0
     told = capsys.readouterr().out
     assert told.count("Equal, bit for bit.") == 2
-    phases = {"gen", "reward", "adv", "update_actor", "after"} | ({"values", "ref", "update_critic"} if more else set())
+    phases = {"gen", "reward", "adv", "update_actor", "after"} | (
+        {"values", "ref", "update_critic"} if more else set()
+    )
     assert all(f"  {phase:<14} equal" in told for phase in phases)
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
 def test_a_changed_constant_of_the_loss_is_found_in_the_update_alone(overrides, tmp_path, monkeypatch):
     run(overrides, *PPO, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
-    from strop.trainer import update
+    from strop.ppo import update
 
     real = update.policy_loss
 
@@ -80,7 +81,7 @@ def test_a_change_before_the_update_does_not_spread(overrides, tmp_path, monkeyp
 
 def test_other_samples_do_not_spread_either(overrides, tmp_path, monkeypatch):
     run(overrides, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
-    from strop.trainer.collect import Collector
+    from strop.ppo.collect import Collector
 
     real = Collector.collect
 
@@ -127,7 +128,12 @@ def test_differences_name_the_first_place() -> None:
     b = a.clone()
     b[1, 0] = 2.5
     found = difference("x", a, b)
-    assert found is not None and found.place == (1, 0) and (found.recorded, found.now) == ("2", "2.5") and found.count == 1
+    assert (
+        found is not None
+        and found.place == (1, 0)
+        and (found.recorded, found.now) == ("2", "2.5")
+        and found.count == 1
+    )
     assert "row 1, token 0: recorded 2, now 2.5 (1 of 4 values differ, by 0.5 at most)" in str(found)
     (shape,) = differences({"x": a}, {"x": a[:1]})
     assert shape.place == () and "[2, 2]" in shape.recorded

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from strop.run.samples import parse_name
+from strop.run.sample_table import parse_name
 from tests.trainer.runs import run
 
 
@@ -24,7 +24,9 @@ def test_samples_agree_with_the_metrics_of_their_step(overrides: list[str], tmp_
     for step in (1, 2):
         rows = samples["train", step]
         assert len(rows) == 32 and {row["version"] for row in rows} == {step - 1}
-        assert np.mean([row["score"] for row in rows]) == pytest.approx(seen[step]["critic/score/mean"], abs=1e-6)
+        assert np.mean([row["score"] for row in rows]) == pytest.approx(
+            seen[step]["critic/score/mean"], abs=1e-6
+        )
         tokens = [a for row in rows for a in row["advantages"]]
         assert np.mean(tokens) == pytest.approx(seen[step]["critic/advantages/mean"], abs=1e-5)
         pairs = [
@@ -34,7 +36,9 @@ def test_samples_agree_with_the_metrics_of_their_step(overrides: list[str], tmp_
             if new is not None
         ]
         gaps = np.array([old - new for old, new in pairs])
-        assert len(pairs) and np.abs(gaps).mean() == pytest.approx(seen[step]["training/rollout_logprobs_diff_mean"], abs=1e-6)
+        assert len(pairs) and np.abs(gaps).mean() == pytest.approx(
+            seen[step]["training/rollout_logprobs_diff_mean"], abs=1e-6
+        )
     assert len(samples["validation", 2]) == 16 and samples["validation", 0][0]["advantages"] is None
 
 

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from strop.cli import main
 from strop.config.compose import load
 from strop.models.heads import RewardStatistics, new_scalar_model, set_reward_statistics
-from strop.rewards.server import _listen, load_judge
-from strop.trainer.tiny import tiny_tokenizer
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.rewards.server import _listen, load_served_model
 from tests.forked import Forked
 from tests.trainer.runs import run
 
@@ -70,12 +70,20 @@ def test_scores_are_those_of_transformers(served, judge):
         rewards = json.loads(reply.read())["rewards"]
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge).eval(), tiny_tokenizer()
     with torch.no_grad():
-        expected = [model(torch.tensor([tokenizer(t, add_special_tokens=False)["input_ids"]])).logits.item() for t in texts]
+        expected = [
+            model(torch.tensor([tokenizer(t, add_special_tokens=False)["input_ids"]])).logits.item()
+            for t in texts
+        ]
     assert rewards == pytest.approx(expected, abs=1e-5)
 
 
 def test_ppo_learns_the_same_from_a_server_as_from_the_model(served, judge, overrides, tmp_path):
-    base = [*overrides, "trainer.total_training_steps=3", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    base = [
+        *overrides,
+        "trainer.total_training_steps=3",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
     here = run(
         base,
         "reward_model.enable=true",
@@ -98,8 +106,10 @@ def test_ppo_learns_the_same_from_a_server_as_from_the_model(served, judge, over
 
 
 def test_scores_can_be_normalised(judge):
-    plain = load_judge(load("reward_server", [f"model.path={judge}", "server.dtype=float32"]).config)
-    normal = load_judge(load("reward_server", [f"model.path={judge}", "server.dtype=float32", "server.normalize=true"]).config)
+    plain = load_served_model(load("reward_server", [f"model.path={judge}", "server.dtype=float32"]).config)
+    normal = load_served_model(
+        load("reward_server", [f"model.path={judge}", "server.dtype=float32", "server.normalize=true"]).config
+    )
     ids = plain.encode(["1+2=3"])
     assert normal.score(ids) == pytest.approx([(plain.score(ids)[0] - 0.5) / 2.0])
     assert plain.max_length == 64
@@ -108,7 +118,7 @@ def test_scores_can_be_normalised(judge):
 def test_folders_that_are_no_reward_model(task, tmp_path):
     def refused(folder: Path) -> str:
         with pytest.raises(ValueError) as problem:
-            load_judge(load("reward_server", [f"model.path={folder}"]).config)
+            load_served_model(load("reward_server", [f"model.path={folder}"]).config)
         return str(problem.value)
 
     assert "holds no head called 'score', so it cannot score" in refused(task / "model")
@@ -116,7 +126,9 @@ def test_folders_that_are_no_reward_model(task, tmp_path):
     config.num_labels = 3
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
     tiny_tokenizer().save_pretrained(tmp_path / "three")
-    assert "has shape (3, 32), but a value or reward model has one label: (1, 32)" in refused(tmp_path / "three")
+    assert "has shape (3, 32), but a value or reward model has one label: (1, 32)" in refused(
+        tmp_path / "three"
+    )
 
 
 def test_the_command_says_what_is_wrong(task, capsys):
@@ -135,5 +147,11 @@ def test_a_port_that_is_taken(served):
 def test_a_server_that_is_not_there_stops_the_run_with_a_reason(overrides):
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-    with pytest.raises(ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after 5 tries"):
-        run(overrides, f"reward_model.remote_url=http://127.0.0.1:{port}/get_reward", "trainer.val_before_train=false")
+    with pytest.raises(
+        ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after 5 tries"
+    ):
+        run(
+            overrides,
+            f"reward_model.remote_url=http://127.0.0.1:{port}/get_reward",
+            "trainer.val_before_train=false",
+        )

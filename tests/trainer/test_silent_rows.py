@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from strop.algorithms.policy_losses import policy_loss
+from strop.algorithms.policy_losses.clipped import policy_loss
 from strop.catalog import POLICY_LOSSES
 from tests.trainer.runs import run
 
@@ -13,7 +13,9 @@ SPARSE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return float(solution_str.startswith("7") or "70" in solution_str)
 """
-PROPORTIONAL = sorted(name for name in POLICY_LOSSES.names() if POLICY_LOSSES.entry(name).facts["proportional"])
+PROPORTIONAL = sorted(
+    name for name in POLICY_LOSSES.names() if POLICY_LOSSES.entry(name).facts["proportional"]
+)
 
 
 @pytest.mark.parametrize("name", PROPORTIONAL)
@@ -59,6 +61,9 @@ def test_skipping_changes_only_the_number_of_rows(overrides, tmp_path, settings)
 
 def test_with_other_terms_in_the_loss_every_row_is_computed(overrides, tmp_path):
     steps = run(
-        overrides, "actor_rollout_ref.actor.entropy_coeff=0.01", "trainer.total_training_steps=1", "trainer.save_freq=-1"
+        overrides,
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
     )
     assert steps[1]["actor/active_rows"] == 1

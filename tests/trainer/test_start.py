@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from strop.config.compose import load
-from strop.trainer.logs import OneLine
-from strop.trainer.preflight import examine
-from strop.trainer.preflight_print import lines
+from strop.preflight.examine import examine
+from strop.preflight.report import lines
+from strop.shared.process_setup import OneLine
 from tests.forked import Forked
 from tests.trainer.runs import run
 
@@ -24,7 +24,11 @@ SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logg
 
 def test_a_log_file_gets_plain_lines(overrides):
     command = [sys.executable, "-m", "strop.cli", "ppo", *overrides, *SHORT]
-    environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
+    }
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
@@ -68,8 +72,8 @@ def test_one_line_for_everything(overrides):
 @pytest.mark.parametrize(
     ("name", "level", "text"),
     [
-        ("strop.run.resume", logging.INFO, "strop: hello 3"),
-        ("strop.run.resume", logging.WARNING, "strop: warning: hello 3"),
+        ("strop.run.checkpoint.resume", logging.INFO, "strop: hello 3"),
+        ("strop.run.checkpoint.resume", logging.WARNING, "strop: warning: hello 3"),
         ("urllib3.pool", logging.ERROR, "urllib3: error: hello 3"),
     ],
 )
@@ -81,7 +85,11 @@ def test_a_run_says_where_it_goes_on_and_when_nothing_is_left(overrides, caplog)
     run(overrides, "trainer.total_training_steps=2")
     with caplog.at_level(logging.INFO, logger="strop"):
         run(overrides)
-        assert "Going on from" in caplog.text and "step 2 of 4" in caplog.text and "All steps are done" not in caplog.text
+        assert (
+            "Going on from" in caplog.text
+            and "step 2 of 4" in caplog.text
+            and "All steps are done" not in caplog.text
+        )
         caplog.clear()
         steps = run(overrides)
     assert "step 4 of 4" in caplog.text and "All steps are done" in caplog.text

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.data.files import open_rows
-from strop.trainer.supervised_progress import Progress
+from strop.supervised.trainer import EpochProgress
 from tests import forked
 from tests.forked import Forked
 from tests.trainer.runs import same
@@ -24,7 +24,10 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_log_probs(task: Path, text: str) -> torch.Tensor:
     """Log-prob of each token of a text but the first, one text at a time, by transformers alone."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(task / "model"), AutoTokenizer.from_pretrained(task / "model")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(task / "model"),
+        AutoTokenizer.from_pretrained(task / "model"),
+    )
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     with torch.no_grad():
         return model(ids).logits.log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None]).squeeze(-1)
@@ -65,10 +68,19 @@ def test_the_first_losses_of_pairs(task, tmp_path):
         ({"reference_free": "true"}, lambda c, r: -F.logsigmoid(0.1 * (c.sum() - r.sum()))),
         (
             {"reference_free": "true", "length_normalized": "true", "label_smoothing": 0.1},
-            lambda c, r: -0.9 * F.logsigmoid(0.1 * (c.mean() - r.mean())) - 0.1 * F.logsigmoid(-0.1 * (c.mean() - r.mean())),
+            lambda c, r: (
+                -0.9 * F.logsigmoid(0.1 * (c.mean() - r.mean()))
+                - 0.1 * F.logsigmoid(-0.1 * (c.mean() - r.mean()))
+            ),
         ),
-        ({"type": "simpo", "beta": 2, "target_margin": 1}, lambda c, r: -F.logsigmoid(2 * (c.mean() - r.mean()) - 1)),
-        ({"reference_free": "true", "nll_coef": 0.5}, lambda c, r: -F.logsigmoid(0.1 * (c.sum() - r.sum())) - 0.5 * c.mean()),
+        (
+            {"type": "simpo", "beta": 2, "target_margin": 1},
+            lambda c, r: -F.logsigmoid(2 * (c.mean() - r.mean()) - 1),
+        ),
+        (
+            {"reference_free": "true", "nll_coef": 0.5},
+            lambda c, r: -F.logsigmoid(0.1 * (c.sum() - r.sum())) - 0.5 * c.mean(),
+        ),
         ({"reference_free": "true", "type": "ipo"}, lambda c, r: (c.sum() - r.sum() - 5.0).square()),
     ],
     ids=["reference-free", "cdpo per token", "simpo", "nll", "ipo"],
@@ -84,7 +96,10 @@ def test_a_loss_of_one_batch_is_the_formula(task, tmp_path, settings_, expected)
     steps = train("dpo", settings(task, tmp_path, "dpo"), *more)
     values = []
     for row in list(open_rows(str(task / "train.jsonl")))[:16]:
-        sides = (plain_log_probs(task, f"{row['prompt']}{row[k]}<eos>")[-len(row[k]) - 1 :] for k in ("chosen", "rejected"))
+        sides = (
+            plain_log_probs(task, f"{row['prompt']}{row[k]}<eos>")[-len(row[k]) - 1 :]
+            for k in ("chosen", "rejected")
+        )
         values.append(expected(*sides))
     assert steps[1]["train/loss"] == pytest.approx(torch.stack(values).mean().item(), rel=2e-5)
 
@@ -114,7 +129,14 @@ def test_stopping_and_resuming_gives_the_same_run(task, tmp_path, verb):
     base = settings(task, tmp_path, verb)
     straight = train(verb, base, f"trainer.default_local_dir={tmp_path}/whole", "trainer.enable_ema=true")
     cut = [f"trainer.default_local_dir={tmp_path}/cut", "trainer.enable_ema=true"]
-    train(verb, base, *cut, "trainer.save_freq=3", "trainer.total_training_steps=3", "optim.total_training_steps=8")
+    train(
+        verb,
+        base,
+        *cut,
+        "trainer.save_freq=3",
+        "trainer.total_training_steps=3",
+        "optim.total_training_steps=8",
+    )
     resumed = train(verb, base, *cut)
     assert same(weights(tmp_path / "whole", 8), weights(tmp_path / "cut", 8))
     unlike = ("timing", "perf/")
@@ -145,7 +167,9 @@ def test_schedules(task, tmp_path):
             "optim.lr_warmup_steps_ratio=0.25",
             f"trainer.default_local_dir={tmp_path}/{name}",
         ]
-        steps = train("sft", settings(task, tmp_path, "sft"), *more, "trainer.total_epochs=4", "optim.lr=1e-3")
+        steps = train(
+            "sft", settings(task, tmp_path, "sft"), *more, "trainer.total_epochs=4", "optim.lr=1e-3"
+        )
         rates[name] = [steps[step]["train/lr"] for step in range(1, 17)]
     for name, found in rates.items():
         assert found[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3]), name
@@ -177,30 +201,48 @@ def test_adapters_alone_are_trained_and_saved_and_merged_for_others(task, tmp_pa
         steps = train(verb, settings(task, tmp_path, verb), *more)
         assert steps[8]["val/loss"] < steps[0]["val/loss"], verb
         trained = set(weights(folder, 8))
-        assert all("lora_" in name or "score" in name for name in trained) and any("lora_" in name for name in trained)
+        assert all("lora_" in name or "score" in name for name in trained) and any(
+            "lora_" in name for name in trained
+        )
         assert any("score" in name for name in trained) == (verb == "rm")
     trainer = build("sft", settings(task, tmp_path / "sft", "sft"), "model.lora_rank=4")
-    trainer.keeper.resume(trainer)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "global_step_8" / "model" / "huggingface")
+    trainer.output.resume(trainer)
+    merged = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "sft" / "global_step_8" / "model" / "huggingface"
+    )
     ids = torch.tensor([[3, 4, 5, 6]])
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, trainer.model.module.eval()(ids).logits, atol=1e-5)
 
 
 def test_saving_and_validating_by_epoch_keeping_the_best(task, tmp_path):
-    more = ["trainer.save_freq=after_each_epoch", "trainer.test_freq=after_each_epoch", "trainer.max_ckpt_to_keep=1"]
-    more += ["trainer.best_metric=val/loss", "trainer.total_epochs=4", "optim.lr=2.0", "optim.lr_warmup_steps=16"]
+    more = [
+        "trainer.save_freq=after_each_epoch",
+        "trainer.test_freq=after_each_epoch",
+        "trainer.max_ckpt_to_keep=1",
+    ]
+    more += [
+        "trainer.best_metric=val/loss",
+        "trainer.total_epochs=4",
+        "optim.lr=2.0",
+        "optim.lr_warmup_steps=16",
+    ]
     steps = train("sft", settings(task, tmp_path, "sft"), *more)
     validated = {step: found["val/loss"] for step, found in steps.items() if "val/loss" in found}
     assert set(validated) == {0, 4, 8, 12, 16}
     best = min((4, 8, 12, 16), key=validated.__getitem__)
-    assert {path.name for path in tmp_path.glob("global_step_*")} == {f"global_step_{best}", "global_step_16"} and best != 16
+    assert {path.name for path in tmp_path.glob("global_step_*")} == {
+        f"global_step_{best}",
+        "global_step_16",
+    } and best != 16
 
 
 def test_the_average_of_the_weights_is_exported(task, tmp_path):
     train("sft", settings(task, tmp_path, "sft"), "trainer.enable_ema=true", "trainer.ema_beta=0")
     folder = tmp_path / "global_step_8" / "model"
-    now, average = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("huggingface", "huggingface_ema"))
+    now, average = (
+        AutoModelForCausalLM.from_pretrained(folder / name) for name in ("huggingface", "huggingface_ema")
+    )
     assert all(torch.equal(a, b) for a, b in zip(now.parameters(), average.parameters(), strict=True))
 
 
@@ -208,7 +250,9 @@ def test_a_loss_that_is_no_number_leaves_the_batch(task, tmp_path):
     trainer = build("rm", settings(task, tmp_path, "rm"), "trainer.val_before_train=false")
     with torch.no_grad():
         trainer.model.module.score.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match=r"Step 1: The loss is nan because of rows .* Not finite in them: scores"):
+    with pytest.raises(
+        ValueError, match=r"Step 1: The loss is nan because of rows .* Not finite in them: scores"
+    ):
         trainer.fit()
     assert (tmp_path / "nonfinite_step_1" / "rows.json").exists()
 
@@ -222,12 +266,12 @@ def test_worker_processes_give_the_same_run(task, tmp_path):
 
 def test_the_time_left_counts_what_this_process_did():
     now = [100.0]
-    progress = Progress(clock=lambda: now[0])
+    progress = EpochProgress(clock=lambda: now[0])
     progress.start(10, 30)
     now[0] = 106.0
     found = progress.after(12, tokens=50, rows=4)
     assert found["perf/eta_s"] == pytest.approx(54.0) and found["train/total_tokens"] == 50
-    other = Progress()
+    other = EpochProgress()
     other.load_state_dict(progress.state_dict())
     assert (other.tokens, other.rows) == (50, 4)
 
@@ -241,7 +285,12 @@ def test_a_chat_template_of_the_run_travels_with_the_model(task, tmp_path):
         tmp_path / "chat.jsonl",
         [{"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}] * 16,
     )
-    more = [f"data.chat_template={template}", f"data.train_files={rows}", "data.val_files=null", "data.multiturn.enable=true"]
+    more = [
+        f"data.chat_template={template}",
+        f"data.train_files={rows}",
+        "data.val_files=null",
+        "data.multiturn.enable=true",
+    ]
     train("sft", settings(task, tmp_path / "run", "sft"), *more)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "global_step_2" / "model" / "huggingface")
     assert tokenizer.chat_template == template.read_text()

@@ -12,8 +12,8 @@ import pytest
 
 from strop.cli import dispatch
 from strop.config.compose import load
-from strop.trainer.preflight import examine
-from strop.trainer.tiny import tiny_tokenizer
+from strop.preflight.examine import examine
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests import forked
 from tests.trainer.runs import metrics
 from tests.trainer.supervised_runs import lines, make_task, settings, sums, train
@@ -43,9 +43,17 @@ def with_rows(small: Path, folder: Path, verb: str, bad: list[dict[str, Any]]) -
         ("dpo", {"prompt": "1+1=", "chosen": None, "rejected": "3"}, r"column 'chosen' is empty"),
         ("sft", {"prompt": "1+1=", "response": ""}, r"column 'response' is empty"),
         ("sft", {"prompt": "1+1=", "response": 7}, r"must be text, or a list of messages"),
-        ("sft", {"prompt": TALK[::-1], "response": "2"}, r"begins with 'assistant', but it must begin with 'user'"),
+        (
+            "sft",
+            {"prompt": TALK[::-1], "response": "2"},
+            r"begins with 'assistant', but it must begin with 'user'",
+        ),
         ("rm", {"prompt": TALK[1:], "chosen": "2", "rejected": "3"}, r"begins with 'assistant'"),
-        ("sft", {"prompt": [{"role": "user"}], "response": [{"role": "tool", "content": "2"}]}, r"no assistant turn"),
+        (
+            "sft",
+            {"prompt": [{"role": "user"}], "response": [{"role": "tool", "content": "2"}]},
+            r"no assistant turn",
+        ),
     ],
 )
 def test_a_bad_row_is_named_and_stops_the_run_or_is_counted(small, tmp_path, verb, bad, said):
@@ -62,16 +70,27 @@ def test_a_bad_row_is_named_and_stops_the_run_or_is_counted(small, tmp_path, ver
 
 
 def test_margins_must_be_numbers(small, tmp_path):
-    base = with_rows(small, tmp_path, "rm", [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "large"}])
+    base = with_rows(
+        small, tmp_path, "rm", [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "large"}]
+    )
     assert "column 'margin' is 'large', not a number" in errors("rm", base)
 
 
 def test_rows_that_are_too_long(small, tmp_path):
     base = [*settings(small, tmp_path, "sft"), "data.max_length=6"]
-    assert "sequences are over data.max_length=6 (the longest has 7 tokens). Set it to 7" in errors("sft", base)
+    assert "sequences are over data.max_length=6 (the longest has 7 tokens). Set it to 7" in errors(
+        "sft", base
+    )
     report = examine(load("sft_trainer", [*base, "data.truncation=right"]))
     assert report.ok and any("will be cut (right)" in str(finding) for finding in report.findings)
-    nothing = train("sft", base, "data.max_length=4", "data.truncation=right", "trainer.total_epochs=1", "data.val_files=null")
+    nothing = train(
+        "sft",
+        base,
+        "data.max_length=4",
+        "data.truncation=right",
+        "trainer.total_epochs=1",
+        "data.val_files=null",
+    )
     assert nothing[1]["train/skipped_rows"] == 16 and nothing[1]["train/empty_updates"] == 1
 
 
@@ -118,9 +137,16 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
     judge = tmp_path / "rm" / "global_step_1" / "model" / "huggingface"
     for verb in ("sft", "dpo"):
         found = errors(verb, settings(small, tmp_path / "run", verb), f"model.path={judge}")
-        assert "it holds a classifier (LlamaForSequenceClassification), but a language model is needed" in found
+        assert (
+            "it holds a classifier (LlamaForSequenceClassification), but a language model is needed" in found
+        )
     config = LlamaConfig(
-        vocab_size=17, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_labels=3
+        vocab_size=17,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=3,
     )
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "three")
     tiny_tokenizer().save_pretrained(tmp_path / "three")
@@ -128,7 +154,9 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
     assert "has 3 labels, but a reward is one number" in found
     judged = [*overrides, "reward_model.enable=true"]
     for path, said in ((f"{small}/model", "without a score head"), (f"{tmp_path}/three", "has 3 labels")):
-        found = "\n".join(map(str, examine(load("ppo_trainer", [*judged, f"reward_model.model.path={path}"])).errors))
+        found = "\n".join(
+            map(str, examine(load("ppo_trainer", [*judged, f"reward_model.model.path={path}"])).errors)
+        )
         assert said in found and "reward_model.model.path" in found
     assert examine(load("ppo_trainer", [*judged, f"reward_model.model.path={judge}"])).ok
 
@@ -139,7 +167,11 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
         ("rm", ["loss.type=sigmoid"], "logsigmoid"),
         ("dpo", ["loss.type=logexp"], "compares the scores of a reward model. Choose one of dpo, ipo, simpo"),
         ("dpo", ["loss.label_smoothing=0.5"], "Set it below 0.5"),
-        ("dpo", ["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100", "data.max_length=60"], "Set it to 120 or more"),
+        (
+            "dpo",
+            ["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100", "data.max_length=60"],
+            "Set it to 120 or more",
+        ),
         ("rm", ["model.aux_loss_coef=0.1"], "no load-balancing loss"),
         ("sft", ["trainer.test_freq=weekly"], "expected a number of steps or after_each_epoch"),
         ("sft", ["trainer.val_only=true", "data.val_files=null"], "val_only=true needs files"),
@@ -175,17 +207,54 @@ def test_openrlhf_commands_run(small, tmp_path, verb, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = {
         "sft": ["--input_key", "prompt", "--output_key", "response", "--input_template", "{}"],
-        "rm": ["--prompt_key", "prompt", "--loss", "sigmoid", "--apply_chat_template", "--micro_train_batch_size", "4"],
-        "dpo": ["--prompt_key", "prompt", "--beta", "0.2", "--label_smoothing", "0.1", "--apply_chat_template"],
+        "rm": [
+            "--prompt_key",
+            "prompt",
+            "--loss",
+            "sigmoid",
+            "--apply_chat_template",
+            "--micro_train_batch_size",
+            "4",
+        ],
+        "dpo": [
+            "--prompt_key",
+            "prompt",
+            "--beta",
+            "0.2",
+            "--label_smoothing",
+            "0.1",
+            "--apply_chat_template",
+        ],
     }
-    command = [f"train_{verb}", "--pretrain", f"{small}/model", "--dataset", f"{small}/train.jsonl", "--max_epochs", "2"]
-    command += ["--train_batch_size", "32", "--learning_rate", "1e-3", "--save_path", f"{tmp_path}/out", "--max_len", "32"]
+    command = [
+        f"train_{verb}",
+        "--pretrain",
+        f"{small}/model",
+        "--dataset",
+        f"{small}/train.jsonl",
+        "--max_epochs",
+        "2",
+    ]
+    command += [
+        "--train_batch_size",
+        "32",
+        "--learning_rate",
+        "1e-3",
+        "--save_path",
+        f"{tmp_path}/out",
+        "--max_len",
+        "32",
+    ]
     command += ["--eval_dataset", f"{small}/val.jsonl"]
     assert dispatch(["openrlhf", *command, *flags[verb]]) == 0
     steps = metrics(tmp_path / "out")
     assert set(steps) >= {0, 1, 2, 3, 4} and steps[4]["val/loss"] < steps[0]["val/loss"]
-    saved = json.loads((tmp_path / "out" / "global_step_4" / "model" / "huggingface" / "config.json").read_text())
-    assert saved["architectures"] == ["LlamaForSequenceClassification" if verb == "rm" else "LlamaForCausalLM"]
+    saved = json.loads(
+        (tmp_path / "out" / "global_step_4" / "model" / "huggingface" / "config.json").read_text()
+    )
+    assert saved["architectures"] == [
+        "LlamaForSequenceClassification" if verb == "rm" else "LlamaForCausalLM"
+    ]
 
 
 def test_the_verbs_from_a_shell(small, tmp_path):
@@ -195,8 +264,12 @@ def test_the_verbs_from_a_shell(small, tmp_path):
     said = done.stdout.splitlines()
     assert said[0].startswith("plan: ") and "total steps 8" in said[0]
     assert any(line.startswith("train_files: 64 rows; 64 read:") for line in said)
-    assert [line.split(" ")[0] for line in said if line.startswith("step:")] == [f"step:{step}" for step in range(9)]
+    assert [line.split(" ")[0] for line in said if line.startswith("step:")] == [
+        f"step:{step}" for step in range(9)
+    ]
     last = said[-1]
     assert "perf/throughput:" in last and "perf/eta_s:0" in last and "val/loss:" in last
     broken = forked.run("strop.cli", [*command, "data.response_key=anwser"], tmp_path)
-    assert broken.returncode == 1 and "no column 'anwser'" in broken.stderr and "Traceback" not in broken.stderr
+    assert (
+        broken.returncode == 1 and "no column 'anwser'" in broken.stderr and "Traceback" not in broken.stderr
+    )

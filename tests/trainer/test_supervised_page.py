@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
-from strop.trainer.tiny import tiny_tokenizer
+from strop.config.schema.reflect import keys
+from strop.quickstart.tiny_model import tiny_tokenizer
 from tests.trainer.supervised_runs import VERBS, make_task, settings, train
 from tests.trainer.test_training_page import words
 
@@ -17,11 +17,23 @@ PAGE = (Path(__file__).parents[2] / "docs" / "supervised.md").read_text()
 
 
 def test_every_key_exists():
-    known = {key.path for root in (*(f"{verb}_trainer" for verb in VERBS), "ppo_trainer") for key in keys(ROOTS[root])}
-    asked = {word.partition("=")[0] for word in words(PAGE) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(=.*)?", word)}
-    asked = {word for word in asked if not word.endswith((".py", ".json", ".jsonl", ".safetensors")) and "strop." not in word}
+    known = {
+        key.path
+        for root in (*(f"{verb}_trainer" for verb in VERBS), "ppo_trainer")
+        for key in keys(ROOTS[root])
+    }
+    asked = {
+        word.partition("=")[0] for word in words(PAGE) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(=.*)?", word)
+    }
+    asked = {
+        word
+        for word in asked
+        if not word.endswith((".py", ".json", ".jsonl", ".safetensors")) and "strop." not in word
+    }
     assert len(asked) > 30
-    assert not {word for word in asked if word not in known and not any(path.startswith(f"{word}.") for path in known)}
+    assert not {
+        word for word in asked if word not in known and not any(path.startswith(f"{word}.") for path in known)
+    }
 
 
 def test_every_metric_is_logged(tmp_path):
@@ -60,7 +72,11 @@ def test_experts_are_asked_for_their_balance(tmp_path):
     Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
     tokenizer.save_pretrained(tmp_path / "experts")
     for verb in ("sft", "dpo"):
-        more = [f"model.path={tmp_path}/experts", "model.aux_loss_coef=0.01", "trainer.total_training_steps=2"]
+        more = [
+            f"model.path={tmp_path}/experts",
+            "model.aux_loss_coef=0.01",
+            "trainer.total_training_steps=2",
+        ]
         steps = train(verb, settings(task, tmp_path / verb, verb), *more)
         assert steps[1]["train/aux_loss"] >= 2.0 - 1e-3  # at perfect balance it equals the experts per token
         assert "val/aux_loss" not in steps[0]

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.config.compose import load
-from strop.config.schema.reward import RewardModel
+from strop.config.schema.reward import RewardModelConfig
 from strop.data.files import open_rows
-from strop.models.heads import padding_beside_the_end, reward_statistics
-from strop.rewards.model import load_model, model_scores
-from strop.rewards.sample import Sample
-from strop.run.tensor_file import read_tensors
-from strop.trainer.supervised_progress import ScoreMoments
-from strop.trainer.supervised_reference import FILE
-from strop.trainer.tiny import tiny_tokenizer
+from strop.models.heads import pad_token_other_than_eos, reward_statistics
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.rewards.base import RewardSample
+from strop.rewards.model import build_reward_model_scorer, load_model
+from strop.run.checkpoint.tensor_files import read_tensors
+from strop.supervised.reference import FILE
+from strop.supervised.trainer import ScoreMoments
 from strop.types import Prompt, Trajectory
 from tests.trainer.runs import run as run_ppo
 from tests.trainer.runs import same
@@ -32,7 +32,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_task(tmp_path_factory.mktemp("pairs"))
     for name, count in (("train", 64), ("val", 19)):
         rows = [
-            {"prompt": f"{i % 7}+{i % 5}=", "chosen": f"{i}{i % 5 * 2}", "rejected": f"{i % 5 * 2 + 1}"} for i in range(count)
+            {"prompt": f"{i % 7}+{i % 5}=", "chosen": f"{i}{i % 5 * 2}", "rejected": f"{i % 5 * 2 + 1}"}
+            for i in range(count)
         ]
         lines(folder / f"{name}.jsonl", rows)
     return folder
@@ -51,10 +52,14 @@ def judge(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sequences(pairs: Path, file: str = "val.jsonl") -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(pairs / "model")
     rows = open_rows(str(pairs / file))
-    return [tokenizer(f"{row['prompt']}{row[key]}<eos>")["input_ids"] for row in rows for key in ("chosen", "rejected")]
+    return [
+        tokenizer(f"{row['prompt']}{row[key]}<eos>")["input_ids"]
+        for row in rows
+        for key in ("chosen", "rejected")
+    ]
 
 
-def reward_section(judge: Path) -> RewardModel:
+def reward_section(judge: Path) -> RewardModelConfig:
     said = ["reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.normalize=true"]
     return load("ppo_trainer", said).config.reward_model
 
@@ -66,7 +71,11 @@ def test_transformers_and_ppo_load_the_reward_model_and_agree(pairs, judge):
         alone = [model(torch.tensor([row])).logits.item() for row in ids]
         width = max(map(len, ids))
         padded = torch.tensor([row + [model.config.pad_token_id] * (width - len(row)) for row in ids])
-        together = model(padded, attention_mask=(padded != model.config.pad_token_id).long()).logits.squeeze(-1).tolist()
+        together = (
+            model(padded, attention_mask=(padded != model.config.pad_token_id).long())
+            .logits.squeeze(-1)
+            .tolist()
+        )
     section = reward_section(judge)
     ours = load_model(section).score(ids)
     assert ours == pytest.approx(alone, abs=1e-5) and together == pytest.approx(alone, abs=1e-5)
@@ -81,13 +90,17 @@ def test_the_mean_and_deviation_of_the_scores_travel_with_the_model(pairs, judge
     assert kept.std == pytest.approx(scores.std(correction=0).item(), rel=1e-4)
     tokenizer = AutoTokenizer.from_pretrained(judge)
     samples = [
-        Sample(Trajectory(Prompt(0, row[:4], [], "sums"), 0, row[4:], [1] * len(row[4:]), [0.0] * len(row[4:])), "", {})
+        RewardSample(
+            Trajectory(Prompt(0, row[:4], [], "sums"), 0, row[4:], [1] * len(row[4:]), [0.0] * len(row[4:])),
+            "",
+            {},
+        )
         for row in sequences(pairs)
     ]
-    normal = torch.tensor(model_scores(section, tokenizer).score(samples))
-    assert normal.mean().item() == pytest.approx(0.0, abs=1e-3) and normal.std(correction=0).item() == pytest.approx(
-        1, abs=1e-3
-    )
+    normal = torch.tensor(build_reward_model_scorer(section, tokenizer).score(samples))
+    assert normal.mean().item() == pytest.approx(0.0, abs=1e-3) and normal.std(
+        correction=0
+    ).item() == pytest.approx(1, abs=1e-3)
 
 
 def test_ppo_learns_from_the_reward_model(overrides, judge):
@@ -99,7 +112,10 @@ def test_ppo_learns_from_the_reward_model(overrides, judge):
         "trainer.test_freq=-1",
     ]
     steps = run_ppo(overrides, *more, "trainer.total_training_steps=2", "trainer.save_freq=-1")
-    assert abs(steps[1]["critic/score/mean"]) < 10 and steps[1]["critic/score/max"] > steps[1]["critic/score/min"]
+    assert (
+        abs(steps[1]["critic/score/mean"]) < 10
+        and steps[1]["critic/score/max"] > steps[1]["critic/score/min"]
+    )
 
 
 def test_a_reward_model_can_be_trained_further(pairs, judge, tmp_path):
@@ -121,7 +137,12 @@ def test_losses_and_margins_of_reward_models(pairs, tmp_path):
             ("loss.type=logexp",): torch.log(1 + torch.exp(-gap)).mean(),
         }.items()
     ):
-        one = [f"data.train_files={file}", "data.shuffle=false", "trainer.total_training_steps=1", "data.val_files=null"]
+        one = [
+            f"data.train_files={file}",
+            "data.shuffle=false",
+            "trainer.total_training_steps=1",
+            "data.val_files=null",
+        ]
         steps = train("rm", settings(pairs, tmp_path / str(number), "rm"), *one, *more)
         assert steps[1]["train/loss"] == pytest.approx(expected.item(), rel=1e-5), more
         assert steps[1]["train/reward_margin"] == pytest.approx(gap.mean().item(), abs=1e-6)
@@ -129,8 +150,12 @@ def test_losses_and_margins_of_reward_models(pairs, tmp_path):
 
 
 def _first_scores(pairs: Path, tmp_path: Path, file: Path) -> list[float]:
-    trainer = build("rm", settings(pairs, tmp_path / "first", "rm"), f"data.train_files={file}", "data.shuffle=false")
-    scores = trainer.model.forward(trainer.task.batch(trainer.loader.draw()), ["scores"], trainer.micro).scores
+    trainer = build(
+        "rm", settings(pairs, tmp_path / "first", "rm"), f"data.train_files={file}", "data.shuffle=false"
+    )
+    scores = trainer.model.forward(
+        trainer.task.batch(trainer.loader.draw()), ["scores"], trainer.micro
+    ).scores
     assert scores is not None
     return scores.tolist()
 
@@ -153,14 +178,17 @@ def test_moments():
     assert found == {"chosen_reward": 3.0, "rejected_reward": 1.0, "score_mean": 2.0, "score_std": 1.0}
     moments({"chosen_reward": 0.0, "rejected_reward": 0.0, "score_square": 4.0}, True)
     moments({"chosen_reward": 9.0, "rejected_reward": 9.0, "score_square": 81.0}, False)
-    assert (moments.statistics.mean, moments.statistics.std) == (0.0, 2.0)  # the held-out file has the last word
+    assert (moments.statistics.mean, moments.statistics.std) == (
+        0.0,
+        2.0,
+    )  # the held-out file has the last word
 
 
 def test_the_end_of_an_answer_is_never_padding():
     tokenizer = tiny_tokenizer()
-    assert padding_beside_the_end(tokenizer) == tokenizer.pad_token_id
+    assert pad_token_other_than_eos(tokenizer) == tokenizer.pad_token_id
     tokenizer.pad_token = tokenizer.eos_token
-    assert padding_beside_the_end(tokenizer) == tokenizer.unk_token_id != tokenizer.eos_token_id
+    assert pad_token_other_than_eos(tokenizer) == tokenizer.unk_token_id != tokenizer.eos_token_id
 
 
 def test_a_reference_may_be_asked_once_or_in_every_step(pairs, tmp_path):
@@ -184,7 +212,13 @@ def test_a_reference_may_be_asked_once_or_in_every_step(pairs, tmp_path):
 def test_another_reference_and_adapters(pairs, tmp_path):
     other = make_task_model(pairs, tmp_path / "other")
     base = settings(pairs, tmp_path, "dpo")
-    away = train("dpo", base, f"ref.path={other}", f"trainer.default_local_dir={tmp_path}/a", "trainer.total_training_steps=1")
+    away = train(
+        "dpo",
+        base,
+        f"ref.path={other}",
+        f"trainer.default_local_dir={tmp_path}/a",
+        "trainer.total_training_steps=1",
+    )
     assert abs(away[1]["train/reward_margin"]) > 1e-3  # not its own reference
     for precompute in ("true", "false"):
         more = ["model.lora_rank=4", f"loss.precompute_ref={precompute}", "optim.lr=2e-2"]
@@ -198,7 +232,7 @@ def test_another_reference_and_adapters(pairs, tmp_path):
 
 
 def make_task_model(pairs: Path, folder: Path) -> Path:
-    from strop.trainer.tiny import tiny_model
+    from strop.quickstart.tiny_model import tiny_model
 
     tokenizer = AutoTokenizer.from_pretrained(pairs / "model")
     tiny_model(tokenizer, hidden=32, layers=2, seed=5).save_pretrained(folder)
@@ -215,5 +249,7 @@ def test_only_the_rows_of_the_run_are_asked_about_and_only_once(pairs, tmp_path,
     (longer,) = read_tensors(tmp_path / FILE).values()
     known = ~table.isnan()
     assert int(longer.isnan().any(-1).sum()) == 16 and torch.equal(longer[known], table[known])
-    fresh = train("dpo", base, "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/fresh")
+    fresh = train(
+        "dpo", base, "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/fresh"
+    )
     assert same(weights(tmp_path, 3), weights(tmp_path / "fresh", 3)) and set(fresh) == {1, 2, 3}

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from strop.config.schema import ROOTS
-from strop.config.schema.walk import keys
+from strop.config.schema.reflect import keys
 from tests.trainer.runs import run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
@@ -21,11 +21,19 @@ def words(text):
 def test_every_key_exists():
     known = {key.path for key in keys(ROOTS["ppo_trainer"])}
     text = PAGE.partition("## Metrics")[0]
-    asked = {word.partition("=")[0] for word in words(text) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(=.*)?", word)}
-    asked = {word for word in asked if not word.endswith((".py", ".json", ".jsonl", ".txt")) and not word.startswith("strop.")}
+    asked = {
+        word.partition("=")[0] for word in words(text) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+(=.*)?", word)
+    }
+    asked = {
+        word
+        for word in asked
+        if not word.endswith((".py", ".json", ".jsonl", ".txt")) and not word.startswith("strop.")
+    }
     assert len(asked) > 25
     for word in sorted(asked):
-        found = [path for path in known if path == word or path.endswith(f".{word}") or path.startswith(f"{word}.")]
+        found = [
+            path for path in known if path == word or path.endswith(f".{word}") or path.startswith(f"{word}.")
+        ]
         sections = [path for path in known if f".{word}." in path]
         free = re.match(r".*\.(ref\.model)\.path", word)  # an open section: changes to the model
         assert found or sections or free, word
@@ -63,7 +71,12 @@ def test_every_metric_is_logged(overrides, tmp_path):
 
 
 def test_the_phases_are_those_of_the_loop(overrides):
-    steps = run(overrides, "algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=2")
+    steps = run(
+        overrides,
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "trainer.total_training_steps=2",
+    )
     table = PAGE.partition("| phase")[2].partition("\n\n")[0]
     phases = [phase.strip() for line in table.splitlines()[2:] for phase in line.split("|")[1].split(",")]
     assert len(phases) == 11

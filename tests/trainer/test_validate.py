@@ -23,7 +23,9 @@ def test_several_samples_per_prompt_with_votes(overrides, tmp_path):
         f"trainer.validation_data_dir={tmp_path}/said",
         "trainer.total_training_steps=2",
     )
-    core = {name.removeprefix("val-core/arithmetic/reward/") for name in steps[0] if name.startswith("val-core/")}
+    core = {
+        name.removeprefix("val-core/arithmetic/reward/") for name in steps[0] if name.startswith("val-core/")
+    }
     assert {"mean@4", "best@4/mean", "maj@4/mean"} <= core
     aux = {name for name in steps[0] if name.startswith("val-aux/arithmetic/")}
     assert any("best@2" in name for name in aux) and any("length/mean@4" in name for name in aux)

@@ -1,28 +1,76 @@
-"""What all formats of tool calls share: the protocol, thoughts, and reading JSON that a model wrote."""
+"""Tool calls, and what all formats of them share: the protocol, thoughts, reading JSON that a model wrote.
+
+Each format is a file of this folder. `parser_for` finds one by its name in `multi_turn.format`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from strop.agents.calls import Malformed, Parsed, ToolCall
+from strop.agents.tool_schema import JsonObject
+from strop.catalog import TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Raw(str):
+    """An argument in a format that does not tell numbers from text. The tool's schema decides its type."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model wrote."""
+
+    name: str
+    arguments: JsonObject = field(default_factory=dict)
+    id: str = ""
+    """Empty in formats without ids."""
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A call that cannot be read."""
+
+    text: str
+    """What the model wrote."""
+    why: str
+    """What is wrong with it, in words for the model."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An answer, divided into text and calls."""
+
+    content: str
+    """The text outside the calls."""
+    calls: tuple[ToolCall | Malformed, ...] = ()
+    """In the order in which they were written."""
+
 
 Found = tuple[str, list[ToolCall | Malformed]]
+"""The text outside the calls, and the calls."""
 END_OF_THOUGHT = "</think>"
-# A control token that ends a turn. Engines hand over the whole completion, so it may still stand at the end of the text.
+# A control token that ends a turn. Engines return the whole completion, so the text may still end with it.
 _END_OF_TURN = re.compile(r"(?:<\|[\w-]{1,40}\|>|<｜end▁of▁sentence｜>|</s>)$")
 
 
 class ToolParser(Protocol):
+    """Reads the calls of one format."""
+
     def parse(self, text: str) -> Parsed:
-        """The calls in what a model said (special tokens included). Never raises, whatever the text."""
+        """Return the calls in an answer (with special tokens). Never raises, whatever the text."""
         ...
 
 
 def parse_after_thought(text: str, calls_in: Callable[[str], Found]) -> Parsed:
-    """What `calls_in` finds in the text after the model's thoughts: a call that it only thinks of is not made."""
+    """Apply `calls_in` to the text after the model's thoughts: a call inside a thought is not made."""
     head, end, rest = text.rpartition(END_OF_THOUGHT)
     if "<think>" in rest:  # a thought that was cut off
         return Parsed(text)
@@ -31,15 +79,16 @@ def parse_after_thought(text: str, calls_in: Callable[[str], Found]) -> Parsed:
 
 
 def without_end_of_turn(text: str) -> str:
-    """The text without the control tokens it ends with."""
+    """Return the text without the control tokens at its end."""
     text = text.rstrip()
     while end := _END_OF_TURN.search(text, max(0, len(text) - 50)):
         text = text[: end.start()].rstrip()
     return text
 
 
-def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value that begins at `start` (spaces are skipped) and where it ends; ValueError says what is wrong."""
+def read_json(text: str, start: int = 0) -> tuple[object, int]:
+    """Return the JSON value that begins at `start` (after spaces) and where it ends; ValueError says what is
+    wrong."""
     while start < len(text) and text[start].isspace():
         start += 1
     try:
@@ -50,12 +99,15 @@ def read_json(text: str, start: int = 0) -> tuple[Any, int]:
         raise ValueError("invalid JSON: nested too deeply") from error
 
 
-def call_in(value: Any, text: str) -> ToolCall | Malformed:
-    """A call from its JSON form: {"name", "arguments" or "parameters", "id"?}, perhaps inside {"function": ...}."""
+def call_in(value: object, text: str) -> ToolCall | Malformed:
+    """Return the call of a JSON value: {"name", "arguments" or "parameters", "id"?}, or that inside
+    {"function": ...}."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id", ""), **value["function"]}
     if not isinstance(value, dict):
-        return Malformed(text, f"a call must be a JSON object with 'name' and 'arguments', not {kind_of(value)}")
+        return Malformed(
+            text, f"a call must be a JSON object with 'name' and 'arguments', not {kind_of(value)}"
+        )
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return Malformed(text, "the call has no 'name' of a tool")
@@ -72,8 +124,8 @@ def call_in(value: Any, text: str) -> ToolCall | Malformed:
     return ToolCall(name, arguments, str(value.get("id") or ""))
 
 
-def kind_of(value: Any) -> str:
-    """The JSON name of a value's type."""
+def kind_of(value: object) -> str:
+    """Return the JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -82,5 +134,18 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"invalid JSON: {name} is not a number")
 
 
-# strict=False: models write line breaks inside strings, and what they mean is clear.
+# strict=False: models write line breaks inside strings, and the meaning is clear.
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse_constant)
+
+
+def parser_for(name: str, tokenizer: PreTrainedTokenizerBase | None) -> ToolParser:
+    """Return the parser called `name`; "template" (or "auto") uses what the tokenizer's chat template
+    writes."""
+    entry = TOOL_PARSERS.entry(name)
+    factory = entry.load()
+    parser: ToolParser
+    if entry.facts["reads_template"]:
+        parser = factory(tokenizer)
+    else:
+        parser = factory()
+    return parser

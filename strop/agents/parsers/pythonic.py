@@ -1,21 +1,31 @@
-"""Llama 3.2 and 4: a Python list of calls, `[weather(city="Rome"), clock()]`. Only literals; nothing is evaluated."""
+"""Llama 3.2 and 4: a Python list of calls, `[weather(city="Rome"), clock()]`. Arguments are literals; nothing
+is evaluated."""
 
 from __future__ import annotations
 
 import ast
 import re
-from typing import Any
 
-from strop.agents.calls import Malformed, Parsed, ToolCall
-from strop.agents.parsers.base import Found, parse_after_thought, without_end_of_turn
+from strop.agents.parsers.base import (
+    Found,
+    Malformed,
+    Parsed,
+    ToolCall,
+    parse_after_thought,
+    without_end_of_turn,
+)
+from strop.agents.tool_schema import JsonObject
 
 _START = re.compile(r"(?:<\|python_start\|>\s*)?(?P<list>\[)\s*[A-Za-z_][\w.]*\(")
 _AFTER = re.compile(r"\s*<\|python_end\|>")
-LONGEST = 100_000  # characters: Python's own parser is recursive
+MAX_LENGTH = 100_000
+"""Characters of a list of calls: Python's own parser is recursive."""
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonicParser:
+    """The format `pythonic`."""
+
     def parse(self, text: str) -> Parsed:
         return parse_after_thought(text, _calls_in)
 
@@ -28,15 +38,18 @@ def _calls_in(text: str) -> Found:
     if end is None:
         body = without_end_of_turn(text[start.start("list") :])
         return text[: start.start()], [Malformed(body, "the list of calls is not closed by ]")]
+    calls = _calls_of(text[start.start("list") : end])
     after = _AFTER.match(text, end)
-    outside = text[: start.start()] + text[after.end() if after else end :]
-    return outside, _calls_of(text[start.start("list") : end])
+    if after is not None:
+        end = after.end()
+    return text[: start.start()] + text[end:], calls
 
 
 def _end_of_list(text: str, start: int) -> int | None:
-    """Just after the bracket that closes the one at `start`; brackets inside strings do not count."""
+    """Return the place after the bracket that closes the one at `start`; brackets in strings do not count."""
     waiting: list[str] = []
-    quote, place = "", start
+    quote = ""
+    place = start
     while place < len(text):
         letter = text[place]
         if quote:
@@ -60,8 +73,8 @@ def _end_of_list(text: str, start: int) -> int | None:
 
 
 def _calls_of(body: str) -> list[ToolCall | Malformed]:
-    if len(body) > LONGEST:
-        return [Malformed(body, f"the list of calls is longer than {LONGEST} characters")]
+    if len(body) > MAX_LENGTH:
+        return [Malformed(body, f"the list of calls is longer than {MAX_LENGTH} characters")]
     try:
         tree = ast.parse(body, mode="eval").body
     except SyntaxError as error:
@@ -78,19 +91,21 @@ def _call(node: ast.expr, text: str) -> ToolCall | Malformed:
         return Malformed(text, "the list must hold calls: tool(argument=value)")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return Malformed(text, "every argument needs its name: tool(argument=value)")
-    arguments = {}
+    arguments: JsonObject = {}
     for keyword in node.keywords:
         try:
             arguments[str(keyword.arg)] = _json_value(ast.literal_eval(keyword.value))
         except (ValueError, TypeError, MemoryError, RecursionError):
             return Malformed(
-                text, f"the value of {keyword.arg!r} must be a plain literal: a number, text, list, dict, True, None"
+                text,
+                f"the value of {keyword.arg!r} must be a plain literal: a number, text, list, dict, True, "
+                "None",
             )
     return ToolCall(ast.unparse(node.func), arguments)
 
 
-def _json_value(value: Any) -> Any:
-    """A literal as JSON would have it; sets, bytes and complex numbers have no such form."""
+def _json_value(value: object) -> object:
+    """Return a literal as JSON has it; ValueError for sets, bytes and complex numbers."""
     if isinstance(value, list | tuple):
         return [_json_value(item) for item in value]
     if isinstance(value, dict):

@@ -1,14 +1,13 @@
 """Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
 
-Values are bare text: `Raw`, given their types by the tool's schema.
+Values are bare text (`Raw`); the tool's schema decides their types.
 """
 
 from __future__ import annotations
 
 import re
 
-from strop.agents.calls import Malformed, Parsed, Raw, ToolCall
-from strop.agents.parsers.base import Found, parse_after_thought
+from strop.agents.parsers.base import Found, Malformed, Parsed, Raw, ToolCall, parse_after_thought
 
 _OPEN = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>")
 _CLOSE = re.compile(r"</function>(?:\s*</tool_call>)?")
@@ -17,6 +16,8 @@ _TAG_WITHOUT_FUNCTION = re.compile(r"<tool_call>(?!\s*<function=)(.*?)(?:</tool_
 
 
 class QwenParser:
+    """The format `qwen`."""
+
     def parse(self, text: str) -> Parsed:
         return parse_after_thought(text, _calls_in)
 
@@ -31,16 +32,18 @@ def _calls_in(text: str) -> Found:
         following = _OPEN.search(text, opened.end())
         if closed is None or (following is not None and following.start() < closed.start()):
             place = following.start() if following is not None else len(text)
-            calls.append(Malformed(text[opened.start() : place].strip(), "the call is not closed by </function>"))
+            unclosed = text[opened.start() : place].strip()
+            calls.append(Malformed(unclosed, "the call is not closed by </function>"))
             continue
-        calls.append(_call(opened.group(1).strip(), text[opened.end() : closed.start()], text[opened.start() : closed.end()]))
+        body = text[opened.end() : closed.start()]
+        calls.append(_call(opened.group(1).strip(), body, text[opened.start() : closed.end()]))
         place = closed.end()
     _add_outside(text[place:], outside, calls)
     return "".join(outside), calls
 
 
 def _add_outside(text: str, outside: list[str], calls: list[ToolCall | Malformed]) -> None:
-    """Text between calls; a tag without a function in it was meant as a call."""
+    """Add text between calls; a tag without a function in it is a malformed call."""
     for tag in _TAG_WITHOUT_FUNCTION.finditer(text):
         calls.append(Malformed(tag.group(0).strip(), "there is no <function=NAME> in the call"))
     outside.append(_TAG_WITHOUT_FUNCTION.sub("", text))
@@ -58,5 +61,7 @@ def _call(name: str, body: str, text: str) -> ToolCall | Malformed:
         arguments[key] = Raw(parameter.group(2).removeprefix("\n").removesuffix("\n"))
         place = parameter.end()
     if body[place:].strip():
-        return Malformed(text, "a <parameter=NAME> is not closed by </parameter>, or there is text between parameters")
+        return Malformed(
+            text, "a <parameter=NAME> is not closed by </parameter>, or there is text between parameters"
+        )
     return ToolCall(name, dict(arguments))

@@ -1,7 +1,7 @@
-"""Estimators that compare whole answers: one number per answer, given to each of its tokens.
+"""Outcome-based estimators: one advantage per response, copied to each of its tokens.
 
-The score s_i of an answer is the sum of all rewards of its row, wherever they stand. Scores are compared in float64, and a
-group whose scores are all equal gives exactly 0. A group of one has no companion: it keeps its score unless
+The score s_i of a response is the sum of all rewards of its row. Scores are compared in float64, and a group
+whose scores are all equal gives exactly 0. A response that is alone in its group keeps its score unless
 `singleton="zero"`.
 """
 
@@ -12,7 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from strop.algorithms.advantages.grouping import (
+from strop.algorithms.advantages.base import (
+    AdvantageResult,
+    Normalisation,
+    checked_finite,
+    checked_groups,
+    checked_scores,
     group_is_constant,
     group_max,
     group_mean,
@@ -20,17 +25,17 @@ from strop.algorithms.advantages.grouping import (
     group_size,
     group_statistics,
     group_sum,
+    normalise,
 )
-from strop.algorithms.advantages.inputs import checked_finite, checked_groups, checked_scores
-from strop.algorithms.advantages.normalise import Normalisation, normalise
-from strop.algorithms.advantages.result import AdvantageResult
-from strop.algorithms.masked import Compat, as_weights
+from strop.algorithms.aggregation import Compat, as_weights
 
 Singleton = Literal["score", "zero"]
 
 
-def centred_scores(scores: Tensor, groups: Tensor, *, weights: Tensor | None = None, singleton: Singleton = "score") -> Tensor:
-    """s_i - mean of its group (weighted if asked); exactly 0 in a group of equal scores."""
+def centred_scores(
+    scores: Tensor, groups: Tensor, *, weights: Tensor | None = None, singleton: Singleton = "score"
+) -> Tensor:
+    """s_i minus the (weighted) mean of its group; exactly 0 in a group of equal scores."""
     centred = scores - group_mean(scores, groups, weights)[groups]
     centred = centred.masked_fill(group_is_constant(scores, groups)[groups], 0.0)
     if singleton == "zero":
@@ -39,12 +44,20 @@ def centred_scores(scores: Tensor, groups: Tensor, *, weights: Tensor | None = N
 
 
 def standardised_scores(
-    scores: Tensor, groups: Tensor, *, eps: float = 1e-6, variance_floor: float = 0.0, singleton: Singleton = "score"
+    scores: Tensor,
+    groups: Tensor,
+    *,
+    eps: float = 1e-6,
+    variance_floor: float = 0.0,
+    singleton: Singleton = "score",
 ) -> Tensor:
-    """(s_i - mean) / (std + eps) within the group, std with divisor n - 1, its square not below `variance_floor`."""
-    centred, size = centred_scores(scores, groups, singleton=singleton), group_size(groups)
+    """(s_i - mean) / (std + eps) within the group, std with divisor n - 1, its square not below
+    `variance_floor`."""
+    centred = centred_scores(scores, groups, singleton=singleton)
+    size = group_size(groups)
     variance = group_sum(centred.square(), groups, len(size)) / (size - 1).clamp(min=1)
-    std = variance.clamp(min=variance_floor).sqrt().masked_fill(size < 2, 1.0)  # alone: the score stays as it is
+    # A group of one is divided by 1, so its score stays unchanged.
+    std = variance.clamp(min=variance_floor).sqrt().masked_fill(size < 2, 1.0)
     return centred / (std[groups] + eps)
 
 
@@ -69,7 +82,9 @@ def grpo(
     return _on_tokens(made, mask, rewards)
 
 
-def dr_grpo(rewards: Tensor, mask: Tensor, *, groups: Tensor, singleton: Singleton = "score") -> AdvantageResult:
+def dr_grpo(
+    rewards: Tensor, mask: Tensor, *, groups: Tensor, singleton: Singleton = "score"
+) -> AdvantageResult:
     """`grpo` without the division by the standard deviation."""
     return grpo(rewards, mask, groups=groups, norm_by_std=False, singleton=singleton)
 
@@ -77,20 +92,22 @@ def dr_grpo(rewards: Tensor, mask: Tensor, *, groups: Tensor, singleton: Singlet
 def grpo_vectorized(
     rewards: Tensor, mask: Tensor, *, groups: Tensor, norm_by_std: bool = True, eps: float = 1e-6
 ) -> AdvantageResult:
-    """`grpo` with the variance kept at or above `eps`, so nearly equal scores are not blown up."""
+    """`grpo` with a variance of at least `eps`, so that nearly equal scores do not give large advantages."""
     return grpo(rewards, mask, groups=groups, norm_by_std=norm_by_std, eps=eps, variance_floor=eps)
 
 
 def grpo_passk(
     rewards: Tensor, mask: Tensor, *, groups: Tensor, norm_by_std: bool = True, eps: float = 1e-6
 ) -> AdvantageResult:
-    """Pass@k GRPO: the best answer of a group gets (s_1st - s_2nd) / (std + eps), the others 0; a tie at the top gives 0."""
+    """Pass@k GRPO: the best response of a group gets (s_1st - s_2nd) / (std + eps), all others get 0. A tie
+    for the best score gives 0."""
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
     sizes = group_size(groups)
     if (sizes < 2).any():
         raise ValueError(
-            f"Pass@k needs at least 2 samples per group, but {int((sizes < 2).sum())} of the {len(sizes)} groups have one "
-            f"(groups {tuple(groups.shape)}, rewards {tuple(rewards.shape)}). Set rollout.n to 2 or more."
+            f"Pass@k needs at least 2 samples per group, but {int((sizes < 2).sum())} of the {len(sizes)} "
+            f"groups have one (groups {tuple(groups.shape)}, rewards {tuple(rewards.shape)}). Set rollout.n "
+            "to 2 or more."
         )
     is_best = scores == group_max(scores, groups)[groups]
     lead = torch.where(is_best, scores - group_second(scores, groups)[groups], 0.0)
@@ -100,10 +117,13 @@ def grpo_passk(
 
 
 def rloo(rewards: Tensor, mask: Tensor, *, groups: Tensor, singleton: Singleton = "score") -> AdvantageResult:
-    """RLOO (Ahmadian et al., 2024): s_i minus the mean of the other n - 1 scores, that is (s_i - mean) n / (n - 1)."""
+    """RLOO (Ahmadian et al., 2024): s_i minus the mean of the other n - 1 scores, that is (s_i - mean) n / (n
+    - 1)."""
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
     size = group_size(groups)[groups]
-    return _on_tokens(centred_scores(scores, groups, singleton=singleton) * size / (size - 1).clamp(min=1), mask, rewards)
+    return _on_tokens(
+        centred_scores(scores, groups, singleton=singleton) * size / (size - 1).clamp(min=1), mask, rewards
+    )
 
 
 def rloo_vectorized(rewards: Tensor, mask: Tensor, *, groups: Tensor) -> AdvantageResult:
@@ -112,22 +132,30 @@ def rloo_vectorized(rewards: Tensor, mask: Tensor, *, groups: Tensor) -> Advanta
 
 
 def opo(rewards: Tensor, mask: Tensor, *, groups: Tensor) -> AdvantageResult:
-    """OPO (Hao et al., 2025): s_i - sum(len s) / sum(len) of the group, len being the number of valid tokens."""
+    """OPO (Hao et al., 2025): s_i - sum(len s) / sum(len) of the group, len being the number of valid
+    tokens."""
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
     return _on_tokens(centred_scores(scores, groups, weights=mask.sum(1).double()), mask, rewards)
 
 
 def gpg(rewards: Tensor, mask: Tensor, *, groups: Tensor, f_norm: float = 1.0) -> AdvantageResult:
-    """GPG (Chu et al., 2025): alpha (s_i - mean) / f_norm, alpha = batch size / number of non-zero scores (at least 1)."""
+    """GPG (Chu et al., 2025): alpha (s_i - mean) / f_norm, alpha = batch size / number of non-zero scores (at
+    least 1)."""
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
     alpha = len(scores) / max(int(scores.count_nonzero()), 1)
     return _on_tokens(centred_scores(scores, groups) * (alpha / f_norm), mask, rewards)
 
 
 def reinforce_plus_plus_baseline(
-    rewards: Tensor, mask: Tensor, *, groups: Tensor, normalisation: Normalisation = "whiten", compat: Compat = None
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    groups: Tensor,
+    normalisation: Normalisation = "whiten",
+    compat: Compat = None,
 ) -> AdvantageResult:
-    """REINFORCE++ with the group mean as baseline: s_i - mean on every token, then whitened over the batch."""
+    """REINFORCE++ with the group mean as baseline: s_i - mean on every token, then whitened over the
+    batch."""
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
     return _normalised(_on_tokens(centred_scores(scores, groups), mask, rewards), mask, normalisation, compat)
 
@@ -142,23 +170,31 @@ def gdpo(
     eps: float = 1e-6,
     compat: Compat = None,
 ) -> AdvantageResult:
-    """GDPO (Liu et al., 2026): each reward component is standardised in its group, then added up (weighted) and whitened.
+    """GDPO (Liu et al., 2026): each reward component is standardised in its group; their weighted sum is
+    whitened.
 
-    `reward_components` [B, C] are the parts of the score, such as correctness and format; without them the score is the only
-    part. Parts that cancel leave a difference of about `eps`, which whitening enlarges; `compat="verl"` standardises in the
-    dtype of the rewards instead of float64 and so has the same rounding.
+    `reward_components` [B, C] are the components of the score, such as correctness and format; by default the
+    score is the only component. Components that cancel leave a difference of about `eps`, which whitening
+    enlarges; `compat="verl"` standardises in the dtype of the rewards instead of float64, which gives the
+    same rounding as verl.
     """
     rewards, mask, scores, groups = _scored(rewards, mask, groups)
-    parts = scores[:, None] if reward_components is None else checked_finite("reward_components", reward_components)
+    parts = (
+        scores[:, None]
+        if reward_components is None
+        else checked_finite("reward_components", reward_components)
+    )
     parts = parts.to(rewards.dtype if compat == "verl" else torch.float64)
     if parts.dim() != 2 or len(parts) != len(rewards):
         raise ValueError(
-            f"reward_components {tuple(parts.shape)} must be [batch, components] for rewards {tuple(rewards.shape)}."
+            f"reward_components {tuple(parts.shape)} must be [batch, components] for rewards "
+            f"{tuple(rewards.shape)}."
         )
     weights = parts.new_ones(parts.shape[1]) if component_weights is None else component_weights.to(parts)
     if weights.shape != parts.shape[1:]:
         raise ValueError(
-            f"component_weights {tuple(weights.shape)} must hold a weight per column of reward_components {tuple(parts.shape)}."
+            f"component_weights {tuple(weights.shape)} must hold a weight per column of reward_components "
+            f"{tuple(parts.shape)}."
         )
     standard = torch.stack([standardised_scores(part, groups, eps=eps) for part in parts.unbind(1)], dim=1)
     return _normalised(_on_tokens(standard @ weights, mask, rewards), mask, "whiten", compat)
@@ -166,7 +202,12 @@ def gdpo(
 
 def flash_reinforce(rewards: Tensor, mask: Tensor) -> AdvantageResult:
     """s_i minus the mean score of the whole batch."""
-    return grpo(rewards, mask, groups=torch.zeros(len(rewards), dtype=torch.long, device=rewards.device), norm_by_std=False)
+    return grpo(
+        rewards,
+        mask,
+        groups=torch.zeros(len(rewards), dtype=torch.long, device=rewards.device),
+        norm_by_std=False,
+    )
 
 
 def _scored(rewards: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -180,5 +221,7 @@ def _on_tokens(per_row: Tensor, mask: Tensor, rewards: Tensor) -> AdvantageResul
 
 
 def _normalised(result: AdvantageResult, mask: Tensor, how: Normalisation, compat: Compat) -> AdvantageResult:
-    advantages = normalise(result.advantages, mask, how, compat=compat) * as_weights(mask, result.advantages.dtype)
+    advantages = normalise(result.advantages, mask, how, compat=compat) * as_weights(
+        mask, result.advantages.dtype
+    )
     return AdvantageResult(advantages, advantages)

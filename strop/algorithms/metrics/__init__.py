@@ -1,1 +1,2 @@
-"""Numbers for the log: functions from tensors and lists to {metric name: float}, under the names verl's users know."""
+"""Numbers for the log: functions from tensors and lists to {metric name: float}, under the names verl's users
+know."""

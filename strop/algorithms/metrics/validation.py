@@ -1,8 +1,10 @@
 """Validation metrics of prompts sampled several times: mean@N, best@n, worst@n, maj@n, pass@k.
 
-The estimator of "the best of n" is exact by default: the expectation over all n-subsets of the N responses, by counting
-(for 0/1 scores this is the unbiased pass@k of Chen et al. 2021). At n = N it is the true maximum. `estimator="bootstrap"`
-draws n responses 1000 times *with* replacement, as verl does; it is noisy and too low for best, too high for worst.
+The estimator of "the best of n" is exact by default: the expectation over all n-subsets of the N responses,
+by counting (for 0/1 scores this is the unbiased pass@k of Chen et al. 2021). At n = N it is the true maximum.
+`estimator="bootstrap"` draws n responses 1000 times *with* replacement, as verl does. It is noisy, too low
+for best and too high for worst. The second half of this file has confidence intervals and a significance test
+for means over prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,32 +34,36 @@ def validation_metrics(
 ) -> Metrics:
     """Metrics of every numeric variable per data source, averaged over its prompts.
 
-    One entry per response in every argument; `variables` holds scores and whatever the scorer reported. A variable of strings
-    is skipped; the one called `pred` is what responses vote with. A missing value (None) leaves the response out of that
-    variable. `expected_acc_counts` says how many responses a prompt should have had: those that never came count as `acc` 0,
-    and the accuracy of the ones that came is kept as `acc_success_only`.
+    Every argument has one entry per response; `variables` holds scores and all values that the scorer
+    reported. Variables of strings are skipped; the variable `pred` holds the votes of the responses. A
+    missing value (None) excludes the response from that variable. `expected_acc_counts` is the number of
+    responses that a prompt should have: missing ones count as `acc` 0, and the accuracy of the others is kept
+    as `acc_success_only`.
     """
     if estimator not in ("exact", "bootstrap"):
         raise ValueError(f"The estimator of best@n is 'exact' or 'bootstrap', not {estimator!r}.")
     for name, column in (("uids", uids), *variables.items()):
         if len(column) != len(data_sources):
             raise ValueError(
-                f"`{name}` has {len(column)} entries, `data_sources` {len(data_sources)}; one per response is needed."
+                f"`{name}` has {len(column)} entries, `data_sources` {len(data_sources)}; one per response "
+                "is needed."
             )
     prompts = _by_prompt(data_sources, uids, variables)
     for (source, uid), count in (expected_acc_counts or {}).items():
         _fill_missing_acc(prompts[source][uid], count)
     metrics: Metrics = {}
-    for source, of_source in prompts.items():
+    for source, prompts_of_source in prompts.items():
         collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for prompt in of_source.values():
+        for prompt in prompts_of_source.values():
             for variable, values in prompt.items():
                 if values and not isinstance(values[0], str):
                     votes = prompt.get("pred")
                     found = prompt_metrics(values, votes, estimator=estimator, seed=seed)
                     for metric, value in found.items():
                         collected[variable][metric].append(value)
-        metrics[source] = {v: {m: float(np.mean(x)) for m, x in found.items()} for v, found in collected.items()}
+        metrics[source] = {
+            v: {m: float(np.mean(x)) for m, x in found.items()} for v, found in collected.items()
+        }
     return metrics
 
 
@@ -76,7 +82,8 @@ def prompt_metrics(
         if estimator == "bootstrap":
             best, worst = bootstrap(values, size, [np.max, np.min], seed=seed)
         else:
-            best, worst = best_of(values, size), worst_of(values, size)
+            best = best_of(values, size)
+            worst = worst_of(values, size)
             if binary:
                 metrics[f"pass@{size}"] = best[0]
         metrics |= {f"best@{size}/mean": best[0], f"best@{size}/std": best[1]}
@@ -90,7 +97,14 @@ def prompt_metrics(
 
 def subset_sizes(count: int) -> list[int]:
     """2, 4, 8, ... below `count`, then `count` itself."""
-    return [2**power for power in range(1, count.bit_length()) if 2**power < count] + ([count] if count > 1 else [])
+    sizes = []
+    size = 2
+    while size < count:
+        sizes.append(size)
+        size *= 2
+    if count > 1:
+        sizes.append(count)
+    return sizes
 
 
 def best_of(values: Sequence[float], size: int) -> tuple[float, float]:
@@ -100,7 +114,10 @@ def best_of(values: Sequence[float], size: int) -> tuple[float, float]:
     """
     count = len(values)
     if not 1 <= size <= count:
-        raise ValueError(f"The best of {size} cannot be told from {count} responses; sample at least {size} per prompt.")
+        raise ValueError(
+            f"The best of {size} cannot be computed from {count} responses; sample at least {size} per "
+            "prompt."
+        )
     ordered = np.sort(np.asarray(values, dtype=float))
     shares = np.array([math.comb(place, size - 1) / math.comb(count, size) for place in range(count)])
     mean = float(shares @ ordered)
@@ -113,37 +130,35 @@ def worst_of(values: Sequence[float], size: int) -> tuple[float, float]:
     return -mean, deviation
 
 
-def pass_at_k(count: int, correct: int, k: int) -> float:
-    """Chance that one of k responses is right, drawn from `count` with `correct` right ones: 1 - C(n-c, k)/C(n, k)."""
-    return best_of([1.0] * correct + [0.0] * (count - correct), k)[0]
-
-
-def majority_value(values: Sequence[float], votes: Sequence[Hashable]) -> float:
-    """The value of the first response that carries the most frequent vote; ties go to the vote seen first, None abstains."""
-    return float(_majorities(values, votes, np.arange(len(values))[None])[0])
-
-
 def majority_of(
     values: Sequence[float], votes: Sequence[Hashable], size: int, *, estimator: str = "exact", seed: int = 42
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the majority's value over subsets of `size`; over 1000 of them if there are more."""
+    """Mean and standard deviation of the majority's value over all subsets of `size`, at most 1000 of
+    them."""
     found = _majorities(values, votes, _subsets(len(values), size, estimator, seed))
     return float(found.mean()), float(found.std())
 
 
 def bootstrap(
-    values: Sequence[float], size: int, reducers: Sequence[Callable[..., Any]], *, draws: int = DRAWS, seed: int = 42
+    values: Sequence[float],
+    size: int,
+    reducers: Sequence[Callable[..., Any]],
+    *,
+    draws: int = DRAWS,
+    seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Mean and standard deviation of each reducer over `draws` samples of `size` with replacement (legacy numpy stream)."""
+    """Mean and standard deviation of each reducer over `draws` samples of `size` with replacement (legacy
+    numpy stream)."""
     samples = np.asarray(values, dtype=float)[_draws(len(values), size, seed, draws)]
     reduced = [reducer(samples, axis=1) for reducer in reducers]
     return [(float(np.mean(each)), float(np.std(each))) for each in reduced]
 
 
 def name_validation_metrics(metrics: Metrics) -> dict[str, float]:
-    """Flat names: `val-core/` for what a run is judged by, `val-aux/` for the rest.
+    """Flat metric names: `val-core/` for the main metrics, `val-aux/` for the rest.
 
-    Core is the variable `acc` (or `reward` where there is no acc), its mean, maj, best and pass at the largest number.
+    Main metrics are mean, maj, best and pass at the largest n, of the variable `acc` (or `reward` if there is
+    no acc).
     """
     flat = {}
     for source, variables in metrics.items():
@@ -151,9 +166,9 @@ def name_validation_metrics(metrics: Metrics) -> dict[str, float]:
         for variable, found in variables.items():
             largest = max((_number(metric) for metric in found), default=0)
             for metric, value in found.items():
-                judged = metric.startswith(("mean@", "maj@", "best@", "pass@")) and _number(metric) == largest
-                room = "val-core" if variable == core and judged else "val-aux"
-                flat[f"{room}/{source}/{variable}/{metric}"] = value
+                main = metric.startswith(("mean@", "maj@", "best@", "pass@")) and _number(metric) == largest
+                prefix = "val-core" if variable == core and main else "val-aux"
+                flat[f"{prefix}/{source}/{variable}/{metric}"] = value
     return flat
 
 
@@ -161,17 +176,21 @@ def _number(metric: str) -> int:
     return int(metric.partition("@")[2].partition("/")[0])
 
 
-def _majorities(values: Sequence[float], votes: Sequence[Hashable], subsets: NDArray[np.int64]) -> NDArray[np.float64]:
+def _majorities(
+    values: Sequence[float], votes: Sequence[Hashable], subsets: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """The majority's value in each row of `subsets` (rows of response numbers)."""
     number: dict[Hashable, int] = {}
     ballots = np.array([number.setdefault(vote, len(number)) for vote in votes])[subsets]
     cells = ballots + len(number) * np.arange(len(subsets))[:, None]  # one counter per subset and vote
-    support = np.where(np.array([vote is None for vote in votes])[subsets], 0, np.bincount(cells.ravel())[cells])
+    support = np.where(
+        np.array([vote is None for vote in votes])[subsets], 0, np.bincount(cells.ravel())[cells]
+    )
     first_winner = support.argmax(axis=1)  # argmax takes the first of equals
     return np.asarray(values, dtype=float)[subsets[np.arange(len(subsets)), first_winner]]
 
 
-@functools.lru_cache(maxsize=32)  # every prompt of a validation run asks for the same few
+@functools.lru_cache(maxsize=32)  # all prompts of a validation run use the same few subsets
 def _subsets(count: int, size: int, estimator: str, seed: int) -> NDArray[np.int64]:
     if estimator == "bootstrap":
         return _draws(count, size, seed)
@@ -188,7 +207,9 @@ def _draws(count: int, size: int, seed: int, draws: int = DRAWS) -> NDArray[np.i
 def _by_prompt(
     data_sources: Sequence[str], uids: Sequence[Hashable], variables: Mapping[str, Sequence[Any]]
 ) -> dict[str, dict[Hashable, dict[str, list[Any]]]]:
-    prompts: dict[str, dict[Hashable, dict[str, list[Any]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    prompts: dict[str, dict[Hashable, dict[str, list[Any]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
     for row, (source, uid) in enumerate(zip(data_sources, uids)):
         for variable, column in variables.items():
             if column[row] is not None:
@@ -197,7 +218,66 @@ def _by_prompt(
 
 
 def _fill_missing_acc(prompt: dict[str, list[Any]], expected: int) -> None:
-    came = prompt.get("acc", [])
-    if came:
-        prompt["acc_success_only"] = list(came)
-    prompt["acc"] = list(came) + [0.0] * (expected - len(came))
+    received = prompt.get("acc", [])
+    if received:
+        prompt["acc_success_only"] = list(received)
+    prompt["acc"] = list(received) + [0.0] * (expected - len(received))
+
+
+# --- Confidence intervals by bootstrap, and a test for two systems on the same prompts ----------------------
+
+ELEMENTS_AT_ONCE = 1 << 22
+
+
+class Estimate(NamedTuple):
+    """A mean and its confidence interval; low and high are None if no interval was computed."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    prompts: int = 0
+    """Number of prompts."""
+
+
+def bootstrap_mean(
+    values: Sequence[float], *, draws: int = 1000, confidence: float = 0.95, seed: int = 42
+) -> Estimate:
+    """The mean, and the percentile interval of means of `draws` samples of the prompts with replacement.
+
+    Prompts are drawn, not responses: the responses to one prompt are correlated, so that an interval over
+    responses would be too narrow.
+    """
+    numbers = np.asarray(values, dtype=float)
+    if not len(numbers):
+        raise ValueError("There is no prompt to take the mean of.")
+    mean = float(numbers.mean())
+    if draws < 1:
+        return Estimate(mean, prompts=len(numbers))
+    generator = np.random.default_rng(seed)
+    at_once = max(1, ELEMENTS_AT_ONCE // len(numbers))
+    means = np.concatenate(
+        [
+            numbers[generator.integers(0, len(numbers), (min(at_once, draws - start), len(numbers)))].mean(
+                axis=1
+            )
+            for start in range(0, draws, at_once)
+        ]
+    )
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(mean, float(low), float(high), len(numbers))
+
+
+def sign_test(gained: int, lost: int) -> float:
+    """Two-sided p-value of the exact sign test (McNemar's test) on `gained` and `lost` prompts.
+
+    >>> sign_test(0, 0), sign_test(3, 3), round(sign_test(9, 1), 4)
+    (1.0, 1.0, 0.0215)
+    """
+    flips = gained + lost
+    larger = max(gained, lost)
+    ways = math.comb(flips, larger)
+    tail = 0
+    for count in range(larger, flips + 1):
+        tail += ways
+        ways = ways * (flips - count) // (count + 1)
+    return min(1.0, 2 * tail / 2**flips)

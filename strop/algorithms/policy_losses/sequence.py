@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import (
+from strop.algorithms.policy_losses.clipped import (
     PolicyLoss,
     at_level,
     finish,
@@ -31,8 +31,9 @@ def gspo(
 ) -> PolicyLoss:
     """GSPO (Zheng et al. 2025): s = exp(mean_t x), l = max(-A s, -A clip(s, 1 - low, 1 + high)).
 
-    With the level "sequence_token" (GSPO-token) each token's gradient is weighted by its own advantage; "sequence" spreads the
-    gradient of s evenly over the row. The two agree when the advantage is one number per row.
+    With the level "sequence_token" (GSPO-token) each token's gradient is weighted by its own advantage;
+    "sequence" spreads the gradient of s evenly over the row. The two agree when the advantage is one number
+    per row.
     """
     require_clip_range(clip_low, clip_high)
     (advantages,) = inside(mask, advantages=advantages)
@@ -62,10 +63,11 @@ def geo_mean(
 ) -> PolicyLoss:
     """GMPO (Zhao et al. 2025), the geometric mean of the ratios, clipped token by token in log space:
 
-    x' = min(x, high) where A > 0, max(x, -low) where A < 0;   l = -mean_t(A) exp(mean_t x')   for every token of the row.
+    x' = min(x, high) where A > 0, max(x, -low) where A < 0;   l = -mean_t(A) exp(mean_t x')   for every token
+    of the row.
 
-    The loss is one number per sequence, so the only reduction that gives it its meaning is seq-mean-token-mean. Rollout weights
-    enter by their geometric mean too.
+    The loss is one number per sequence, so the only reduction that gives it its meaning is
+    seq-mean-token-mean. Rollout weights enter by their geometric mean too.
     """
     require_clip_range(clip_low, clip_high)
     (advantages,) = inside(mask, advantages=advantages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strop.algorithms.policy_losses.surrogate import (
+from strop.algorithms.policy_losses.clipped import (
     LOG_RATIO_LIMIT,
     PolicyLoss,
     finish,
@@ -34,13 +34,23 @@ def cispo(
     The range need not contain 1: it bounds a weight, not a step.
     """
     if clip_low + clip_high < 0:
-        raise ValueError(f"The clip range [1 - clip_low, 1 + clip_high] is empty: clip_low={clip_low}, clip_high={clip_high}.")
+        raise ValueError(
+            f"The clip range [1 - clip_low, 1 + clip_high] is empty: clip_low={clip_low}, "
+            f"clip_high={clip_high}."
+        )
     (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level).detach()
     ratio = x.exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = (-weight * advantages) * safe_factor(log_probs, mask)
-    return finish(loss, mask, rollout_weights, pg_clipfrac=weight != ratio, ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x))
+    return finish(
+        loss,
+        mask,
+        rollout_weights,
+        pg_clipfrac=weight != ratio,
+        ppo_kl=-x.detach(),
+        pg_clipfrac_lower=nowhere(x),
+    )
 
 
 def sapo(
@@ -59,13 +69,17 @@ def sapo(
     A soft gate with slope 1 at r = 1 takes the place of the clip range.
     """
     if not (tau_pos > 0 and tau_neg > 0):
-        raise ValueError(f"tau_pos and tau_neg are temperatures and must be positive, got {tau_pos} and {tau_neg}.")
+        raise ValueError(
+            f"tau_pos and tau_neg are temperatures and must be positive, got {tau_pos} and {tau_neg}."
+        )
     (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask, level=level)
     tau = sign_choice(advantages, tau_pos, tau_neg)
     gate = (tau * (x.exp() - 1)).sigmoid()
     loss = gate * (advantages * (-4 / tau))
-    return finish(loss, mask, rollout_weights, pg_clipfrac=nowhere(x), ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x))
+    return finish(
+        loss, mask, rollout_weights, pg_clipfrac=nowhere(x), ppo_kl=-x.detach(), pg_clipfrac_lower=nowhere(x)
+    )
 
 
 def vespo(
@@ -84,11 +98,21 @@ def vespo(
     (advantages,) = inside(mask, advantages=advantages)
     x = log_ratio(log_probs, old_log_probs, mask)
     weight = gamma_weights(
-        x, row_mean(advantages, mask), mask, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg,
+        x,
+        row_mean(advantages, mask),
+        mask,
+        k_pos=k_pos,
+        lambda_pos=lambda_pos,
+        k_neg=k_neg,
+        lambda_neg=lambda_neg,
         rollout_weights=rollout_weights,
-    )  # fmt: skip
+    )
     return finish(
-        (-weight * advantages) * safe_factor(log_probs, mask), mask, None, ppo_kl=-x.detach(), phi=weight.expand_as(x)
+        (-weight * advantages) * safe_factor(log_probs, mask),
+        mask,
+        None,
+        ppo_kl=-x.detach(),
+        phi=weight.expand_as(x),
     )
 
 
@@ -105,8 +129,8 @@ def gamma_weights(
 ) -> Tensor:
     """φ(w) = w^k exp(λ (1 - w)) as [B, 1], with w = exp(Σ_t x_t) Π_t rollout_weight_t.
 
-    k and λ are chosen by the sign of `row_advantages` [B, 1]. φ(1) = 1, and φ falls to 0 when the sequence becomes far more or
-    far less likely than it was.
+    k and λ are chosen by the sign of `row_advantages` [B, 1]. φ(1) = 1, and φ falls to 0 when the sequence
+    becomes far more or far less likely than it was.
     """
     if rollout_weights is not None:
         (weights,) = inside(mask, rollout_weights=rollout_weights)

@@ -3,92 +3,94 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from strop.catalog import AGGREGATIONS
 from strop.config.schema.actor import STRATEGIES
-from strop.config.schema.fields import inert, link, section, setting
-from strop.config.schema.megatron import Megatron
-from strop.config.schema.model import Checkpoint, Fsdp, Model, Optim, Profiler
+from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.megatron import MegatronConfig
+from strop.config.schema.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, ProfilerConfig
 
 
 @dataclass(eq=False)
-class CriticModel(Model):
-    """Weights of the value model. Read by models/build.py."""
+class CriticModelConfig(ModelConfig):
+    """Weights of the value model."""
 
     path: str | None = link("actor_rollout_ref.model.path")
-    """Where the value model starts from: a language model (its head is new), a value model or a reward model."""
+    """Initial weights of the value model: a language model (with a new value head), a value model or a reward
+    model."""
     tokenizer_path: str | None = link("actor_rollout_ref.model.path")
-    """Folder of its tokenizer."""
+    """Folder of the tokenizer."""
     trust_remote_code: bool = link("actor_rollout_ref.model.trust_remote_code")
     """Run model code from the model's own repository."""
     external_lib: str | None = link("actor_rollout_ref.model.external_lib")
-    """Module(s) imported first."""
+    """Modules to import before the model is loaded, comma separated."""
     value_head_prefix: str = link("actor_rollout_ref.model.value_head_prefix")
     """Attribute name of the scalar head in OpenRLHF-style models."""
     use_remove_padding: bool = link("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding tokens."""
-    fsdp_config: Fsdp = section(Fsdp)
-    """Precision, sharding, offloading."""
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    """Precision, sharding and offloading."""
 
 
 @dataclass(eq=False)
-class Critic:
-    """The value model and its update. Read by trainer/ppo.py and backends/."""
+class CriticConfig:
+    """The value model and its update."""
 
     enable: bool | None = setting(None)
-    """Null: when the advantage estimator needs values. True or false force it."""
+    """Train a critic. Null: only when the advantage estimator needs values."""
     strategy: str = link("actor_rollout_ref.actor.strategy", choices=STRATEGIES)
     """Training backend."""
-    optim: Optim = section(Optim, lr=1e-5)
+    optim: OptimConfig = section(OptimConfig, lr=1e-5)
     """Optimizer and schedule."""
-    model: CriticModel = section(CriticModel)
-    """Weights."""
+    model: CriticModelConfig = section(CriticModelConfig)
+    """Weights of the value model."""
     ppo_mini_batch_size: int = link("actor_rollout_ref.actor.ppo_mini_batch_size", at_least=1)
     """PROMPTS per optimizer update."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)
-    """Old form of the next key, counted over all devices."""
+    """Deprecated form of the next key, counted over all devices."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
     """SEQUENCES per forward and backward on one device. Null: derived."""
     forward_micro_batch_size: int | None = setting(None, at_least=1)
-    """Old form of the next key, counted over all devices."""
+    """Deprecated form of the next key, counted over all devices."""
     forward_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
-    """Sequences per forward when values are computed. Null: derived."""
+    """Sequences per forward pass when values are computed. Null: derived."""
     use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill micro-batches by tokens."""
+    """Fill micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: int = setting(32768, at_least=1)
-    """Tokens per micro-batch then."""
+    """Tokens per micro-batch when use_dynamic_bsz is on."""
     forward_max_token_len_per_gpu: int = link("critic.ppo_max_token_len_per_gpu", at_least=1)
-    """Tokens per forward then."""
+    """Tokens per forward pass when use_dynamic_bsz is on."""
     ppo_epochs: int = link("actor_rollout_ref.actor.ppo_epochs", at_least=1)
     """Passes over each batch of rollouts."""
     shuffle: bool = link("actor_rollout_ref.actor.shuffle")
     """Shuffle sequences between mini-batches."""
     data_loader_seed: int | None = link("actor_rollout_ref.actor.data_loader_seed")
-    """Seed of that shuffle."""
+    """Seed of the shuffle."""
     grad_clip: float = setting(1.0, above=0)
-    """Largest gradient norm."""
+    """Gradients are clipped to this norm."""
     cliprange_value: float = setting(0.5, above=0)
-    """How far a value may move from the old one before its loss is clipped."""
+    """Clip range of the value loss: largest change from the old value."""
     loss_agg_mode: str = link("actor_rollout_ref.actor.loss_agg_mode", one_of=AGGREGATIONS)
-    """How token losses become one number."""
+    """How token losses are reduced to one number."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that share each weight matrix while training. Not together with LoRA or ulysses_sequence_parallel_size."""
+    """Devices that split each weight matrix in training. It excludes LoRA and
+    ulysses_sequence_parallel_size."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
-    """Devices that share one sequence. Needs use_remove_padding."""
+    """Devices that split each sequence (Ulysses). Needs use_remove_padding."""
     nnodes: int = setting(0, at_least=0)
-    """Machines of its own, whose devices share the critic and learn together (trainer.runtime=ray). 0: those of the actor."""
+    """Dedicated nodes that train the critic together (trainer.runtime=ray). 0: it shares the actor's
+    devices."""
     n_gpus_per_node: int = setting(1, at_least=1)
-    """Devices of each of them."""
-    checkpoint: Checkpoint = section(Checkpoint)
+    """Devices per dedicated node."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
     """Contents of checkpoints."""
-    profiler: Profiler = section(Profiler)
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of this role."""
-    megatron: Megatron = section(Megatron)
+    megatron: MegatronConfig = section(MegatronConfig)
     """Settings of the Megatron backend."""
     nccl_timeout: int = inert(600, "set actor_rollout_ref.nccl_timeout")
-    """Seconds until a collective operation gives up."""
-    kl_ctrl: dict[str, Any] = inert({}, "set algorithm.kl_ctrl")
-    """Old Megatron key."""
+    """Timeout of a collective operation, in seconds."""
+    kl_ctrl: FreeForm = inert({}, "set algorithm.kl_ctrl")
+    """Deprecated Megatron key."""
     rollout_n: int | None = inert(None, "set actor_rollout_ref.rollout.n")
     """Mirror of rollout.n."""

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from strop.config.schema.fields import inert, link, section, setting
+from strop.config.schema.fields import FreeForm, inert, link, section, setting
 
 
 @dataclass(eq=False)
-class CustomClass:
+class CustomClassConfig:
     path: str | None = None
-    """Python file (or `pkg://module`) that defines a class of your own."""
+    """Python file (or `pkg://module`) that defines a custom dataset class."""
     name: str | None = None
-    """Name of that class in the file."""
+    """Name of the class in the file."""
 
 
 @dataclass(eq=False)
-class Sampler:
+class SamplerConfig:
     class_path: str | None = None
-    """Python file of your own sampler, for a curriculum; it gets `update(trajectories)` after each step."""
+    """Python file of a custom sampler, for a curriculum. Its `update(trajectories)` is called after each
+    step."""
     class_name: str | None = None
-    """Name of the sampler class in that file."""
+    """Name of the sampler class in the file."""
 
 
 @dataclass(eq=False)
-class DataGen:
+class DataGenConfig:
     path: str | None = inert(None, "datasets that grow while training are not supported; use data.custom_cls")
     """File of a data generator."""
     name: str | None = inert(None, "datasets that grow while training are not supported; use data.custom_cls")
@@ -33,77 +33,86 @@ class DataGen:
 
 
 @dataclass(eq=False)
-class Data:
-    """What is learned from. Read by data/."""
+class DataConfig:
+    """Training and validation data."""
 
     train_files: str | list[str] | None = setting(None)
-    """Training rows: one path or a list; parquet, json or jsonl; local or any fsspec address (hdfs://, s3://)."""
+    """Training rows: one path or a list; parquet, json or jsonl; local or any fsspec address (hdfs://,
+    s3://)."""
     val_files: str | list[str] | None = setting(None)
     """Validation rows, as train_files. Null: no validation."""
     train_max_samples: int = setting(-1, at_least=-1)
-    """Use at most this many training rows; drawn at random if shuffle is on, otherwise the first ones. -1: all."""
+    """Use at most this many training rows: random rows if shuffle is on, else the first ones. -1: all."""
     val_max_samples: int = setting(-1, at_least=-1)
     """Use at most this many validation rows. -1: all."""
     prompt_probs: list[float] | None = setting(None)
     """Mixture weights of the training files. Null: concatenate them."""
     prompt_key: str = setting("prompt")
-    """Column with the prompt: chat messages, or plain text that becomes one user message."""
+    """Column with the prompt: chat messages, or plain text, which becomes one user message."""
     label_key: str | None = setting(None)
     """Column with the answer, for files without a reward_model column."""
     input_template: str | None = setting(None)
     """Python format string with {} that wraps a plain-text prompt."""
     apply_chat_template: bool = setting(True)
-    """Render prompts with the tokenizer's chat template. False: the text as it stands."""
+    """Render prompts with the tokenizer's chat template. False: use the plain text."""
     reward_fn_key: str = setting("data_source")
-    """Column that chooses the scorer."""
+    """Column that selects the scorer."""
     max_prompt_length: int = setting(512, at_least=1)
-    """Longest prompt, in tokens after the chat template."""
+    """Maximum prompt length in tokens, after the chat template."""
     max_response_length: int = setting(512, at_least=1)
-    """Longest response, in tokens; over all turns for agents."""
+    """Maximum response length in tokens; for agents, over all turns."""
     train_batch_size: int = setting(1024, at_least=1)
     """PROMPTS per training step; rollout.n responses are sampled for each."""
     gen_batch_size: int | None = setting(None, at_least=1)
-    """Prompts drawn at a time when groups are filtered (dynamic sampling). Null: train_batch_size."""
+    """Prompts per generation batch when groups are filtered (dynamic sampling). Null: train_batch_size."""
     val_batch_size: int | None = setting(None, at_least=1)
     """Validation prompts per call of the engine. Null: all at once."""
     shuffle: bool = setting(True)
-    """Draw training rows in random order, anew each epoch."""
+    """Shuffle training rows, with a new order in each epoch."""
     validation_shuffle: bool = setting(False)
     """Shuffle validation rows too."""
     seed: int | None = link("trainer.seed")
-    """Seed of the order of rows."""
+    """Seed of the row order."""
     filter_overlong_prompts: bool = setting(False)
     """Drop rows whose prompt is longer than max_prompt_length instead of applying `truncation`."""
     filter_overlong_prompts_workers: int = setting(1, at_least=1)
-    """Processes that measure prompts for that filter."""
+    """Processes that tokenize prompts for filter_overlong_prompts."""
     truncation: str = setting("error", choices=("error", "left", "right", "middle"))
-    """What happens to a prompt over the limit: error, keep its end (left), its beginning (right), or both ends (middle)."""
+    """What to do with a prompt over the limit: raise an error, cut its beginning (left), its end (right), or
+    its middle."""
     dataloader_num_workers: int = setting(0, at_least=0)
-    """Processes that render prompts ahead of the loop. 0: in the main process."""
+    """Processes that render prompts in advance. 0: the main process renders them."""
     image_key: str = setting("images")
     """Column with images."""
     video_key: str = setting("videos")
     """Column with videos."""
     image_patch_size: int = inert(14, "the model's own processor knows its patch size")
-    """Side of a vision patch."""
-    tool_config_path: str | None = link("actor_rollout_ref.rollout.multi_turn.tool_config_path")
+    """Side length of a vision patch."""
+    tool_config_path: str | None = inert(
+        "${actor_rollout_ref.rollout.multi_turn.tool_config_path}",
+        "set actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    )
     """Tools whose schemas count towards the prompt length."""
-    trust_remote_code: bool = link("actor_rollout_ref.model.trust_remote_code")
-    """Let the tokenizer run code from its own repository."""
-    apply_chat_template_kwargs: dict[str, Any] = setting({})
+    trust_remote_code: bool = inert(
+        "${actor_rollout_ref.model.trust_remote_code}", "set actor_rollout_ref.model.trust_remote_code"
+    )
+    """Allow the tokenizer to run code from its repository."""
+    apply_chat_template_kwargs: FreeForm = setting({})
     """Extra arguments of the chat template, for instance {enable_thinking: false}."""
-    custom_cls: CustomClass = section(CustomClass)
-    """A dataset class of your own."""
-    sampler: Sampler = section(Sampler)
-    """A sampler of your own."""
-    datagen: DataGen = section(DataGen)
-    """Data that is made while training."""
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    """A custom dataset class."""
+    sampler: SamplerConfig = section(SamplerConfig)
+    """A custom sampler."""
+    datagen: DataGenConfig = section(DataGenConfig)
+    """Data that is generated during training."""
     tokenizer: str | None = inert(None, "the tokenizer comes from actor_rollout_ref.model.tokenizer_path")
     """Tokenizer path."""
     use_shm: bool = inert(False, "files are read once; a copy in shared memory gains nothing")
     """Stage files in shared memory."""
-    return_raw_input_ids: bool = inert(False, "a reward model with another template gets the messages themselves")
-    """Keep ids without chat template."""
+    return_raw_input_ids: bool = inert(
+        False, "a reward model with another template gets the messages themselves"
+    )
+    """Keep the token ids without chat template."""
     return_raw_chat: bool = inert(True, "messages are always kept")
     """Keep the chat messages."""
     return_full_prompt: bool = inert(False, "the rendered prompt can always be decoded from its ids")

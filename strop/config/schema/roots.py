@@ -1,33 +1,50 @@
-"""The root of every configuration, by the name of its file. Only the one that is asked for is imported."""
+"""The root class of every configuration, by the name of its file.
+
+A root is imported only when it is looked up: `strop sft` does not import the schema of PPO.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "ppo_trainer": "reinforcement:PpoTrainer",
-    "ppo_megatron_trainer": "reinforcement:PpoTrainer",
-    "sft_trainer": "supervised:SftTrainer",
-    "rm_trainer": "supervised:RmTrainer",
-    "dpo_trainer": "supervised:DpoTrainer",
-    "generation": "inference:Generation",
-    "evaluation": "inference:Evaluation",
-    "reward_server": "inference:RewardServer",
+if TYPE_CHECKING:
+    from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
+    from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig
+
+    # For annotations only: at run time these would import every schema.
+    AnySupervisedConfig = SftConfig | RmConfig | DpoConfig
+    TrainingConfig = PpoConfig | AnySupervisedConfig
+    RootConfig = TrainingConfig | GenerationConfig | EvaluationConfig | RewardServerConfig
+
+_CLASS_OF_ROOT = {
+    "ppo_trainer": "ppo:PpoConfig",
+    "ppo_megatron_trainer": "ppo:PpoConfig",
+    "sft_trainer": "supervised:SftConfig",
+    "rm_trainer": "supervised:RmConfig",
+    "dpo_trainer": "supervised:DpoConfig",
+    "generation": "inference:GenerationConfig",
+    "evaluation": "inference:EvaluationConfig",
+    "reward_server": "inference:RewardServerConfig",
 }
 
 
-class Roots(Mapping[str, type]):
-    def __getitem__(self, name: str) -> type:
-        module, _, attribute = _HOMES[name].partition(":")
-        found: type = getattr(importlib.import_module(f"strop.config.schema.{module}"), attribute)
-        return found
+class Roots(Mapping[str, "type[RootConfig]"]):
+    """Root name -> class, imported on first access."""
+
+    def __getitem__(self, name: str) -> type[RootConfig]:
+        module_name, _, class_name = _CLASS_OF_ROOT[name].partition(":")
+        module = importlib.import_module(f"strop.config.schema.{module_name}")
+        root: type[RootConfig] = getattr(module, class_name)
+        return root
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_HOMES)
+        return iter(_CLASS_OF_ROOT)
 
     def __len__(self) -> int:
-        return len(_HOMES)
+        return len(_CLASS_OF_ROOT)
 
 
 ROOTS = Roots()

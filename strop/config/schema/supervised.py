@@ -1,21 +1,20 @@
-"""The stages before reinforcement learning: sft_trainer, rm_trainer and dpo_trainer."""
+"""The roots of supervised training: sft_trainer, rm_trainer and dpo_trainer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from strop.catalog import PREFERENCE_LOSSES, SCHEDULES
-from strop.config.schema.data import CustomClass
-from strop.config.schema.fields import inert, link, section, setting
-from strop.config.schema.model import Checkpoint, Fsdp, Model, Optim, Profiler
-from strop.config.schema.trainer import GlobalProfiler, RayKwargs, Trainer
+from strop.config.schema.data import CustomClassConfig
+from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, ProfilerConfig
+from strop.config.schema.trainer import GlobalProfilerConfig, RayKwargsConfig, TrainerConfig
 
 
 @dataclass(eq=False)
-class MultiTurnData:
+class MultiTurnDataConfig:
     enable: bool = setting(False)
-    """Rows hold whole conversations; every assistant turn is trained."""
+    """Rows contain whole conversations; every assistant turn is trained."""
     messages_key: str = "messages"
     """Column with the conversation."""
     tools_key: str = "tools"
@@ -25,8 +24,8 @@ class MultiTurnData:
 
 
 @dataclass(eq=False)
-class SupervisedData:
-    """Rows of supervised training. Read by data/."""
+class SupervisedDataConfig:
+    """Data of supervised training."""
 
     train_files: str | list[str] | None = setting(None)
     """Training rows: one path or a list; parquet, json or jsonl; local or any fsspec address."""
@@ -41,26 +40,27 @@ class SupervisedData:
     train_batch_size: int = setting(256, at_least=1)
     """Rows per optimizer update, over all devices."""
     micro_batch_size: int | None = setting(None, at_least=1)
-    """Old form of micro_batch_size_per_gpu, counted over all devices."""
+    """Deprecated form of micro_batch_size_per_gpu, counted over all devices."""
     micro_batch_size_per_gpu: int | None = setting(4, at_least=1)
     """Rows per forward and backward on one device."""
     use_dynamic_bsz: bool = False
-    """Fill micro-batches by tokens instead."""
+    """Fill micro-batches by tokens instead of by rows."""
     max_token_len_per_gpu: int = setting(8192, at_least=1)
-    """Tokens per micro-batch then."""
+    """Tokens per micro-batch when use_dynamic_bsz is on."""
     max_length: int = setting(1024, at_least=1)
-    """Longest row in tokens."""
+    """Maximum row length in tokens."""
     truncation: str = setting("error", choices=("error", "left", "right"))
-    """What happens to a longer one."""
+    """What to do with a longer row: raise an error, cut its beginning (left), or cut its end (right)."""
     bad_rows: str = setting("error", choices=("error", "skip"))
-    """What happens to a row that teaches nothing: an empty answer, two equal ones, a chat without the user first."""
+    """What to do with an unusable row: an empty response, two equal responses, or a conversation that does
+    not start with the user."""
     shuffle: bool = True
-    """Draw rows in random order."""
+    """Shuffle the rows."""
     seed: int | None = link("trainer.seed")
-    """Seed of that order."""
+    """Seed of the shuffle."""
     apply_chat_template: bool = setting(True)
     """Render rows with the tokenizer's chat template."""
-    apply_chat_template_kwargs: dict[str, Any] = setting({})
+    apply_chat_template_kwargs: FreeForm = setting({})
     """Extra arguments of the chat template."""
     chat_template: str | None = setting(None)
     """A Jinja chat template that replaces the tokenizer's."""
@@ -69,15 +69,15 @@ class SupervisedData:
     balance_dp_token: bool = inert(False, "the loss is always a mean over the tokens of the whole update")
     """Average over the tokens of all devices."""
     dataloader_num_workers: int = setting(0, at_least=0)
-    """Processes that render rows ahead."""
+    """Processes that render rows in advance."""
     use_shm: bool = inert(False, "files are read once; a copy in shared memory gains nothing")
-    """Stage files in shared memory."""
-    custom_cls: CustomClass = section(CustomClass)
-    """A dataset class of your own."""
+    """Copy files to shared memory first."""
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
+    """A custom dataset class."""
 
 
 @dataclass(eq=False)
-class SftData(SupervisedData):
+class SftDataConfig(SupervisedDataConfig):
     prompt_key: str = setting("prompt")
     """Column with the prompt."""
     response_key: str | None = setting("response")
@@ -86,176 +86,185 @@ class SftData(SupervisedData):
     """Path inside a nested prompt column."""
     response_dict_keys: list[str] | None = None
     """Path inside a nested response column."""
-    multiturn: MultiTurnData = section(MultiTurnData)
-    """Whole conversations."""
+    multiturn: MultiTurnDataConfig = section(MultiTurnDataConfig)
+    """Rows that contain whole conversations."""
     pretrain_mode: bool = setting(False)
-    """Train every token, the prompt's too."""
+    """Train on every token, prompt tokens included."""
     pad_mode: str = inert("no_padding", "rows are always packed")
-    """Padding or none."""
-    ignore_input_ids_mismatch: bool = inert(False, "a template that is not prefix-stable is refused by the preflight")
-    """Tolerate templates that rewrite earlier turns."""
+    """Padding mode."""
+    ignore_input_ids_mismatch: bool = inert(
+        False, "a template that is not prefix-stable is refused by the preflight"
+    )
+    """Accept templates that rewrite earlier turns."""
 
 
 @dataclass(eq=False)
-class PairData(SupervisedData):
+class PairDataConfig(SupervisedDataConfig):
     train_batch_size: int = setting(128, at_least=1)
     """PAIRS per optimizer update, over all devices."""
     prompt_key: str | None = setting(None)
-    """Column with the prompt. Null: chosen and rejected hold whole conversations."""
+    """Column with the prompt. Null: chosen and rejected contain whole conversations."""
     chosen_key: str = setting("chosen")
-    """Column with the better answer."""
+    """Column with the chosen response."""
     rejected_key: str = setting("rejected")
-    """Column with the worse answer."""
+    """Column with the rejected response."""
     margin_key: str = "margin"
-    """Column with how much better it is, for loss.margin."""
+    """Column with the margin between the responses, for loss.margin."""
 
 
 @dataclass(eq=False)
-class SupervisedModel(Model):
-    """Weights. Read by models/build.py."""
+class SupervisedModelConfig(ModelConfig):
+    """Weights and training backend."""
 
     path: str | None = setting(None)
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m`. verl calls it partial_pretrain."""
     strategy: str = setting("fsdp2", choices=("fsdp", "fsdp2", "megatron", "single"))
     """Training backend."""
-    fsdp_config: Fsdp = section(Fsdp)
-    """Precision, sharding, offloading."""
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    """Precision, sharding and offloading."""
     aux_loss_coef: float = setting(0.0, at_least=0)
     """Weight of the load-balancing loss of mixture-of-experts models."""
 
 
 @dataclass(eq=False)
-class SupervisedOptim(Optim):
+class SupervisedOptimConfig(OptimConfig):
     lr: float = setting(1e-5, at_least=0)
     """Learning rate after warm-up."""
     betas: list[float] = setting([0.9, 0.95])
     """AdamW momentum coefficients."""
+    clip_grad: float = setting(1.0, above=0)
+    """Gradients are clipped to this norm."""
     lr_warmup_steps_ratio: float = setting(0.1, at_least=0, at_most=1)
-    """Warm-up as a share of all steps."""
+    """Warm-up as a fraction of all steps."""
     lr_scheduler: str = setting("cosine", one_of=SCHEDULES)
-    """Shape after warm-up: cosine, wsd, constant or linear."""
+    """Schedule after warm-up: cosine, wsd, constant or linear."""
     lr_scheduler_type: str = link("optim.lr_scheduler")
-    """Another name of lr_scheduler."""
+    """Alternative name of lr_scheduler."""
 
 
 @dataclass(eq=False)
-class SupervisedTrainer(Trainer):
+class SupervisedTrainerConfig(TrainerConfig):
     total_epochs: int = setting(4, at_least=1)
     """Passes over the training rows."""
     save_freq: int | str = setting(-1)  # type: ignore[assignment]
-    """Save every so many STEPS, or `after_each_epoch`. The end of a run is always saved."""
+    """Save a checkpoint every N STEPS, or `after_each_epoch`. The last step is always saved."""
     test_freq: int | str = setting(-1)  # type: ignore[assignment]
-    """Validate every so many STEPS, or `after_each_epoch`. The end of a run is always validated."""
+    """Validate every N STEPS, or `after_each_epoch`. The last step is always validated."""
     max_ckpt_to_keep: int | None = setting(None, at_least=1)
-    """Checkpoints to keep. Null: all."""
-    checkpoint: Checkpoint = section(Checkpoint, save_contents=["model", "optimizer", "extra", "hf_model"])
+    """Number of checkpoints to keep. Null: all."""
+    checkpoint: CheckpointConfig = section(
+        CheckpointConfig, save_contents=["model", "optimizer", "extra", "hf_model"]
+    )
     """Contents of checkpoints."""
-    profile_interval: list[int] = setting([-1, -1])
+    profile_interval: list[int] = inert([-1, -1], "set global_profiler.steps")
     """First and last step to profile."""
 
 
 @dataclass(eq=False)
-class RmLoss:
-    """Loss of the reward model. Read by algorithms/preference.py."""
+class RmLossConfig:
+    """Loss of the reward model."""
 
     type: str = setting("logsigmoid", choices=("logsigmoid", "logexp"))
     """-log sigmoid(chosen - rejected - margin), or log(1 + exp(rejected - chosen))."""
     margin: bool = setting(False)
-    """Read the margin column."""
+    """Subtract the margin of the margin column."""
     fp32: bool = inert(True, "scores are always computed and compared in fp32")
-    """Scores in fp32."""
+    """Compute scores in fp32."""
 
 
 @dataclass(eq=False)
-class DpoLoss:
-    """Loss of direct preference optimisation. Read by algorithms/preference.py."""
+class DpoLossConfig:
+    """Loss of direct preference optimisation."""
 
     type: str = setting("dpo", one_of=PREFERENCE_LOSSES)
-    """dpo, ipo, or simpo (no reference, averaged log-probs; usual: beta 2, target_margin 1)."""
+    """dpo, ipo, or simpo (no reference, averaged log-probs; usually with beta 2 and target_margin 1)."""
     beta: float = setting(0.1, above=0)
-    """Strength of the pull towards the reference."""
+    """Strength of the KL regularisation towards the reference."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
     """Probability that a label is wrong (cDPO)."""
     length_normalized: bool = False
-    """Average log-probs over tokens instead of adding them up."""
+    """Average log-probs over tokens instead of summing them."""
     reference_free: bool = False
-    """Leave the reference out."""
+    """Use no reference model."""
     nll_coef: float = setting(0.0, at_least=0)
-    """Weight of the negative log-likelihood of the better answer, averaged over its tokens."""
+    """Weight of the negative log-likelihood of the chosen response, averaged over its tokens."""
     target_margin: float = setting(0.0, at_least=0)
-    """How much larger than the other the better answer's implicit reward should be (gamma of SimPO; dpo and simpo)."""
+    """Target margin between the implicit rewards of the chosen and the rejected response (gamma of SimPO; dpo
+    and simpo)."""
     precompute_ref: bool = True
-    """Compute the reference's log-probs once, before training, one number per answer: no second model stays in memory."""
+    """Compute the reference's log-probs once before training, one number per response, so that no second
+    model stays in memory."""
 
 
 @dataclass(eq=False)
-class DpoRef:
-    """The frozen reference of DPO. Read by trainer/build.py."""
+class DpoRefConfig:
+    """The frozen reference model of DPO."""
 
     path: str | None = link("model.path")
-    """Its weights."""
+    """Weights of the reference model."""
     param_offload: bool = setting(False)
-    """Keep it in host memory."""
+    """Offload the reference model to host memory."""
 
 
 @dataclass(eq=False)
-class Supervised:
-    """What the three supervised trainers share."""
+class SupervisedConfig:
+    """The sections that all supervised trainers have."""
 
-    model: SupervisedModel = section(SupervisedModel)
+    model: SupervisedModelConfig = section(SupervisedModelConfig)
     """Weights and tokenizer."""
-    optim: SupervisedOptim = section(SupervisedOptim)
+    optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
     """Optimizer and schedule."""
-    trainer: SupervisedTrainer = section(SupervisedTrainer)
-    """The run."""
+    trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig)
+    """Length, logging, checkpoints and devices of the run."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
-    """Devices that share one sequence. Needs use_remove_padding."""
+    """Devices that split each sequence (Ulysses). Needs use_remove_padding."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that share each weight matrix, by the plan that transformers ships for the model. It must divide the attention
-    heads and the key-value heads. Not together with LoRA or ulysses_sequence_parallel_size."""
+    """Devices that split each weight matrix, by the plan that transformers ships for the model. It must
+    divide the number of attention heads and of key-value heads. It excludes LoRA and
+    ulysses_sequence_parallel_size."""
     use_remove_padding: bool = link("model.use_remove_padding")
     """Pack rows without padding tokens."""
-    global_profiler: GlobalProfiler = section(GlobalProfiler)
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
     """Which tool profiles which steps."""
-    ray_kwargs: RayKwargs = section(RayKwargs)
-    """Ray."""
-    profiler: Profiler = section(Profiler)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
+    """Settings of Ray."""
+    profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the model."""
     plugins: list[str] = setting([])
     """Python files imported by every process before anything else."""
 
 
 @dataclass(eq=False)
-class SftTrainer(Supervised):
+class SftConfig(SupervisedConfig):
     """Supervised fine-tuning."""
 
-    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="sft")
-    """The run."""
-    data: SftData = section(SftData)
-    """Rows."""
+    trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig, experiment_name="sft")
+    """Length, logging, checkpoints and devices of the run."""
+    data: SftDataConfig = section(SftDataConfig)
+    """Training and validation data."""
 
 
 @dataclass(eq=False)
-class RmTrainer(Supervised):
+class RmConfig(SupervisedConfig):
     """Training of a reward model from preferences."""
 
-    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="rm")
-    """The run."""
-    data: PairData = section(PairData)
-    """Pairs."""
-    loss: RmLoss = section(RmLoss)
-    """Loss."""
+    trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig, experiment_name="rm")
+    """Length, logging, checkpoints and devices of the run."""
+    data: PairDataConfig = section(PairDataConfig)
+    """Preference pairs."""
+    loss: RmLossConfig = section(RmLossConfig)
+    """The loss and its settings."""
 
 
 @dataclass(eq=False)
-class DpoTrainer(Supervised):
+class DpoConfig(SupervisedConfig):
     """Direct preference optimisation."""
 
-    trainer: SupervisedTrainer = section(SupervisedTrainer, experiment_name="dpo")
-    """The run."""
-    data: PairData = section(PairData)
-    """Pairs."""
-    loss: DpoLoss = section(DpoLoss)
-    """Loss."""
-    ref: DpoRef = section(DpoRef)
-    """The frozen reference."""
+    trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig, experiment_name="dpo")
+    """Length, logging, checkpoints and devices of the run."""
+    data: PairDataConfig = section(PairDataConfig)
+    """Preference pairs."""
+    loss: DpoLossConfig = section(DpoLossConfig)
+    """The loss and its settings."""
+    ref: DpoRefConfig = section(DpoRefConfig)
+    """The frozen reference model."""

@@ -1,23 +1,38 @@
-"""Programming problems: the share of tests that the program in the response passes, in a sandbox."""
+"""Programming problems: the share of tests that the program in the response passes, in a sandbox.
+
+The ground truth holds the tests, in one of these forms, each of which may be JSON text:
+
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}                    a script: stdin and stdout
+    {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [[3], ...]}      a function or a method of Solution
+    [{"input": "1 2", "output": "3"}, ...]                                  a script, one mapping per test
+    {"assert_case": ["assert add(1, 2) == 3", ...]}, or the list alone      assertions about the program
+    {"test": "def check(candidate): ...", "entry_point": "add"}             the same, as in HumanEval
+    "assert add(1, 2) == 3"                                                 the same
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import math
 import re
 import warnings
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from strop.config.schema.reward import SandboxFusion
-from strop.rewards.rules.code_tests import tests_of
-from strop.rewards.sandbox.isolation import isolation
-from strop.rewards.sandbox.launch import run_tests
-from strop.rewards.sandbox.limits import Limits, Outcome
+from strop.config.schema.reward import SandboxFusionConfig
+from strop.rewards.sandbox.launch import choose_isolation, run_tests
+from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
 from strop.rewards.sandbox.remote import run_remote_tests
 
-MOST_TESTS = 10  # as verl does
+MAX_TESTS = 10  # as in verl
+RELATIVE_TOLERANCE = 1e-5  # of numbers with a fraction; integers must be equal
+ABSOLUTE_TOLERANCE = 1e-8
+MAX_SHOWN = 200  # characters of a wrong ground truth in an error message
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "py3")
-_WORDS = {
+_NO_LANGUAGE = ("",)
+_FAILURES = {
     "ok": "wrong answer",
     "error": "error",
     "timeout": "timed out",
@@ -26,51 +41,279 @@ _WORDS = {
 }
 
 
-def extract_program(solution_str: str) -> str | None:
-    """The last block of Python, else the last block without a language, else the whole text if it is a program."""
-    blocks = [(found.group(1).lower(), found.group(2)) for found in _FENCE.finditer(solution_str)]
-    for wanted in (_PYTHON, ("",)):
-        programs = [text for language, text in blocks if language in wanted and text.strip()]
-        if programs:
-            return programs[-1]
-    return solution_str if not blocks and _parses(solution_str) else None
-
-
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     *,
     continuous: bool = True,
-    max_tests: int = MOST_TESTS,
-    sandbox: SandboxFusion | None = None,
-) -> dict[str, Any]:
-    """The share of the first `max_tests` tests that pass; without `continuous`, 1 if all do and else 0.
+    max_tests: int = MAX_TESTS,
+    sandbox: SandboxFusionConfig | None = None,
+) -> dict[str, object]:
+    """Return the share of the first `max_tests` tests that pass; without `continuous`, 1 if all pass, else 0.
 
-    `acc` is 1 if all pass; `verdict` says what became of the first test that failed. A sandbox that fails raises: nothing is
-    known about the program then.
+    `acc` is 1 if all pass; `verdict` says how the first failing test failed. A failure of the sandbox raises,
+    because it says nothing about the program.
     """
-    tests = tests_of(ground_truth, max_tests)
+    tests = parse_tests(ground_truth, max_tests)
     program = extract_program(solution_str)
     if program is None:
         return {"score": 0.0, "acc": 0.0, "verdict": "no program"}
-    outcomes = _run(program, [test.run for test in tests], sandbox or SandboxFusion())
-    passed = [test.passed(outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-    share, everything = sum(passed) / len(passed), float(all(passed))
-    verdict = next((_WORDS[outcome.status] for outcome, good in zip(outcomes, passed) if not good), "passed")
-    return {"score": share if continuous else everything, "acc": everything, "verdict": verdict}
+    outcomes = _run(program, [test.run for test in tests], sandbox or SandboxFusionConfig())
+    passed = 0
+    verdict = "passed"
+    for test, outcome in zip(tests, outcomes, strict=True):
+        if test.passed(outcome):
+            passed += 1
+        elif verdict == "passed":
+            verdict = _FAILURES[outcome.status]
+    acc = float(passed == len(tests))
+    score = acc
+    if continuous:
+        score = passed / len(tests)
+    return {"score": score, "acc": acc, "verdict": verdict}
 
 
-def _run(program: str, tests: list[dict[str, Any]], settings: SandboxFusion) -> list[Outcome]:
-    limits = Limits(seconds=settings.timeout, total_seconds=settings.total_timeout, memory_mb=settings.memory_limit_mb)
-    if settings.url:
-        return run_remote_tests(program, tests, limits, url=settings.url, at_once=settings.max_concurrent)
-    return run_tests(program, tests, limits, level=isolation(settings.isolation).level)
+def extract_program(solution_str: str) -> str | None:
+    """Return the last Python block, else the last block without a language, else the text if it is a
+    program."""
+    blocks: list[tuple[str, str]] = _FENCE.findall(solution_str)
+    for languages in (_PYTHON, _NO_LANGUAGE):
+        for language, text in reversed(blocks):
+            if language.lower() in languages and text.strip():
+                return text
+    if not blocks and _is_program(solution_str):
+        return solution_str
+    return None
 
 
-def _parses(text: str) -> bool:
+def _is_program(text: str) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return bool(ast.parse(text).body)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
+
+
+def _run(
+    program: str, tests: Sequence[Mapping[str, object]], settings: SandboxFusionConfig
+) -> list[ProgramOutcome]:
+    limits = SandboxLimits(
+        seconds=settings.timeout, total_seconds=settings.total_timeout, memory_mb=settings.memory_limit_mb
+    )
+    if settings.url:
+        return run_remote_tests(
+            program, tests, limits, url=settings.url, max_concurrent=settings.max_concurrent
+        )
+    return run_tests(program, tests, limits, level=choose_isolation(settings.isolation).level)
+
+
+# --- Tests --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProgramTest:
+    """One test of a program, and the result that it expects."""
+
+    run: dict[str, object]
+    """The request to the sandbox."""
+    expected: object = True
+    """Text of the output, value of the function, or True for assertions."""
+
+    def passed(self, outcome: ProgramOutcome) -> bool:
+        """Whether the outcome is the expected one."""
+        if outcome.status != "ok":
+            return False
+        if "stdin" in self.run:
+            return same_output(outcome.stdout, str(self.expected))
+        if "assertions" in self.run:
+            return outcome.value is True
+        if same_value(outcome.value, self.expected):
+            return True
+        # Some data sets put the value into a list.
+        if not isinstance(self.expected, list) or len(self.expected) != 1:
+            return False
+        return same_value(outcome.value, self.expected[0])
+
+
+def parse_tests(ground_truth: object, limit: int | None = None) -> list[ProgramTest]:
+    """Return the first `limit` tests; ValueError if the ground truth has none of the known forms."""
+    truth = _to_plain(ground_truth)
+    if isinstance(truth, str):
+        truth = _decode(truth)
+    tests: list[ProgramTest] | None = None
+    if isinstance(truth, Mapping):
+        tests = _mapping_tests(truth)
+    elif isinstance(truth, list):
+        tests = _list_tests(truth)
+    elif isinstance(truth, str) and "assert" in truth:
+        tests = [ProgramTest({"assertions": truth})]
+    if tests is None:
+        raise ValueError(
+            f"The ground truth of a programming problem has no tests in a known form: {_shown(truth)}"
+        )
+    if not tests:
+        raise ValueError(
+            f"The ground truth of a programming problem has an empty list of tests: {_shown(truth)}"
+        )
+    return tests[:limit]
+
+
+def _list_tests(items: list[object]) -> list[ProgramTest] | None:
+    """Return the tests of a list of mappings or of assertions, None for any other list."""
+    mappings = [item for item in items if isinstance(item, Mapping)]
+    assertions = [item for item in items if isinstance(item, str)]
+    if items and len(assertions) == len(items):
+        return [ProgramTest({"assertions": text}) for text in assertions]
+    if not items or len(mappings) != len(items):
+        return None
+    tests = []
+    for item in mappings:
+        stdin = _first_value(item, "input", "stdin")
+        expected = _first_value(item, "output", "expected_output")
+        tests.append(_script_test(stdin, expected))
+    return tests
+
+
+def _mapping_tests(truth: Mapping[str, object]) -> list[ProgramTest]:
+    cases = truth.get("assert_case")
+    if cases:
+        if not isinstance(cases, list):
+            cases = [cases]
+        return [ProgramTest({"assertions": case}) for case in cases]
+    if truth.get("test"):
+        assertions = truth["test"]
+        if truth.get("entry_point"):
+            assertions = f"{assertions}\ncheck({truth['entry_point']})\n"
+        return [ProgramTest({"assertions": assertions})]
+    inputs = _first_value(truth, "inputs", "input")
+    outputs = _first_value(truth, "outputs", "output")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(
+            "The ground truth of a programming problem needs lists `inputs` and `outputs` of one length, not "
+            f"{_shown(truth)}"
+        )
+    name = truth.get("fn_name")
+    tests = []
+    for given, expected in zip(inputs, outputs):
+        if name:
+            tests.append(_function_test(str(name), given, expected))
+        else:
+            tests.append(_script_test(given, expected))
+    return tests
+
+
+def _script_test(stdin: object, expected: object) -> ProgramTest:
+    return ProgramTest({"stdin": _join_lines(stdin)}, _join_lines(expected))
+
+
+def _function_test(name: str, arguments: object, expected: object) -> ProgramTest:
+    if isinstance(arguments, str):  # one argument per line, and the value, as JSON text
+        arguments = [_decode(line) for line in arguments.splitlines() if line.strip()]
+        if isinstance(expected, str):
+            expected = _decode(expected)
+    elif not isinstance(arguments, list):
+        arguments = [arguments]
+    return ProgramTest({"function": name, "arguments": arguments}, expected)
+
+
+def _join_lines(value: object) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return str(value)
+
+
+def _first_value(truth: Mapping[str, object], *names: str) -> object:
+    for name in names:
+        if name in truth:
+            return truth[name]
+    raise ValueError(
+        f"A test of a programming problem needs {' or '.join(map(repr, names))}, it has "
+        f"{', '.join(map(str, truth))}."
+    )
+
+
+def _decode(text: str) -> object:
+    """Return the value of JSON text; other text unchanged."""
+    try:
+        value: object = json.loads(text)
+    except ValueError:
+        return text
+    return value
+
+
+def _to_plain(value: object) -> object:
+    """Return arrays of a parquet reader as lists, at every depth, without null fields (columns of other
+    rows)."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _to_plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    return text[: MAX_SHOWN - 3] + "..."
+
+
+# --- Comparison ---------------------------------------------------------------------------------------------
+
+
+def same_output(written: str, expected: str) -> bool:
+    """Whether two outputs are equal line by line, without outer white space, and number by number.
+
+    >>> same_output("1.0000001  2\\n\\n", "1 2")
+    True
+    """
+    written_lines = written.strip().splitlines()
+    expected_lines = expected.strip().splitlines()
+    if len(written_lines) != len(expected_lines):
+        return False
+    return all(map(_same_line, written_lines, expected_lines))
+
+
+def _same_line(written: str, expected: str) -> bool:
+    written_words = written.split()
+    expected_words = expected.split()
+    if len(written_words) != len(expected_words):
+        return False
+    return all(map(_same_word, written_words, expected_words))
+
+
+def _same_word(written: str, expected: str) -> bool:
+    if written == expected:
+        return True
+    try:
+        return int(written) == int(expected)
+    except ValueError:
+        pass
+    try:
+        return _is_close(float(written), float(expected))
+    except ValueError:
+        return False
+
+
+def same_value(value: object, expected: object) -> bool:
+    """Whether two values are equal, with numbers compared as in `same_output`; tuples are lists, as in
+    JSON."""
+    if isinstance(expected, bool) or isinstance(value, bool):
+        return value is expected
+    if isinstance(expected, int | float) and isinstance(value, int | float):
+        if isinstance(value, int) and isinstance(expected, int):
+            return value == expected
+        return _is_close(float(value), float(expected))
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        by_text = {str(key): item for key, item in expected.items()}
+        return set(value) == set(by_text) and all(same_value(value[key], by_text[key]) for key in value)
+    return value == expected
+
+
+def _is_close(left: float, right: float) -> bool:
+    return math.isclose(left, right, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)

@@ -1,41 +1,48 @@
-"""Open-domain questions: the last <answer>, matched as SQuAD does (Rajpurkar et al. 2016)."""
+"""Open-domain questions: the text in the last <answer> tag, matched as in SQuAD (Rajpurkar et al. 2016)."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-OPEN, CLOSE = "<answer>", "</answer>"
-MOST_TAGS = 10
+OPEN = "<answer>"
+CLOSE = "</answer>"
+MAX_TAGS = 10
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus spaces."""
+    """Return the text in lower case, without punctuation, articles and extra white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What stands in the last complete <answer>...</answer>."""
-    answer, place = None, 0
+    """Return the text in the last complete <answer>...</answer>."""
+    answer = None
+    position = 0
     while True:
-        start = solution_str.find(OPEN, place)
-        end = solution_str.find(CLOSE, start) if start >= 0 else -1
+        start = solution_str.find(OPEN, position)
+        if start < 0:
+            return answer
+        end = solution_str.find(CLOSE, start)
         if end < 0:
             return answer
-        answer, place = solution_str[start + len(OPEN) : end].strip(), end + len(CLOSE)
+        answer = solution_str[start + len(OPEN) : end].strip()
+        position = end + len(CLOSE)
 
 
-def targets_of(ground_truth: Any) -> list[str]:
-    """The accepted answers: a string, a list, or a mapping with `target` holding either."""
+def accepted_answers(ground_truth: object) -> list[str]:
+    """Return the accepted answers of a string, a list, or a mapping with `target` that holds either."""
     if isinstance(ground_truth, Mapping):
         if "target" not in ground_truth:
-            raise ValueError(f"The ground truth of a search question needs the key 'target', it has {sorted(ground_truth)}.")
+            raise ValueError(
+                "The ground truth of a search question needs the key 'target', it has "
+                f"{sorted(ground_truth)}."
+            )
         ground_truth = ground_truth["target"]
-    if hasattr(ground_truth, "tolist"):  # a numpy array, as parquet readers give
+    if hasattr(ground_truth, "tolist"):  # a numpy array, as parquet readers return
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str):
         return [str(target) for target in ground_truth]
@@ -43,21 +50,31 @@ def targets_of(ground_truth: Any) -> list[str]:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, *, match: str = "exact", score: float = 1.0, format_score: float = 0.0
+    solution_str: str,
+    ground_truth: object,
+    *,
+    match: str = "exact",
+    score: float = 1.0,
+    format_score: float = 0.0,
 ) -> float:
-    """`score` if the answer equals a target (`match="substring"`: contains one), `format_score` for another answer, 0 for none.
+    """Return `score` for an accepted answer, `format_score` for another answer, 0 if there is none.
 
-    A text that opens or closes more than 10 answers is fishing: an exact match then earns a quarter.
+    `match="substring"`: the answer must contain an accepted one. A text with more than 10 <answer> tags
+    guesses: an exact match then earns a quarter of `score`.
     """
     if match not in ("exact", "substring"):
         raise ValueError(f"search_qa matches by 'exact' or 'substring', not {match!r}.")
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
-    given, targets = normalise(answer), [normalise(target) for target in targets_of(ground_truth)]
+    given = normalise(answer)
+    targets = [normalise(target) for target in accepted_answers(ground_truth)]
     if match == "substring":
-        return score if any(target in given for target in targets) else format_score
+        if any(target in given for target in targets):
+            return score
+        return format_score
     if given not in targets:
         return format_score
-    fishing = max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MOST_TAGS
-    return score / 4 if fishing else score
+    if max(solution_str.count(OPEN), solution_str.count(CLOSE)) > MAX_TAGS:
+        return score / 4
+    return score

@@ -1,9 +1,11 @@
-"""Programs of a model, run where they can do no harm.
+"""A sandbox for programs that a model wrote.
 
-    launch.py    starts an interpreter for a program and its tests, and reads what came of them
-    inside.py    the trusted part in that interpreter: one process per test, with limits, and nothing left behind
-    walls.py     namespaces, mounts, identities: what separates it from the rest of the machine
-    isolation.py which of these walls this machine can build
+    launch.py         chooses the isolation level, starts an interpreter for a program, and reads the outcomes
+    sandbox_child.py  the trusted code in that interpreter: one process per test, with limits and clean-up
+    namespaces.py     Linux namespaces, mounts and privileges, which isolate it from the machine
+    remote.py         a SandboxFusion server instead of the local sandbox
+    limits.py         limits and outcomes
 
-Nothing is imported here: inside.py is loaded by a bare interpreter for every program, and should load nothing else.
+This file imports nothing: a bare interpreter loads sandbox_child.py for every program, and should load
+nothing else.
 """

@@ -1,42 +1,44 @@
-"""How much a program may use, and what came of it."""
+"""The resource limits of a sandboxed program, and the outcome of a test."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
+    """Resources that a program may use."""
+
     seconds: float = 10.0
-    """For one test, by the clock."""
+    """Wall-clock time of one test."""
     total_seconds: float = 60.0
-    """For all tests of a program together; those that do not get their turn count as late."""
+    """Wall-clock time of all tests of a program; tests that were not started count as timed out."""
     memory_mb: int = 1024
-    """Address space of every process, and memory of all of them together."""
+    """Address space of every process, and resident memory of all processes together."""
     disk_mb: int = 64
-    """All files together (namespaces, bubblewrap), or the largest file."""
+    """Size of all files together (namespaces, bubblewrap), or of the largest file."""
     processes: int = 16
     """Processes and threads."""
     open_files: int = 128
     output_bytes: int = 1 << 20
-    """Of standard output, and of errors; more ends the program."""
+    """Bytes of stdout, and of stderr; more output ends the program."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a program did with one test."""
+class ProgramOutcome:
+    """The result of one test."""
 
     status: str
-    """ok | error (an exception, or an exit code) | timeout | memory | output."""
+    """ok | error (an exception or a non-zero exit code) | timeout | memory | output."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
-    """Negative: ended by that signal."""
+    """Negative: killed by that signal."""
     seconds: float = 0.0
-    value: Any = None
-    """Of the function that the test calls, as JSON knows it; True if all assertions held. None if it was not reached."""
+    value: object = None
+    """Return value of the tested function, as JSON; True if all assertions held; None if neither was
+    reached."""
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, so nothing is known about the program."""
+    """The sandbox itself failed, which says nothing about the program."""

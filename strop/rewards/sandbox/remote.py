@@ -1,7 +1,8 @@
-"""Tests in a sandbox that is a server of its own and speaks SandboxFusion's protocol.
+"""Run tests on a sandbox server that speaks SandboxFusion's protocol.
 
 POST {"code", "stdin", "language": "python", "run_timeout", "memory_limit_MB", ...}
--> {"status": "Success" | "Failed" | "SandboxError", "run_result": {"status", "return_code", "stdout", "stderr", ...}}
+-> {"status": "Success" | "Failed" | "SandboxError",
+    "run_result": {"status", "return_code", "stdout", "stderr", ...}}
 """
 
 from __future__ import annotations
@@ -12,74 +13,96 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from strop.rewards.post import post_json
-from strop.rewards.sandbox.limits import Limits, Outcome, SandboxError
+from strop.rewards.http import post_json
+from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
 
-GRACE = 10.0  # seconds for the way to the server and back
+GRACE = 10.0  # seconds for the network
 
 
 @functools.cache
-def _slots(url: str, at_once: int) -> threading.BoundedSemaphore:
-    return threading.BoundedSemaphore(at_once)
+def _slots(url: str, max_concurrent: int) -> threading.BoundedSemaphore:
+    """Return the semaphore that limits concurrent requests to a server."""
+    return threading.BoundedSemaphore(max_concurrent)
 
 
 def run_remote_tests(
-    program: str, tests: Sequence[Mapping[str, Any]], limits: Limits, *, url: str, at_once: int
-) -> list[Outcome]:
-    """As `launch.run_tests`, on the server at `url`; SandboxError if it gives no answer."""
+    program: str,
+    tests: Sequence[Mapping[str, object]],
+    limits: SandboxLimits,
+    *,
+    url: str,
+    max_concurrent: int,
+) -> list[ProgramOutcome]:
+    """Do the same as `launch.run_tests` on the server at `url`; SandboxError if it does not answer."""
     deadline = time.monotonic() + limits.total_seconds
     outcomes = []
     for test in tests:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            outcomes.append(Outcome("timeout"))
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            outcomes.append(ProgramOutcome("timeout"))
             continue
-        mark = secrets.token_hex(16)
+        marker = secrets.token_hex(16)
         request = {
-            "code": script_of(program, test, mark),
+            "code": build_script(program, test, marker),
             "stdin": test.get("stdin", ""),
             "language": "python",
             "compile_timeout": limits.seconds,
-            "run_timeout": min(left, limits.seconds),
+            "run_timeout": min(remaining, limits.seconds),
             "memory_limit_MB": limits.memory_mb,
             "files": {},
             "fetch_files": [],
         }
-        with _slots(url, at_once):
-            outcomes.append(outcome_of(_ask(url, request, limits.seconds + GRACE), mark))
+        with _slots(url, max_concurrent):
+            reply = _post(url, request, limits.seconds + GRACE)
+        outcomes.append(parse_outcome(reply, marker))
     return outcomes
 
 
-def script_of(program: str, test: Mapping[str, Any], mark: str) -> str:
-    """A script that prints the value of a function, or that all assertions held, on a line that begins with `mark`."""
+def build_script(program: str, test: Mapping[str, object], marker: str) -> str:
+    """Return a script that prints the function's value, or true after the assertions, on a line after
+    `marker`."""
     if "function" in test:
-        name, arguments = test["function"], json.dumps(test["arguments"])
+        name = test["function"]
+        arguments = json.dumps(test["arguments"])
         call = f"(globals().get({name!r}) or getattr(Solution(), {name!r}))(*_json.loads({arguments!r}))"
-        return f"{program}\n\nimport json as _json\nprint('\\n{mark}' + _json.dumps({call}, default=list))\n"
+        return (
+            f"{program}\n\nimport json as _json\nprint('\\n{marker}' + _json.dumps({call}, default=list))\n"
+        )
     if "assertions" in test:
-        return f"{program}\n\n{test['assertions']}\nprint('\\n{mark}true')\n"
+        return f"{program}\n\n{test['assertions']}\nprint('\\n{marker}true')\n"
     return program
 
 
-def outcome_of(reply: Any, mark: str) -> Outcome:
-    result = reply.get("run_result") if isinstance(reply, Mapping) else None
-    if not isinstance(result, Mapping) or reply.get("status") == "SandboxError":
+def parse_outcome(reply: object, marker: str) -> ProgramOutcome:
+    """Return the outcome that a server's reply describes."""
+    result = None
+    if isinstance(reply, Mapping) and reply.get("status") != "SandboxError":
+        result = reply.get("run_result")
+    if not isinstance(result, Mapping):
         raise SandboxError(f"The sandbox server could not run the program: {str(reply)[:300]}")
-    stdout, value = str(result.get("stdout") or ""), None
-    if mark in stdout:
-        stdout, _, told = stdout.partition(f"\n{mark}")
-        value = json.loads(told)
-    code = result.get("return_code")
+    stdout = str(result.get("stdout") or "")
+    value: object = None
+    if marker in stdout:
+        stdout, _, value_text = stdout.partition(f"\n{marker}")
+        value = json.loads(value_text)
+    exit_code = result.get("return_code")
+    status = "error"
     if result.get("status") == "TimeLimitExceeded":
         status = "timeout"
-    else:
-        status = "ok" if result.get("status") == "Finished" and code == 0 else "error"
-    return Outcome(status, stdout, str(result.get("stderr") or ""), code, float(result.get("execution_time") or 0.0), value)
+    elif result.get("status") == "Finished" and exit_code == 0:
+        status = "ok"
+    return ProgramOutcome(
+        status,
+        stdout,
+        str(result.get("stderr") or ""),
+        exit_code,
+        float(result.get("execution_time") or 0.0),
+        value,
+    )
 
 
-def _ask(url: str, request: Mapping[str, Any], seconds: float) -> Any:
+def _post(url: str, request: Mapping[str, object], seconds: float) -> object:
     try:
         return post_json(lambda: url, request, what="sandbox server", timeout=seconds)[0]
     except OSError as error:

@@ -1,16 +1,18 @@
-"""The attention of a rollout: a function registered with transformers, and the two shapes of step that stand behind it.
+"""Attention during a rollout: a function registered with transformers, and the kinds of step behind it.
 
-A model that takes a registered attention function computes queries, keys and values itself and asks this function for the
-rest. What the function does is decided by the object passed to the model as `rollout=`: `Prefill` (ragged pieces of prompts
-packed into one row) or `Decode` (one token for each running row). Both write to the cache and read from it.
+The model computes queries, keys and values and calls this function for the rest. What the function does is
+decided by the object passed to the model as `rollout=`: `Prefill` (chunks of prompts packed into one row),
+`Decode` (one token for each running row) or `SharedDecode` (the same, computed once for rows with equal
+tokens). All of them write to the KV cache and read from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +20,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from strop.models.varlen import flash_kernels, varlen_kernel
-from strop.rollout.native.accelerated import kernels
-from strop.rollout.native.cache import Cache
-from strop.rollout.native.twins import Twins
+from strop.rollout.native.decode_rows import SharedRows
+from strop.rollout.native.kv_cache import KVCache, kernels
 
 NAME = "strop_rollout"
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """How one layer attends, beside the causal rule."""
+class AttentionOptions:
+    """Options of one layer's attention."""
 
     scale: float | None = None
     window: int | None = None
@@ -39,7 +40,11 @@ class Flavour:
 
 
 class Step(Protocol):
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor: ...
+    """One forward pass of a rollout."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor: ...
 
 
 def rollout_attention(
@@ -54,36 +59,42 @@ def rollout_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     rollout: Step | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
-    """Queries, keys and values are [B, heads, T, D] with positions already applied; the result is [B, T, heads, D]."""
+    """The attention function of transformers' interface. Queries, keys and values are [B, heads, T, D] with
+    positions already applied; the result is [B, T, heads, D]."""
     if rollout is None:
-        raise ValueError("The module is on loan to the native rollout engine; run other forward passes before or after it.")
-    flavour = Flavour(scaling, sliding_window, softcap, s_aux)
+        raise ValueError(
+            "The module is borrowed by the native rollout engine; run other forward passes before or after "
+            "it."
+        )
+    options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     layer = module.layer_idx
     assert isinstance(layer, int)
-    return rollout.attend(layer, query, key, value, flavour), None
+    return rollout.attend(layer, query, key, value, options), None
 
 
 AttentionInterface.register(NAME, rollout_attention)
 
 
 @dataclass
-class Shapes:
-    """Learns from one forward pass which layers attend, with how many heads of which size."""
+class ShapeProbe:
+    """Finds in one forward pass which layers attend, with how many heads of which size."""
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
         self.dtype = key.dtype
-        return scored(query, key, value, flavour, causal=True)
+        return attention_output(query, key, value, options, causal=True)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens `start ..` of the sequence in a row, to be computed in one go."""
+class PrefillChunk:
+    """Tokens `start ..` of the sequence in a row, computed in one forward pass."""
 
     row: int
     start: int
@@ -94,178 +105,230 @@ class Piece:
         return self.start + len(self.tokens)
 
 
-class _Group:
-    """Pieces of similar length, padded to one rectangle for attention alone."""
+Member = tuple[int, PrefillChunk]
+"""Offset in the packed row, and the chunk."""
 
-    def __init__(self, members: list[tuple[int, Piece]], device: torch.device) -> None:
-        """`members`: offset in the packed row, and the piece."""
-        longest = max(len(piece.tokens) for _, piece in members)
+
+class _PaddedGroup:
+    """Chunks of similar length, padded to one rectangle for attention only."""
+
+    def __init__(self, members: list[Member], device: torch.device) -> None:
+        chunks = [chunk for _, chunk in members]
+        longest = max(len(chunk.tokens) for chunk in chunks)
         columns = torch.arange(longest)[None]
-        count = torch.tensor([[len(piece.tokens)] for _, piece in members])
-        # Padding repeats the last token of the same piece, so that a sequence with NaN spoils no other.
+        count = torch.tensor([[len(chunk.tokens)] for chunk in chunks])
+        # Padding repeats the last token of the same chunk, so that a sequence with NaN spoils no other.
         inside = torch.minimum(columns, count - 1)
         offsets = torch.tensor([[offset] for offset, _ in members])
-        starts = torch.tensor([[piece.start] for _, piece in members])
+        starts = torch.tensor([[chunk.start] for chunk in chunks])
         self.take = (offsets + inside).to(device)
         self.valid = (columns < count).flatten().nonzero()[:, 0].to(device)
         self.put = self.take.flatten()[self.valid]
-        self.rows = torch.tensor([piece.row for _, piece in members], device=device)
+        self.rows = torch.tensor([chunk.row for chunk in chunks], device=device)
         self.positions = (starts + inside).to(device)
-        self.end = max(piece.end for _, piece in members)
-        self.fresh = all(piece.start == 0 for _, piece in members)
+        self.end = max(chunk.end for chunk in chunks)
+        self.from_start = all(chunk.start == 0 for chunk in chunks)
         self._masks: dict[int | None, Tensor] = {}
 
     def mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
             keys = torch.arange(self.end, device=self.positions.device)
-            self._masks[window] = visible(self.positions[..., None], keys, window)[:, None]
+            self._masks[window] = causal_mask(self.positions[..., None], keys, window)[:, None]
         return self._masks[window]
 
 
 class Prefill:
-    """Pieces of prompts in one packed row; each sees its own sequence only."""
+    """Chunks of prompts in one packed row; each attends to its own sequence only."""
 
-    def __init__(self, cache: Cache, pieces: Sequence[Piece], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk], device: torch.device) -> None:
         self.cache = cache
-        offsets, total = [], 0
-        for piece in pieces:
-            offsets.append(total)
-            total += len(piece.tokens)
-        self.ids = torch.tensor([token for piece in pieces for token in piece.tokens], device=device)[None]
-        self.positions = torch.tensor([at for piece in pieces for at in range(piece.start, piece.end)], device=device)
-        self.rows = torch.tensor([piece.row for piece in pieces for _ in piece.tokens], device=device)
-        self.last = torch.tensor([offset + len(p.tokens) - 1 for offset, p in zip(offsets, pieces)], device=device)
-        self._members, self._device = list(zip(offsets, pieces)), device
-        self._bounds = torch.tensor([*offsets, total], dtype=torch.int32, device=device)
-        self._longest = max(len(piece.tokens) for piece in pieces)
-        self._fresh = all(piece.start == 0 for piece in pieces)
+        self._device = device
+        self._members: list[Member] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        bounds = [0]
+        for chunk in chunks:
+            self._members.append((len(ids), chunk))
+            ids += chunk.tokens
+            positions += range(chunk.start, chunk.end)
+            rows += [chunk.row] * len(chunk.tokens)
+            bounds.append(len(ids))
+        self.ids = torch.tensor(ids, device=device)[None]
+        self.positions = torch.tensor(positions, device=device)
+        self.rows = torch.tensor(rows, device=device)
+        self.last = torch.tensor([end - 1 for end in bounds[1:]], device=device)
+        """Index of the last token of each chunk."""
+        self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
+        self._longest = max(len(chunk.tokens) for chunk in chunks)
+        self._from_start = all(chunk.start == 0 for chunk in chunks)
 
     @cached_property
-    def groups(self) -> list[_Group]:
-        return [_Group(members, self._device) for members in _alike(self._members)]
+    def groups(self) -> list[_PaddedGroup]:
+        return [_PaddedGroup(members, self._device) for members in _similar_lengths(self._members)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, D]
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        q = query[0].transpose(0, 1)  # [T, heads, D]
+        k = key[0].transpose(0, 1)
+        v = value[0].transpose(0, 1)
         self.cache.write(layer, self.rows, self.positions, k, v)
-        if flavour.softcap is None and flavour.sinks is None and k.shape[2] == v.shape[2]:
-            out = self._in_one_kernel(layer, q, k, v, flavour)
+        if options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]:
+            out = self._in_one_kernel(layer, q, k, v, options)
             if out is not None:
                 return out[None]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for group in self.groups:
             queries = q[group.take].transpose(1, 2)
-            if group.fresh and (flavour.window is None or group.end <= flavour.window):
-                part = scored(queries, k[group.take].transpose(1, 2), v[group.take].transpose(1, 2), flavour, causal=True)
+            if group.from_start and (options.window is None or group.end <= options.window):
+                keys = k[group.take].transpose(1, 2)
+                values = v[group.take].transpose(1, 2)
+                part = attention_output(queries, keys, values, options, causal=True)
             else:
                 keys, values = self.cache.read(layer, group.rows, group.end)
-                part = scored(queries, keys, values, flavour, mask=group.mask(flavour.window))
+                part = attention_output(queries, keys, values, options, mask=group.mask(options.window))
             out[group.put] = part.flatten(0, 1)[group.valid]
         return out[None]
 
-    def _in_one_kernel(self, layer: int, q: Tensor, k: Tensor, v: Tensor, flavour: Flavour) -> Tensor | None:
-        """All pieces at once, where there is a kernel for such heads."""
-        more = {"scale": flavour.scale, "window": flavour.window}
-        out: Tensor | None = None
-        if self._fresh:
-            kernel = varlen_kernel(q, k, v)
-            if kernel is not None:
-                out = kernel(q, k, v, self._bounds, self._longest, **more)
-            return out
-        flash = flash_kernels(q, k, v)
-        if flash is not None:
-            out = flash.continued_attention(q, *self.cache.whole(layer), self._bounds, self._longest, *self._going_on, **more)
+    def _in_one_kernel(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor | None:
+        """All chunks in one kernel, or None if there is no kernel for such heads."""
+        more = {"scale": options.scale, "window": options.window}
+        if self._from_start:
+            kernel: Callable[..., Tensor] | None = varlen_kernel(q, k, v)
+            if kernel is None:
+                return None
+            return kernel(q, k, v, self._bounds, self._longest, **more)
+        flash: ModuleType | None = flash_kernels(q, k, v)
+        if flash is None:
+            return None
+        keys, values = self.cache.whole(layer)
+        starts, rows = self._starts_and_rows
+        out: Tensor = flash.continued_attention(
+            q, keys, values, self._bounds, self._longest, starts, rows, **more
+        )
         return out
 
     @cached_property
-    def _going_on(self) -> tuple[Tensor, Tensor]:
-        """At which position of which row each piece goes on."""
-        pieces = [piece for _, piece in self._members]
-        starts, rows = torch.tensor([[p.start for p in pieces], [p.row for p in pieces]], device=self._device)
-        return starts, rows
+    def _starts_and_rows(self) -> tuple[Tensor, Tensor]:
+        """Start position and row of each chunk."""
+        starts = [chunk.start for _, chunk in self._members]
+        rows = [chunk.row for _, chunk in self._members]
+        table = torch.tensor([starts, rows], device=self._device)
+        return table[0], table[1]
 
 
 class Decode:
     """One token for each of the first rows of the cache.
 
-    `spans` are (first row, end row, used length): rows are read in spans so that short ones do not pay for long ones. `lent`
-    are rows in which kernels may read beginnings, and how much of them.
+    `spans` are (first row, end row, used length): rows are read in spans so that short rows do not pay for
+    long ones. `prefix_rows` are the rows in which kernels may read the prefixes, and the lengths of these.
     """
 
     def __init__(
         self,
-        cache: Cache,
+        cache: KVCache,
         rows: Tensor,
         positions: Tensor,
         spans: Sequence[tuple[int, int, int]],
-        lent: tuple[Tensor | None, Tensor | None] = (None, None),
+        prefix_rows: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:
-        self.cache, self.rows, self.positions, self.spans, self.lent = cache, rows, positions, spans, lent
+        self.cache = cache
+        self.rows = rows
+        self.positions = positions
+        self.spans = spans
+        self.prefix_rows = prefix_rows
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         fast = kernels(query.device.type)
         if fast is not None:
-            return fast.decode_attention(
+            keys, values = self.cache.whole(layer)
+            out: Tensor = fast.decode_attention(
                 query,
                 key.to(self.cache.dtype),
                 value.to(self.cache.dtype),
-                *self.cache.whole(layer),
+                keys,
+                values,
                 self.positions,
-                lenders=self.lent[0],
-                borrowed=self.lent[1],
-                scale=flavour.scale,
-                window=flavour.window,
-                softcap=flavour.softcap,
-                sinks=flavour.sinks,
+                prefix_rows=self.prefix_rows[0],
+                prefix_lens=self.prefix_rows[1],
+                scale=options.scale,
+                window=options.window,
+                softcap=options.softcap,
+                sinks=options.sinks,
             )
+            return out
         self.cache.write(layer, self.rows, self.positions, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
             keys, values = self.cache.read(layer, slice(first, end), used)
-            # The heads that share a key head become its queries: keys are read once and never repeated.
+            # Query heads that share a key head become its queries: keys are read once and never repeated.
             folded = query[first:end, :, 0].unflatten(1, (key.shape[1], heads))
-            mask = self._mask(span, flavour.window)
-            parts.append(scored(folded, keys, values, flavour, mask=mask, folded=True))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            mask = self._mask(span, options.window)
+            parts.append(attention_output(folded, keys, values, options, mask=mask, folded=True))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
     def _mask(self, span: int, window: int | None) -> Tensor:
         if (span, window) not in self._masks:
             first, end, used = self.spans[span]
             keys = torch.arange(used, device=self.positions.device)
-            self._masks[span, window] = visible(self.positions[first:end, None], keys, window)[:, None, None]
+            self._masks[span, window] = causal_mask(self.positions[first:end, None], keys, window)[
+                :, None, None
+            ]
         return self._masks[span, window]
 
 
-class TwinDecode:
-    """One token for each of the first rows, computed once for rows that hold the very same tokens; each keeps its own cache."""
+class SharedDecode:
+    """One token for each of the first rows, computed once for rows that hold exactly the same tokens; each
+    row keeps its own cache."""
 
-    def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, used: int, twins: Twins) -> None:
-        self.cache, self.rows, self.positions, self.used, self.twins = cache, rows, positions, used, twins
+    def __init__(
+        self, cache: KVCache, rows: Tensor, positions: Tensor, used: int, shared: SharedRows
+    ) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.positions = positions
+        self.used = used
+        self.shared = shared
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, flavour: Flavour) -> Tensor:
-        first, which = self.twins.first, self.twins.which
-        self.cache.write(layer, self.rows, self.positions, key[which, :, 0], value[which, :, 0])
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        first = self.shared.first
+        group = self.shared.group
+        self.cache.write(layer, self.rows, self.positions, key[group, :, 0], value[group, :, 0])
         keys, values = self.cache.read(layer, first, self.used)
         folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
-        if flavour.window not in self._masks:
+        mask = self._masks.get(options.window)
+        if mask is None:
             columns = torch.arange(self.used, device=self.positions.device)
-            self._masks[flavour.window] = visible(self.positions[first, None], columns, flavour.window)[:, None, None]
-        return scored(folded, keys, values, flavour, mask=self._masks[flavour.window], folded=True)
+            mask = causal_mask(self.positions[first, None], columns, options.window)[:, None, None]
+            self._masks[options.window] = mask
+        return attention_output(folded, keys, values, options, mask=mask, folded=True)
 
 
-def visible(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Whether a query at a position sees a key: not the future, and not what left the window."""
+def causal_mask(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Whether a query at a position sees a key: not in the future, and within the window."""
     seen = keys <= queries
-    return seen if window is None else seen & (queries - keys < window)
+    if window is not None:
+        seen = seen & (queries - keys < window)
+    return seen
 
 
-def scored(
+def attention_output(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    flavour: Flavour,
+    options: AttentionOptions,
     *,
     mask: Tensor | None = None,
     causal: bool = False,
@@ -275,46 +338,62 @@ def scored(
 
     `folded`: query is [B, key heads, heads per key head, D], a single position, instead of [B, heads, T, D].
     """
-    if flavour.softcap is not None or flavour.sinks is not None:
-        out = _explicit(query, key, value, flavour, mask, causal, folded)
+    if options.softcap is not None or options.sinks is not None:
+        out = _eager_attention(query, key, value, options, mask, causal, folded)
     else:
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=flavour.scale, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=causal, scale=options.scale, enable_gqa=grouped
         )
-    return out.flatten(1, 2)[:, None] if folded else out.transpose(1, 2)
+    if folded:
+        return out.flatten(1, 2)[:, None]
+    return out.transpose(1, 2)
 
 
-def _explicit(
-    query: Tensor, key: Tensor, value: Tensor, flavour: Flavour, mask: Tensor | None, causal: bool, folded: bool
+def _eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    mask: Tensor | None,
+    causal: bool,
+    folded: bool,
 ) -> Tensor:
-    """The definition, for what the fused kernels do not know."""
+    """Attention by its definition, for options that fused kernels do not have."""
     repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scale = query.shape[-1] ** -0.5 if flavour.scale is None else flavour.scale
+    key = key.repeat_interleave(repeats, 1)
+    value = value.repeat_interleave(repeats, 1)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = (query @ key.transpose(2, 3)).float() * scale
-    if flavour.softcap is not None:
-        scores = flavour.softcap * torch.tanh(scores / flavour.softcap)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    if flavour.sinks is not None:
-        sinks = flavour.sinks.float()
+    if options.sinks is not None:
+        sinks = options.sinks.float()
         sinks = sinks.view(query.shape[1], query.shape[2], 1) if folded else sinks.view(-1, 1, 1)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
         return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
     return scores.softmax(-1).to(value.dtype) @ value
 
 
-def _alike(members: list[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
-    """Groups in which padding adds at most a half, and in which all pieces start at 0 or all read the cache."""
-    group: list[tuple[int, Piece]] = []
-    for member in sorted(members, key=lambda m: (m[1].start > 0, len(m[1].tokens))):
-        if group and (
-            len(member[1].tokens) > 1.5 * len(group[0][1].tokens) + 8 or (member[1].start > 0) != (group[0][1].start > 0)
-        ):
-            yield group
-            group = []
+def _similar_lengths(members: list[Member]) -> Iterator[list[Member]]:
+    """Groups in which padding adds at most a half, and in which all chunks start at 0 or all read the
+    cache."""
+
+    def order(member: Member) -> tuple[bool, int]:
+        _, chunk = member
+        return chunk.start > 0, len(chunk.tokens)
+
+    group: list[Member] = []
+    for member in sorted(members, key=order):
+        reads_cache, length = order(member)
+        if group:
+            group_reads_cache, shortest = order(group[0])
+            if length > 1.5 * shortest + 8 or reads_cache != group_reads_cache:
+                yield group
+                group = []
         group.append(member)
     yield group

@@ -1,300 +1,384 @@
-"""The native engine: continuous batching over the trainer's own module. This is its door; the work is done in `batch`."""
+"""The native engine: continuous batching over the trainer's module, in the trainer's process.
+
+This file takes requests and returns completions; `step_loop` runs the steps.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from strop.config.engine import prefill_tokens
-from strop.models.tensor_parallel import Divided
-from strop.rollout.base import Completion, Request, Sampling, check_request, failed
-from strop.rollout.native.batch import Batch
-from strop.rollout.native.front import Front
-from strop.rollout.native.loan import Loan
-from strop.rollout.native.memory import cache_memory, may_stay
-from strop.rollout.native.meter import Meter
-from strop.rollout.native.runner import Runner
+from strop.config.derived import prefill_token_budget
+from strop.config.schema.rollout import RolloutConfig
+from strop.rollout.base import (
+    Completion,
+    MoreRequests,
+    Request,
+    Sampling,
+    check_request,
+    completion_limit,
+    copy_weights,
+    error_completions,
+    resolve_max_model_len,
+)
+from strop.rollout.native.async_driver import AsyncDriver
+from strop.rollout.native.borrowed_model import BorrowedModel
+from strop.rollout.native.kv_cache import cache_memory, may_stay
+from strop.rollout.native.runner import Meter, Runner
 from strop.rollout.native.sampler import stream
-from strop.rollout.native.scheduler import Sample
-from strop.rollout.native.ticket import Ticket
-from strop.rollout.weights import copy_weights, longest_sequence
+from strop.rollout.native.scheduler import ScheduledSample
+from strop.rollout.native.step_loop import RequestState, StepLoop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from strop.models.tensor_parallel import Divided
+    from strop.rollout.base import NamedWeights
 
 
 class NativeEngine:
-    """Samples from `model` itself: a weight update is seen at the next step, and costs nothing."""
+    """Samples from `model` itself: a weight update is visible at the next step and copies nothing."""
 
     same_stream = True
-    """A draw depends on its stream and position alone: an answer may be continued as if it had never stopped."""
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         *,
         max_model_len: int | None = None,
-        max_num_seqs: int = 1024,
-        max_num_batched_tokens: int | None = None,
-        enable_chunked_prefill: bool = True,
-        enable_prefix_caching: bool = True,
-        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = RolloutConfig.max_num_seqs,
+        max_num_batched_tokens: int | None = RolloutConfig.max_num_batched_tokens,
+        enable_chunked_prefill: bool = RolloutConfig.enable_chunked_prefill,
+        enable_prefix_caching: bool = RolloutConfig.enable_prefix_caching,
+        gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization,
         cache_bytes: int | None = None,
-        enforce_eager: bool = False,
+        enforce_eager: bool = RolloutConfig.enforce_eager,
         seed: int = 0,
     ) -> None:
-        """`cache_bytes`: memory of the cache; by default what `gpu_memory_utilization` leaves, or a quarter of the host's."""
-        device = next(model.parameters()).device
-        max_num_batched_tokens = prefill_tokens(max_num_batched_tokens, on_cpu=device.type == "cpu")
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
+        """`cache_bytes`: memory of the KV cache; by default what `gpu_memory_utilization` leaves, or a
+        quarter of the host's memory."""
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.seed = seed
+        self.version = 0
+        batch_tokens = prefill_token_budget(max_num_batched_tokens, on_cpu=self.device.type == "cpu")
+        if max_num_seqs < 1 or batch_tokens < 1:
             raise ValueError(
-                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={max_num_batched_tokens} must be at least 1."
+                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={batch_tokens} must be at least 1."
             )
-        self.model, self.device, self.seed, self.version = model, device, seed, 0
-        self._divided: Divided | None = getattr(model, "divided", None)
-        self.longest = longest_sequence(model, max_model_len)
-        self._limits: dict[str, Any] = {
-            "batch_tokens": max_num_batched_tokens,
-            "chunked": enable_chunked_prefill,
-            "graphs": not enforce_eager and self._divided is None,  # other ranks take part in every step
-        }
-        self._max_rows, self._share, self._cache_bytes = max_num_seqs, gpu_memory_utilization, cache_bytes
-        self._keep = enable_prefix_caching
-        self._woke = self._stays = self._scarce = False
-        """It woke since memory was last measured; the cache stayed when it went to sleep; somebody lacked what that took."""
+        self.max_model_len = resolve_max_model_len(model.config, max_model_len)
+        self._max_num_seqs = max_num_seqs
+        self._batch_tokens = batch_tokens
+        self._chunked_prefill = enable_chunked_prefill
+        self._prefix_caching = enable_prefix_caching
+        self._memory_share = gpu_memory_utilization
+        self._cache_bytes = cache_bytes
+        self._tensor_parallel: Divided | None = getattr(model, "divided", None)
+        # With tensor parallelism other ranks take part in every step, which a CUDA graph cannot record.
+        self._cuda_graphs = not enforce_eager and self._tensor_parallel is None
+        self._woke = False
+        """wake() was called since memory was last measured."""
+        self._kept_cache = False
+        """The KV cache stayed allocated during the last sleep()."""
+        self._memory_is_scarce = False
+        """A model ran out of memory while the cache stayed: never keep it again."""
         self._lock = threading.RLock()
-        self._batch: Batch | None = None
-        self._tickets: dict[int, Ticket] = {}
-        self._arrivals = 0
-        self._settings: tuple[Sampling, Sampling] | None = None
-        """The newest settings, as they were given and as samples have them: most requests of a batch come with the same."""
+        self._step_loop: StepLoop | None = None
+        self._requests: dict[int, RequestState] = {}
+        self._num_submitted = 0
         self._abort_below = 0
-        self._unwanted: set[int] = set()
-        """Numbers of tickets that are to end at the next step."""
+        """Requests with a lower number are aborted at the next step."""
+        self._cancelled: set[int] = set()
+        """Numbers of requests that are aborted at the next step."""
+        self._last_sampling: tuple[Sampling, Sampling] | None = None
+        """The newest Sampling as given and as samples use it: most requests of a batch have the same."""
         self._meter = Meter()
-        self.stream: torch.cuda.Stream | None = None
-        """Where its kernels run on a GPU; None: where everybody's do. With one of its own it samples while a trainer learns."""
-        self.loan = Loan(model, self._lock, self._weights_changed)
-        self._front = Front(self)
+        self._cuda_stream: torch.cuda.Stream | None = None
+        self.borrowed_model = BorrowedModel(model, self._lock, self._weights_changed)
+        self._async_driver = AsyncDriver(self, short_calls=self.device.type == "cuda")
 
-    # --- the protocol ----------------------------------------------------------------------------------------------------
+    # --- the engine protocol --------------------------------------------------------------------------------
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, more: Callable[[int], Sequence[Request]] | None = None
+        self, requests: Sequence[Request], sampling: Sampling, more: MoreRequests | None = None
     ) -> list[list[Completion]]:
-        """`more(rows)` gives further requests when so many rows are free, and none when there are no more."""
-        tickets = [self.submit(request, sampling) for request in requests]
-        left = list(tickets)
-        with self.loan():
-            while left or more is not None:
-                if more is not None and (rows := self._free_rows()):
-                    further = [self.submit(request, sampling) for request in more(rows)]
-                    more = more if further else None
-                    tickets += further
-                    left += further
-                if not left:
+        states = [self.submit(request, sampling) for request in requests]
+        pending = list(states)
+        with self.borrowed_model():
+            while pending or more is not None:
+                if more is not None and (free := self._num_free_slots()):
+                    further = [self.submit(request, sampling) for request in more(free)]
+                    if not further:
+                        more = None
+                    states += further
+                    pending += further
+                if not pending:
                     continue
-                if left[-1].done:
-                    left.pop()
+                if pending[-1].done:
+                    pending.pop()
                 else:
                     self.step()
-            with self._lock, self._lane():
-                self._drop_unwanted()
-        return [ticket.result() for ticket in tickets]
+            with self._lock, self._on_stream():
+                self._drop_aborted()
+        return [state.result() for state in states]
 
     async def agenerate(self, request: Request, sampling: Sampling) -> list[Completion]:
-        if self._divided is not None:
+        if self._tensor_parallel is not None:
             raise ValueError(
-                f"The weights are divided over {self._divided.parts} ranks, which must be given the same requests at the same "
-                "time; conversations are not. Set rollout.tensor_model_parallel_size=1."
+                f"The weights are divided over {self._tensor_parallel.parts} ranks, which must be given the "
+                "same requests at the same time; conversations are not. Set "
+                "rollout.tensor_model_parallel_size=1."
             )
-        return await self._front.ask(request, sampling)
+        return await self._async_driver.generate(request, sampling)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """What is running goes on under the new weights: its tokens stay, their keys and values are computed again."""
+    def update_weights(self, weights: NamedWeights, version: int) -> None:
+        """Running requests keep their tokens and continue with the new weights; their KV cache is computed
+        again."""
         with self._lock:
-            if self.stream is not None:
-                torch.cuda.current_stream().wait_stream(self.stream)
+            if self._cuda_stream is not None:
+                torch.cuda.current_stream().wait_stream(self._cuda_stream)
             self._weights_changed()
-            copy_weights(self.model, weights if self._divided is None else self._divided.own(weights))
-            if self.stream is not None:
-                self.stream.wait_stream(torch.cuda.current_stream())
+            if self._tensor_parallel is not None:
+                weights = self._tensor_parallel.own(weights)
+            copy_weights(self.model, weights)
+            if self._cuda_stream is not None:
+                self._cuda_stream.wait_stream(torch.cuda.current_stream())
             self.version = version
-            if self._batch is not None:
-                self._batch.version = version
+            if self._step_loop is not None:
+                self._step_loop.version = version
+
+    def use_stream(self, stream: torch.cuda.Stream | None) -> None:
+        """With its own stream the engine samples while the trainer computes."""
+        self._cuda_stream = stream
 
     def sleep(self) -> None:
-        """Give the cache's memory back.
+        """Free the KV cache.
 
-        A cache that recorded steps point into stays where there is plenty of memory: it would be taken again a moment later,
-        and recording all steps anew costs a second or two every time. Whoever runs out of memory meanwhile calls `let_go`.
+        A cache that recorded CUDA graphs point into stays allocated if there is plenty of memory: it would be
+        allocated again soon, and recording all graphs again costs one or two seconds each time. A model that
+        runs out of memory calls `release_memory`.
         """
         with self._lock:
             if not self.idle:
                 raise ValueError("sleep() while requests are running: wait for them, or call abort() first.")
-            self.loan.packed.drop()
-            if self._batch is None:
+            self.borrowed_model.packed.drop()
+            if self._step_loop is None:
                 return
-            runner = self._batch.runner
-            self._stays = runner.recorded and not self._scarce and may_stay(runner.device)
-            if not self._stays:
-                self._batch.free()
+            runner = self._step_loop.runner
+            self._kept_cache = runner.recorded and not self._memory_is_scarce and may_stay(runner.device)
+            if not self._kept_cache:
+                self._step_loop.free()
 
-    def let_go(self) -> bool:
-        """Give back what stayed over a sleep, and keep nothing from now on; False when there was nothing."""
+    def release_memory(self) -> bool:
+        """Free the KV cache that `sleep` kept, and keep it never again."""
         with self._lock:
-            if not self._stays or self._batch is None:
+            if not self._kept_cache or self._step_loop is None:
                 return False
-            self._batch.free()
-            self._stays, self._scarce = False, True
+            self._step_loop.free()
+            self._kept_cache = False
+            self._memory_is_scarce = True
             return True
 
     def wake(self) -> None:
-        """Forget what earlier requests left in the cache; it is taken when the next request needs it.
+        """Forget cached prefixes of earlier requests; the KV cache is allocated when the next request needs
+        it.
 
-        Copied keys and values are those of another pass, and may differ in the last bits from computed ones. So that a run
-        resumed after a kill has the numbers of one never killed, a phase must not see what the one before it left behind.
+        Copied keys and values come from another forward pass and may differ from computed ones in the last
+        bits. A resumed run must have the numbers of a run that was never killed, so a rollout must not reuse
+        what an earlier rollout left in the cache.
         """
         with self._lock:
-            self._stays, self._woke = False, True
-            self.loan.packed.drop()
-            if self._batch is not None:
-                self._batch.forget()
+            self._kept_cache = False
+            self._woke = True
+            self.borrowed_model.packed.drop()
+            if self._step_loop is not None:
+                self._step_loop.forget_finished()
 
     def abort(self, request: Request | None = None) -> None:
-        """End everything that was asked for until now, or this one request."""
+        """Abort all requests that were submitted until now, or only `request`."""
         if request is None:
-            self._abort_below = self._arrivals
-        else:
-            self._unwanted |= {ticket.number for ticket in list(self._tickets.values()) if ticket.request is request}
+            self._abort_below = self._num_submitted
+            return
+        for state in list(self._requests.values()):
+            if state.request is request:
+                self._cancelled.add(state.number)
 
     def stats(self) -> Mapping[str, float]:
         with self._lock:
-            return self._meter.read(self._max_rows)
+            return self._meter.read(self._max_num_seqs)
 
     def close(self) -> None:
         self.abort()
-        with self._lock, self._lane():
-            self._drop_unwanted()
-            self._batch = None
-        self._front.close()
+        with self._lock, self._on_stream():
+            self._drop_aborted()
+            self._step_loop = None
+        self._async_driver.close()
 
-    # --- requests in, completions out ------------------------------------------------------------------------------------
+    # --- requests in, completions out -----------------------------------------------------------------------
 
     def submit(
-        self, request: Request, sampling: Sampling, on_done: Callable[[Ticket], None] | None = None, *, lasting: bool = False
-    ) -> Ticket:
-        """Queue a request; `step` until its ticket is done. `lasting`: a conversation, which may go on where it ended."""
+        self,
+        request: Request,
+        sampling: Sampling,
+        on_done: Callable[[RequestState], None] | None = None,
+        *,
+        multi_turn: bool = False,
+    ) -> RequestState:
+        """Queue a request; call `step` until its state is done. `multi_turn`: a turn of a conversation, whose
+        next turn will have the same prefix."""
         with self._lock:
-            number = self._arrivals
-            self._arrivals += 1
-            ticket = Ticket(number, request, on_done)
-            why = check_request(request, self.vocabulary, self.longest, sampling)
-            wanted = sampling.max_tokens if request.max_tokens is None else request.max_tokens
-            limit = min(self.longest, len(request.ids) + wanted)
-            batch = self._ready()
-            why = why or batch.scheduler.too_long(limit)
-            if why is not None:
-                for index, completion in enumerate(failed(request, why, self.version)):
-                    ticket.deliver(index, completion)
-                return ticket
-            self._tickets[number] = ticket
+            number = self._num_submitted
+            self._num_submitted += 1
+            state = RequestState(number, request, on_done)
+            scheduler = self._ready().scheduler
+            limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
+            reason = check_request(request, self.vocab_size, self.max_model_len, sampling)
+            reason = reason or scheduler.over_budget(limit)
+            if reason is not None:
+                for index, completion in enumerate(error_completions(request, reason, self.version)):
+                    state.add(index, completion)
+                return state
+            self._requests[number] = state
             seed = stream(self.seed, number) if request.seed is None else request.seed
-            if self._settings is None or self._settings[0] is not sampling:
-                self._settings = sampling, replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
-            settings = self._settings[1]
+            settings = self._sample_settings(sampling)
             prompt = list(request.ids)
-            for index in range(ticket.count):
-                name = stream(seed, request.first + index)
-                listener = None if request.on_tokens is None else self._listener(ticket, index)
-                batch.scheduler.add([Sample(number, index, prompt, limit, settings, name, listener, lasting)])
-            return ticket
+            for index in range(state.count):
+                sample = ScheduledSample(
+                    number,
+                    index,
+                    prompt,
+                    limit,
+                    settings,
+                    stream(seed, request.first + index),
+                    self._listener(state, index),
+                    multi_turn,
+                )
+                scheduler.add([sample])
+            return state
 
-    def _free_rows(self) -> int:
-        """Rows that nobody runs in or waits for."""
+    def _sample_settings(self, sampling: Sampling) -> Sampling:
+        """The same object for all requests with this Sampling, so that few distinct ones are in a batch."""
+        if self._last_sampling is None or self._last_sampling[0] is not sampling:
+            settings = replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
+            self._last_sampling = (sampling, settings)
+        return self._last_sampling[1]
+
+    def _num_free_slots(self) -> int:
+        """Slots that no running or waiting sample will use."""
         scheduler = self._ready().scheduler
-        return 0 if scheduler.waiting else self._max_rows - len(scheduler.running)
+        if scheduler.waiting:
+            return 0
+        return self._max_num_seqs - len(scheduler.running)
 
     @property
-    def vocabulary(self) -> int:
-        return int(self.model.get_input_embeddings().num_embeddings)
+    def vocab_size(self) -> int:
+        return int(cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings)
 
     @property
     def idle(self) -> bool:
-        return self._batch is None or self._batch.idle
+        """Whether nothing is running or waiting."""
+        return self._step_loop is None or self._step_loop.idle
 
     def step(self) -> None:
-        """One round for everybody. If the module fails, all tickets fail with it and the engine is empty again."""
-        with self._lock, torch.no_grad(), self._lane():
-            self._drop_unwanted()
-            if self._batch is None or self._batch.idle:
+        """One step for all samples. If the module fails, all requests fail with its error and the engine is
+        empty again."""
+        with self._lock, torch.no_grad(), self._on_stream():
+            self._drop_aborted()
+            if self._step_loop is None or self._step_loop.idle:
                 return
             try:
-                self._batch.step()
+                self._step_loop.step()
             except BaseException as error:
-                tickets, self._tickets = list(self._tickets.values()), {}
-                self._batch.clear()
-                for ticket in tickets:
-                    ticket.fail(error)
+                states = list(self._requests.values())
+                self._requests = {}
+                self._step_loop.clear()
+                for state in states:
+                    state.fail(error)
                 if not isinstance(error, Exception):
                     raise
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for this one any more."""
-        self._unwanted.add(ticket.number)
+    def cancel(self, state: RequestState) -> None:
+        """Abort one request at the next step."""
+        self._cancelled.add(state.number)
 
-    def _lane(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+    def _on_stream(self) -> AbstractContextManager[object]:
+        if self._cuda_stream is None:
+            return nullcontext()
+        return torch.cuda.stream(self._cuda_stream)
 
-    def _ready(self) -> Batch:
-        """The batch, once the module was measured; the cache may take what memory there is when it is empty, or when the engine
-        wakes: others may have taken some meanwhile."""
-        if self._batch is None:
-            with self.loan(), torch.no_grad():
-                runner = Runner(self.model, **self._limits)
-            self._batch = Batch(runner, max_rows=self._max_rows, keep=self._keep, give=self._give, meter=self._meter)
-            self._batch.after_step = self.loan.packed.stepped
-            self._batch.version = self.version
-        batch = self._batch
-        cache = batch.runner.cache
-        if batch.idle and (cache.rows == 0 or self._woke):
+    def _ready(self) -> StepLoop:
+        """The step loop with a memory budget. The budget is measured when the cache is empty or the engine
+        woke up, because other models may have allocated memory in between."""
+        if self._step_loop is None:
+            self._step_loop = self._build_step_loop()
+        loop = self._step_loop
+        cache = loop.runner.cache
+        if loop.idle and (cache.rows == 0 or self._woke):
             self._woke = False
-            # What it has already nobody else can take.
-            size = self._cache_bytes or max(
-                cache.bytes, cache_memory(self.model, batch.runner.device, self._share, cache.bytes)
+            size = self._cache_bytes
+            if not size:
+                free = cache_memory(self.model, loop.runner.device, self._memory_share, cache.bytes)
+                size = max(cache.bytes, free)  # what the cache already has stays available
+            if self._tensor_parallel is not None:  # all ranks must schedule alike
+                size = self._tensor_parallel.smallest(size)
+            loop.set_budget(size // cache.bytes_per_token)
+        return loop
+
+    def _build_step_loop(self) -> StepLoop:
+        with self.borrowed_model(), torch.no_grad():
+            runner = Runner(
+                self.model,
+                batch_tokens=self._batch_tokens,
+                chunked=self._chunked_prefill,
+                cuda_graphs=self._cuda_graphs,
             )
-            if self._divided is not None:  # who may run, and when, must be decided alike
-                size = self._divided.smallest(size)
-            batch.budget(size // cache.bytes_per_token)
-        return batch
+        loop = StepLoop(
+            runner,
+            max_num_seqs=self._max_num_seqs,
+            prefix_caching=self._prefix_caching,
+            on_finished=self._on_finished,
+            after_step=self.borrowed_model.packed.stepped,
+            meter=self._meter,
+        )
+        loop.version = self.version
+        return loop
 
     def _weights_changed(self) -> None:
-        self.loan.packed.drop()
-        if self._batch is not None:
-            self._batch.start_over()
+        self.borrowed_model.packed.drop()
+        if self._step_loop is not None:
+            self._step_loop.recompute_all()
 
-    def _listener(self, ticket: Ticket, index: int) -> Callable[[list[int], list[float]], None]:
-        def tell(ids: list[int], log_probs: list[float]) -> None:
-            assert ticket.request.on_tokens is not None
+    def _listener(self, state: RequestState, index: int) -> Callable[[list[int], list[float]], None] | None:
+        """Streams the tokens of one sample to the request's callback."""
+        on_tokens = state.request.on_tokens
+        if on_tokens is None:
+            return None
+
+        def listener(ids: list[int], log_probs: list[float]) -> None:
             try:
-                ticket.request.on_tokens(index, ids, log_probs)
-            except Exception as error:  # noqa: BLE001 - the caller's own code: its failure must not reach the others
-                ticket.fail(error)
-                self.cancel(ticket)
+                on_tokens(index, ids, log_probs)
+            except Exception as error:  # noqa: BLE001 - a failing callback fails only its request
+                state.fail(error)
+                self.cancel(state)
 
-        return tell
+        return listener
 
-    def _give(self, sample: Sample, completion: Completion) -> None:
-        ticket = self._tickets[sample.request]
-        ticket.deliver(sample.index, completion)
-        if ticket.complete:
-            del self._tickets[sample.request]
+    def _on_finished(self, sample: ScheduledSample, completion: Completion) -> None:
+        state = self._requests[sample.request]
+        state.add(sample.index, completion)
+        if state.complete:
+            del self._requests[sample.request]
 
-    def _drop_unwanted(self) -> None:
-        below, unwanted = self._abort_below, self._unwanted
-        if self._batch is not None and self._tickets and (unwanted or min(self._tickets) < below):
-            self._batch.drop(lambda sample: sample.request < below or sample.request in unwanted)
-        self._unwanted = set()
+    def _drop_aborted(self) -> None:
+        below = self._abort_below
+        cancelled = self._cancelled
+        any_aborted = self._requests and (cancelled or min(self._requests) < below)
+        if self._step_loop is not None and any_aborted:
+            self._step_loop.abort(lambda sample: sample.request < below or sample.request in cancelled)
+        self._cancelled = set()

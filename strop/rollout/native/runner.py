@@ -1,170 +1,395 @@
-"""Running the module: prompts that join, and steps of all running rows."""
+"""Runs the module: prefill of admitted samples, and decode steps of all running rows. Also here: decode steps
+as CUDA graphs, and the meter of tokens and time."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from strop.rollout.native.accelerated import kernels
-from strop.rollout.native.attention import Decode, Piece, Prefill, Shapes, Step, TwinDecode
-from strop.rollout.native.cache import Cache
-from strop.rollout.native.graphs import Graphs
-from strop.rollout.native.rows import Rows
-from strop.rollout.native.scheduler import Admission, Sample
+from strop.rollout.native.attention import (
+    Decode,
+    Prefill,
+    PrefillChunk,
+    ShapeProbe,
+    SharedDecode,
+    Step,
+)
+from strop.rollout.native.decode_rows import DecodeRows, Features
+from strop.rollout.native.kv_cache import KVCache, kernels
+from strop.rollout.native.scheduler import Admission, ScheduledSample
 
-_SPAN = 16
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+    from transformers import PreTrainedModel
+
+_GRAPH_LENGTH = 128
+"""CUDA graphs are recorded for multiples of this length."""
+_SPAN_ROWS = 16
+"""Rows of one span: see Runner._spans."""
+
+Span = tuple[int, int, int]
+"""First row, end row, used length."""
+
+
+class Meter:
+    """Counts tokens and time of the engine since the last reading."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self.tokens = 0
+        self.preemptions = 0
+        self.out_of_memory = 0
+        self._computed_tokens = 0
+        self._needed_tokens = 0
+        self._prefill_seconds = 0.0
+        self._decode_seconds = 0.0
+        self._steps = 0
+        self._row_steps = 0
+        self._max_cache_use = 0.0
+
+    @contextmanager
+    def prefill(self, device: torch.device) -> Iterator[None]:
+        """Time a prefill."""
+        start = _now(device)
+        yield
+        self._prefill_seconds += _now(device) - start
+
+    @contextmanager
+    def decode(self, device: torch.device) -> Iterator[None]:
+        """Time decode steps."""
+        start = _now(device)
+        yield
+        self._decode_seconds += _now(device) - start
+
+    def admitted(self, computed: int, needed: int) -> None:
+        """Sequences of `needed` tokens were admitted, of which `computed` were not cached."""
+        self._computed_tokens += computed
+        self._needed_tokens += needed
+
+    def decoded(self, steps: int, rows: int, held: int, budget: int) -> None:
+        """`steps` decode steps of `rows` rows ran, which hold `held` of `budget` tokens now."""
+        self._steps += steps
+        self._row_steps += steps * rows
+        self._max_cache_use = max(self._max_cache_use, held / max(1, budget))
+
+    def read(self, max_num_seqs: int) -> dict[str, float]:
+        """The numbers since the last reading."""
+        seconds = self._prefill_seconds + self._decode_seconds
+        reuse = 0.0
+        if self._needed_tokens:
+            reuse = 1 - self._computed_tokens / self._needed_tokens
+        numbers = {
+            "tokens": float(self.tokens),
+            "prompt_tokens": float(self._computed_tokens),
+            "prefix_reuse": reuse,
+            "seconds": seconds,
+            "tokens_per_second": _ratio(self.tokens, seconds),
+            "occupancy": _ratio(self._row_steps, self._steps * max_num_seqs),
+            "cache_use": self._max_cache_use,
+            "prefill_share": _ratio(self._prefill_seconds, seconds),
+            "preemptions": float(self.preemptions),
+            "out_of_memory": float(self.out_of_memory),
+        }
+        self._reset()
+        return numbers
+
+
+def _ratio(value: float, total: float) -> float:
+    return value / total if total else 0.0
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def graph_rows(rows: int, limit: int) -> int:
+    """The number of rows of the CUDA graph for `rows`: powers of two, and half-way points from 16 on."""
+    size = 1
+    while size < rows:
+        size *= 2
+    middle = size * 3 // 4
+    if size > 16 and rows <= middle:
+        size = middle
+    return min(size, limit)
+
+
+class CudaGraphs:
+    """Decode steps as CUDA graphs: one per number of rows, used length and set of sampling features.
+
+    A graph replaces thousands of kernel launches by one. If the module cannot be recorded (its forward pass
+    synchronizes with the device), steps run eagerly, and a warning says so once.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
+        self._pool: _POOL_HANDLE | None = None
+        self._refused = False
+        self._weights: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Drop all graphs: they point at tensors that are about to be freed."""
+        self._graphs.clear()
+        self._pool = None
+
+    def check(self, model: nn.Module) -> None:
+        """Drop all graphs if weights have moved: offloaded and onloaded, or replaced."""
+        addresses = tuple(weight.data_ptr() for weight in model.parameters())
+        if addresses != self._weights:
+            self.clear()
+            self._weights = addresses
+
+    def step(self, runner: Runner, rows: int, longest: int, used: Features) -> None:
+        """One decode step: replay its graph, or record it."""
+        if self._refused:
+            runner.step(rows, [(0, rows, longest)], used)
+            return
+        rows = graph_rows(rows, runner.cache.rows)
+        if kernels("cuda") is not None and not used["penalty"]:
+            longest = runner.cache.capacity  # the kernels read only what is used
+        longest = min(-(-longest // _GRAPH_LENGTH) * _GRAPH_LENGTH, runner.cache.capacity)
+        key = (rows, longest, *used.items())
+        if key not in self._graphs:
+            # The first step with this key runs eagerly, which also warms up what must not be recorded.
+            runner.step(rows, [(0, rows, longest)], used)
+            self._record(key, runner, rows, longest, used)
+            return
+        self._graphs[key].replay()
+
+    def _record(
+        self, key: tuple[object, ...], runner: Runner, rows: int, longest: int, used: Features
+    ) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # thread_local: a trainer in another thread may allocate memory at the same time.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                runner.step(rows, [(0, rows, longest)], used)
+        except RuntimeError as error:
+            self._refused = True
+            warnings.warn(
+                f"CUDA graphs are off for this model: recording a decode step failed ({error}).", stacklevel=2
+            )
+            return
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
 
 
 class Runner:
-    def __init__(self, model: Any, *, batch_tokens: int, chunked: bool, graphs: bool) -> None:
-        """`batch_tokens`: most prompt tokens of one forward pass; `chunked`: longer prompts are split, else they run alone."""
-        self.model, self.batch_tokens, self.chunked = model, batch_tokens, chunked
-        self.device = model.get_input_embeddings().weight.device
-        self.rows = Rows(self.device)
-        self.cache = self._measure()
-        core = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._selects = "logits_to_keep" in inspect.signature(core.forward).parameters
-        self._graphs = Graphs() if graphs and self.device.type == "cuda" else None
-        # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was sampled.
-        self._pairs = self.device.type == "cpu"
-        self.lends = kernels(self.device.type) is not None
-        """Whether decode steps read the prompt of a request in one place for all of its samples."""
+    def __init__(
+        self, model: PreTrainedModel, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
+    ) -> None:
+        """`batch_tokens`: limit of prompt tokens of one forward pass; `chunked`: longer prompts are split,
+        else they run alone."""
+        self.model = model
+        self.batch_tokens = batch_tokens
+        self.chunked = chunked
+        self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
+        self.rows = DecodeRows(self.device)
+        self.cache = self._build_cache()
+        get_base_model = getattr(model, "get_base_model", None)
+        core = model if get_base_model is None else get_base_model()
+        self._selects_logits = "logits_to_keep" in inspect.signature(core.forward).parameters
+        self._graphs: CudaGraphs | None = None
+        if cuda_graphs and self.device.type == "cuda":
+            self._graphs = CudaGraphs()
+        # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was
+        # sampled.
+        self._dedup_rows = self.device.type == "cpu"
+        self.shares_prefix_reads = kernels(self.device.type) is not None
+        """Whether decode steps read the prompt of a request in one row for all its samples."""
 
-    def _measure(self) -> Cache:
-        """An empty cache, after one pass of one token that shows which layers attend."""
-        shapes = Shapes()
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._forward(nothing, nothing, shapes)
-        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        strange = sorted({kind for kind in kinds if not kind.endswith("attention") or kind == "linear_attention"})
-        if not shapes.layers or strange:
-            why = f"has layers of the kind {', '.join(strange)}" if strange else "does not take a registered attention function"
-            raise ValueError(f"{type(self.model).__name__} {why}, so the native engine cannot drive it. Set rollout.name=hf.")
-        return Cache(shapes.layers, dtype=shapes.dtype, device=self.device)
+    def _build_cache(self) -> KVCache:
+        """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
+        probe = ShapeProbe()
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._forward(zero, zero, probe)
+        unsupported = set()
+        for kind in getattr(self.model.config.get_text_config(), "layer_types", None) or []:
+            if not kind.endswith("attention") or kind == "linear_attention":
+                unsupported.add(kind)
+        problem = None
+        if unsupported:
+            problem = f"has layers of the kind {', '.join(sorted(unsupported))}"
+        elif not probe.layers:
+            problem = "does not take a registered attention function"
+        if problem is not None:
+            raise ValueError(
+                f"{type(self.model).__name__} {problem}, so the native engine cannot drive it. Set "
+                "rollout.name=hf."
+            )
+        return KVCache(probe.layers, dtype=probe.dtype, device=self.device)
 
-    def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: Any) -> Tensor:
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, rollout=step, **more).logits
+    def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: Tensor) -> Tensor:
+        output = self.model(input_ids=ids, position_ids=positions, use_cache=False, rollout=step, **more)
+        logits: Tensor = output.logits
+        return logits
 
-    def fit(self, rows: int, capacity: int, keep: int, stops: int) -> None:
-        """Grow, or shrink in one direction to grow in the other; the first `keep` rows keep what they hold."""
-        if rows > self.cache.rows or capacity > self.cache.capacity:
+    def fit(self, rows: int, capacity: int, keep: int, num_stops: int) -> None:
+        """Grow the cache, or shrink one dimension to grow the other; the first `keep` rows keep their
+        contents."""
+        cache = self.cache
+        if rows > cache.rows or capacity > cache.capacity:
             if self._graphs is not None:
                 self._graphs.clear()
-            self.cache.resize(rows, capacity, keep)
-        if (self.cache.rows, self.cache.capacity) != (self.rows.rows, self.rows.capacity) or stops > self.rows.stops:
+            cache.resize(rows, capacity, keep)
+        same_size = (cache.rows, cache.capacity) == (self.rows.rows, self.rows.capacity)
+        if not same_size or num_stops > self.rows.num_stops:
             if self._graphs is not None:
                 self._graphs.clear()
-            self.rows.resize(self.cache.rows, self.cache.capacity, keep, max(stops, self.rows.stops))
+            self.rows.resize(cache.rows, cache.capacity, keep, max(num_stops, self.rows.num_stops))
 
     @property
     def recorded(self) -> bool:
-        """Whether decode steps were recorded, which point into the cache."""
+        """Whether CUDA graphs were recorded, which point into the cache."""
         return self._graphs is not None and len(self._graphs) > 0
 
     def free(self) -> None:
+        """Free the cache and the rows."""
         if self._graphs is not None:
             self._graphs.clear()
         self.cache.free()
         self.rows.resize(0, 0, 0, 1)
 
-    def prefill(self, admissions: Sequence[Admission], streams: Sequence[int]) -> int:
-        """Compute what the seated samples lack and sample the next token of each; returns the tokens computed, or yet to be
-        computed for those that are fed.
+    # --- prefill --------------------------------------------------------------------------------------------
 
-        What an admission shares with its donor is in its row already.
+    def prefill(self, admissions: Sequence[Admission]) -> int:
+        """Compute the uncached tokens of admitted samples and sample the next token of each. Returns the
+        number of tokens computed, those of decode prefills included.
+
+        Cached tokens are in their rows already.
         """
         if self._graphs is not None:
             self._graphs.check(self.model)
-        self.rows.fill(admissions, streams)
-        followers: dict[int, list[Admission]] = {}
-        own = [a for a in admissions if a.leader is None and not a.fed]
+        self.rows.fill(admissions)
+        computed = 0
+        chunks = []
+        by_row: dict[int, Admission] = {}
+        duplicates: dict[int, list[Admission]] = {}
         for admission in admissions:
-            if admission.leader is not None:
-                followers.setdefault(admission.leader, []).append(admission)
-        by_row = {a.row: a for a in own}
-        pieces = [Piece(a.row, a.shared, [*a.sample.prompt, *a.sample.tokens][a.shared :]) for a in own]
-        for batch in self._batches(pieces):
-            self._run_pieces(batch, by_row, followers)
-        return sum(len(piece.tokens) for piece in pieces) + sum(a.sample.length - a.shared for a in admissions if a.fed)
+            if admission.duplicate_of is not None:
+                duplicates.setdefault(admission.duplicate_of, []).append(admission)
+                continue
+            sample = admission.sample
+            num_cached = admission.num_cached_tokens
+            computed += sample.length - num_cached
+            if not admission.decode_prefill:
+                by_row[admission.row] = admission
+                chunks.append(PrefillChunk(admission.row, num_cached, sample.sequence[num_cached:]))
+        for batch in self._batches(chunks):
+            self._run_chunks(batch, by_row, duplicates)
+        return computed
 
-    def _run_pieces(self, batch: list[Piece], own: dict[int, Admission], followers: dict[int, list[Admission]]) -> None:
+    def _run_chunks(
+        self,
+        batch: list[PrefillChunk],
+        by_row: dict[int, Admission],
+        duplicates: dict[int, list[Admission]],
+    ) -> None:
+        """One forward pass. Rows whose last chunk is in it sample a token, with their duplicates."""
         step = Prefill(self.cache, batch, self.device)
-        whole = [i for i, piece in enumerate(batch) if piece.end == own[piece.row].sample.length]
-        last = step.last[whole]
-        more = {"logits_to_keep": last} if self._selects else {}
+        complete = [i for i, chunk in enumerate(batch) if chunk.end == by_row[chunk.row].sample.length]
+        last = step.last[complete]
+        more = {"logits_to_keep": last} if self._selects_logits else {}
         logits = self._forward(step.ids, step.positions[None], step, **more)[0]
-        if not whole:
+        if not complete:
             return
-        if not self._selects:
+        if not self._selects_logits:
             logits = logits[last]
-        seated, source = [], []
-        copies: list[tuple[int, int]] = []
-        for i, at in enumerate(whole):
-            leader = own[batch[at].row]
-            group = [leader, *followers.get(leader.row, [])]
-            seated += group
-            source += [i] * len(group)
-            copies += [(leader.row, a.row) for a in group[1:]]
-        longest = max(a.sample.length for a in seated)
-        self.cache.copy([a for a, _ in copies], [b for _, b in copies], longest)
-        rows = torch.tensor([a.row for a in seated], device=self.device)
-        samples = [a.sample for a in seated]
-        self._advance(rows, logits[source], self.rows.knobs(samples), longest)
+        rows = []
+        samples = []
+        logits_index = []
+        sources = []
+        targets = []
+        for i, chunk_index in enumerate(complete):
+            first = by_row[batch[chunk_index].row]
+            copies = duplicates.get(first.row, [])
+            for admission in (first, *copies):
+                rows.append(admission.row)
+                samples.append(admission.sample)
+                logits_index.append(i)
+            for admission in copies:
+                sources.append(first.row)
+                targets.append(admission.row)
+        longest = max(sample.length for sample in samples)
+        self.cache.copy(sources, targets, longest)
+        row_index = torch.tensor(rows, device=self.device)
+        self._sample(row_index, logits[logits_index], self.rows.features(samples), longest)
 
-    def _batches(self, pieces: list[Piece]) -> list[list[Piece]]:
-        """Pieces in batches of at most `batch_tokens`; long ones are split, or alone where that is not allowed."""
-        batches: list[list[Piece]] = [[]]
+    def _batches(self, chunks: list[PrefillChunk]) -> list[list[PrefillChunk]]:
+        """Chunks in batches of at most `batch_tokens`; longer ones are split, or run alone if `chunked` is
+        off."""
+        batches: list[list[PrefillChunk]] = [[]]
         room = self.batch_tokens
-        for piece in pieces:
-            while True:
-                if len(piece.tokens) <= room:
-                    break
-                if self.chunked and (room > 0 and (not batches[-1] or len(piece.tokens) > self.batch_tokens)):
-                    batches[-1].append(Piece(piece.row, piece.start, piece.tokens[:room]))
-                    piece = Piece(piece.row, piece.start + room, piece.tokens[room:])
+        for chunk in chunks:
+            while len(chunk.tokens) > room:
+                fits_in_no_batch = len(chunk.tokens) > self.batch_tokens
+                if self.chunked and room > 0 and (not batches[-1] or fits_in_no_batch):
+                    batches[-1].append(PrefillChunk(chunk.row, chunk.start, chunk.tokens[:room]))
+                    chunk = PrefillChunk(chunk.row, chunk.start + room, chunk.tokens[room:])
                 elif not batches[-1]:
                     break
                 batches.append([])
                 room = self.batch_tokens
-            batches[-1].append(piece)
-            room -= len(piece.tokens)
+            batches[-1].append(chunk)
+            room -= len(chunk.tokens)
         return [batch for batch in batches if batch]
 
-    def decode(self, samples: Sequence[Sample], lengths: Sequence[int], steps: int) -> None:
-        """`steps` tokens for every running row."""
-        used = self.rows.knobs(samples)
+    # --- decode ---------------------------------------------------------------------------------------------
+
+    def decode(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int) -> None:
+        """Sample `steps` tokens for every running row."""
+        used = self.rows.features(samples)
         for i in range(steps):
             if self._graphs is not None:
                 self._graphs.step(self, len(samples), max(lengths) + i, used)
             else:
                 self.step(len(samples), self._spans(lengths, i), used)
 
-    def _spans(self, lengths: Sequence[int], ahead: int) -> list[tuple[int, int, int]]:
-        """Rows in stretches with a used length of their own, in so far as that saves reading."""
+    def _spans(self, lengths: Sequence[int], ahead: int) -> list[Span]:
+        """Spans of rows with their own used length, if that saves reading."""
         count = len(lengths)
-        if self.device.type == "cuda" or max(lengths) <= 1.25 * min(lengths) + _SPAN:
+        if self.device.type == "cuda" or max(lengths) <= 1.25 * min(lengths) + _SPAN_ROWS:
             return [(0, count, max(lengths) + ahead)]
-        return [(i, min(i + _SPAN, count), max(lengths[i : i + _SPAN]) + ahead) for i in range(0, count, _SPAN)]
+        spans = []
+        for first in range(0, count, _SPAN_ROWS):
+            end = min(first + _SPAN_ROWS, count)
+            spans.append((first, end, max(lengths[first:end]) + ahead))
+        return spans
 
-    def step(self, count: int, spans: Sequence[tuple[int, int, int]], used: dict[str, bool | int]) -> None:
-        """One token for the first `count` rows: reads and writes tensors of fixed place only, so it can be recorded."""
+    def step(self, count: int, spans: Sequence[Span], used: Features) -> None:
+        """One token for the first `count` rows. It reads and writes tensors at fixed addresses only, so a
+        CUDA graph can record it."""
         rows = torch.arange(count, device=self.device)
         ids, positions = self.rows.inputs(rows)
         longest = max(length for *_, length in spans)
-        twins = self.rows.twins(count) if self._pairs and len(spans) == 1 else None
-        if twins is None:
-            step: Step = Decode(self.cache, rows, positions, spans, self.rows.lent(count))
-            logits = self._forward(ids[:, None], positions[:, None], step)[:, -1]
+        shared = None
+        if self._dedup_rows and len(spans) == 1:
+            shared = self.rows.shared_rows(count)
+        if shared is None:
+            decode = Decode(self.cache, rows, positions, spans, self.rows.prefix_rows(count))
+            logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
         else:
-            step = TwinDecode(self.cache, rows, positions, longest, twins)
-            logits = self._forward(ids[twins.first, None], positions[twins.first, None], step)[:, -1][twins.which]
-        self._advance(rows, logits, used, longest)
+            first = shared.first
+            shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
+            logits = self._forward(ids[first, None], positions[first, None], shared_decode)[:, -1]
+            logits = logits[shared.group]
+        self._sample(rows, logits, used, longest)
 
-    def _advance(self, rows: Tensor, logits: Tensor, used: dict[str, bool | int], longest: int) -> None:
-        self.rows.advance(rows, logits, used, longest)
-        if self._pairs:
-            self.rows.part(rows)
+    def _sample(self, rows: Tensor, logits: Tensor, used: Features, longest: int) -> None:
+        self.rows.sample_next(rows, logits, used, longest)
+        if self._dedup_rows:
+            self.rows.split_groups(rows)

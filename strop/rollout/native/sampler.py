@@ -1,9 +1,9 @@
-"""Drawing the next token of each row, exactly and without a random number per vocabulary entry.
+"""Samples the next token of each row, exactly and with one random number per row.
 
-A row has one uniform number u, a hash of its stream and the position, so a draw does not depend on what else is in the batch.
-The token is the first one whose cumulative weight exceeds u times the total weight. Reported log-probs are those of the
-model at the temperature (1 for greedy rows): before repetition penalty, top-k, top-p and min-p, which is what training
-recomputes.
+The uniform number u of a row is a hash of its random stream and the position, so a sampled token does not
+depend on the rest of the batch. The token is the first one whose cumulative weight exceeds u times the total
+weight. Reported log-probs are those of the model at the temperature (1 for greedy rows): before repetition
+penalty, top-k, top-p and min-p, which is what training recomputes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALL = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
-class Knobs:
-    """Sampling settings, one entry per row. A setting that no row uses is None, and costs nothing."""
+class SamplingTensors:
+    """Sampling settings, one entry per row. A setting that no row uses is None and costs nothing."""
 
     temperature: Tensor | None = None
     """None: all 1. Greedy rows carry 1."""
@@ -32,14 +32,14 @@ class Knobs:
     all_greedy: bool = False
     top_k: Tensor | None = None
     """Entries are at least 1; a row that takes all tokens carries ALL."""
-    widest: int = 0
-    """The largest entry of top_k; 0 with top_k None."""
+    max_top_k: int = 0
+    """The largest entry of top_k; 0 if top_k is None."""
     top_p: Tensor | None = None
     min_p: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     tokens: Tensor
     log_probs: Tensor
     valid: Tensor
@@ -47,9 +47,8 @@ class Draw:
 
 
 def stream(seed: int, sample: int) -> int:
-    """The name of the random stream of one sample, as a signed 64-bit number."""
-    mixed = _mix((_mix((seed + _GOLDEN) & _BITS) + (sample + 1) * _GOLDEN) & _BITS)
-    return mixed - (1 << 64) if mixed >> 63 else mixed
+    """The random stream of one sample, as a signed 64-bit number."""
+    return _signed(_mix((_mix((seed + _GOLDEN) & _BITS) + (sample + 1) * _GOLDEN) & _BITS))
 
 
 def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
@@ -61,33 +60,37 @@ def uniforms(streams: Tensor, positions: Tensor) -> Tensor:
     return _shifted(z, 16).double() * 2.0**-48
 
 
-def sample(logits: Tensor, uniform: Tensor, knobs: Knobs, penalised: Tensor | None = None) -> Draw:
-    """One token per row of [rows, vocabulary]; `penalised` are the logits to draw from, where they differ."""
+def sample(
+    logits: Tensor, uniform: Tensor, settings: SamplingTensors, penalised: Tensor | None = None
+) -> SampledTokens:
+    """One token per row of [rows, vocabulary]; `penalised`: the logits to sample from, if they differ."""
     scaled = logits.float()
-    if knobs.temperature is not None:
-        scaled = scaled / knobs.temperature[:, None]
+    if settings.temperature is not None:
+        scaled = scaled / settings.temperature[:, None]
     weights, top, total = _weights(scaled)
     valid = torch.isfinite(total)
     if penalised is not None:
         source = penalised.float()
-        if knobs.temperature is not None:
-            source = source / knobs.temperature[:, None]
-        drawn_from, _, mass = _weights(source)
+        if settings.temperature is not None:
+            source = source / settings.temperature[:, None]
+        weights, _, mass = _weights(source)
     else:
-        source, drawn_from, mass = scaled, weights, total
-    if knobs.all_greedy:
+        source = scaled
+        mass = total
+    if settings.all_greedy:
         tokens = source.argmax(-1)
     else:
-        tokens = _choose(drawn_from, mass, uniform, knobs)
-        if knobs.greedy is not None:
-            tokens = torch.where(knobs.greedy, source.argmax(-1), tokens)
+        tokens = _sample_token(weights, mass, uniform, settings)
+        if settings.greedy is not None:
+            tokens = torch.where(settings.greedy, source.argmax(-1), tokens)
     tokens = torch.where(valid, tokens, 0)
     log_probs = scaled.gather(1, tokens[:, None])[:, 0] - top - total.log().to(scaled.dtype)
-    return Draw(tokens, log_probs, valid)
+    return SampledTokens(tokens, log_probs, valid)
 
 
-def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Logits with those of `seen` tokens [rows, any] divided by the penalty where positive, multiplied where negative."""
+def apply_penalty(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Logits with those of `seen` tokens [rows, any] divided by the penalty where positive, multiplied where
+    negative."""
     logits = logits.float()
     scores = logits.gather(1, seen)
     factor = penalty[:, None]
@@ -105,25 +108,30 @@ def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, top, total
 
 
-def _choose(weights: Tensor, total: Tensor, uniform: Tensor, knobs: Knobs) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p; the draw itself always goes through the vocabulary in its own order."""
-    if knobs.top_k is not None or knobs.top_p is not None:
-        weights = _head(weights, total, knobs)
-    if knobs.min_p is not None:
-        weights = weights.where(weights >= knobs.min_p[:, None], 0)  # the heaviest token weighs 1
-    return _invert(weights, uniform)
+def _sample_token(weights: Tensor, total: Tensor, uniform: Tensor, settings: SamplingTensors) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p; the cumulative weights are always in the order of the
+    vocabulary."""
+    if settings.top_k is not None or settings.top_p is not None:
+        weights = _apply_top_k_top_p(weights, total, settings)
+    if settings.min_p is not None:
+        weights = weights.where(weights >= settings.min_p[:, None], 0)  # the heaviest token weighs 1
+    return _inverse_cdf(weights, uniform)
 
 
-def _head(weights: Tensor, total: Tensor, knobs: Knobs) -> Tensor:
-    """Weights with all but the head of each row set to 0; rows without top-k and top-p stay whole."""
+def _apply_top_k_top_p(weights: Tensor, total: Tensor, settings: SamplingTensors) -> Tensor:
+    """Weights with all tokens outside of top-k and top-p set to 0; rows without both stay whole."""
     rows, size = weights.shape
-    top_k = torch.full((rows,), ALL, device=weights.device) if knobs.top_k is None else knobs.top_k
-    top_p = torch.ones(rows, device=weights.device) if knobs.top_p is None else knobs.top_p
-    bounded = knobs.top_k is not None and knobs.widest < size
+    top_k = settings.top_k
+    if top_k is None:
+        top_k = torch.full((rows,), ALL, device=weights.device)
+    top_p = settings.top_p
+    if top_p is None:
+        top_p = torch.ones(rows, device=weights.device)
+    bounded = settings.top_k is not None and settings.max_top_k < size
     whole = (top_p >= 1) & (top_k >= size)
-    width = min(size, knobs.widest if bounded else _CANDIDATES)
+    width = min(size, settings.max_top_k if bounded else _CANDIDATES)
     if not bounded and weights.is_cuda:
-        width = size  # a sort is cheaper than asking the device whether fewer would do
+        width = size  # a sort is cheaper than a sync to check whether fewer are enough
     values, index = weights.topk(width, sorted=True)
     while not bounded and width < size:
         reached = whole | (top_k <= width) | (values.double().sum(-1) >= total * top_p)
@@ -138,7 +146,7 @@ def _head(weights: Tensor, total: Tensor, knobs: Knobs) -> Tensor:
     return torch.where(whole[:, None], weights, torch.zeros_like(weights).scatter_(1, index, kept))
 
 
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
+def _inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first entry whose cumulative weight exceeds uniform · total; entries of weight 0 are never chosen.
 
     In two levels, blocks and entries of the chosen block, so that the long axis is only summed.

@@ -1,4 +1,4 @@
-"""The trainer's side of a vLLM that runs in a process of another environment."""
+"""The trainer's side of a vLLM that runs in a subprocess with another Python environment."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import contextlib
 import itertools
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from strop.rollout.base import Completion, EngineDied, Request, Sampling
-from strop.rollout.process import HostProcess
-from strop.rollout.vllm.wire import Wire, pack_request, unpack_completions
+from strop.rollout.external_host import HostProcess
+from strop.rollout.vllm.wire import Header, Wire, pack_request, unpack_completions
 
 
 class Remote:
-    """Takes what Driver takes, and passes it on."""
+    """Passes requests and commands to a Driver in the subprocess."""
 
-    def __init__(self, python: str, arguments: Mapping[str, Any], seeded: bool = False) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [python, "-m", "strop.rollout.vllm.worker", str(theirs.fileno())]
-            self._process = HostProcess("vllm", command, pass_fds=[theirs.fileno()])
-        self._wire = Wire(ours)
-        self._numbers = itertools.count()
-        self._waiting: dict[int, Future[Any]] = {}
+    def __init__(self, python: str, arguments: Mapping[str, object], seeded: bool = False) -> None:
+        local, remote = socket.socketpair()
+        with remote:
+            command = [python, "-m", "strop.rollout.vllm.worker", str(remote.fileno())]
+            self._process = HostProcess("vllm", command, pass_fds=[remote.fileno()])
+        self._wire = Wire(local)
+        self._message_ids = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        """By message id: of completions for a request, of None for a command."""
         self._lock = threading.Lock()
         self._death: str | None = None
+        """Why the subprocess is gone."""
         self._closing = False
         self._listener: threading.Thread | None = None
         self._wire.send({"arguments": dict(arguments), "seeded": seeded})
         first = self._wire.receive()
         if first is None:
-            story = self._process.story()
+            how_it_ended = self._process.describe_exit()
             self.close()
-            raise EngineDied(f"vLLM did not start. {story}")
+            raise EngineDied(f"vLLM did not start. {how_it_ended}")
         if "refused" in first[0]:
             self.close()
             raise ValueError(first[0]["refused"])
@@ -47,49 +49,48 @@ class Remote:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+    def submit(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
         header, numbers = pack_request(request, sampling)
-        return self._send({"do": "ask", **header}, numbers)
+        return self._send({"command": "generate", **header}, numbers)
 
-    def call(self, what: str, *arguments: Any) -> Future[Any]:
-        return self._send({"do": what, "arguments": list(arguments)})
+    def call(self, command: str, *arguments: object) -> Future[object]:
+        return self._send({"command": command, "arguments": list(arguments)})
 
-    def _send(self, header: dict[str, Any], numbers: bytes = b"") -> Future[Any]:
-        answer: Future[Any] = Future()
-        number = next(self._numbers)
+    def _send(self, header: Header, numbers: bytes = b"") -> Future[Any]:
+        future: Future[Any] = Future()
+        number = next(self._message_ids)
         with self._lock:
-            if self._death is None:
-                self._waiting[number] = answer
-            else:
-                answer.set_exception(EngineDied(self._death))
-                return answer
-        with contextlib.suppress(OSError):  # the listener hears of it too, and tells all who wait
+            if self._death is not None:
+                future.set_exception(EngineDied(self._death))
+                return future
+            self._pending[number] = future
+        with contextlib.suppress(OSError):  # the listener sees it too, and fails all pending futures
             self._wire.send({"id": number, **header}, numbers)
-        return answer
+        return future
 
     def _listen(self) -> None:
         while (message := self._wire.receive()) is not None:
             header, numbers = message
             with self._lock:
-                answer = self._waiting.pop(header["id"])
+                future = self._pending.pop(header["id"])
             if "error" in header:
-                kind = ValueError if header["refused"] else EngineDied
-                answer.set_exception(kind(f"The vllm engine: {header['error']}"))
+                kind: Callable[[str], Exception] = ValueError if header["refused"] else EngineDied
+                future.set_exception(kind(f"The vllm engine: {header['error']}"))
             elif "completions" in header:
-                answer.set_result(unpack_completions(header, numbers))
+                future.set_result(unpack_completions(header, numbers))
             else:
-                answer.set_result(None)
-        self._mourn()
+                future.set_result(None)
+        self._fail_pending()
 
-    def _mourn(self) -> None:
-        """Nobody is left on the other side: tell all who wait, and all who will ask."""
+    def _fail_pending(self) -> None:
+        """The subprocess is gone: fail all pending and all later requests."""
         with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
-            count = len(waiting)
-            how = "The engine was closed." if self._closing else self._process.story()
-            self._death = f"The vllm engine has gone with {count} of its requests unanswered. {how}"
-        for answer in waiting:
-            answer.set_exception(EngineDied(self._death))
+            pending = list(self._pending.values())
+            self._pending = {}
+            how = "The engine was closed." if self._closing else self._process.describe_exit()
+            self._death = f"The vllm engine has gone with {len(pending)} of its requests unanswered. {how}"
+        for future in pending:
+            future.set_exception(EngineDied(self._death))
 
     def close(self) -> None:
         self._closing = True

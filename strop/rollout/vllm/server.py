@@ -1,67 +1,70 @@
-"""vLLM as a server of this machine, started by the user with our extension (docs/rollout_engines.md has the command).
+"""vLLM as a server on this machine, started by the user with Strop's worker extension
+(docs/rollout_engines.md has the command).
 
-Prompts and answers travel as token ids over the OpenAI-compatible completions interface; weights by name of a file in shared
-memory, over the development interface (VLLM_SERVER_DEV_MODE=1).
+Prompts and completions are sent as token ids over the OpenAI-compatible completions API; weights by the name
+of a file in shared memory, over the development API (VLLM_SERVER_DEV_MODE=1).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
-from typing import Any
 
-from strop.rollout.base import Completion, Request, Sampling, failed
-from strop.rollout.http import JsonClient, Refused
-from strop.rollout.vllm.driver import SLEEPERS
+from strop.rollout.base import Completion, Request, Sampling, error_completions
+from strop.rollout.external_host import Json, JsonClient, ServerRefused
+from strop.rollout.vllm.driver import SLEEP_TAGS
 
 log = logging.getLogger(__name__)
 
 
-class Server:
-    """Takes what Driver takes, and asks a server."""
+class VllmServer:
+    """Sends requests and commands to a server, with the methods of Driver."""
 
     def __init__(self, url: str, seeded: bool = False) -> None:
         self._client = JsonClient("vllm", url)
         self._seeded = seeded
         self._version = 0
-        self._can_sleep, self._asleep = True, set[str]()
+        self._can_sleep = True
+        self._asleep: set[str] = set()
+        """Tags of memory that is freed now."""
         try:
-            card = self._client.ask("GET", "/v1/models")["data"][0]
+            card = self._client.request("GET", "/v1/models")["data"][0]
             self._model: str = card["id"]
-            self.longest: int = card["max_model_len"]
-            self.log_probs: str = self._rpc("strop_prepare")[0]
-        except Refused as error:
+            self.max_model_len: int = card["max_model_len"]
+            self.log_probs = str(self._rpc("strop_prepare")[0])
+        except ServerRefused as error:
             self._client.close()
             raise ValueError(
-                f"The vllm server at {url} cannot be trained with: {error}. Start it with VLLM_SERVER_DEV_MODE=1 and "
-                "--worker-extension-cls strop.rollout.vllm.extension.Extension."
+                f"The vllm server at {url} cannot be trained with: {error}. Start it with "
+                "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls strop.rollout.vllm.extension.Extension."
             ) from error
 
-    def ask(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
-        answer: Future[list[Completion]] = Future()
+    def submit(self, request: Request, sampling: Sampling) -> Future[list[Completion]]:
+        future: Future[list[Completion]] = Future()
 
-        def settle(done: Future[Any]) -> None:
+        def on_reply(done: Future[Json]) -> None:
             error = done.exception()
             if error is None:
-                found = read_choices(done.result(), self._version)
-                answer.set_result([copy.deepcopy(found[i % len(found)]) for i in range(request.n)])
-            elif isinstance(error, Refused):
-                answer.set_result(failed(request, str(error), self._version))
+                choices = read_choices(done.result(), self._version)
+                copies = [copy.deepcopy(choices[i % len(choices)]) for i in range(request.n)]
+                future.set_result(copies)
+            elif isinstance(error, ServerRefused):
+                future.set_result(error_completions(request, str(error), self._version))
             else:
-                answer.set_exception(error)
+                future.set_exception(error)
 
         body = self._body(request, sampling)
-        self._client.send("POST", "/v1/completions", body).add_done_callback(settle)
-        return answer
+        self._client.send("POST", "/v1/completions", body).add_done_callback(on_reply)
+        return future
 
-    def _body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        seed = {"seed": (request.seed + request.first) % (1 << 63)} if self._seeded and request.seed is not None else {}
-        return {
+    def _body(self, request: Request, sampling: Sampling) -> dict[str, object]:
+        body: dict[str, object] = {
             "model": self._model,
             "prompt": list(request.ids),
-            "n": request.n if sampling.temperature > 0 else 1,  # the server refuses to be greedy several times
+            # The server refuses n > 1 for greedy sampling; `submit` copies the one completion.
+            "n": request.n if sampling.temperature > 0 else 1,
             "max_tokens": request.max_tokens,
             "temperature": sampling.temperature,
             "top_k": max(0, sampling.top_k),
@@ -69,73 +72,89 @@ class Server:
             "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_ids),
-            "ignore_eos": True,  # what ends a completion is in stop_ids
+            "ignore_eos": True,  # stop_ids decide where a completion ends
             "logprobs": 0,
             "return_token_ids": True,
-            **seed,
         }
+        if self._seeded and request.seed is not None:
+            body["seed"] = (request.seed + request.first) % (1 << 63)
+        return body
 
-    def call(self, what: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
+    def call(self, command: str, *arguments: object) -> Future[object]:
+        future: Future[object] = Future()
+        commands: dict[str, Callable[..., None]] = {
+            "load": self._load,
+            "set_version": self._set_version,
+            "abort": self._abort,
+            "sleep": self._sleep,
+            "wake": self._wake,
+        }
         try:
-            answer.set_result(getattr(self, f"_{what}")(*arguments))
+            commands[command](*arguments)
         except (ValueError, OSError) as error:
-            answer.set_exception(error)
-        return answer
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        return future
 
     def _load(self, contents: str, version: int | None) -> None:
-        self._rouse({"weights"})
+        self._wake_tags({"weights"})
         self._rpc("strop_load", contents)
         if version is not None:
-            self._client.ask("POST", "/reset_prefix_cache?reset_running_requests=true")
+            self._client.request("POST", "/reset_prefix_cache?reset_running_requests=true")
             self._version = version
 
-    def _stamp(self, version: int) -> None:
+    def _set_version(self, version: int) -> None:
         self._version = version
 
     def _abort(self) -> None:
         try:
-            self._client.ask("POST", "/abort_requests", {})
-        except Refused:  # older servers end requests only by a pause
-            self._client.ask("POST", "/pause?mode=abort")
-            self._client.ask("POST", "/resume")
+            self._client.request("POST", "/abort_requests", {})
+        except ServerRefused:  # older servers abort requests only by a pause
+            self._client.request("POST", "/pause?mode=abort")
+            self._client.request("POST", "/resume")
 
     def _sleep(self) -> None:
         if not self._can_sleep:
             return
         try:
-            self._client.ask("POST", "/sleep?level=1")
-        except Refused as error:
+            self._client.request("POST", "/sleep?level=1")
+        except ServerRefused as error:
             self._can_sleep = False
-            log.warning("The vllm server keeps its memory between rollouts (start it with --enable-sleep-mode): %s", error)
+            log.warning(
+                "The vllm server keeps its memory between rollouts (start it with --enable-sleep-mode): %s",
+                error,
+            )
         else:
-            self._asleep = set(SLEEPERS)
+            self._asleep = set(SLEEP_TAGS)
 
     def _wake(self) -> None:
-        self._rouse(SLEEPERS)
+        self._wake_tags(SLEEP_TAGS)
 
-    def _rouse(self, parts: Set[str]) -> None:
-        needed = self._asleep & parts
+    def _wake_tags(self, tags: Set[str]) -> None:
+        needed = self._asleep & tags
         if needed:
-            self._client.ask("POST", "/wake_up?" + "&".join(f"tags={part}" for part in sorted(needed)))
+            query = "&".join(f"tags={tag}" for tag in sorted(needed))
+            self._client.request("POST", f"/wake_up?{query}")
             self._asleep -= needed
 
-    def _rpc(self, method: str, *texts: str) -> list[Any]:
-        found = self._client.ask("POST", "/collective_rpc", {"method": method, "args": list(texts)})
-        return list(found["results"])
+    def _rpc(self, method: str, *texts: str) -> list[object]:
+        reply = self._client.request("POST", "/collective_rpc", {"method": method, "args": list(texts)})
+        return list(reply["results"])
 
     def close(self) -> None:
         self._client.close()
 
 
-def read_choices(reply: dict[str, Any], version: int) -> list[Completion]:
-    """Completions of an answer of /v1/completions, in order."""
-    found = []
+def read_choices(reply: Mapping[str, Json], version: int) -> list[Completion]:
+    """The completions in a reply of /v1/completions, in order."""
+    completions = []
     for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
-        ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
+        log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         finish = choice["finish_reason"]
+        error = None
         if finish not in ("stop", "length", "abort"):
-            found.append(Completion(ids, log_probs, "error", version, f"vLLM ended it: {finish}"))
-        else:
-            found.append(Completion(ids, log_probs, finish, version))
-    return found
+            error = f"vLLM ended it: {finish}"
+            finish = "error"
+        completions.append(Completion(choice["token_ids"], log_probs, finish, version, error))
+    return completions

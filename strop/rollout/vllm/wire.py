@@ -1,6 +1,6 @@
-"""Messages between the trainer and the process that hosts vLLM: a JSON header and a block of numbers each.
+"""Messages between the trainer and the subprocess that hosts vLLM: a JSON header and a block of numbers.
 
-The two sides may run different versions of Python and torch, so nothing is pickled.
+The two processes may run different versions of Python and torch, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from typing import Any
 from strop.rollout.base import Completion, Request, Sampling
 
 _LENGTHS = struct.Struct("<II")  # of the header and of the numbers, in bytes
-Message = tuple[dict[str, Any], bytes]
+Header = dict[str, Any]
+"""A JSON object; each kind of message has its own keys."""
+Message = tuple[Header, bytes]
 
 
 class Wire:
+    """One end of a socket, with a lock so that any thread can send."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._sending = threading.Lock()
+        self._send_lock = threading.Lock()
 
-    def send(self, header: dict[str, Any], numbers: bytes = b"") -> None:
-        """Safe from any thread."""
+    def send(self, header: Header, numbers: bytes = b"") -> None:
+        """Send one message, from any thread."""
         text = json.dumps(header).encode()
-        with self._sending:
+        with self._send_lock:
             self._socket.sendall(_LENGTHS.pack(len(text), len(numbers)) + text + numbers)
 
     def receive(self) -> Message | None:
-        """The next message; None when the other side is gone."""
+        """The next message; None if the other side is gone."""
         lengths = self._read(_LENGTHS.size)
         if lengths is None:
             return None
         text_length, numbers_length = _LENGTHS.unpack(lengths)
-        text, numbers = self._read(text_length), self._read(numbers_length)
+        text = self._read(text_length)
+        numbers = self._read(numbers_length)
         if text is None or numbers is None:
             return None
         return json.loads(text), numbers
@@ -57,11 +62,12 @@ class Wire:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever is receiving
+            self._socket.shutdown(socket.SHUT_RDWR)  # unblocks a thread in recv
         self._socket.close()
 
 
 def pack_request(request: Request, sampling: Sampling) -> Message:
+    """A request as a message."""
     header = {
         "n": request.n,
         "seed": request.seed,
@@ -72,31 +78,36 @@ def pack_request(request: Request, sampling: Sampling) -> Message:
     return header, array("i", request.ids).tobytes()
 
 
-def unpack_request(header: dict[str, Any], numbers: bytes) -> tuple[Request, Sampling]:
-    sampling = header["sampling"]
+def unpack_request(header: Header, numbers: bytes) -> tuple[Request, Sampling]:
+    """The inverse of `pack_request`."""
     ids = array("i", numbers).tolist()
-    return (
-        Request(ids, header["n"], header["seed"], header["max_tokens"], header["first"]),
-        Sampling(**{**sampling, "stop_ids": tuple(sampling["stop_ids"])}),
-    )
+    request = Request(ids, header["n"], header["seed"], header["max_tokens"], header["first"])
+    sampling = dict(header["sampling"])
+    sampling["stop_ids"] = tuple(sampling["stop_ids"])
+    return request, Sampling(**sampling)
 
 
 def pack_completions(completions: Sequence[Completion]) -> Message:
+    """Completions as a message."""
     table = [[len(c.ids), c.finish, c.version, c.error, c.versions] for c in completions]
-    ids, log_probs = array("i"), array("f")
+    ids = array("i")
+    log_probs = array("f")
     for completion in completions:
         ids.extend(completion.ids)
         log_probs.extend(completion.log_probs)
     return {"completions": table}, ids.tobytes() + log_probs.tobytes()
 
 
-def unpack_completions(header: dict[str, Any], numbers: bytes) -> list[Completion]:
+def unpack_completions(header: Header, numbers: bytes) -> list[Completion]:
+    """The inverse of `pack_completions`."""
     half = len(numbers) // 2  # an id and a log-prob have four bytes each
-    ids, log_probs = array("i", numbers[:half]).tolist(), array("f", numbers[half:]).tolist()
-    completions, start = [], 0
+    ids = array("i", numbers[:half]).tolist()
+    log_probs = array("f", numbers[half:]).tolist()
+    completions = []
+    start = 0
     for length, finish, version, error, versions in header["completions"]:
         end = start + length
-        spans = [(of, count) for of, count in versions]
+        spans = [(span_version, count) for span_version, count in versions]
         completions.append(Completion(ids[start:end], log_probs[start:end], finish, version, error, spans))
         start = end
     return completions

@@ -1,9 +1,9 @@
-"""The process that hosts vLLM for a trainer of another environment.
+"""The subprocess that hosts vLLM for a trainer with another Python environment.
 
     python -m strop.rollout.vllm.worker FD
 
-FD is a connected socket (see wire.py). The first message has the arguments of the driver; the answer to it says that the engine
-is ready. Ends when the other side is gone.
+FD is a connected socket (see wire.py). The first message has the arguments of the Driver; the reply to it
+says that the engine is ready. The process ends when the trainer's side is gone.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from typing import Any
 
+from strop.rollout.base import Completion
 from strop.rollout.vllm.driver import Driver
-from strop.rollout.vllm.wire import Wire, pack_completions, unpack_request
+from strop.rollout.vllm.wire import Header, Wire, pack_completions, unpack_request
 
 
 def main(fd: int) -> None:
-    # An engine in a process of its own needs no further process, unless the user says so.
+    """Start the engine and serve messages until the trainer's side is gone."""
+    # The engine already has its own process, so vLLM needs no further one, unless the user sets it.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     wire = Wire(socket.socket(fileno=fd))
     first = wire.receive()
     if first is None:
@@ -39,28 +40,39 @@ def main(fd: int) -> None:
     driver.close()
 
 
-def _end_with(parent: int) -> None:
-    """A trainer that is killed while the engine starts, which can take minutes, must not leave it behind."""
+def _exit_with_parent(parent: int) -> None:
+    """If the trainer is killed while the engine starts, which takes minutes, the engine must not survive."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def _serve(driver: Driver, wire: Wire, header: dict[str, Any], numbers: bytes) -> None:
-    number, what = header["id"], header["do"]
+def _serve(driver: Driver, wire: Wire, header: Header, numbers: bytes) -> None:
+    message_id = header["id"]
 
-    def reply(done: Future[Any]) -> None:
+    def fail(error: BaseException) -> None:
+        message = f"{type(error).__name__}: {error}"
+        wire.send({"id": message_id, "error": message, "refused": isinstance(error, ValueError)})
+
+    def reply_completions(done: Future[list[Completion]]) -> None:
         error = done.exception()
         if error is not None:
-            wire.send({"id": number, "error": f"{type(error).__name__}: {error}", "refused": isinstance(error, ValueError)})
-        elif what == "ask":
-            found, block = pack_completions(done.result())
-            wire.send({"id": number, **found}, block)
-        else:
-            wire.send({"id": number})
+            fail(error)
+            return
+        found, block = pack_completions(done.result())
+        wire.send({"id": message_id, **found}, block)
 
-    asked = driver.ask(*unpack_request(header, numbers)) if what == "ask" else driver.call(what, *header["arguments"])
-    asked.add_done_callback(reply)
+    def reply_done(done: Future[object]) -> None:
+        error = done.exception()
+        if error is not None:
+            fail(error)
+            return
+        wire.send({"id": message_id})
+
+    if header["command"] == "generate":
+        driver.submit(*unpack_request(header, numbers)).add_done_callback(reply_completions)
+    else:
+        driver.call(header["command"], *header["arguments"]).add_done_callback(reply_done)
 
 
 if __name__ == "__main__":

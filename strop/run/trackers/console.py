@@ -1,37 +1,162 @@
-"""One line per step, `step:N - key:value - ...`, and on a terminal a live view below."""
+"""The `console` tracker: a line `step:N - key:value - ...` per step, and a live view on a terminal.
+
+The live view shows progress, time left and the most important metrics.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from strop.run.live import LiveView
-from strop.run.tracking import Metrics, Rows, Run
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from strop.run.trackers.base import Metrics, Rows, TrackedRun
+
+# Label -> metrics that may fill it, the first that is there wins.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "reward": ("critic/score/mean", "critic/rewards/mean"),
+    "loss": ("train/loss",),
+    "KL": ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"),
+    "entropy": ("actor/entropy",),
+    "response length": ("response_length/mean",),
+    "tokens/s": ("perf/throughput",),
+}
+VALIDATION = ("val-core/", "val/")
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class LiveView:
+    """A panel at the bottom of a terminal, updated in place."""
+
+    def __init__(self, console: Console, *, title: str, total: int | None, start: int = 0):
+        """`start` is the step a resumed run comes from: only what this process does counts for the time
+        left."""
+        self.console = console
+        self.title = title
+        self.history: dict[str, deque[float]] = {}
+        self.progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            # A step takes minutes, so the speed of the last half minute, rich's default, would often be of no
+            # step at all.
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+            speed_estimate_period=3600,
+        )
+        self.task = self.progress.add_task("step", total=total, completed=start)
+        self.live = Live(self._panel(), console=console, refresh_per_second=2, transient=False)
+        self.live.start()
+
+    @classmethod
+    def on_terminal(cls, stream: TextIO, *, title: str, total: int | None, start: int = 0) -> LiveView | None:
+        """A view, or None where the stream is no terminal that can move its cursor."""
+        console = Console(file=stream)
+        if not console.is_terminal or console.is_dumb_terminal:
+            return None
+        return cls(console, title=title, total=total, start=start)
+
+    def update(self, metrics: Mapping[str, float | str], step: int) -> None:
+        for label, value in shown(metrics).items():
+            self.history.setdefault(label, deque(maxlen=40)).append(value)
+        self.progress.update(self.task, completed=step)
+        self.live.update(self._panel())
+
+    def print(self, text: str) -> None:
+        """A line above the view."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.live.update(self._panel(), refresh=True)
+        self.live.stop()
+
+    def _panel(self) -> Panel:
+        table = Table.grid(padding=(0, 2))
+        for label, values in self.history.items():
+            table.add_row(label, f"{values[-1]:.4g}", sparkline(values))
+        return Panel(Group(self.progress, table), title=self.title)
+
+
+def shown(metrics: Mapping[str, float | str]) -> dict[str, float]:
+    """The numbers to show, by label: those of SHOWN, then what validation says.
+
+    >>> shown({"actor/ppo_kl": 0.01, "actor/kl_loss": 0.2, "actor/lr": 1e-6, "val-core/gsm8k/acc": 0.5})
+    {'KL': 0.2, 'gsm8k/acc': 0.5}
+    """
+    found = {}
+    for label, keys in SHOWN.items():
+        value = next((metrics[key] for key in keys if key in metrics), None)
+        if isinstance(value, int | float):
+            found[label] = float(value)
+    for key, value in metrics.items():
+        prefix = next((prefix for prefix in VALIDATION if key.startswith(prefix)), None)
+        if prefix and isinstance(value, int | float):
+            found[key.removeprefix(prefix)] = float(value)
+    return found
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve of one character per value; values that are not finite are gaps.
+
+    >>> sparkline([0, 1, 2, 7, float("nan")])
+    '▁▂▃█ '
+    """
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return " " * len(values)
+    low = min(finite)
+    span = (max(finite) - low) or 1.0
+    text = ""
+    for value in values:
+        is_finite = abs(value) < float("inf")
+        text += _BARS[round((value - low) / span * 7)] if is_finite else " "
+    return text
 
 
 class ConsoleTracker:
-    def __init__(self, run: Run, *, stream: TextIO | None = None):
+    """Writes metrics and samples to a stream, and updates the live view where it is a terminal."""
+
+    def __init__(self, run: TrackedRun, *, stream: TextIO | None = None):
         self.stream = stream or sys.stdout
         self.live = LiveView.on_terminal(
-            self.stream, title=f"{run.project} / {run.experiment}", total=run.total_steps, start=run.resumed_from or 0
+            self.stream,
+            title=f"{run.project} / {run.experiment}",
+            total=run.total_steps,
+            start=run.resumed_from or 0,
         )
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._say(line(metrics, step))
+        self._write(line(metrics, step))
         if self.live is not None:
             self.live.update(metrics, step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows:
             fields = "\n".join(f"  {key}: {_indented(str(value))}" for key, value in row.items())
-            self._say(f"step:{step} - sample\n{fields}")
+            self._write(f"step:{step} - sample\n{fields}")
 
     def close(self) -> None:
         if self.live is not None:
             self.live.close()
         self.stream.flush()
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         if self.live is not None:
             self.live.print(text)
         else:
@@ -40,13 +165,16 @@ class ConsoleTracker:
 
 
 def line(metrics: Metrics, step: int) -> str:
-    """Numbers only, as people and their scripts expect.
+    """A step as one line, numbers only, in verl's format.
 
-    >>> line({"actor/lr": 1e-06, "critic/score/mean": 0.25, "perf/total_num_tokens": 120000, "note": "text"}, 3)
+    >>> line({"actor/lr": 1e-06, "critic/score/mean": 0.25, "perf/total_num_tokens": 120000, "note": "x"}, 3)
     'step:3 - actor/lr:1e-06 - critic/score/mean:0.25 - perf/total_num_tokens:120000'
     """
-    numbers = {key: value for key, value in metrics.items() if not isinstance(value, str)}
-    return " - ".join([f"step:{step}", *(f"{key}:{number(value)}" for key, value in numbers.items())])
+    parts = [f"step:{step}"]
+    for key, value in metrics.items():
+        if not isinstance(value, str):
+            parts.append(f"{key}:{number(value)}")
+    return " - ".join(parts)
 
 
 def number(value: float) -> str:
@@ -57,7 +185,9 @@ def number(value: float) -> str:
     """
     if isinstance(value, int):
         return str(int(value))
-    return f"{value:.1f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+    if value.is_integer() and abs(value) < 1e15:
+        return f"{value:.1f}"
+    return f"{value:.6g}"
 
 
 def _indented(text: str) -> str:

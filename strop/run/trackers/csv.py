@@ -1,6 +1,7 @@
-"""metrics.csv in the run's folder: a row per log, a column per metric. A metric that appears later becomes a new column.
+"""The `csv` tracker: metrics.csv in the run's folder, a row per call and a column per metric.
 
-Samples go to generations.csv in the same way. Resuming and starting anew treat the files as the `file` tracker does its own.
+A metric that appears later becomes a new column. Samples go to generations.csv in the same way. Resumed and
+new runs treat existing files as the `file` tracker does.
 """
 
 from __future__ import annotations
@@ -10,16 +11,14 @@ import io
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from strop.run.durable import flush_file, replace_text
-from strop.run.plain_json import to_json
+from strop.run.atomic_files import flush_file, replace_text, to_json
+from strop.run.trackers.base import Metrics, Rows, TrackedRun
 from strop.run.trackers.jsonl import set_aside
-from strop.run.tracking import Metrics, Rows, Run
 
 
 class CsvTracker:
-    def __init__(self, run: Run, *, clock: Callable[[], float] = time.time):
+    def __init__(self, run: TrackedRun, *, clock: Callable[[], float] = time.time):
         run.directory.mkdir(parents=True, exist_ok=True)
         self.clock = clock
         replace_text(run.directory / "metrics.config.json", to_json(run.config, indent=1))
@@ -48,10 +47,13 @@ class GrowingTable:
         if resumed_from is None:
             set_aside(path)
         elif path.exists():
-            rows = [row for row in self._read() if row["step"].isdigit() and int(row["step"]) <= resumed_from]
-            self._write(rows)
+            kept = []
+            for row in self._read():
+                if row["step"].isdigit() and int(row["step"]) <= resumed_from:
+                    kept.append(row)
+            self._write(kept)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         new = [column for column in row if column not in self.columns]
         if new:
             rows = self._read()
@@ -61,7 +63,8 @@ class GrowingTable:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
 
     def _read(self) -> list[dict[str, str]]:
-        """The whole rows; also learns the columns. A row that a killed process did not finish has fewer fields."""
+        """The complete rows; also sets the columns. A row that a killed process did not finish has fewer
+        fields."""
         if not self.path.exists():
             return []
         with self.path.open(newline="") as file:

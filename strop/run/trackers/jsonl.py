@@ -1,7 +1,8 @@
-"""The `file` tracker: metrics.jsonl in the run's folder, one line {"step", "time", "data"} per log, on its way at once.
+"""The `file` tracker: metrics.jsonl in the run's folder, one line {"step", "time", "data"} per call, written
+at once.
 
-A resumed run appends, after cutting off what was logged after the step it resumes from. A new run in the same folder leaves an
-older file beside, under a number.
+A resumed run removes the lines after the step that it resumes from, then appends. A new run in the same
+folder renames an older file to metrics.1.jsonl.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from strop.run.durable import flush_file, replace_text
-from strop.run.plain_json import to_json
-from strop.run.tracking import Metrics, Rows, Run
+from strop.run.atomic_files import flush_file, replace_text, to_json
+from strop.run.trackers.base import Metrics, Rows, TrackedRun
 
 
 class JsonlTracker:
-    def __init__(self, run: Run, *, path: Path | None = None, clock: Callable[[], float] = time.time):
+    def __init__(self, run: TrackedRun, *, path: Path | None = None, clock: Callable[[], float] = time.time):
         self.path = path or default_path(run)
         self.samples = self.path.with_suffix(".generations.jsonl")
         self.clock = clock
@@ -27,7 +26,7 @@ class JsonlTracker:
         replace_text(self.path.with_suffix(".config.json"), to_json(run.config, indent=1))
         for file in (self.path, self.samples):
             begin(file, run.resumed_from)
-        # A place that cannot be written to must be known now, not at the first step.
+        # A path that is not writable must fail now, not at the first step.
         self.path.open("a").close()
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -42,8 +41,8 @@ class JsonlTracker:
                 flush_file(file)
 
 
-def default_path(run: Run) -> Path:
-    """metrics.jsonl in the run's folder, unless the environment names another place as verl's file logger reads it."""
+def default_path(run: TrackedRun) -> Path:
+    """metrics.jsonl in the run's folder, or the path in the environment variables of verl's file logger."""
     if named := os.environ.get("VERL_FILE_LOGGER_PATH"):
         return Path(named)
     if root := os.environ.get("VERL_FILE_LOGGER_ROOT"):
@@ -60,23 +59,24 @@ def set_aside(path: Path) -> None:
         path.rename(other)
 
 
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """One more line."""
+def append(path: Path, record: Mapping[str, object]) -> None:
+    """Append one line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(to_json(record) + "\n")
 
 
 def begin(path: Path, resumed_from: int | None) -> None:
-    """Make a file of lines with a `step` ready for a run that starts, or goes on from a step."""
+    """Prepare a file of lines with a `step` for a new or a resumed run."""
     if resumed_from is None:
         set_aside(path)
     elif path.exists():
         lines = path.read_bytes().decode("utf-8", "replace").split("\n")
-        replace_text(path, "".join(f"{line}\n" for line in lines if _belongs(line, resumed_from)))
+        kept = [line for line in lines if _is_kept(line, resumed_from)]
+        replace_text(path, "".join(f"{line}\n" for line in kept))
 
 
-def _belongs(line: str, last_step: int) -> bool:
-    """Whether a line is whole (a killed process may have left a part of one) and of a step that counts."""
+def _is_kept(line: str, last_step: int) -> bool:
+    """Whether a line is complete (a killed process may have left a part) and not after the last step."""
     try:
         return bool(json.loads(line)["step"] <= last_step)
     except (ValueError, KeyError, TypeError):

@@ -1,5 +1,5 @@
-"""SwanLab. SWANLAB_MODE is online where an API key is known, else offline: files in SWANLAB_LOG_DIR or the run's folder, which
-`swanlab sync` sends later. The mode local needs `swanlab[dashboard]`."""
+"""SwanLab. SWANLAB_MODE is online where an API key is known, else offline: files in SWANLAB_LOG_DIR or the
+run's folder, which `swanlab sync` sends later. The mode local needs `swanlab[dashboard]`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import os
 
 from strop.extras import require
-from strop.run.plain_json import to_json
-from strop.run.trackers.identity import id_of
-from strop.run.tracking import Metrics, Rows, Run
+from strop.run.atomic_files import to_json
+from strop.run.trackers.base import Metrics, Rows, TrackedRun, columns_of, get_or_create_id
 
 ID_LENGTH = 21
 """SwanLab takes ids of this length only."""
@@ -18,28 +17,35 @@ MODES = {"cloud": "online"}
 
 
 class SwanlabTracker:
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         self.swanlab = require("swanlab", extra="swanlab", why="trainer.logger=swanlab")
         folder = os.environ.get("SWANLAB_LOG_DIR") or str(run.directory / "swanlab")
         os.makedirs(folder, exist_ok=True)
-        mode = os.environ.get("SWANLAB_MODE") or ("online" if os.environ.get("SWANLAB_API_KEY") else "offline")
+        mode = os.environ.get("SWANLAB_MODE")
+        if not mode:
+            mode = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
         self.run = self.swanlab.init(
             project=run.project,
             name=run.experiment,
             config=json.loads(to_json(run.config)),
             log_dir=folder,
             mode=MODES.get(mode, mode),
-            id=id_of(run, "swanlab", length=ID_LENGTH),
+            id=get_or_create_id(run, "swanlab", length=ID_LENGTH),
             resume="allow",
         )
 
     def log(self, metrics: Metrics, step: int) -> None:
-        numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
-        texts = {name: self.swanlab.Text(value) for name, value in metrics.items() if isinstance(value, str)}
+        numbers: dict[str, object] = {}
+        texts: dict[str, object] = {}
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                texts[name] = self.swanlab.Text(value)
+            else:
+                numbers[name] = value
         self.run.log({**numbers, **texts}, step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = columns_of(rows)
         table = self.swanlab.echarts.Table()
         table.add(columns, [[str(row.get(key, "")) for key in columns] for row in rows])
         self.run.log({"val/generations": table}, step=step)

@@ -1,4 +1,5 @@
-"""TensorBoard event files, in TENSORBOARD_DIR or the run's folder. After resuming, later steps of the killed run are hidden."""
+"""TensorBoard event files, in TENSORBOARD_DIR or the run's folder. After resuming, later steps of the killed
+run are hidden."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import os
 from pathlib import Path
 
 from strop.extras import require
-from strop.run.plain_json import to_json
-from strop.run.tracking import Metrics, Rows, Run
+from strop.run.atomic_files import to_json
+from strop.run.trackers.base import Metrics, Rows, TrackedRun
 
 
 class TensorboardTracker:
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         require("tensorboard", extra="tensorboard", why="trainer.logger=tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,5 @@
-"""Trackio: a database in TRACKIO_DIR or Hugging Face's cache, shown by `trackio show`. TRACKIO_SPACE_ID sends it to a Space.
+"""Trackio: a database in TRACKIO_DIR or Hugging Face's cache, shown by `trackio show`. TRACKIO_SPACE_ID sends
+it to a Space.
 
 Trackio knows a run by its name, so a new run under a name that is taken gets a number behind it.
 """
@@ -6,18 +7,22 @@ Trackio knows a run by its name, so a new run under a name that is taken gets a 
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import ModuleType
+from typing import Protocol
 
 from strop.extras import require
-from strop.run.plain_json import to_json
-from strop.run.trackers.identity import known_id, remember_id
-from strop.run.tracking import Metrics, Rows, Run
+from strop.run.atomic_files import to_json
+from strop.run.trackers.base import Metrics, Rows, TrackedRun, columns_of, save_id, saved_id
+
+
+class _NamedRun(Protocol):
+    name: str
 
 
 class TrackioTracker:
-    def __init__(self, run: Run):
+    def __init__(self, run: TrackedRun):
         self.trackio = require("trackio", extra="trackio", why="trainer.logger=trackio")
-        name = known_id(run, "trackio") or self._free(run)
+        name = saved_id(run, "trackio") or self._free_name(run)
         self.run = self.trackio.init(
             project=run.project,
             name=name,
@@ -27,18 +32,22 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        remember_id(run, "trackio", name)
+        save_id(run, "trackio", name)
 
-    def _free(self, run: Run) -> str:
+    def _free_name(self, run: TrackedRun) -> str:
         taken = {known.name for known in _runs(self.trackio, run.project)}
-        names = (run.experiment, *(f"{run.experiment}-{number}" for number in range(2, len(taken) + 3)))
-        return next(name for name in names if name not in taken)
+        name = run.experiment
+        number = 2
+        while name in taken:
+            name = f"{run.experiment}-{number}"
+            number += 1
+        return name
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.run.log(dict(metrics), step=step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = columns_of(rows)
         table = self.trackio.Table(
             columns=columns, data=[[row.get(key) for key in columns] for row in rows], allow_mixed_types=True
         )
@@ -48,7 +57,7 @@ class TrackioTracker:
         self.run.finish()
 
 
-def _runs(trackio: Any, project: str) -> list[Any]:
+def _runs(trackio: ModuleType, project: str) -> list[_NamedRun]:
     try:
         return list(trackio.Api().runs(project))
     except (ValueError, OSError):  # a project that does not exist yet

@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.advantages import AdvantageResult, estimate
+from strop.algorithms.advantages.base import (
+    AdvantageResult,
+    estimate,
+    group_ids,
+    group_size,
+    group_statistics,
+)
 from strop.algorithms.advantages.gae import gae
-from strop.algorithms.advantages.grouping import group_ids, group_size, group_statistics
 from strop.algorithms.advantages.outcome import centred_scores, standardised_scores
 from strop.algorithms.advantages.returns import reinforce, returns_to_go
-from strop.algorithms.advantages.sessions import estimate_over_sessions
-from strop.algorithms.reward_shaping import overlong_penalty, terminal_rewards, truncation_penalty
+from strop.algorithms.reward_shaping import overlong_penalty, truncation_penalty
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
+from tests.algorithms.reference.sessions import estimate_over_sessions
+from tests.algorithms.reference.terminal_rewards import terminal_rewards
 from tests.golden.harness import Case, adapts, peer
 
 CORE = "verl.trainer.ppo.core_algos."
@@ -71,7 +77,9 @@ def gdpo(case: Case) -> dict[str, Tensor]:
     arguments = verl_arguments(case)
     config = case.kwargs.get("config", {})
     if keys := config.get("gdpo_reward_keys"):
-        arguments["reward_components"] = torch.stack([torch.tensor(case.inputs["gdpo_rewards"][key]) for key in keys], dim=1)
+        arguments["reward_components"] = torch.stack(
+            [torch.tensor(case.inputs["gdpo_rewards"][key]) for key in keys], dim=1
+        )
     if weights := config.get("gdpo_reward_weights"):
         arguments["component_weights"] = torch.tensor(weights)
     return as_dict(estimate("gdpo", **arguments))
@@ -122,7 +130,9 @@ def openrlhf_gae(case: Case) -> dict[str, Tensor]:
     mask = case.tensor("action_mask") if "action_mask" in case.inputs else torch.ones_like(rewards)
     gamma, lam = case.kwargs["gamma"], case.kwargs["lambd"]
     values = case.tensor("values")
-    return as_dict(gae(rewards, mask, values=values, gamma=gamma, lam=lam, normalisation="none", **openrlhf_gaps()))
+    return as_dict(
+        gae(rewards, mask, values=values, gamma=gamma, lam=lam, normalisation="none", **openrlhf_gaps())
+    )
 
 
 @adapts(MAKER + "get_cumulative_returns")
@@ -143,7 +153,9 @@ def length_penalties(case: Case) -> dict[str, Tensor]:
             capped=peer(True, False),
         )
     if "stop_properly_penalty_coef" in settings:
-        scores = truncation_penalty(scores, case.tensor("truncated"), coef=settings["stop_properly_penalty_coef"])
+        scores = truncation_penalty(
+            scores, case.tensor("truncated"), coef=settings["stop_properly_penalty_coef"]
+        )
     return {"rewards": scores}
 
 
@@ -151,7 +163,10 @@ def length_penalties(case: Case) -> dict[str, Tensor]:
 def openrlhf_pipeline(case: Case) -> dict[str, Any]:
     settings = case.kwargs
     batches = range(len(case.inputs["experiences"]))
-    part = {name: [case.tensor(f"experiences.{i}.{name}") for i in batches] for name in ("rewards", "kl", "action_mask")}
+    part = {
+        name: [case.tensor(f"experiences.{i}.{name}") for i in batches]
+        for name in ("rewards", "kl", "action_mask")
+    }
     widest = max(mask.shape[1] for mask in part["action_mask"])
     kl, mask = (torch.cat([_widen(each, widest) for each in part[name]]) for name in ("kl", "action_mask"))
     scores = torch.cat(part["rewards"])
@@ -159,7 +174,9 @@ def openrlhf_pipeline(case: Case) -> dict[str, Any]:
     groups = place // settings["n_samples_per_prompt"]
     clip_range = tuple(settings["clip_range"]) if "clip_range" in settings else (-10.0, 10.0)
     shaped = _openrlhf_baseline(scores, groups, settings["estimator"])
-    rewards = terminal_rewards(shaped, kl, mask, coef=settings["kl_coef"], clip_range=clip_range, compat=peer("openrlhf", None))
+    rewards = terminal_rewards(
+        shaped, kl, mask, coef=settings["kl_coef"], clip_range=clip_range, compat=peer("openrlhf", None)
+    )
     batch_normalised = settings["estimator"] in ("gae", "reinforce", "reinforce_baseline")
     how = ("centre" if settings["no_std_norm"] else "population") if batch_normalised else "none"
     common = {"gamma": settings["gamma"], "normalisation": how, **openrlhf_gaps()}

@@ -10,7 +10,9 @@ from strop.algorithms.aggregation import Totals, aggregate
 from tests.golden.harness import Case, NotApplicable, adapts, peer
 
 
-def verl_aggregate(per_token: torch.Tensor, mask: torch.Tensor, mode: str, info: dict[str, Any]) -> torch.Tensor:
+def verl_aggregate(
+    per_token: torch.Tensor, mask: torch.Tensor, mode: str, info: dict[str, Any]
+) -> torch.Tensor:
     """verl multiplies by the number of ranks, because its gradients are averaged over them."""
     ranks = info.get("dp_size") or 1
     if ranks > 1 and mode != "token-sum":
@@ -44,7 +46,9 @@ def agg_loss(case: Case) -> dict[str, Any]:
 @adapts("openrlhf.models.loss.aggregate_loss")
 def aggregate_loss(case: Case) -> dict[str, Any]:
     if "all_masked" in case.tags:
-        raise NotApplicable("an empty mask gives NaN there, value and gradient; here the loss is 0 and so is its gradient")
+        raise NotApplicable(
+            "an empty mask gives NaN there, value and gradient; here the loss is 0 and so is its gradient"
+        )
     per_token = case.tensor("loss", grad=True)
     loss = openrlhf_aggregate(per_token, case.tensor("loss_mask"), case.kwargs)
     return {"loss": loss, "grad_loss": gradient(loss, per_token)[0]}

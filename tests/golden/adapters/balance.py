@@ -22,17 +22,29 @@ VERL = "verl.utils.seqlen_balancing."
 OPENRLHF = "openrlhf.utils.seqlen_balancing."
 
 
-@adapts(VERL + "karmarkar_karp", VERL + "greedy_partition", *(p + "get_seqlen_balanced_partitions" for p in (VERL, OPENRLHF)))
+@adapts(
+    VERL + "karmarkar_karp",
+    VERL + "greedy_partition",
+    *(p + "get_seqlen_balanced_partitions" for p in (VERL, OPENRLHF)),
+)
 def partitions(case: Case) -> dict[str, Any]:
     divide = {"karmarkar_karp": karmarkar_karp, "greedy_partition": greedy_partition}.get(
         case.function.rpartition(".")[2], balanced_partitions
     )
-    return {"partitions": divide(case.inputs["seqlen_list"], case.kwargs["k_partitions"], equal_size=case.kwargs["equal_size"])}
+    return {
+        "partitions": divide(
+            case.inputs["seqlen_list"], case.kwargs["k_partitions"], equal_size=case.kwargs["equal_size"]
+        )
+    }
 
 
 @adapts(OPENRLHF + "get_minimum_num_micro_batch_size")
 def minimum_count(case: Case) -> dict[str, Any]:
-    budget = case.kwargs["max_tokens_per_gpu"] * case.kwargs["ring_attn_size"] * case.kwargs["ds_tensor_parallel_size"]
+    budget = (
+        case.kwargs["max_tokens_per_gpu"]
+        * case.kwargs["ring_attn_size"]
+        * case.kwargs["ds_tensor_parallel_size"]
+    )
     return {"num": first_fit_count(case.inputs["total_lengths"], budget)}
 
 
@@ -43,7 +55,9 @@ def cost(case: Case) -> dict[str, Any]:
 
 @adapts(VERL + "get_group_balanced_partitions")
 def groups(case: Case) -> dict[str, Any]:
-    made = group_balanced_partitions(case.inputs["seqlen_list"], case.inputs["uid_list"], case.kwargs["k_partitions"])
+    made = group_balanced_partitions(
+        case.inputs["seqlen_list"], case.inputs["uid_list"], case.kwargs["k_partitions"]
+    )
     return {"partitions": made}
 
 
@@ -79,4 +93,8 @@ def restore(case: Case) -> dict[str, Any]:
 
 @adapts(VERL + "log_seqlen_unbalance")
 def imbalance(case: Case) -> dict[str, Any]:
-    return {"metrics": imbalance_metrics(case.inputs["seqlen_list"], case.inputs["partitions"], prefix=case.kwargs["prefix"])}
+    return {
+        "metrics": imbalance_metrics(
+            case.inputs["seqlen_list"], case.inputs["partitions"], prefix=case.kwargs["prefix"]
+        )
+    }

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms.rollout_correction import correct_rollout, importance_weights, parse_band, rejection_mask
+from strop.algorithms.rollout_correction import (
+    correct_rollout,
+    importance_weights,
+    parse_band,
+    rejection_mask,
+)
 from strop.algorithms.rollout_diagnostics import mismatch_metrics
 from tests.golden.harness import Case, adapts, peer
 
@@ -21,7 +26,9 @@ def compute_rollout_correction_weights(case: Case) -> dict[str, Any]:
         **parse_band(case.kwargs["rollout_is_threshold"])._asdict(),
     )
     if metrics["rollout_is_eff_sample_size"] == 0 and peer(True, False):
-        raise ZeroDivisionError("verl divides by the mean weight, which is zero when the band drops every token")
+        raise ZeroDivisionError(
+            "verl divides by the mean weight, which is zero when the band drops every token"
+        )
     return {"rollout_is_weights": weights, "metrics": metrics}
 
 
@@ -39,9 +46,16 @@ def compute_rollout_rejection_mask(case: Case) -> dict[str, Any]:
 @adapts(f"{HELPER}.compute_rollout_correction_and_rejection_mask")
 def compute_rollout_correction_and_rejection_mask(case: Case) -> dict[str, Any]:
     found = correct_rollout(
-        case.tensor("old_log_prob"), case.tensor("rollout_log_prob"), case.tensor("response_mask"), **case.kwargs
+        case.tensor("old_log_prob"),
+        case.tensor("rollout_log_prob"),
+        case.tensor("response_mask"),
+        **case.kwargs,
     )
-    return {"modified_response_mask": found.mask, "metrics": found.metrics, "rollout_is_weights": found.weights}
+    return {
+        "modified_response_mask": found.mask,
+        "metrics": found.metrics,
+        "rollout_is_weights": found.weights,
+    }
 
 
 @adapts(f"{HELPER}.compute_offpolicy_metrics")

@@ -7,12 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from strop.algorithms.kl import UNLIMITED, FixedKL, KLController, kl_controller, kl_penalty
-from strop.algorithms.reward_shaping import kl_in_reward, terminal_rewards
+from strop.algorithms.reward_shaping import kl_in_reward
+from tests.algorithms.reference.terminal_rewards import terminal_rewards
 from tests.golden.harness import Case, adapts, peer
 
 
 def controller(settings: dict[str, Any]) -> KLController:
-    extra = {ours: settings[theirs] for ours, theirs in (("target", "target_kl"), ("horizon", "horizon")) if theirs in settings}
+    extra = {
+        ours: settings[theirs]
+        for ours, theirs in (("target", "target_kl"), ("horizon", "horizon"))
+        if theirs in settings
+    }
     return kl_controller(settings["type"], coef=settings["kl_coef"], **extra)
 
 
@@ -71,7 +76,9 @@ def verl_controller(case: Case) -> dict[str, list[float]]:
 @adapts("openrlhf.trainer.ppo_utils.kl_controller.AdaptiveKLController")
 def openrlhf_adaptive(case: Case) -> dict[str, list[float]]:
     settings = case.kwargs
-    control = kl_controller("adaptive", coef=settings["init_kl_coef"], target=settings["target"], horizon=settings["horizon"])
+    control = kl_controller(
+        "adaptive", coef=settings["init_kl_coef"], target=settings["target"], horizon=settings["horizon"]
+    )
     return trace(control, case.inputs["current"], case.inputs["n_steps"])
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.distillation import forward_kl_topk
 from strop.algorithms.logprobs import sum_pi_squared, token_entropy, token_logprobs
-from strop.algorithms.value_loss import value_loss
+from strop.algorithms.losses import value_loss
+from tests.algorithms.reference.distillation import forward_kl_topk
 from tests.golden.adapters.aggregation import gradient, openrlhf_aggregate, verl_aggregate
 from tests.golden.adapters.policy_losses import averaged
 from tests.golden.harness import Case, adapts, peer
@@ -27,26 +27,39 @@ def unless_rounding(ours: torch.Tensor, theirs: Any, scale: float) -> torch.Tens
     return torch.where(near & peer(True, False), expected, ours.detach())
 
 
-@adapts(f"{TORCH}.entropy_from_logits", f"{TORCH}.entropy_from_logits_with_chunking", "trl.trainer.utils.entropy_from_logits")
+@adapts(
+    f"{TORCH}.entropy_from_logits",
+    f"{TORCH}.entropy_from_logits_with_chunking",
+    "trl.trainer.utils.entropy_from_logits",
+)
 def entropy_from_logits(case: Case) -> dict[str, Any]:
     logits = case.tensor("logits", grad=True)
     entropy = token_entropy(logits, chunk=case.kwargs.get("chunk_size", 3))
     weight = case.tensor("grad_weight") if "grad_weight" in case.inputs else torch.ones_like(entropy)
     output = {"entropy": entropy, "grad_logits": gradient((entropy * weight).sum(), logits)[0]}
     scale = logits.abs().max().item()
-    return {name: unless_rounding(value, case.outputs.get(name, value.tolist()), scale) for name, value in output.items()}
+    return {
+        name: unless_rounding(value, case.outputs.get(name, value.tolist()), scale)
+        for name, value in output.items()
+    }
 
 
 @adapts("openrlhf.models.utils.compute_entropy")
 def compute_entropy(case: Case) -> dict[str, Any]:
     logits = case.tensor("logits")
-    return {"entropy": unless_rounding(token_entropy(logits), case.outputs["entropy"], logits.abs().max().item())}
+    return {
+        "entropy": unless_rounding(token_entropy(logits), case.outputs["entropy"], logits.abs().max().item())
+    }
 
 
 @adapts("verl.trainer.ppo.core_algos.compute_entropy_loss")
 def compute_entropy_loss(case: Case) -> dict[str, Any]:
     entropy = token_entropy(case.tensor("logits"))
-    return {"entropy_loss": verl_aggregate(entropy, case.tensor("response_mask"), case.kwargs["loss_agg_mode"], {})}
+    return {
+        "entropy_loss": verl_aggregate(
+            entropy, case.tensor("response_mask"), case.kwargs["loss_agg_mode"], {}
+        )
+    }
 
 
 @adapts(f"{TORCH}.logprobs_from_logits", "openrlhf.models.utils.log_probs_from_logits")
@@ -87,7 +100,13 @@ def compute_value_loss(case: Case) -> dict[str, Any]:
 @adapts("openrlhf.models.loss.ValueLoss")
 def openrlhf_value_loss(case: Case) -> dict[str, Any]:
     values, mask = case.tensor("values", grad=True), case.tensor("action_mask")
-    result = value_loss(values, case.tensor("old_values"), case.tensor("returns"), mask, clip_range=case.kwargs.get("clip_eps"))
+    result = value_loss(
+        values,
+        case.tensor("old_values"),
+        case.tensor("returns"),
+        mask,
+        clip_range=case.kwargs.get("clip_eps"),
+    )
     loss = openrlhf_aggregate(result.per_token, mask, case.kwargs)
     return {"loss": loss, "grad_values": gradient(loss, values)[0]}
 
@@ -104,4 +123,8 @@ def compute_forward_kl_topk(case: Case) -> dict[str, Any]:
     weight = case.tensor("grad_weight") if "grad_weight" in case.inputs else torch.ones_like(found.per_token)
     output = found._asdict()
     loss = output.pop("per_token")
-    return {"distillation_losses": loss, "grad_student_logits": gradient((loss * weight).sum(), logits)[0], **output}
+    return {
+        "distillation_losses": loss,
+        "grad_student_logits": gradient((loss * weight).sum(), logits)[0],
+        **output,
+    }

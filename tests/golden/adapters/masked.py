@@ -7,17 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.masked import (
-    EPS,
-    clamp_between,
-    mask_through_stop,
-    masked_mean,
-    masked_normalise,
-    masked_sum,
-    masked_var,
-    masked_whiten,
-)
-from strop.algorithms.padding import pad_or_truncate, strip_padding
+from strop.algorithms.aggregation import EPS, masked_mean, masked_sum, masked_var, masked_whiten
+from tests.algorithms.reference.masked import clamp_between, mask_through_stop, masked_normalise
+from tests.algorithms.reference.padding import pad_or_truncate, strip_padding
 from tests.golden.harness import Case, NotApplicable, adapts, peer
 
 VERL = "verl.utils.torch_functional."

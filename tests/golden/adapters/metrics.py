@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from strop.algorithms.metrics.data import data_metrics
-from strop.algorithms.metrics.engine import moe_load_metrics, spec_decode_metrics
-from strop.algorithms.metrics.reduction import aggregate_over_ranks, aggregate_rank, reduce_metrics
-from strop.algorithms.metrics.timing import throughput_metrics, timing_metrics
-from strop.algorithms.metrics.validation import bootstrap, majority_value, validation_metrics
-from strop.algorithms.metrics.variance import variance_proxy_metrics
+from strop.algorithms.metrics.training import data_metrics, throughput_metrics, timing_metrics
+from strop.algorithms.metrics.validation import bootstrap, validation_metrics
+from tests.algorithms.reference.engine_metrics import moe_load_metrics, spec_decode_metrics
+from tests.algorithms.reference.metric_reduction import aggregate_over_ranks, aggregate_rank, reduce_metrics
+from tests.algorithms.reference.validation import majority_value
+from tests.algorithms.reference.variance_metrics import variance_proxy_metrics
 from tests.golden.harness import Case, adapts, peer
 
 VERL = "verl.trainer.ppo.metric_utils."
@@ -70,13 +70,21 @@ def data(case: Case) -> dict[str, Any]:
 def timing(case: Case) -> dict[str, Any]:
     attention, width = case.tensor("attention_mask"), len(case.inputs["responses"][0])
     response = int(attention[:, -width:].sum())
-    return {"metrics": timing_metrics(case.kwargs["timing_raw"], response_tokens=response, total_tokens=int(attention.sum()))}
+    return {
+        "metrics": timing_metrics(
+            case.kwargs["timing_raw"], response_tokens=response, total_tokens=int(attention.sum())
+        )
+    }
 
 
 @adapts(VERL + "compute_throughout_metrics")
 def throughput(case: Case) -> dict[str, Any]:
     tokens, seconds = sum(case.inputs["global_token_num"]), case.kwargs["timing_raw"]["step"]
-    return {"metrics": throughput_metrics(total_tokens=tokens, step_seconds=seconds, devices=case.kwargs["n_gpus"])}
+    return {
+        "metrics": throughput_metrics(
+            total_tokens=tokens, step_seconds=seconds, devices=case.kwargs["n_gpus"]
+        )
+    }
 
 
 @adapts(VERL + "compute_variance_proxy_metrics")
@@ -88,7 +96,9 @@ def variance(case: Case) -> dict[str, Any]:
 @adapts(VERL + "compute_rollout_moe_load_balance_metrics")
 def moe(case: Case) -> dict[str, Any]:
     return {
-        "metrics": moe_load_metrics(case.tensor("routed_experts"), case.tensor("response_mask"), case.kwargs["num_experts"])
+        "metrics": moe_load_metrics(
+            case.tensor("routed_experts"), case.tensor("response_mask"), case.kwargs["num_experts"]
+        )
     }
 
 
@@ -105,4 +115,7 @@ def reduce(case: Case) -> dict[str, Any]:
 @adapts("verl.utils.metric.utils.Metric.aggregate_dp")
 def ranks(case: Case) -> dict[str, Any]:
     values, how = case.inputs["values"], case.kwargs["aggregation"]
-    return {"value": aggregate_over_ranks(values, how), "per_rank": [aggregate_rank(rank, how) for rank in values]}
+    return {
+        "value": aggregate_over_ranks(values, how),
+        "per_rank": [aggregate_rank(rank, how) for rank in values],
+    }

@@ -6,23 +6,26 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.aggregation import Totals, token_mean
+from strop.algorithms.aggregation import Totals, masked_fill_zero, token_mean
 from strop.algorithms.kl import kl_penalty
-from strop.algorithms.masked import masked_fill_zero
-from strop.algorithms.policy_losses import PolicyLoss, policy_loss
-from strop.algorithms.policy_losses.surrogate import LOG_RATIO_LIMIT
+from strop.algorithms.policy_losses.clipped import LOG_RATIO_LIMIT, PolicyLoss, policy_loss
 from strop.algorithms.rollout_correction import correct_rollout, importance_weights
-from strop.algorithms.token_selection import divergence_gate
 from strop.catalog import POLICY_LOSSES
+from tests.algorithms.reference.token_selection import divergence_gate
 from tests.golden.adapters.aggregation import gradient, verl_aggregate
 from tests.golden.harness import Case, adapts, peer
 
 CORE = "verl.trainer.ppo.core_algos"
 
 
-def averaged(metrics: dict[str, torch.Tensor], mask: torch.Tensor, prefix: str = "actor/") -> dict[str, torch.Tensor]:
+def averaged(
+    metrics: dict[str, torch.Tensor], mask: torch.Tensor, prefix: str = "actor/"
+) -> dict[str, torch.Tensor]:
     totals = Totals.of(mask)
-    return {prefix + name: token_mean(masked_fill_zero(value, mask), mask, totals) for name, value in metrics.items()}
+    return {
+        prefix + name: token_mean(masked_fill_zero(value, mask), mask, totals)
+        for name, value in metrics.items()
+    }
 
 
 def verl_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +41,9 @@ def verl_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return settings | smooth | (kwargs.get("policy_loss") or {})
 
 
-def verl_loss(name: str, case: Case, old: str = "old_log_prob") -> tuple[PolicyLoss, torch.Tensor, torch.Tensor, str]:
+def verl_loss(
+    name: str, case: Case, old: str = "old_log_prob"
+) -> tuple[PolicyLoss, torch.Tensor, torch.Tensor, str]:
     log_prob, mask = case.tensor("log_prob", grad=True), case.tensor("response_mask")
     if "torch_seed" in case.kwargs:
         torch.manual_seed(case.kwargs["torch_seed"])
@@ -63,7 +68,11 @@ NAMES = ["vanilla", "gspo", "sapo", "cispo", "gpg", "clip_cov", "kl_cov", "dppo_
 def compute_policy_loss_by_name(case: Case) -> dict[str, Any]:
     result, log_prob, mask, mode = verl_loss(case.function.partition("compute_policy_loss_")[2], case)
     loss = verl_aggregate(result.per_token, mask, mode, case.kwargs.get("global_batch_info") or {})
-    return {"loss": loss, "metrics": averaged(result.metrics, mask), "grad_log_prob": gradient(loss, log_prob)[0]}
+    return {
+        "loss": loss,
+        "metrics": averaged(result.metrics, mask),
+        "grad_log_prob": gradient(loss, log_prob)[0],
+    }
 
 
 @adapts(f"{CORE}.compute_policy_loss_geo_mean")
@@ -71,14 +80,22 @@ def compute_policy_loss_geo_mean(case: Case) -> dict[str, Any]:
     """verl averages over all rows, those without tokens included, and looks at no global count."""
     result, log_prob, mask, mode = verl_loss("geo_mean", case)
     loss = verl_aggregate(result.per_token, mask, mode, {"global_batch_size": peer(len(mask), None)})
-    return {"loss": loss, "metrics": averaged(result.metrics, mask), "grad_log_prob": gradient(loss, log_prob)[0]}
+    return {
+        "loss": loss,
+        "metrics": averaged(result.metrics, mask),
+        "grad_log_prob": gradient(loss, log_prob)[0],
+    }
 
 
 @adapts(f"{CORE}.compute_policy_loss_reinforce")
 def compute_policy_loss_reinforce(case: Case) -> dict[str, Any]:
     result, log_prob, mask, mode = verl_loss("reinforce", case, old="rollout_log_prob")
     loss = verl_aggregate(result.per_token, mask, mode, {})
-    return {"loss": loss, "metrics": averaged(result.metrics, mask), "grad_log_prob": gradient(loss, log_prob)[0]}
+    return {
+        "loss": loss,
+        "metrics": averaged(result.metrics, mask),
+        "grad_log_prob": gradient(loss, log_prob)[0],
+    }
 
 
 @adapts(f"{CORE}.compute_policy_loss")
@@ -96,7 +113,11 @@ def compute_policy_loss(case: Case) -> dict[str, Any]:
         clip_c=case.kwargs.get("clip_ratio_c", 3.0),
     )
     loss = verl_aggregate(result.per_token, mask, case.kwargs.get("loss_agg_mode", "token-mean"), {})
-    return {"loss": loss, "grad_log_prob": gradient(loss, log_prob)[0], **averaged(result.metrics, mask, prefix="")}
+    return {
+        "loss": loss,
+        "grad_log_prob": gradient(loss, log_prob)[0],
+        **averaged(result.metrics, mask, prefix=""),
+    }
 
 
 @adapts(f"{CORE}.compute_policy_loss_bypass_mode")
@@ -157,12 +178,17 @@ def openrlhf_policy_loss(case: Case) -> dict[str, Any]:
         raise ValueError(f"not a setting of PolicyLoss: {kwargs}")
     log_probs, mask = case.tensor("log_probs", grad=True), case.tensor("action_mask")
     old = case.tensor("old_log_probs")
-    shared: dict[str, Any] = {"clip_low": kwargs.get("clip_eps_low", 0.2), "clip_high": kwargs.get("clip_eps_high", 0.2)}
+    shared: dict[str, Any] = {
+        "clip_low": kwargs.get("clip_eps_low", 0.2),
+        "clip_high": kwargs.get("clip_eps_high", 0.2),
+    }
     tensors = {"log_probs": log_probs, "advantages": case.tensor("advantages"), "mask": mask}
     output: dict[str, Any] = {"vllm_kl": None, "is_filter_ratio": None}
     if kind == "gspo":
         anchor = case.tensor("rollout_log_probs") if level else old
-        result = policy_loss("gspo", old_log_probs=anchor, level="sequence", max_log_ratio=LOG_RATIO_LIMIT, **tensors, **shared)
+        result = policy_loss(
+            "gspo", old_log_probs=anchor, level="sequence", max_log_ratio=LOG_RATIO_LIMIT, **tensors, **shared
+        )
         mode = "seq-mean-token-mean"
     else:
         weights = None
@@ -171,7 +197,12 @@ def openrlhf_policy_loss(case: Case) -> dict[str, Any]:
             weights, output["is_filter_ratio"] = openrlhf_weights(old, rollout, mask, kwargs)
             output["vllm_kl"] = averaged({"kl": rollout - old}, mask, "")["kl"]
         result = policy_loss(
-            "vanilla", old_log_probs=old, clip_c=kwargs.get("dual_clip"), rollout_weights=weights, **tensors, **shared
+            "vanilla",
+            old_log_probs=old,
+            clip_c=kwargs.get("dual_clip"),
+            rollout_weights=weights,
+            **tensors,
+            **shared,
         )
         mode = "token-mean" if kwargs.get("token_level_loss", True) else "seq-mean-token-mean"
     loss = verl_aggregate(result.per_token, mask, mode, kwargs)
@@ -187,7 +218,13 @@ def openrlhf_weights(
     lower, upper = kwargs["is_correction_threshold"]
     level = "sequence" if kwargs["is_correction_level"] == "seq" else "token"
     gate = divergence_gate(
-        old, rollout, mask, kind=kwargs.get("is_correction_gating", "ratio"), level=level, lower=lower, upper=upper
+        old,
+        rollout,
+        mask,
+        kind=kwargs.get("is_correction_gating", "ratio"),
+        level=level,
+        lower=lower,
+        upper=upper,
     )
     if kwargs.get("is_correction_mode", "mask") == "clip":
         weights, _ = importance_weights(old - rollout, mask, lower=lower, upper=upper)

@@ -8,8 +8,8 @@ import torch
 
 from strop.algorithms.aggregation import Totals
 from strop.algorithms.logprobs import token_logprobs
+from strop.algorithms.losses import sft_loss
 from strop.algorithms.preference import answer_log_probs, dpo, ipo, reward_logexp, reward_sigmoid
-from strop.algorithms.sft import sft_loss
 from tests.golden.adapters.aggregation import gradient, openrlhf_aggregate
 from tests.golden.harness import Case, NotApplicable, adapts
 
@@ -19,7 +19,9 @@ LOSS = "openrlhf.models.loss"
 @adapts(f"{LOSS}.PairWiseLoss", f"{LOSS}.LogExpLoss")
 def pairwise(case: Case) -> dict[str, Any]:
     if "overflow" in case.tags:
-        raise NotApplicable("the peer's log(1 + exp(gap)) overflows to inf and NaN gradients; ours is written stably")
+        raise NotApplicable(
+            "the peer's log(1 + exp(gap)) overflows to inf and NaN gradients; ours is written stably"
+        )
     chosen, rejected = case.tensor("chosen_reward", grad=True), case.tensor("reject_reward", grad=True)
     if case.function.endswith("LogExpLoss"):
         loss = reward_logexp(chosen, rejected).per_pair.mean()
@@ -31,7 +33,10 @@ def pairwise(case: Case) -> dict[str, Any]:
 
 @adapts(f"{LOSS}.DPOLoss")
 def dpo_loss(case: Case) -> dict[str, Any]:
-    chosen, rejected = case.tensor("policy_chosen_logps", grad=True), case.tensor("policy_rejected_logps", grad=True)
+    chosen, rejected = (
+        case.tensor("policy_chosen_logps", grad=True),
+        case.tensor("policy_rejected_logps", grad=True),
+    )
     references = case.tensor("reference_chosen_logps"), case.tensor("reference_rejected_logps")
     if case.kwargs.get("ipo"):
         result = ipo(chosen, rejected, *references, beta=case.kwargs["beta"])
@@ -40,7 +45,10 @@ def dpo_loss(case: Case) -> dict[str, Any]:
         result = dpo(chosen, rejected, *references, beta=case.kwargs["beta"], label_smoothing=smoothing)
     loss = result.per_pair.mean()
     grads = dict(zip(("grad_policy_chosen", "grad_policy_rejected"), gradient(loss, chosen, rejected)))
-    rewards = {"chosen_rewards": result.metrics["chosen_reward"], "rejected_rewards": result.metrics["rejected_reward"]}
+    rewards = {
+        "chosen_rewards": result.metrics["chosen_reward"],
+        "rejected_rewards": result.metrics["rejected_reward"],
+    }
     return {"loss": loss, **rewards, **grads}
 
 

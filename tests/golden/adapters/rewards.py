@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from strop.algorithms.reward_shaping import overlong_penalty
-from strop.rewards.dispatch import score
+from strop.rewards.function import score_response
 from strop.rewards.rules import geo3k, gsm8k, math_boxed, math_dapo, math_symbolic, search_qa
-from strop.rewards.rules.boxed import last_box
+from strop.rewards.rules.extract import last_box
 from strop.rewards.rules.format import think_boxed_format
 from tests.golden.harness import Case, adapts, peer
 
@@ -22,18 +22,25 @@ def grade_school(case: Case) -> dict[str, Any]:
     return {
         "extracted": gsm8k.extract_answer(text, method=method, compat=peer("verl", None)),
         "score": gsm8k.compute_score(text, truth, method=method, compat=peer("verl", None)),
-        "score_with_format_0.1": gsm8k.compute_score(text, truth, method=method, format_score=0.1, compat=peer("verl", None)),
+        "score_with_format_0.1": gsm8k.compute_score(
+            text, truth, method=method, format_score=0.1, compat=peer("verl", None)
+        ),
     }
 
 
 @adapts(VERL + "math_reward.compute_score")
 def competition(case: Case) -> dict[str, Any]:
     text, truth = case.inputs["solution_str"], case.inputs["ground_truth"]
-    box, answer = last_box(text, compat=peer("verl", None)), math_boxed.extract_answer(text, compat=peer("verl", None))
+    box, answer = (
+        last_box(text, compat=peer("verl", None)),
+        math_boxed.extract_answer(text, compat=peer("verl", None)),
+    )
     return {
         "last_boxed": None if box is None else box.whole,
         "answer": answer,
-        "normalized_answer": None if answer is None else math_boxed.normalise(answer, compat=peer("verl", None)),
+        "normalized_answer": None
+        if answer is None
+        else math_boxed.normalise(answer, compat=peer("verl", None)),
         "normalized_truth": math_boxed.normalise(truth, compat=peer("verl", None)),
         "score": math_boxed.compute_score(text, truth, compat=peer("verl", None)),
     }
@@ -75,17 +82,29 @@ def prime(case: Case) -> dict[str, Any]:
     text = case.inputs["solution_str"]
     found = math_symbolic.compute_score(text, case.inputs["ground_truth"])
     shaped = "Step 2:" in text and "\\box" in text
-    return {"correct": found["acc"], "format_correct": found["match"] == "exact" or shaped, "extracted": found["pred"]}
+    return {
+        "correct": found["acc"],
+        "format_correct": found["match"] == "exact" or shaped,
+        "extracted": found["pred"],
+    }
 
 
 @adapts(VERL + "math_verify._verify_in_subprocess")
 def symbolic(case: Case) -> dict[str, Any]:
-    return {"score": math_symbolic.compute_score(case.inputs["solution_str"], case.inputs["ground_truth"])["score"]}
+    return {
+        "score": math_symbolic.compute_score(case.inputs["solution_str"], case.inputs["ground_truth"])[
+            "score"
+        ]
+    }
 
 
 @adapts(VERL + "default_compute_score")
 def dispatched(case: Case) -> dict[str, Any]:
-    return {"result": score(case.kwargs["data_source"], case.inputs["solution_str"], case.inputs["ground_truth"])}
+    return {
+        "result": score_response(
+            case.kwargs["data_source"], case.inputs["solution_str"], case.inputs["ground_truth"]
+        )
+    }
 
 
 @adapts("verl.workers.reward_manager.dapo.DAPORewardManager.__call__")
@@ -95,7 +114,10 @@ def overlong(case: Case) -> dict[str, Any]:
     penalty = torch.zeros_like(scores)
     if settings["enable"]:
         penalty = overlong_penalty(
-            lengths, max_length=case.kwargs["max_resp_len"], buffer=settings["len"], factor=settings["penalty_factor"]
+            lengths,
+            max_length=case.kwargs["max_resp_len"],
+            buffer=settings["len"],
+            factor=settings["penalty_factor"],
         )
     rewards = torch.zeros(len(lengths), case.kwargs["padded_response_len"])
     rewards[torch.arange(len(lengths)), lengths - 1] = scores + penalty

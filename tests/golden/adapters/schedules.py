@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strop.algorithms import schedules
+from strop.backends import optimizer as schedules
 from tests.golden.harness import Case, adapts, peer
 
 VERL = "verl.utils.torch_functional."
@@ -24,4 +24,8 @@ def schedule(case: Case) -> dict[str, Any]:
         "num_cycles": "num_cycles",
     }
     ours = {names[key]: value for key, value in args.items()}
-    return {"lr": [factor(step + shift, compat=peer("verl", None), **ours) for step in range(case.kwargs["steps"])]}
+    return {
+        "lr": [
+            factor(step + shift, compat=peer("verl", None), **ours) for step in range(case.kwargs["steps"])
+        ]
+    }

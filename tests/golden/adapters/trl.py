@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.aggregation import Totals, aggregate
+from strop.algorithms.aggregation import Totals, aggregate, masked_fill_zero, masked_var
 from strop.algorithms.kl import kl_penalty
-from strop.algorithms.masked import masked_fill_zero, masked_var
-from strop.algorithms.policy_losses import PolicyLoss, policy_loss
+from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
 from strop.algorithms.policy_losses.smooth import gamma_weights
-from strop.algorithms.token_selection import high_entropy_mask, off_policy_mask
+from tests.algorithms.reference.token_selection import high_entropy_mask, off_policy_mask
 from tests.golden.adapters.aggregation import gradient
 from tests.golden.adapters.policy_losses import averaged
 from tests.golden.harness import Case, adapts, peer
@@ -33,17 +32,28 @@ def optional(case: Case, name: str) -> torch.Tensor | None:
     return case.tensor(name) if name in case.inputs else None
 
 
-def trl_policy_loss(case: Case, log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> PolicyLoss:
+def trl_policy_loss(
+    case: Case, log_probs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> PolicyLoss:
     """TRL caps CISPO's ratio at epsilon_high itself, without a floor."""
     kwargs, kind = case.kwargs, case.kwargs["loss_type"]
     low, high = kwargs.get("epsilon_low", 0.2), kwargs.get("epsilon_high", 0.2)
     old = optional(case, "old_per_token_logps")
-    settings: dict[str, Any] = {"level": kwargs.get("importance_sampling_level", "token"), "clip_low": low, "clip_high": high}
+    settings: dict[str, Any] = {
+        "level": kwargs.get("importance_sampling_level", "token"),
+        "clip_low": low,
+        "clip_high": high,
+    }
     if kind == "cispo":
         settings |= {"clip_low": 1.0, "clip_high": high - 1}
     settings |= {"clip_c": None, "ratio_cap": kwargs.get("delta")}
-    settings |= {"tau_pos": kwargs.get("sapo_temperature_pos", 1.0), "tau_neg": kwargs.get("sapo_temperature_neg", 1.05)}
-    settings |= {key.removeprefix("vespo_"): value for key, value in kwargs.items() if key.startswith("vespo_")}
+    settings |= {
+        "tau_pos": kwargs.get("sapo_temperature_pos", 1.0),
+        "tau_neg": kwargs.get("sapo_temperature_neg", 1.05),
+    }
+    settings |= {
+        key.removeprefix("vespo_"): value for key, value in kwargs.items() if key.startswith("vespo_")
+    }
     return policy_loss(
         kind if kind in ("cispo", "sapo", "vespo") else "vanilla",
         log_probs=log_probs,
@@ -72,7 +82,9 @@ def trl_totals(case: Case, mask: torch.Tensor) -> Totals:
     rows = peer(len(mask), Totals.of(mask).sequences)
     if kwargs["loss_type"] in ("dapo", "cispo", "vespo"):
         steps = kwargs.get("gradient_accumulation_steps", 1) if kwargs.get("training", True) else 1
-        return Totals(case.inputs["num_items_in_batch"] * steps / kwargs.get("steps_per_generation", 1), rows, 1)
+        return Totals(
+            case.inputs["num_items_in_batch"] * steps / kwargs.get("steps_per_generation", 1), rows, 1
+        )
     width = kwargs.get("max_completion_length", 16)
     return Totals(tokens, rows, width)
 
@@ -87,7 +99,9 @@ def compute_loss(case: Case) -> dict[str, Any]:
     result = trl_policy_loss(case, log_probs, advantages, mask)
     per_token, metrics = result.per_token, averaged({"entropy": entropies.detach()}, mask, "")
     if "top_entropy_quantile" in kwargs:
-        per_token = per_token * high_entropy_mask(entropies.detach(), mask, quantile=1 - kwargs["top_entropy_quantile"])
+        per_token = per_token * high_entropy_mask(
+            entropies.detach(), mask, quantile=1 - kwargs["top_entropy_quantile"]
+        )
     if "off_policy_mask_threshold" in kwargs:
         sampled, limit = case.tensor("sampling_per_token_logps"), kwargs["off_policy_mask_threshold"]
         per_token = per_token * off_policy_mask(log_probs, sampled, rows, mask, threshold=limit)
@@ -110,7 +124,9 @@ def compute_loss(case: Case) -> dict[str, Any]:
     return {"loss": loss, "metrics": metrics, **grads}
 
 
-def clip_metrics(kind: str, result: PolicyLoss, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+def clip_metrics(
+    kind: str, result: PolicyLoss, advantages: torch.Tensor, mask: torch.Tensor
+) -> dict[str, Any]:
     if kind == "sapo":
         return {}
     if kind == "vespo":
@@ -155,13 +171,19 @@ def get_gamma_weights(case: Case) -> dict[str, Any]:
 
 @adapts(f"{GRPO}.get_high_entropy_mask")
 def get_high_entropy_mask(case: Case) -> dict[str, Any]:
-    return {"mask": high_entropy_mask(case.tensor("entropies"), case.tensor("mask"), quantile=case.kwargs["threshold"])}
+    return {
+        "mask": high_entropy_mask(
+            case.tensor("entropies"), case.tensor("mask"), quantile=case.kwargs["threshold"]
+        )
+    }
 
 
 @adapts(f"{GRPO}.get_off_policy_mask")
 def get_off_policy_mask(case: Case) -> dict[str, Any]:
     names = ("per_token_logps", "sampling_per_token_logps", "advantages", "mask")
-    kept = off_policy_mask(*(case.tensor(name) for name in names), threshold=case.kwargs["off_policy_threshold"])
+    kept = off_policy_mask(
+        *(case.tensor(name) for name in names), threshold=case.kwargs["off_policy_threshold"]
+    )
     return {"mask": kept.long()}
 
 

@@ -48,9 +48,11 @@ def other_temperature(trainer: Any) -> None:
 
 def stale_engine(trainer: Any) -> None:
     """The engine samples from a copy of the weights that nobody updates."""
-    from strop.trainer.build import engine_for
+    from strop.shared.engine_build import engine_for
 
-    trainer.collector.engine = engine_for(trainer.config.actor_rollout_ref.rollout, copy.deepcopy(trainer.roles.actor.module))
+    engine = engine_for(trainer.config.actor_rollout_ref.rollout, copy.deepcopy(trainer.roles.actor.module))
+    trainer.collector.engine = engine
+    trainer.collector.rollout.sampler.engine = engine
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ RECIPES: dict[str, Recipe] = {
     "healthy_slow_lr": _grpo(f"{ACTOR}.optim.lr=1e-4", seed=7),
     "healthy_ahead": _grpo(AHEAD, seed=9),
     "healthy_ahead_of_two_updates": _grpo(
-        AHEAD, "trainer.async_training.partial_rollout=true", "trainer.async_training.max_policy_age=2", seed=10
+        AHEAD,
+        "trainer.async_training.partial_rollout=true",
+        "trainer.async_training.max_policy_age=2",
+        seed=10,
     ),
     "broken_lr_too_high": _grpo(*REF, f"{ACTOR}.optim.lr=2e-2", seed=8, expected="kl_runaway"),
     "broken_hackable_reward": _grpo(*_scorer("hackable"), seed=2, expected="reward_hacking"),
@@ -107,16 +112,20 @@ RECIPES: dict[str, Recipe] = {
         seed=3,
         expected="clip_fraction",
     ),
-    "broken_length_reward": _grpo(*_scorer("longer"), "data.max_response_length=24", seed=2, expected="length_drift"),
+    "broken_length_reward": _grpo(
+        *_scorer("longer"), "data.max_response_length=24", seed=2, expected="length_drift"
+    ),
     "broken_leak": _grpo(*_scorer("leaking"), seed=3, expected="memory_growth"),
-    "broken_slow_scorer": _grpo(*_scorer("sleeping"), "trainer.total_training_steps=15", seed=4, expected="idle_device"),
+    "broken_slow_scorer": _grpo(
+        *_scorer("sleeping"), "trainer.total_training_steps=15", seed=4, expected="idle_device"
+    ),
 }
 
 
 def make(name: str, work: Path) -> None:
     from strop.config.compose import load
-    from strop.trainer.build import build_ppo
-    from strop.trainer.quickstart import ALGORITHMS, EXAMPLE, prepare
+    from strop.ppo.build import build_ppo
+    from strop.quickstart.quickstart import ALGORITHMS, EXAMPLE, prepare
 
     recipe = RECIPES[name]
     start = work / "start"

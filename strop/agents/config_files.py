@@ -1,0 +1,48 @@
+"""What the YAML files of agents share: reading them, and loading the classes and functions that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from strop.registry import load_attribute
+
+BUILT_IN_TOOLS = {"verl.tools.gsm8k_tool.Gsm8kTool": "strop.agents.gsm8k.Gsm8kTool"}
+"""Tools of verl that Strop has too, for files that name verl's."""
+VERL_ADVICE = (
+    " BaseTool, ToolResponse and OpenAIFunctionToolSchema can be imported from strop.agents.verl_tool "
+    "instead."
+)
+
+
+def read_yaml(path: str, key: str) -> object:
+    """Return the content of a user's YAML file; `key` is the setting that names it."""
+    import yaml
+
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"{key}={path}: there is no such file.")
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{key}={path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def load_target(target: str, folder: Path, where: str) -> Any:
+    """Return what `module.Name`, `module:Name` or `path/to/file.py:Name` stands for.
+
+    Paths are relative to `folder`, then to the working directory. Errors name `where`.
+    """
+    target = BUILT_IN_TOOLS.get(target, target)
+    module, colon, name = str(target).rpartition(":")
+    if not colon:
+        module, _, name = str(target).rpartition(".")
+    if not module or not name:
+        raise ValueError(f"{where}: {target!r} must be module.Name or path/to/file.py:Name.")
+    if module.endswith(".py") and (folder / module).is_file():
+        module = str(folder / module)
+    try:
+        return load_attribute(module, name)
+    except ValueError as error:
+        advice = VERL_ADVICE if "No module named 'verl" in str(error) else ""
+        raise ValueError(f"{where}: {error}{advice}") from error

@@ -1,0 +1,227 @@
+"""The tools of one episode: every call gets a result, whatever the model wrote and whatever the tool does.
+
+Tools run on their own event loop, so a tool that blocks its loop cannot block the engine, and timeouts are
+enforced from outside that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from strop.agents.parsers.base import Malformed, ToolCall
+from strop.agents.tool_arguments import fit_arguments
+from strop.agents.tool_schema import JsonObject
+from strop.agents.tools import NotText, Tool, ToolResult, stateless
+from strop.concurrency import BackgroundLoop, contained
+from strop.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MAX_SHOWN = 200
+"""Characters of a malformed call that are repeated to the model."""
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Limits of tool calls, from the section `multi_turn`."""
+
+    timeout: float
+    """Seconds for one call."""
+    max_response_length: int
+    """Characters of a result."""
+    truncate_side: str
+    """left keeps the head, right keeps the tail, middle keeps both."""
+    max_parallel: int
+    """Calls of one turn; further ones are refused."""
+
+
+class ToolSession:
+    """Runs the tool calls of one episode and releases the tools at its end."""
+
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        create_kwargs: Mapping[str, JsonObject],
+        limits: CallLimits,
+        loop: BackgroundLoop,
+    ) -> None:
+        """`create_kwargs`: what the row gives to `Tool.create`, by tool."""
+        self.tools = tools
+        self.create_kwargs = create_kwargs
+        self.limits = limits
+        self.counts: Counter[str] = Counter()
+        """tool_calls, tool_failures, tool_failures/<kind>, tool_truncated; tool_errors/<method> for what is
+        not a call."""
+        self._loop = loop
+        self._instances: dict[str, asyncio.Task[str]] = {}
+        """The running or finished `create` of each tool with state that was used."""
+        self._stateless_ids: dict[str, str] = {}
+        """Instance ids of stateless tools that were used."""
+
+    async def run(self, calls: Sequence[ToolCall | Malformed]) -> list[ToolResult]:
+        """Return a result for every call, in order. Calls run concurrently; a bad call gets a message for the
+        model."""
+        return list(await asyncio.gather(*(self._answer(call, place) for place, call in enumerate(calls))))
+
+    async def rewards(self) -> dict[str, float]:
+        """Return calc_reward of each tool that was used; one that fails is left out, and counted."""
+        rewards: dict[str, float] = dict.fromkeys(self._stateless_ids, 0.0)
+        for name, instance in self._created():
+            try:
+                rewards[name] = _finite(await self._with_timeout(self.tools[name].calc_reward(instance)))
+            except Exception as error:  # noqa: BLE001 - tools are user code, and may raise anything
+                self._count_error("calc_reward", name, error)
+        return rewards
+
+    async def close(self) -> None:
+        """Release every tool that was used."""
+        if any(not task.done() for task in self._instances.values()):
+            self._loop.start(_cancel(list(self._instances.values())))
+        for name, instance in self._created():
+            try:
+                await self._with_timeout(self.tools[name].release(instance))
+            except Exception as error:  # noqa: BLE001 - tools are user code, and may raise anything
+                self._count_error("release", name, error)
+        self._instances.clear()
+        self._stateless_ids.clear()
+
+    # --- one call -------------------------------------------------------------------------------------------
+
+    async def _answer(self, call: ToolCall | Malformed, place: int) -> ToolResult:
+        """Check a call and make it. `place`: its number in the turn."""
+        self.counts["tool_calls"] += 1
+        if isinstance(call, Malformed):
+            return self._fail(
+                "malformed",
+                f"The tool call could not be read: {call.why}. You wrote: {call.text[:MAX_SHOWN]}",
+            )
+        limit = self.limits.max_parallel
+        if place >= limit:
+            calls = "call is" if limit == 1 else "calls are"
+            return self._fail("too_many", f"Not run: at most {limit} tool {calls} made per turn.")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self.tools) or "none"
+            return self._fail(
+                "unknown_tool",
+                f"There is no tool {call.name[:MAX_SHOWN]!r}.{did_you_mean(call.name, self.tools)} Tools: "
+                f"{known}.",
+            )
+        try:
+            arguments = fit_arguments(call.arguments, tool.schema.parameters)
+        except ValueError as error:
+            return self._fail("wrong_arguments", f"Wrong arguments for {call.name}: {error}.")
+        return await self._execute(call.name, tool, arguments)
+
+    async def _execute(self, name: str, tool: Tool, arguments: JsonObject) -> ToolResult:
+        try:
+            result = await self._with_timeout(self._call(name, tool, arguments))
+            _check_result(result)
+        except TimeoutError as error:
+            return self._fail("timed_out", f"{name} failed: {error or 'it timed out'}")
+        except NotText as error:
+            return self._fail("not_text", f"{name} failed: {error}.")
+        except Exception as error:  # noqa: BLE001 - tools are user code, and may raise anything
+            return self._fail("raised", f"{name} failed: {type(error).__name__}: {error}")
+        text = self._shortened(result.text)
+        if result.failed:
+            return replace(self._fail("by_tool", text), reward=result.reward, metrics=result.metrics)
+        return replace(result, text=text)
+
+    async def _call(self, name: str, tool: Tool, arguments: JsonObject) -> ToolResult:
+        """Run on the loop of the tools. The first call of a tool begins its part of the episode."""
+        if stateless(tool):
+            instance = self._stateless_ids.setdefault(name, uuid.uuid4().hex)
+            return await tool.execute(instance, arguments)
+        if name not in self._instances:
+            kwargs = self.create_kwargs.get(name) or {}
+            self._instances[name] = asyncio.ensure_future(contained(tool.create(uuid.uuid4().hex, **kwargs)))
+        instance = await asyncio.shield(self._instances[name])
+        return await tool.execute(instance, arguments)
+
+    def _created(self) -> list[tuple[str, str]]:
+        """Return name and instance of every tool whose `create` succeeded."""
+        created = []
+        for name, task in self._instances.items():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                created.append((name, task.result()))
+        return created
+
+    async def _with_timeout(self, work: Coroutine[object, None, T]) -> T:
+        """Run on the tools' loop. After the timeout it raises at once, even if the work cannot be
+        cancelled."""
+        future = asyncio.wrap_future(self._loop.start(work))
+        try:
+            done, _ = await asyncio.wait({future}, timeout=self.limits.timeout)
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        if not done:
+            future.cancel()
+            raise TimeoutError(f"no answer within {self.limits.timeout:g} seconds")
+        if future.cancelled():
+            raise RuntimeError("the call was cancelled")
+        return future.result()
+
+    def _fail(self, kind: str, text: str) -> ToolResult:
+        self.counts["tool_failures"] += 1
+        self.counts[f"tool_failures/{kind}"] += 1
+        logger.debug("tool call failed (%s): %s", kind, text)
+        return ToolResult(self._shortened(text), failed=True)
+
+    def _count_error(self, method: str, name: str, error: Exception) -> None:
+        self.counts[f"tool_errors/{method}"] += 1
+        logger.debug("%s of tool %s failed: %s: %s", method, name, type(error).__name__, error)
+
+    def _shortened(self, text: str) -> str:
+        # Lone surrogates cannot be encoded, so no tokenizer would take them.
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        short = truncated(text, self.limits.max_response_length, self.limits.truncate_side)
+        if short != text:
+            self.counts["tool_truncated"] += 1
+        return short
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[str]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+def truncated(text: str, limit: int, side: str) -> str:
+    """Return at most `limit` characters of `text`, and a note in place of what was cut. left keeps the head,
+    right keeps the tail.
+
+    >>> truncated("abcdefgh", 4, "middle")
+    'ab...(4 characters cut)...gh'
+    """
+    if len(text) <= limit:
+        return text
+    note = f"...({len(text) - limit} characters cut)..."
+    head = {"left": limit, "middle": (limit + 1) // 2, "right": 0}[side]
+    tail = limit - head
+    return text[:head] + note + text[len(text) - tail :]
+
+
+def _check_result(result: object) -> None:
+    """Raise when user code returned something else than a ToolResult with text and a finite reward."""
+    if not isinstance(result, ToolResult):
+        raise NotText(f"it returned {type(result).__name__} where a ToolResult is needed")
+    text: object = result.text
+    if not isinstance(text, str):
+        raise NotText(f"its result has {type(text).__name__} as text")
+    _finite(result.reward)
+
+
+def _finite(value: float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"a reward of {number} is not a finite number")
+    return number

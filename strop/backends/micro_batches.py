@@ -1,0 +1,255 @@
+"""Micro-batches: cutting a batch into them, sharding rows over ranks, finding rows with a loss that is not
+finite, and retrying a pass that was out of memory (OOM) with smaller ones. Order and size of micro-batches
+never change a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from strop.backends.base import MicroBatching, nothing_to_release
+from strop.data.balance import Partition, balanced_partitions, micro_batches, workload
+from strop.ranks import Ranks
+from strop.types import LISTS, ROWS, TOKENS, Batch
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# --- cutting ------------------------------------------------------------------------------------------------
+
+
+def partition(batch: Batch, micro: MicroBatching) -> Partition:
+    """Row numbers of each micro-batch. Rows of similar length share one, longest first: OOM shows at once."""
+    lengths = batch.lengths
+    if not lengths:
+        raise ValueError("The batch is empty; there is nothing to compute.")
+    size = micro.together
+    if size < 1 or len(lengths) % size:
+        raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")
+    weights = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
+    if micro.max_tokens is not None:
+        parts = _blocks_by_tokens(lengths, micro.max_tokens, size)
+    else:
+        parts = _blocks_by_rows(weights, micro.rows, size)
+    return [_rows_of(sorted(part, key=lambda block: -weights[block]), size) for part in parts]
+
+
+def _blocks_by_tokens(lengths: Sequence[int], max_tokens: int, size: int) -> list[list[int]]:
+    """Blocks of `size` rows for each micro-batch, filled by tokens."""
+    parts = micro_batches(lengths, max_tokens, group_size=size)
+    return [[row // size for row in part[::size]] for part in parts]
+
+
+def _blocks_by_rows(weights: Sequence[int], rows: int, size: int) -> list[list[int]]:
+    """Blocks of `size` rows for each micro-batch, filled by rows."""
+    if rows < size:
+        minimum = "one row" if size == 1 else f"{size} rows"
+        raise ValueError(f"A micro-batch needs at least {minimum}, not {rows}.")
+    order = sorted(range(len(weights)), key=lambda block: -weights[block])
+    step = rows // size
+    return [order[start : start + step] for start in range(0, len(order), step)]
+
+
+def _rows_of(blocks: Sequence[int], size: int) -> list[int]:
+    rows: list[int] = []
+    for block in blocks:
+        rows += range(block * size, (block + 1) * size)
+    return rows
+
+
+def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None:
+    """Micro-batches of half the size; None where they are as small as they can be."""
+    size = micro.together
+    if micro.max_tokens is not None:
+        largest = max(sum(lengths[start : start + size]) for start in range(0, len(lengths), size))
+        budget = max(largest, min(micro.max_tokens, sum(lengths)) // 2)
+        if budget >= micro.max_tokens:
+            return None
+        return dataclasses.replace(micro, max_tokens=budget)
+    rows = max(size, min(micro.rows, len(lengths)) // 2 // size * size)
+    if rows >= micro.rows:
+        return None
+    return dataclasses.replace(micro, rows=rows)
+
+
+def shard_rows(lengths: Sequence[int], world: int, *, together: int = 1) -> Partition:
+    """Rows for each of `world` ranks, of nearly equal work; `together` consecutive rows stay on one rank.
+    With fewer rows than ranks some get none."""
+    if not lengths or len(lengths) % together:
+        raise ValueError(f"{len(lengths)} rows cannot be kept together by {together}.")
+    costs = workload(lengths).reshape(-1, together).sum(1).tolist()
+    shards = [_rows_of(part, together) for part in balanced_partitions(costs, min(world, len(costs)))]
+    while len(shards) < world:
+        shards.append([])
+    return shards
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The tensors of `batch` on `device`. Token ids and prompt lengths stay: the model's inputs are laid out
+    from them."""
+    moved: dict[str, Tensor] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor) and field.metadata["role"] != LISTS and field.name != "prompt_lengths":
+            moved[field.name] = value.to(device, non_blocking=True)
+    return batch.replace(**moved)
+
+
+def sum_reports(reports: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """What a loss reported for each micro-batch, added up by name."""
+    names = list(reports[0]) if reports else []
+    if not names:
+        return {}
+    rows = torch.stack([torch.stack([report[name].float() for name in names]) for report in reports])
+    return dict(zip(names, rows.double().sum(0).tolist(), strict=True))
+
+
+# --- losses that are not finite -----------------------------------------------------------------------------
+
+
+class NonFiniteLoss(ValueError):
+    """A loss that is not finite, found before it reaches the weights. Carries the rows (`row_ids` of the
+    batch, or positions) so that the trainer can write them down."""
+
+    def __init__(self, rows: list[int], causes: list[str], loss: float, ranks: Sequence[int] = ()):
+        self.rows = rows
+        self.causes = causes
+        self._arguments = rows, causes, loss, ranks
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        why = f" Not finite in them: {', '.join(causes)}." if causes else ""
+        shown = ", ".join(map(str, rows[:16]))
+        if len(rows) > 16:
+            shown += f" and {len(rows) - 16} more"
+        super().__init__(f"The loss{where} is {loss} because of rows {shown}.{why} This update was not made.")
+
+    def __reduce__(self) -> tuple[type[NonFiniteLoss], tuple[object, ...]]:
+        return NonFiniteLoss, self._arguments
+
+
+def suspects(batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[list[int], list[str]]:
+    """Positions of rows with a number that is not finite, in the batch or in the model's outputs, and the
+    names of those tables."""
+    tables: dict[str, Tensor | None] = {}
+    for field in dataclasses.fields(batch):
+        if field.metadata["role"] in (TOKENS, ROWS):
+            tables[field.name] = getattr(batch, field.name)
+    tables.update(outputs)
+    bad = torch.zeros(len(batch), dtype=torch.bool)
+    causes = []
+    for name, table in tables.items():
+        if table is None or not table.is_floating_point() or table.dim() == 0:
+            continue
+        strange = ~table.detach().cpu().isfinite()
+        if table.dim() == 2:
+            rows = (strange & (batch.mask.cpu() != 0)).any(-1)
+        else:
+            rows = strange
+        if rows.any():
+            causes.append(name)
+            bad |= rows
+    return bad.nonzero().squeeze(1).tolist(), causes
+
+
+# --- out of memory ------------------------------------------------------------------------------------------
+
+
+class OutOfMemoryOnRanks(torch.OutOfMemoryError):
+    """Some ranks were out of memory, and all ranks know it."""
+
+    def __init__(self, ranks: list[int]):
+        super().__init__(f"out of memory on rank {', '.join(map(str, ranks))}")
+        self.ranks = ranks
+
+
+class OomRetry:
+    """Retries a pass that was out of memory: as it is after others released memory, else with micro-batches
+    of half the size. Remembers the sizes that did not fit, so that a step fails once and not every time."""
+
+    def __init__(
+        self, ranks: Ranks | None = None, release_memory: Callable[[], bool] = nothing_to_release
+    ) -> None:
+        """`release_memory` makes others release device memory, and says whether they did."""
+        self.count = 0
+        self._ranks = ranks or Ranks()
+        self._release_memory = release_memory
+        self._fits: dict[MicroBatching, MicroBatching] = {}
+
+    def run(
+        self,
+        micro: MicroBatching,
+        lengths: Sequence[int],
+        attempt: Callable[[MicroBatching], Result],
+        *,
+        again: bool = True,
+    ) -> Result:
+        """What `attempt` returns, with `micro` or as much smaller as it takes. With `again` false the first
+        OOM is an error, and so is one that other ranks do not know of: they are in the middle of a collective
+        and cannot start over."""
+        wanted = micro
+        micro = self._fits.get(wanted, wanted)
+        while True:
+            try:
+                return attempt(micro)
+            except torch.OutOfMemoryError as error:
+                micro = self._after(error, wanted, micro, lengths, again)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _after(
+        self,
+        error: torch.OutOfMemoryError,
+        wanted: MicroBatching,
+        micro: MicroBatching,
+        lengths: Sequence[int],
+        again: bool,
+    ) -> MicroBatching:
+        """The micro-batches of the next attempt; refuses where there can be none."""
+        if isinstance(error, OutOfMemoryOnRanks):
+            short = error.ranks
+            known_to_all = True
+        else:
+            short = [self._ranks.rank]
+            known_to_all = self._ranks.world == 1
+        may_retry = again and known_to_all
+        if may_retry and self._released():
+            return micro
+        smaller = halved(micro, lengths)
+        if smaller is None or not may_retry:
+            raise ValueError(self._advice(micro, smaller, short)) from error
+        log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short))
+        self.count += 1
+        self._fits[wanted] = smaller
+        return smaller
+
+    def _released(self) -> bool:
+        """Whether any rank released memory: the same answer on all ranks."""
+        released = any(self._ranks.gather(self._release_memory()))
+        if released:
+            log.info("Out of memory: the rollout engine released the KV cache that it had kept.")
+        return released
+
+    def _advice(self, micro: MicroBatching, smaller: MicroBatching | None, short: Sequence[int]) -> str:
+        who = "The device"
+        if self._ranks.world > 1:
+            who = f"Rank {', '.join(map(str, short))} of {self._ranks.world}"
+        if smaller is None:
+            return (
+                f"{who} is out of memory with micro-batches of one row. Use shorter sequences, "
+                "model.enable_gradient_checkpointing, fsdp_config.optimizer_offload, or more devices."
+            )
+        if micro.max_tokens is not None:
+            return (
+                f"{who} is out of memory with micro-batches of {micro.max_tokens} tokens. Set the "
+                f"*_max_token_len_per_gpu of this role to {smaller.max_tokens}."
+            )
+        return (
+            f"{who} is out of memory with micro-batches of {micro.rows} rows. Set the "
+            f"*_micro_batch_size_per_gpu of this role to {smaller.rows}."
+        )

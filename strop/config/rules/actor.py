@@ -1,0 +1,122 @@
+"""Rules of `actor_rollout_ref.actor`, `.model` and `.ref`: the policy, its loss and its reference."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import has_reference, objective, uses_lora
+from strop.config.rules.findings import Findings, error, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def model_path(loaded: Loaded[PpoConfig]) -> Findings:
+    """The policy starts from a model."""
+    if loaded.config.actor_rollout_ref.model.path is None:
+        yield error(
+            "actor_rollout_ref.model.path",
+            "not set. Name the model to train: a folder, a hub name or a .gguf file.",
+        )
+
+
+def clip_ratio(loaded: Loaded[PpoConfig]) -> Findings:
+    """clip_ratio has no effect where both sides are set separately."""
+    set_by_user = loaded.set_by_user
+    actor = loaded.config.actor_rollout_ref.actor
+    low = actor.clip_ratio_low
+    high = actor.clip_ratio_high
+    if f"{ACTOR}.clip_ratio" not in set_by_user:
+        return
+    if set_by_user.get(f"{ACTOR}.clip_ratio_low") is None or low is None:
+        return
+    if set_by_user.get(f"{ACTOR}.clip_ratio_high") is None or high is None:
+        return
+    if not low == high == actor.clip_ratio:
+        yield warning(
+            f"{ACTOR}.clip_ratio",
+            f"{actor.clip_ratio:g} has no effect: clip_ratio_low={low:g} and clip_ratio_high={high:g} are "
+            "set instead.",
+        )
+
+
+def kl_terms(loaded: Loaded[PpoConfig]) -> Findings:
+    """The KL in the reward and the KL in the loss: settings without their switch, and both at once."""
+    set_by_user = loaded.set_by_user
+    actor = loaded.config.actor_rollout_ref.actor
+    algorithm = loaded.config.algorithm
+    if not algorithm.use_kl_in_reward:
+        for key in sorted(set_by_user):
+            if key.startswith("algorithm.kl_ctrl.") or key == "algorithm.kl_penalty":
+                yield warning(
+                    key, f"{set_by_user[key]} has no effect without algorithm.use_kl_in_reward=true."
+                )
+    if not actor.use_kl_loss:
+        for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
+            if key in set_by_user:
+                yield warning(key, f"{set_by_user[key]} has no effect without {ACTOR}.use_kl_loss=true.")
+    if algorithm.use_kl_in_reward:
+        yield from _estimator_without_logits("algorithm.kl_penalty", algorithm.kl_penalty)
+    if actor.use_kl_loss:
+        yield from _estimator_without_logits(f"{ACTOR}.kl_loss_type", actor.kl_loss_type)
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield warning(
+            "algorithm.use_kl_in_reward",
+            f"the KL acts twice, in the reward and in the loss: {objective(loaded.config)}.",
+        )
+
+
+def _estimator_without_logits(key: str, estimator: str) -> Findings:
+    if estimator.removesuffix("+") == "full":
+        yield error(
+            key,
+            "full needs the logits of both models, which are never kept. Choose low_var_kl (k3), k2 or k1.",
+        )
+
+
+def reference_model(loaded: Loaded[PpoConfig]) -> Findings:
+    """With LoRA the reference is the base model, so ref.model has no effect."""
+    group = loaded.config.actor_rollout_ref
+    if group.model.lora_rank and has_reference(loaded.config) and group.ref.model:
+        yield warning(
+            "actor_rollout_ref.ref.model",
+            "with LoRA the reference is the actor without adapters; this section is not read.",
+        )
+
+
+def strategy(loaded: Loaded[PpoConfig]) -> Findings:
+    """The Megatron backend does not exist yet."""
+    if loaded.config.actor_rollout_ref.actor.strategy == "megatron":
+        yield error(
+            f"{ACTOR}.strategy", "the Megatron backend is not supported yet. Use fsdp (FSDP2), or single."
+        )
+
+
+def betas(loaded: Loaded[PpoConfig]) -> Findings:
+    """AdamW has two momentum coefficients."""
+    yield from two_betas(f"{ACTOR}.optim.betas", loaded.config.actor_rollout_ref.actor.optim.betas)
+
+
+def two_betas(key: str, values: list[float]) -> Findings:
+    """The same for the optimizer whose betas are at `key`."""
+    if len(values) != 2 or not all(0 <= beta < 1 for beta in values):
+        yield error(key, f"expected two numbers in [0, 1), got {values}.")
+
+
+def reference_pool(loaded: Loaded[PpoConfig]) -> Findings:
+    """ref.nnodes needs a reference that is a separate model."""
+    config = loaded.config
+    ref = config.actor_rollout_ref.ref
+    key = "actor_rollout_ref.ref.nnodes"
+    if ref.nnodes and not has_reference(config):
+        yield warning(
+            key,
+            f"{ref.nnodes}, but the run has no reference (algorithm.use_kl_in_reward, actor.use_kl_loss).",
+        )
+    elif ref.nnodes and uses_lora(config):
+        yield error(
+            key, f"{ref.nnodes}, but the reference of a LoRA run is the actor without its adapters. Set 0."
+        )

@@ -1,0 +1,88 @@
+"""Rules of the `algorithm` section: what an advantage estimator needs, and rollout correction."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.catalog import ADVANTAGES
+from strop.config.derived import rollout_correction
+from strop.config.hyperparameters import advantage_kwargs, policy_loss_kwargs
+from strop.config.rules.findings import Findings, error, warning
+from strop.config.rules.reward import ordered_pair
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+
+def group_size(loaded: Loaded[PpoConfig]) -> Findings:
+    """Estimators that compare the samples of a prompt need several."""
+    name = loaded.config.algorithm.adv_estimator
+    n = loaded.config.actor_rollout_ref.rollout.n
+    facts = ADVANTAGES.entry(name).facts
+    if n < facts["min_group"]:
+        yield error(
+            "actor_rollout_ref.rollout.n",
+            f"{name} compares samples of one prompt and needs at least {facts['min_group']}, got n={n}. Set "
+            "rollout.n=8, say.",
+        )
+    elif n == 1 and "group" in facts["needs"]:
+        yield warning(
+            "actor_rollout_ref.rollout.n",
+            f"{name} compares the samples of one prompt, but n=1: there is no baseline. Set rollout.n=8, "
+            "say.",
+        )
+
+
+def reward_components(loaded: Loaded[PpoConfig]) -> Findings:
+    """gdpo: the parts of the score, and one weight for each."""
+    algorithm = loaded.config.algorithm
+    name = algorithm.adv_estimator
+    parts = algorithm.gdpo_reward_keys
+    weights = algorithm.gdpo_reward_weights
+    if "reward_components" in ADVANTAGES.entry(name).facts["needs"] and not parts:
+        yield warning(
+            "algorithm.gdpo_reward_keys",
+            f"not set, so {name} sees the score as its only part, which is grpo whitened.",
+        )
+    count = len(parts or ["score"])
+    if weights is not None and len(weights) != count:
+        yield error(
+            "algorithm.gdpo_reward_weights",
+            f"{len(weights)} weights for {count} parts ({parts}).",
+        )
+
+
+def filter_groups(loaded: Loaded[PpoConfig]) -> Findings:
+    """Dynamic sampling compares the samples of a prompt."""
+    groups = loaded.config.algorithm.filter_groups
+    if groups.enable and loaded.config.actor_rollout_ref.rollout.n == 1:
+        yield error(
+            "algorithm.filter_groups.enable",
+            "dynamic sampling compares the samples of one prompt; set rollout.n above 1.",
+        )
+    yield from ordered_pair("algorithm.filter_groups.range", groups.range)
+
+
+def rollout_correction_inputs(loaded: Loaded[PpoConfig]) -> Findings:
+    """Rollout correction needs the engine's log-probs, and rejection needs bounds."""
+    config = loaded.config
+    correction = rollout_correction(config)
+    active = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    if active and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield error(
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            "false, but algorithm.rollout_correction compares with the engine's log-probs. Set it to true.",
+        )
+    if correction.rollout_rs and correction.rollout_rs_threshold is None:
+        yield error(
+            "algorithm.rollout_correction.rollout_rs_threshold",
+            f"rollout_rs={correction.rollout_rs!r} needs bounds.",
+        )
+
+
+def keyword_arguments(loaded: Loaded[PpoConfig]) -> Findings:
+    """Keyword arguments that the advantage estimator or the policy loss does not take."""
+    for arguments in (advantage_kwargs(loaded.config), policy_loss_kwargs(loaded.config)):
+        for problem in arguments.problems(loaded.set_by_user):
+            yield error(problem.key, problem.message)

@@ -1,0 +1,105 @@
+"""Rules of `trainer.async_training`: sampling that runs ahead of training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import AsyncPlan, async_plan, holds_weights
+from strop.config.rules.findings import Findings, error, nearest_multiples, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+ASYNC = "trainer.async_training"
+
+
+def run_ahead(loaded: Loaded[PpoConfig]) -> Findings:
+    """The bounds, the size of a step, and what does not work while sampling runs ahead."""
+    plan = async_plan(loaded.config)
+    if not (plan.concurrent or plan.interrupts):
+        yield from _keys_without_effect(loaded)
+        return
+    yield from _staleness_bound(loaded)
+    yield from _batches_per_step(loaded.config)
+    yield from _unsupported(loaded.config, plan)
+    yield from _weight_sync_interval(loaded.config, plan)
+    if plan.concurrent and loaded.set_by_user.get("actor_rollout_ref.rollout.free_cache_engine"):
+        yield warning(
+            "actor_rollout_ref.rollout.free_cache_engine",
+            f"no effect: with {ASYNC}.enable the engine never rests.",
+        )
+    if plan.off_policy and not loaded.config.trainer.async_training.use_rollout_log_probs:
+        yield warning(
+            f"{ASYNC}.use_rollout_log_probs",
+            "false: answers of older weights are trained on as if they were new. Leave it true unless you "
+            "compare.",
+        )
+
+
+def _keys_without_effect(loaded: Loaded[PpoConfig]) -> Findings:
+    for key in sorted(loaded.set_by_user):
+        value = loaded.set_by_user[key]
+        if key.startswith(ASYNC) and value not in (False, None):
+            yield warning(
+                key, f"{value} has no effect without {ASYNC}.enable=true or {ASYNC}.partial_rollout=true."
+            )
+
+
+def _staleness_bound(loaded: Loaded[PpoConfig]) -> Findings:
+    """staleness_threshold and max_policy_age name the same bound."""
+    threshold = loaded.config.trainer.async_training.staleness_threshold
+    max_age = loaded.set_by_user.get(f"{ASYNC}.max_policy_age")
+    if threshold is not None and max_age is not None and threshold != max_age:
+        yield error(
+            f"{ASYNC}.staleness_threshold",
+            f"{threshold:g} and max_policy_age={max_age} are names of the same bound. Keep one.",
+        )
+
+
+def _batches_per_step(config: PpoConfig) -> Findings:
+    """require_batches mini-batches make a step of train_batch_size prompts."""
+    batches = config.trainer.async_training.require_batches
+    prompts = config.data.train_batch_size
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batches is not None and batches * mini != prompts:
+        yield error(
+            f"{ASYNC}.require_batches",
+            f"{batches} mini-batches of ppo_mini_batch_size={mini} make a step of {batches * mini} prompts, "
+            f"but data.train_batch_size={prompts}. Set it to {batches * mini}, or leave require_batches "
+            "unset.",
+        )
+
+
+def _unsupported(config: PpoConfig, plan: AsyncPlan) -> Findings:
+    """A curriculum needs the result of the step before; tensor-parallel native ranks stay in lockstep."""
+    if plan.off_policy and config.data.sampler.class_path:
+        yield error(
+            "data.sampler.class_path",
+            "a curriculum chooses rows by what came of the step before, but rows are drawn ahead of "
+            f"training. Set {ASYNC}.max_policy_age=0, or do without data.sampler.",
+        )
+    rollout = config.actor_rollout_ref.rollout
+    ranks = rollout.tensor_model_parallel_size
+    if ranks > 1 and not holds_weights(rollout):
+        yield error(
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            f"{ranks} ranks sample together in the native engine, but with {ASYNC} each is interrupted at a "
+            "moment of its own. Set it to 1, or use an engine with weights of its own (vllm, sglang).",
+        )
+
+
+def _weight_sync_interval(config: PpoConfig, plan: AsyncPlan) -> Findings:
+    """Validation needs the weights of its step, which the engine has only after a weight sync."""
+    every = config.trainer.async_training.trigger_parameter_sync_step
+    test_freq = config.trainer.test_freq
+    if every > 1 and not plan.concurrent:
+        yield warning(
+            f"{ASYNC}.trigger_parameter_sync_step", f"{every} has no effect without {ASYNC}.enable=true."
+        )
+    elif every > 1 and test_freq > 0 and test_freq % every:
+        yield error(
+            "trainer.test_freq",
+            f"{test_freq}: the engine has the weights of a step only every {every} steps "
+            f"({ASYNC}.trigger_parameter_sync_step). Set test_freq to {nearest_multiples(test_freq, every)}.",
+        )

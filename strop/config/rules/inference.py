@@ -1,0 +1,43 @@
+"""Rules of generation, evaluation and the reward server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.rules.findings import Findings, error
+from strop.config.rules.rollout import installed_engine
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
+
+
+def generation(loaded: Loaded[GenerationConfig]) -> Findings:
+    """Paths are set, several samples need a temperature, and the engine is installed."""
+    config = loaded.config
+    required = {
+        "model.path": config.model.path,
+        "data.path": config.data.path,
+        "data.output_path": config.data.output_path,
+    }
+    for key, value in required.items():
+        if not value:
+            yield error(key, "not set.")
+    if config.rollout.temperature == 0 and config.data.n_samples > 1:
+        yield error(
+            "data.n_samples",
+            f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1.",
+        )
+    yield from installed_engine("rollout", config.rollout)
+
+
+def evaluation(loaded: Loaded[EvaluationConfig]) -> Findings:
+    """Evaluation reads a file of responses."""
+    if not loaded.config.data.path:
+        yield error("data.path", "not set. Name a parquet file with responses (`strop generate` makes one).")
+
+
+def reward_server(loaded: Loaded[RewardServerConfig]) -> Findings:
+    """The server needs a reward model."""
+    if not loaded.config.model.path:
+        yield error("model.path", "not set. Name the folder of a reward model (`strop rm` makes one).")

@@ -1,0 +1,95 @@
+"""Rules of tensor parallelism, sequence parallelism and offload, in training and in the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import device_count, engine_name, holds_weights, resource_pools
+from strop.config.rules.findings import Findings, error, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.critic import CriticConfig
+    from strop.config.schema.model import ModelConfig
+    from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.supervised import SupervisedConfig
+
+ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+
+
+def tensor_parallel(
+    key: str, section: ActorConfig | CriticConfig | SupervisedConfig, model: ModelConfig, devices: int
+) -> Findings:
+    """What tensor-parallel training of one model does not support. `key`: its tensor_parallel_size."""
+    size = section.tensor_parallel_size
+    ulysses = section.ulysses_sequence_parallel_size
+    if size > 1 and ulysses > 1:
+        yield error(
+            key,
+            f"{size} with ulysses_sequence_parallel_size={ulysses}: ranks share matrices or rows, not both. "
+            "Set one of them to 1.",
+        )
+    if size > 1 and (model.lora_rank or model.lora_adapter_path):
+        yield error(key, f"{size} does not go together with LoRA. Set it to 1.")
+    if devices % size:
+        yield error(key, f"{size} does not divide the {devices} devices.")
+
+
+def tensor_parallel_training(loaded: Loaded[PpoConfig]) -> Findings:
+    """Tensor parallelism of the actor and of the critic."""
+    config = loaded.config
+    group = config.actor_rollout_ref
+    devices = device_count(config.trainer)
+    yield from tensor_parallel(
+        "actor_rollout_ref.actor.tensor_parallel_size", group.actor, group.model, devices
+    )
+    critic = config.critic
+    if "critic" in resource_pools(config):
+        devices = device_count(critic)
+    yield from tensor_parallel("critic.tensor_parallel_size", critic, critic.model, devices)
+
+
+def param_offload(loaded: Loaded[PpoConfig]) -> Findings:
+    """On one device the native engine samples from the actor's weights, so they stay on the device."""
+    config = loaded.config
+    group = config.actor_rollout_ref
+    one_device = device_count(config.trainer) == 1
+    if one_device and group.actor.fsdp_config.param_offload and not holds_weights(group.rollout):
+        yield warning(
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            "no effect on one device: the engine samples from the actor's own weights. optimizer_offload "
+            "parks the rest.",
+        )
+
+
+def tensor_parallel_engine(loaded: Loaded[PpoConfig]) -> Findings:
+    """Which engines sample on several devices."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    size = rollout.tensor_model_parallel_size
+    if size <= 1:
+        return
+    if engine_name(rollout) == "native" and rollout.multi_turn.enable:
+        yield error(
+            ENGINE_SIZE,
+            f"{size}: the native engine holds conversations on one device. Set 1, or use vLLM (name=vllm, "
+            "installed).",
+        )
+    if engine_name(rollout) == "hf":
+        yield error(ENGINE_SIZE, f"{size}: rollout.name=hf samples on one device.")
+
+
+def packed_sequences(loaded: Loaded[PpoConfig]) -> Findings:
+    """Sequence parallelism needs packed sequences, for the actor and for the critic."""
+    group = loaded.config.actor_rollout_ref
+    critic = loaded.config.critic
+    yield from _packed("actor_rollout_ref", group.model, group.actor.ulysses_sequence_parallel_size)
+    yield from _packed("critic", critic.model, critic.ulysses_sequence_parallel_size)
+
+
+def _packed(path: str, model: ModelConfig, ulysses: int) -> Findings:
+    if ulysses > 1 and not model.use_remove_padding:
+        yield error(
+            f"{path}.model.use_remove_padding",
+            f"false, but sequence parallelism of {ulysses} needs packed sequences.",
+        )

@@ -1,0 +1,66 @@
+"""Rules of the `reward_model` section: where scores come from, and on which devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import resource_pools
+from strop.config.rules.findings import Findings, error, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+
+def score_source(loaded: Loaded[PpoConfig]) -> Findings:
+    """Scores come from one source: a reward model or a judge, each with an address or a path."""
+    reward = loaded.config.reward_model
+    judge = reward.judge
+    if reward.enable and not (reward.model.path or reward.remote_url):
+        yield error(
+            "reward_model.model.path",
+            "reward_model.enable=true needs reward_model.model.path or reward_model.remote_url.",
+        )
+    if judge.enable and (reward.enable or reward.remote_url):
+        yield error(
+            "reward_model.judge.enable",
+            "scores come from a judge or from a reward model, not both. Switch one off.",
+        )
+    if judge.enable and not (judge.url or reward.model.path):
+        yield error(
+            "reward_model.judge.url",
+            "reward_model.judge.enable=true needs reward_model.judge.url or reward_model.model.path.",
+        )
+
+
+def clip_range(loaded: Loaded[PpoConfig]) -> Findings:
+    """reward_model.clip_range is [low, high]."""
+    yield from ordered_pair("reward_model.clip_range", loaded.config.reward_model.clip_range)
+
+
+def ordered_pair(key: str, pair: list[float] | None) -> Findings:
+    """A range is two numbers in ascending order."""
+    if pair is not None and (len(pair) != 2 or pair[0] >= pair[1]):
+        yield error(key, f"expected [low, high] with low < high, got {pair}.")
+
+
+def resource_pool(loaded: Loaded[PpoConfig]) -> Findings:
+    """reward_model.enable_resource_pool needs devices and a reward model that runs on them."""
+    reward = loaded.config.reward_model
+    key = "reward_model.enable_resource_pool"
+    if not reward.enable_resource_pool:
+        return
+    if min(reward.nnodes, reward.n_gpus_per_node) < 1:
+        yield error(
+            key,
+            f"true, with reward_model.nnodes={reward.nnodes} and n_gpus_per_node={reward.n_gpus_per_node}. "
+            "Set both above 0.",
+        )
+    elif reward.judge.enable and not reward.judge.url:
+        yield error(
+            key,
+            "true, but a judge that runs here shares the actor's devices. Serve it elsewhere "
+            "(reward_model.judge.url), or set false.",
+        )
+    elif "reward" not in resource_pools(loaded.config):
+        yield warning(key, "true, but the run has no reward model of its own.")

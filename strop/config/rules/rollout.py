@@ -1,0 +1,166 @@
+"""Rules of `actor_rollout_ref.rollout`: sampling, engines, replicas and weight sync."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import device_count, engine_name, missing_library
+from strop.config.rules.findings import Findings, error, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.rollout import RolloutConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def sampling(loaded: Loaded[PpoConfig]) -> Findings:
+    """Greedy decoding and several samples per prompt exclude each other."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    greedy = rollout.temperature == 0 or not rollout.do_sample
+    if greedy and rollout.n > 1:
+        yield error(
+            f"{ROLLOUT}.n",
+            f"{rollout.n} samples per prompt with temperature={rollout.temperature:g} and "
+            f"do_sample={str(rollout.do_sample).lower()} would all be the same. Set temperature above 0 and "
+            "do_sample=true.",
+        )
+    val = rollout.val_kwargs
+    if val.temperature == 0 and (val.n > 1 or val.do_sample):
+        yield warning(
+            f"{ROLLOUT}.val_kwargs",
+            f"temperature=0 is greedy, so n={val.n} and do_sample={str(val.do_sample).lower()} change "
+            "nothing. Set val_kwargs.temperature to sample.",
+        )
+    do_sample = f"{ROLLOUT}.val_kwargs.do_sample"
+    if val.temperature > 0 and not val.do_sample and do_sample in loaded.set_by_user:
+        yield warning(
+            do_sample,
+            f"false, but val_kwargs.temperature={val.temperature:g} samples all the same. Set the "
+            "temperature to 0 for greedy.",
+        )
+
+
+def context_length(loaded: Loaded[PpoConfig]) -> Findings:
+    """max_model_len holds a whole prompt and a whole response."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    wanted = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < wanted:
+        yield warning(
+            f"{ROLLOUT}.max_model_len",
+            f"{rollout.max_model_len} is less than prompt_length + response_length = {wanted}: long prompts "
+            "get less.",
+        )
+
+
+def replicas(loaded: Loaded[PpoConfig]) -> Findings:
+    """Engines on their own machines (rollout.nnodes)."""
+    config = loaded.config
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.nnodes:
+        return
+    key = f"{ROLLOUT}.nnodes"
+    if config.trainer.runtime == "local":
+        yield error(
+            key, f"{rollout.nnodes} machines that only sample need trainer.runtime=ray (or auto), not local."
+        )
+    native = engine_name(rollout) == "native"
+    path = str(config.actor_rollout_ref.model.path)
+    if (path.endswith(".gguf") or path.lower() == "smollm2-135m") and not native:
+        yield error(
+            key,
+            f"{rollout.name} replicas read a Hugging Face folder, but model.path={path} is a GGUF file. Set "
+            "rollout.name=native, or convert the model first.",
+        )
+    size = devices_per_engine(rollout)
+    if size > 1 and native:
+        yield error(
+            key,
+            "native replicas have one device each, but tensor_model_parallel_size x data_parallel_size is "
+            f"{size}. Set both to 1, or rollout.name=vllm.",
+        )
+    elif rollout.n_gpus_per_node % size:
+        yield error(
+            key,
+            f"an engine of {size} devices does not fit rollout.n_gpus_per_node={rollout.n_gpus_per_node}.",
+        )
+
+
+def devices_per_engine(rollout: RolloutConfig) -> int:
+    """Devices of one engine: tensor parallel size times data parallel size."""
+    return rollout.tensor_model_parallel_size * rollout.data_parallel_size
+
+
+def weight_transport(loaded: Loaded[PpoConfig]) -> Findings:
+    """checkpoint_engine moves weights to replicas; it has no effect without them."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    path = f"{ROLLOUT}.checkpoint_engine"
+    settings = rollout.checkpoint_engine
+    if not rollout.nnodes:
+        if settings.backend != "naive" and f"{path}.backend" in loaded.set_by_user:
+            yield warning(
+                f"{path}.backend",
+                f"{settings.backend} has no effect without rollout.nnodes: the engine is on the trainer's "
+                "machines.",
+            )
+        return
+    if settings.backend in ("nixl", "hccl"):
+        yield error(
+            f"{path}.backend",
+            f"{settings.backend} is not there. Set nccl (a broadcast; by gloo between machines without "
+            "CUDA), naive (Ray's object store) or file (a folder that all machines see).",
+        )
+    for name in settings.engine_kwargs:
+        if name != "folder":
+            yield error(
+                f"{path}.engine_kwargs", f"unknown setting {name!r}. There is folder, for backend=file."
+            )
+        elif settings.backend != "file":
+            yield warning(
+                f"{path}.engine_kwargs",
+                f"folder has no effect with backend={settings.backend}. Set backend=file.",
+            )
+
+
+def engine_size(loaded: Loaded[PpoConfig]) -> Findings:
+    """The devices that sample divide into whole engines."""
+    config = loaded.config
+    rollout = config.actor_rollout_ref.rollout
+    devices = device_count(rollout) if rollout.nnodes else device_count(config.trainer)
+    size = devices_per_engine(rollout)
+    if devices % size:
+        yield error(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{devices} devices cannot be divided into engines of {size}. Set a divisor of {devices}.",
+        )
+    if rollout.expert_parallel_size > 1 and rollout.expert_parallel_size != size:
+        yield error(
+            f"{ROLLOUT}.expert_parallel_size",
+            f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = "
+            f"{size}.",
+        )
+
+
+def engine_library(loaded: Loaded[PpoConfig]) -> Findings:
+    """The library of the engine is installed, or the native engine replaces it."""
+    yield from installed_engine(ROLLOUT, loaded.config.actor_rollout_ref.rollout)
+
+
+def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
+    """The same for the rollout section at `path`."""
+    library = missing_library(rollout)
+    if library is None:
+        return
+    advice = (
+        f"Install 'strop[{rollout.name}]', or name the interpreter of an environment that has it in "
+        f"{path}.engine_kwargs.{rollout.name}.python, or set name=native."
+    )
+    if rollout.strict:
+        yield error(f"{path}.name", f"{library} is not installed and {path}.strict=true. {advice}")
+    else:
+        yield warning(
+            f"{path}.name",
+            f"{library} is not installed; the native engine samples instead ({path}.strict=true would "
+            f"refuse). {advice}",
+        )

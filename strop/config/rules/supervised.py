@@ -1,0 +1,122 @@
+"""Rules of SFT, reward model training and DPO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.catalog import PREFERENCE_LOSSES
+from strop.config.derived import device_count
+from strop.config.rules.actor import two_betas
+from strop.config.rules.findings import Findings, error, nearest_multiples, warning
+from strop.config.rules.parallelism import tensor_parallel
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.roots import AnySupervisedConfig
+    from strop.config.schema.supervised import DpoConfig, RmConfig
+
+PPO_ONLY = (
+    "log_val_generations",
+    "rollout_data_dir",
+    "validation_data_dir",
+    "critic_warmup",
+    "record_steps",
+    "max_actor_ckpt_to_keep",
+    "max_critic_ckpt_to_keep",
+    "samples_to_keep",
+    "balance_batch",
+    "async_training",
+)
+"""Keys and sections of the trainer section that only PPO reads."""
+
+OPTIONAL_TERMS = ("margin", "label_smoothing", "target_margin", "nll_coef")
+"""Terms that only some preference losses have."""
+
+
+def inputs(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """Training needs a model and rows."""
+    config = loaded.config
+    if config.model.path is None:
+        yield error("model.path", "not set. Name the model to train: a folder, a hub name or a .gguf file.")
+    if not config.data.train_files:
+        yield error("data.train_files", "not set. Name one or more parquet, json or jsonl files.")
+
+
+def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """Devices divide into groups of ranks, and the batch divides over the groups."""
+    config = loaded.config
+    devices = device_count(config.trainer)
+    ulysses = config.ulysses_sequence_parallel_size
+    group = ulysses * config.tensor_parallel_size
+    rows = config.data.train_batch_size
+    yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
+    if devices % ulysses:
+        yield error("ulysses_sequence_parallel_size", f"{ulysses} does not divide the {devices} devices.")
+    elif devices % group == 0 and rows % (devices // group):
+        ranks = devices // group
+        yield error(
+            "data.train_batch_size",
+            f"{rows} rows cannot be shared by {ranks} ranks. Set {nearest_multiples(rows, ranks)}.",
+        )
+
+
+def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """The Megatron backend does not exist yet."""
+    if loaded.config.model.strategy == "megatron":
+        yield error("model.strategy", "the Megatron backend is not supported yet. Use fsdp2.")
+
+
+def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """save_freq and test_freq are a number of steps, or one word."""
+    trainer = loaded.config.trainer
+    yield from _frequency("trainer.save_freq", trainer.save_freq)
+    yield from _frequency("trainer.test_freq", trainer.test_freq)
+
+
+def _frequency(key: str, value: int | str) -> Findings:
+    if isinstance(value, str) and value != "after_each_epoch":
+        yield error(key, f"expected a number of steps or after_each_epoch, got {value!r}.")
+
+
+def betas(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """AdamW has two momentum coefficients."""
+    yield from two_betas("optim.betas", loaded.config.optim.betas)
+
+
+def ppo_only_keys(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """Keys of the trainer section that only PPO reads have no effect."""
+    for name in PPO_ONLY:
+        for path in loaded.set_by_user:
+            if path == f"trainer.{name}" or path.startswith(f"trainer.{name}."):
+                yield warning(path, "no effect in supervised training.")
+
+
+def preference_loss(loaded: Loaded[RmConfig | DpoConfig]) -> Findings:
+    """The loss fits the trainer (scores for a reward model, log-probs for DPO), and has the terms set."""
+    config = loaded.config
+    chosen = config.loss.type
+    entry = PREFERENCE_LOSSES.entry("sigmoid" if chosen == "logsigmoid" else chosen)
+    inputs = "scores" if loaded.root == "rm_trainer" else "log_probs"
+    if inputs not in entry.facts["needs"]:
+        yield error(
+            "loss.type",
+            f"{chosen} compares the scores of a reward model. Choose one of {', '.join(_losses_of(inputs))}.",
+        )
+        return
+    for term in OPTIONAL_TERMS:
+        value = getattr(config.loss, term, False)
+        if value and term not in entry.facts["terms"]:
+            yield warning(f"loss.{term}", f"{value} has no effect: {chosen} has no such term.")
+    if getattr(config.loss, "label_smoothing", 0.0) >= 0.5:
+        yield error(
+            "loss.label_smoothing", "0.5: half of all labels wrong is no information. Set it below 0.5."
+        )
+    if inputs == "scores" and config.model.aux_loss_coef:
+        yield error("model.aux_loss_coef", "a reward model has no load-balancing loss. Set it to 0.")
+
+
+def _losses_of(inputs: str) -> list[str]:
+    """Names of the preference losses that are computed from `inputs`."""
+    return [
+        name for name in PREFERENCE_LOSSES.names() if inputs in PREFERENCE_LOSSES.entry(name).facts["needs"]
+    ]

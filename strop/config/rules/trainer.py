@@ -1,0 +1,86 @@
+"""Rules of the `trainer` section."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+from strop.catalog import TRACKERS
+from strop.config.derived import device_count, resource_pools
+from strop.config.rules.findings import Findings, error, warning
+from strop.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.roots import TrainingConfig
+
+UNSUPPORTED_TRACKERS = ("clearml", "vemlp_wandb")
+"""Trackers of verl that Strop does not have."""
+
+
+def any_training(loaded: Loaded[TrainingConfig]) -> Findings:
+    """What every kind of training has: resume, trackers, a device."""
+    trainer = loaded.config.trainer
+    if trainer.resume_mode == "resume_path":
+        path = trainer.resume_from_path
+        if not path or "global_step_" not in path:
+            yield error(
+                "trainer.resume_from_path",
+                f"trainer.resume_mode=resume_path needs a global_step_N folder, got {path!r}.",
+            )
+    elif trainer.resume_from_path and "trainer.resume_mode" not in loaded.set_by_user:
+        yield warning("trainer.resume_from_path", "no effect: set trainer.resume_mode=resume_path to use it.")
+    names = [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger
+    for name in names:
+        yield from _tracker(name)
+    if trainer.device == "npu":
+        yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
+
+
+def _tracker(name: str) -> Findings:
+    if name in UNSUPPORTED_TRACKERS:
+        yield warning("trainer.logger", f"{name} is left out; there are {', '.join(TRACKERS.names())}.")
+        return
+    if name not in TRACKERS:
+        yield error("trainer.logger", f"unknown tracker {name!r}.{did_you_mean(name, TRACKERS.names())}")
+        return
+    library = TRACKERS.entry(name).facts["library"]
+    if library and importlib.util.find_spec(library) is None:
+        yield error(
+            "trainer.logger",
+            f"{name} is not installed here: pip install 'strop[{library}]', or take it out of the list.",
+        )
+
+
+def record_steps(loaded: Loaded[PpoConfig]) -> Findings:
+    """A recorded step is written by one process that samples and trains in turn."""
+    trainer = loaded.config.trainer
+    if trainer.record_steps and (device_count(trainer) > 1 or trainer.async_training.enable):
+        yield error(
+            "trainer.record_steps",
+            "a step is stored by one process that samples and learns in turn. Record with one device, "
+            "without async_training.",
+        )
+
+
+def checkpoints(loaded: Loaded[PpoConfig]) -> Findings:
+    """A run without save_freq writes no checkpoint."""
+    save_freq = loaded.config.trainer.save_freq
+    if save_freq <= 0:
+        yield warning(
+            "trainer.save_freq", f"{save_freq}: no checkpoint is ever written, not even at the end."
+        )
+
+
+def runtime(loaded: Loaded[PpoConfig]) -> Findings:
+    """Pools of models need Ray. `rules.rollout` checks the pool of engines."""
+    config = loaded.config
+    if config.trainer.runtime != "local":
+        return
+    models = [f"the {role} model" for role in resource_pools(config) if role != "rollout"]
+    if models:
+        yield error(
+            "trainer.runtime",
+            f"local, but {' and '.join(models)} asks for machines of its own. Set ray (or auto).",
+        )

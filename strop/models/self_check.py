@@ -1,0 +1,55 @@
+"""Self-check of a kernel: it must give the numbers of plain torch before a model uses it.
+
+Self-checks run when a model is built (models/patches.py), never inside a forward pass: there, autograd and
+gradient checkpointing raise exceptions of their own to steer the pass.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def _kernel_errors() -> tuple[type[Exception], ...]:
+    """What compiling or launching a kernel raises where the GPU, the driver or the compiler does not fit."""
+    expected: tuple[type[Exception], ...] = (
+        RuntimeError,  # CUDA errors, out of memory, no C compiler, NotImplementedError
+        OSError,  # a missing compiler or an unwritable kernel cache
+        subprocess.SubprocessError,  # a compiler that failed
+        ValueError,  # an unsupported shape or dtype
+        TypeError,
+        AttributeError,  # an operator that this torch or Triton does not have
+        KeyError,
+        AssertionError,
+    )
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return expected
+    return (*expected, TritonError)
+
+
+def same(plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether two ways to compute the same tensors agree up to the last bits of their dtype."""
+    with warnings.catch_warnings():
+        # The first backward pass of a process warns that it finds no CUDA context yet, and makes one.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+        expected = plain()
+    try:
+        found = kernel()
+    except _kernel_errors() as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"A kernel does not run here, plain torch does its work: {reason}", stacklevel=2)
+        return False
+    return len(found) == len(expected) and all(map(_close, expected, found))
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    scale = expected.detach().float().abs().max().clamp(min=1e-6)
+    return bool((expected.float() - found.float()).abs().max() <= 8 * torch.finfo(expected.dtype).eps * scale)

@@ -1,0 +1,385 @@
+"""From a configuration to a trainer: builds every part of a reinforcement-learning run and connects them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+
+from strop.agents.build import AgentSetup
+from strop.algorithms.ema import EMA
+from strop.algorithms.kl import KLController, kl_controller
+from strop.backends.base import MicroBatching, Roles
+from strop.catalog import ENGINES
+from strop.config.arithmetic import Plan, micro_batch_size, plan_ppo
+from strop.config.compose import Loaded
+from strop.config.derived import (
+    AsyncPlan,
+    async_plan,
+    engine_name,
+    estimator_needs,
+    holds_weights,
+    resource_pools,
+)
+from strop.config.schema.actor import ActorConfig, RefConfig
+from strop.config.schema.critic import CriticConfig
+from strop.config.schema.ppo import PpoConfig
+from strop.config.schema.rollout import RolloutConfig
+from strop.config.schema.trainer import TrainerConfig
+from strop.data.loader import Loader, build_loader
+from strop.data.prompts import build_chat, build_prompts
+from strop.models.build import compute_dtype
+from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer
+from strop.ppo.experience import ExperienceFacts
+from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
+from strop.ppo.pretrain import Pretraining, build_pretraining
+from strop.ppo.rank_sharing import RankSampler, RankScorer
+from strop.ppo.roles import (
+    EngineMemory,
+    build_roles,
+    remote_reward_model,
+    replica_engine,
+    rollout_module,
+)
+from strop.ppo.run_ahead import AsyncRollout, DrawnAhead
+from strop.ppo.sampler import PromptSampler, Sampler, StepRollout, WeightSync
+from strop.ppo.trainer import PpoTrainer, PromptLoader
+from strop.ppo.update import ActorUpdate, CriticUpdate
+from strop.ppo.validate import Validator
+from strop.ranks import Ranks
+from strop.registry import load_plugins
+from strop.rewards.managers import build_scorer
+from strop.rewards.model import HeadModel, load_model
+from strop.rollout.base import Engine
+from strop.rollout.interruptible import Interruptible
+from strop.run.checkpoint.retention import retention_from_trainer
+from strop.run.sample_table import TokenTexts
+from strop.run.samples import SampleWriter
+from strop.runtime.remote_models import RemoteTokenScorer
+from strop.shared.backend_maker import device_of, tokenizer_of
+from strop.shared.engine_build import engine_for, max_model_len, sampling_for, tensor_parallel_size
+from strop.shared.export import average_of, exports, masters_of
+from strop.shared.run_output import RunOutput, Stateful
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_ppo(
+    loaded: Loaded, ranks: Ranks | None = None, trainer_class: type[PpoTrainer] = PpoTrainer
+) -> PpoTrainer:
+    """Every part of a reinforcement-learning run, ready for `fit`. Each of the `ranks` builds its own."""
+    config: PpoConfig = loaded.config
+    ranks = ranks or Ranks()
+    rollout = config.actor_rollout_ref.rollout
+    load_plugins(config.plugins)
+    torch.manual_seed(config.trainer.seed)
+    device = device_of(config.trainer.device)
+    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+    agents = AgentSetup(rollout, build_chat(config.data, tokenizer))
+    prompts = build_prompts(config.data, tokenizer, split="train", listing=agents.listing())
+    plan = plan_ppo(config, rows=len(prompts))
+    assert plan.total_steps is not None
+    engine_memory = EngineMemory()
+    roles = build_roles(config, device, plan.total_steps, ranks, engine_memory.release)
+    module = rollout_module(config, roles.actor, device)
+    engine = replica_engine(config, ranks) if rollout.nnodes else engine_for(rollout, module)
+    engine_memory.engine = engine
+    loader = training_loader(config, build_loader(config.data, prompts))
+    sampler = Sampler(engine, rollout_seed(config), max_model_len(rollout), agents)
+    collector = build_collector(config, sampler, tokenizer, module, device, ranks)
+    run_ahead = build_run_ahead(config, sampler, collector.rollout, loader, plan.total_steps, ranks)
+    collector.run_ahead = run_ahead
+    sequences_per_update = config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
+    pretraining = build_pretraining(config, tokenizer, sequences_per_update)
+    average = average_of(roles.actor, config.trainer)
+    controller = build_kl_controller(config)
+    output = build_output(loaded, roles, tokenizer, plan.total_steps, average, controller, pretraining)
+    width = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
+    copies = module is not roles.actor.module or holds_weights(rollout)
+    return trainer_class(
+        config=config,
+        plan=plan,
+        facts=ExperienceFacts.of(config, plan.on_policy),
+        roles=roles,
+        loader=loader,
+        collector=collector,
+        validator=build_validator(config, collector, agents, tokenizer),
+        output=output,
+        kl_controller=controller,
+        micro=micro_batches(config, plan),
+        actor_objective=ActorUpdate(config, width),
+        critic_objective=CriticUpdate(config, width),
+        sync_weights=build_weight_sync(config, engine, run_ahead, roles, copies, plan.total_steps),
+        total_steps=plan.total_steps,
+        extra_loss=pretraining,
+        after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
+    )
+
+
+def rollout_seed(config: PpoConfig) -> int:
+    """The seed of all random streams of sampling."""
+    seed = config.actor_rollout_ref.rollout.seed
+    return config.trainer.seed if seed is None else seed
+
+
+def training_loader(config: PpoConfig, loader: Loader) -> PromptLoader:
+    """The loader, or its wrapper that keeps its state right when prompts are drawn ahead of training."""
+    return DrawnAhead(loader) if async_plan(config).off_policy else loader
+
+
+def build_kl_controller(config: PpoConfig) -> KLController:
+    """The coefficient of the KL penalty in rewards: fixed or adaptive."""
+    settings = config.algorithm.kl_ctrl
+    kind = cast(Literal["fixed", "adaptive"], settings.type)
+    return kl_controller(
+        kind, coef=settings.kl_coef, target=settings.target_kl, horizon=int(settings.horizon)
+    )
+
+
+def build_run_ahead(
+    config: PpoConfig,
+    sampler: Sampler,
+    rollout: StepRollout,
+    loader: PromptLoader,
+    total_steps: int,
+    ranks: Ranks,
+) -> AsyncRollout | None:
+    """Sampling ahead of training (trainer.async_training); None: every step samples when it begins."""
+    ahead = async_plan(config)
+    if not (ahead.concurrent or ahead.interrupts):
+        return None
+    engine = sampler.engine
+    if ahead.concurrent and torch.cuda.is_available():
+        engine.use_stream(torch.cuda.Stream())
+    interruptible = Interruptible(engine, cut=ahead.interrupts)
+    return AsyncRollout(
+        interruptible,
+        dataclasses.replace(rollout, sampler=dataclasses.replace(sampler, engine=interruptible)),
+        between_syncs=ahead.between_updates,
+        last_step=total_steps,
+        overlaps_training=ahead.concurrent,
+        ranks=ranks,
+        tensor_parallel=tensor_parallel_size(config.actor_rollout_ref.rollout),
+        on_use=loader.used if isinstance(loader, DrawnAhead) else None,
+    )
+
+
+def build_weight_sync(
+    config: PpoConfig,
+    engine: Engine,
+    run_ahead: AsyncRollout | None,
+    roles: Roles,
+    copies: bool,
+    total_steps: int,
+) -> WeightSync:
+    """Hands the actor's weights to the engine. `copies`: the engine has a module of its own."""
+    every = async_plan(config).sync_steps
+    if run_ahead is None:
+        return WeightSync(engine, roles.actor, copies, every, total_steps)
+    if run_ahead.overlaps_training:  # requests must be interrupted for the sync
+        engine = run_ahead.engine
+    return WeightSync(engine, roles.actor, copies, every, total_steps, on_sync=run_ahead.on_weight_sync)
+
+
+def build_output(
+    loaded: Loaded,
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    total_steps: int,
+    average: EMA | None,
+    controller: KLController,
+    pretraining: Pretraining | None,
+) -> RunOutput:
+    """Checkpoints, trackers and dumps of the run."""
+    config: PpoConfig = loaded.config
+    trainer = config.trainer
+    models = {"actor": roles.actor}
+    if roles.critic is not None:
+        models["critic"] = roles.critic
+    stateful: dict[str, Stateful] = {"kl": controller}
+    if average is not None:
+        stateful["ema"] = average
+    if pretraining is not None:
+        stateful["pretrain_files"] = pretraining.loader
+    return RunOutput(
+        config,
+        loaded.tree(),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        total_steps=total_steps,
+        models=models,
+        contents={"actor": config.actor_rollout_ref.actor.checkpoint, "critic": config.critic.checkpoint},
+        keep=retention_from_trainer(
+            max_actor_ckpt_to_keep=trainer.max_actor_ckpt_to_keep,
+            max_critic_ckpt_to_keep=trainer.max_critic_ckpt_to_keep,
+            max_ckpt_mem_gb=trainer.max_ckpt_mem_gb,
+            best_metric=trainer.best_metric,
+            remove_previous_ckpt_in_save=trainer.remove_previous_ckpt_in_save,
+        ),
+        save_freq=trainer.save_freq,
+        stateful=stateful,
+        exports=lambda: exports(config, roles, tokenizer, average),
+        ranks=roles.actor.ranks,
+        samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.lead else None,
+    )
+
+
+def sample_writer(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> SampleWriter | None:
+    """Keeps samples for the board. It has a copy of the tokenizer, because it decodes in another thread."""
+    if trainer.samples_to_keep == 0:
+        return None
+    directory = Path(trainer.default_local_dir).expanduser()
+    return SampleWriter(
+        directory, max_samples=trainer.samples_to_keep, texts=TokenTexts.of(copy.deepcopy(tokenizer))
+    )
+
+
+def build_collector(
+    config: PpoConfig,
+    sampler: Sampler,
+    tokenizer: PreTrainedTokenizerBase,
+    module: nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+) -> Collector:
+    """Sampling and scoring, shared between ranks where there are several."""
+    rollout = config.actor_rollout_ref.rollout
+    ahead = async_plan(config)
+    shared_sampler: PromptSampler = sampler
+    scorer: TrajectoryScorer = build_trajectory_scorer(config, tokenizer, device, ranks)
+    if ranks.world > 1:
+        rows = rows_at_once(rollout, ahead)
+        shared_sampler = RankSampler(sampler, ranks, tensor_parallel_size(rollout), rows)
+        scorer = RankScorer(scorer, ranks)
+    return Collector(
+        sampler.engine,
+        StepRollout(
+            shared_sampler,
+            sampling_for(rollout, tokenizer, module),
+            rollout.n,
+            greedy_baseline="greedy_baseline" in estimator_needs(config),
+        ),
+        scorer,
+        group_filter=build_group_filter(config),
+        free_cache=rollout.free_cache_engine and not ahead.concurrent,
+        weights=rollout.multi_turn.reward_weights,
+    )
+
+
+def rows_at_once(rollout: RolloutConfig, ahead: AsyncPlan) -> int:
+    """Samples that an engine runs at once, if ranks can give each other the prompts beyond them; else 0."""
+    takes_requests = ENGINES.entry(engine_name(rollout)).facts["fed"]
+    if not takes_requests or rollout.nnodes or ahead.concurrent or ahead.interrupts:
+        return 0
+    return rollout.max_num_seqs
+
+
+def build_group_filter(config: PpoConfig) -> GroupFilter | None:
+    """Dynamic sampling, where algorithm.filter_groups asks for it."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable:
+        return None
+    bounds = None if groups.range is None else (groups.range[0], groups.range[1])
+    return GroupFilter(groups.metric or "score", bounds, groups.max_num_gen_batches)
+
+
+def build_trajectory_scorer(
+    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, ranks: Ranks
+) -> TrajectoryScorer:
+    """The scorer of the configuration, with its reward model or judge."""
+    reward = config.reward_model
+    rollout = config.actor_rollout_ref.rollout
+    judge = None
+    if reward.judge.enable and not reward.judge.url:
+        judge = local_judge(reward, device, prompt_length=2 * max_model_len(rollout) + TEMPLATE_TOKENS)
+    model: RemoteTokenScorer | HeadModel | None = None
+    if "reward" in resource_pools(config):
+        model = remote_reward_model(ranks)
+    elif reward.enable and not reward.remote_url:
+        dtype = compute_dtype(reward.model.fsdp_config.dtype, device)
+        model = load_model(reward, device=device, dtype=dtype)
+    return build_scorer(
+        reward,
+        config.custom_reward_function,
+        config.reward_manager,
+        tokenizer,
+        model,
+        judge=judge,
+        max_response_length=rollout.response_length,
+    )
+
+
+def build_validator(
+    config: PpoConfig, collector: Collector, agents: AgentSetup, tokenizer: PreTrainedTokenizerBase
+) -> Validator | None:
+    """Validation on data.val_files; None: there are none."""
+    if not config.data.val_files:
+        return None
+    val = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = dataclasses.replace(
+        collector.rollout.sampling, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p
+    )
+    prompts = build_prompts(config.data, tokenizer, split="val", listing=agents.listing())
+    return Validator(build_loader(config.data, prompts, split="val"), collector, sampling, val.n)
+
+
+def micro_batches(config: PpoConfig, plan: Plan) -> dict[str, MicroBatching]:
+    """How each pass over a model is cut into micro-batches. It never changes a result."""
+    actor = config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.ref
+    critic = config.critic
+    step_rows = plan.sequences_per_step
+    update_rows = plan.sequences_per_device
+
+    def cut(
+        section: ActorConfig | RolloutConfig | RefConfig | CriticConfig,
+        key: str,
+        rows: int,
+        dynamic: bool,
+        tokens: int,
+    ) -> MicroBatching:
+        max_tokens = tokens if dynamic else None
+        return MicroBatching(rows=micro_batch_size(section, key, rows, 1), max_tokens=max_tokens)
+
+    return {
+        "actor": cut(
+            actor,
+            "ppo_micro_batch_size",
+            update_rows,
+            actor.use_dynamic_bsz,
+            actor.ppo_max_token_len_per_gpu,
+        ),
+        "log_prob": cut(
+            rollout,
+            "log_prob_micro_batch_size",
+            step_rows,
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+        "ref": cut(
+            ref,
+            "log_prob_micro_batch_size",
+            step_rows,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_max_token_len_per_gpu,
+        ),
+        "critic": cut(
+            critic,
+            "ppo_micro_batch_size",
+            update_rows,
+            critic.use_dynamic_bsz,
+            critic.ppo_max_token_len_per_gpu,
+        ),
+        "values": cut(
+            critic,
+            "forward_micro_batch_size",
+            step_rows,
+            critic.use_dynamic_bsz,
+            critic.forward_max_token_len_per_gpu,
+        ),
+    }

@@ -1,0 +1,266 @@
+"""From prompts to the scored trajectories of a step: sampling, scoring, dynamic sampling, greedy baseline."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from strop.agents.episode import Episode, episode_metrics
+from strop.algorithms.selection import groups_that_disagree, groups_within
+from strop.config.schema.rollout import RewardWeightsConfig
+from strop.ppo.report import merge_score_metrics, staleness
+from strop.ppo.sampler import Samples, StepRollout
+from strop.rewards.scorer import ScoreReport
+from strop.rollout.base import Engine, Sampling
+from strop.shared.step_record import StepRecord
+from strop.types import Prompt, Trajectory
+
+log = logging.getLogger(__name__)
+
+Draw = Callable[[], list[Prompt]]
+"""Returns the next prompts of the training data."""
+
+
+class TrajectoryScorer(Protocol):
+    """`Scorer`, or its wrapper that shares the work between ranks."""
+
+    def score(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
+        """Fill in `score` and `extras` of each trajectory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SampleQueue(Protocol):
+    """Sampling ahead of training: `AsyncRollout`."""
+
+    @property
+    def prompts_ahead(self) -> int: ...
+
+    def sampling_allowed(self) -> AbstractContextManager[None]: ...
+
+    def take(self, draw: Draw, prompts: int, step: int, first: int) -> tuple[int, Samples]: ...
+
+    def close(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Dynamic sampling: which prompts are worth training on."""
+
+    metric: str
+    bounds: tuple[float, float] | None
+    max_draws: int
+    """0: no limit."""
+
+    def keep(self, trajectories: Sequence[Trajectory]) -> list[bool]:
+        """Whether to keep each trajectory. A prompt needs at least two samples with a score."""
+        peers = Counter(t.group for t in trajectories if t.score is not None)
+        scored = [t for t in trajectories if t.score is not None and peers[t.group] > 1]
+        if not scored:
+            return [False] * len(trajectories)
+        values = torch.tensor([self._value(t) for t in scored], dtype=torch.float64)
+        numbers = torch.tensor([t.group for t in scored], dtype=torch.long)
+        groups = torch.unique(numbers, return_inverse=True)[1]
+        if self.bounds is None:
+            kept = groups_that_disagree(values, groups)
+        else:
+            kept = groups_within(values, groups, low=self.bounds[0], high=self.bounds[1])
+        chosen = {t.group for t, keep in zip(scored, kept) if keep}
+        return [t.group in chosen for t in trajectories]
+
+    def _value(self, trajectory: Trajectory) -> float:
+        if self.metric in ("score", "seq_reward", "seq_final_reward"):
+            assert trajectory.reward is not None
+            return trajectory.reward
+        if self.metric not in trajectory.extras:
+            known = ", ".join(["score", *trajectory.extras])
+            raise ValueError(
+                f"algorithm.filter_groups.metric={self.metric!r} is not reported by the scorer, which gives "
+                f"{known}."
+            )
+        return float(trajectory.extras[self.metric])
+
+
+@dataclass
+class Collector:
+    """Samples and scores what a step trains on."""
+
+    engine: Engine
+    rollout: StepRollout
+    scorer: TrajectoryScorer
+    group_filter: GroupFilter | None = None
+    free_cache: bool = False
+    """Free the engine's KV cache while the models train."""
+    weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
+    """How the rewards of a conversation add up."""
+    run_ahead: SampleQueue | None = None
+    """None: a step samples when it begins, and trains when all of it is there."""
+
+    _reports: list[ScoreReport] = field(default_factory=list)
+    """Of the draws of this step."""
+    _episodes: list[Episode] = field(default_factory=list)
+    """Since `episode_metrics` was last called."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Around everything that samples."""
+        self.engine.wake()
+        yield
+        if self.free_cache:
+            self.engine.sleep()
+
+    def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
+        """The scored samples of `prompts` prompts, in the order in which the prompts were drawn."""
+        self._reports = []
+        if self.run_ahead is None:
+            with self.awake():
+                trajectories = self._collect(draw, prompts, step, record)
+            record.add(self.episode_metrics())
+            return trajectories
+        with self.awake(), self.run_ahead.sampling_allowed():
+            trajectories = self._collect(draw, prompts, step, record)
+        record.add(self.episode_metrics())
+        record.add(staleness(trajectories, step))
+        record.add({"staleness/prompts_ahead": self.run_ahead.prompts_ahead})
+        return trajectories
+
+    def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
+        if self.group_filter is None:
+            return self._sample_and_score(draw, prompts, step, 0, record)[1]
+        return self._collect_filtered(self.group_filter, draw, prompts, step, record)
+
+    def _collect_filtered(
+        self, group_filter: GroupFilter, draw: Draw, prompts: int, step: int, record: StepRecord
+    ) -> list[Trajectory]:
+        """Dynamic sampling: draw until enough prompts pass the filter."""
+        kept: list[Trajectory] = []
+        groups: dict[int, None] = {}
+        draws = 0
+        drawn = 0
+        while len(groups) < prompts:
+            if group_filter.max_draws and draws >= group_filter.max_draws:
+                raise ValueError(
+                    f"After {draws} draws only {len(groups)} of {prompts} prompts had samples that disagree. "
+                    "Raise algorithm.filter_groups.max_num_gen_batches or rollout.n, or use easier or harder "
+                    "prompts."
+                )
+            count, fresh = self._sample_and_score(draw, 1, step, drawn, record)
+            for trajectory, keep in zip(fresh, group_filter.keep(fresh)):
+                if keep:
+                    kept.append(trajectory)
+                    groups[trajectory.group] = None
+            draws += 1
+            drawn += count
+        record.add({"train/num_gen_batches": draws, "train/filtered_groups": drawn - len(groups)})
+        chosen = set(list(groups)[:prompts])
+        found = []
+        for t in kept:
+            if t.group in chosen:
+                found.append(t)
+        return found
+
+    def _sample_and_score(
+        self, draw: Draw, prompts: int, step: int, first: int, record: StepRecord
+    ) -> tuple[int, list[Trajectory]]:
+        """Draw at least `prompts` prompts: how many were drawn, and the scored samples of each. Groups are
+        numbered from `first`."""
+        with record.phase("gen"):
+            count, samples = self._sample(draw, prompts, step, first)
+        with record.phase("reward"):
+            self._reports.append(self.score(samples.trajectories))
+            if samples.greedy:
+                record.add({"reward/baseline_failed": self.score(samples.greedy).failed})
+        record.add(merge_score_metrics(self._reports, elapsed=sum))
+        if samples.greedy:
+            set_baselines(samples.trajectories, samples.greedy)
+        return count, samples.trajectories
+
+    def _sample(self, draw: Draw, prompts: int, step: int, first: int) -> tuple[int, Samples]:
+        if self.run_ahead is not None:
+            count, samples = self.run_ahead.take(draw, prompts, step, first)
+        else:
+            drawn, _ = draw_prompts(draw, prompts)
+            count = len(drawn)
+            samples = self.rollout.generate(list(enumerate(drawn, first)), step)
+        self._episodes += samples.episodes
+        return count, samples
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, n: int, step: int, first: int = 0
+    ) -> list[Trajectory]:
+        """n unscored samples of each prompt, for validation. Groups are numbered from `first`."""
+        samples = self.rollout.sampler.generate(list(enumerate(prompts, first)), sampling, n, step)
+        self._episodes += samples.episodes
+        return samples.trajectories
+
+    def score(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
+        """Fill in scores, and add the rewards of tools and turns. A failed episode stays without a score."""
+        finished = [t for t in trajectories if t.finish != "error"]
+        if not self.weights.score:
+            for t in finished:
+                t.score = 0.0
+        report = self.scorer.score(finished)
+        for t in finished:
+            weigh_rewards(t, self.weights)
+        return report
+
+    def episode_metrics(self) -> dict[str, float]:
+        """The metrics of all agent episodes since the last call."""
+        episodes = self._episodes
+        self._episodes = []
+        if not episodes:
+            return {}
+        return episode_metrics(episodes)
+
+    def close(self) -> None:
+        """Stop background sampling, and close the scorer, the tools and the engine."""
+        ended = self.run_ahead is None or self.run_ahead.close()
+        try:
+            self.scorer.close()
+            self.rollout.sampler.close()
+        finally:
+            if ended:
+                self.engine.close()
+            else:  # closing could wait for ever for a lock of the thread that hangs
+                log.error("The rollout engine does not end what it is doing; it is left behind.")
+                threading.Thread(target=self.engine.close, daemon=True).start()
+
+
+def draw_prompts(draw: Draw, prompts: int) -> tuple[list[Prompt], int]:
+    """At least `prompts` prompts, and how many draws they took."""
+    drawn: list[Prompt] = []
+    draws = 0
+    while len(drawn) < prompts:
+        drawn += draw()
+        draws += 1
+    return drawn, draws
+
+
+def set_baselines(trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
+    """The reward of the greedy response is the baseline of its prompt. A sample whose baseline failed loses
+    its score, so that it does not count."""
+    rewards = {t.group: t.reward for t in greedy}
+    for t in trajectories:
+        reward = rewards[t.group]
+        t.baseline = reward or 0.0
+        if reward is None:
+            t.score = None
+
+
+def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
+    """Scale the score and the turn rewards, and add the final rewards of tools to the score."""
+    if trajectory.score is None:
+        return
+    tools = sum(trajectory.extras.get("tool_rewards", {}).values())
+    trajectory.score = weights.score * trajectory.score + weights.tool * tools
+    trajectory.turn_rewards = {
+        place: weights.turn * reward for place, reward in trajectory.turn_rewards.items()
+    }

@@ -1,0 +1,251 @@
+"""Adds to a batch what the losses need: log-probs, values, rewards with a KL penalty, advantages.
+
+Each function takes a batch and returns one with further tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from strop.algorithms.advantages.base import AdvantageResult, estimate
+from strop.algorithms.kl import KLController
+from strop.algorithms.metrics.training import probability_drift
+from strop.algorithms.reward_shaping import kl_in_reward
+from strop.algorithms.rollout_correction import correct_rollout
+from strop.algorithms.selection import pf_ppo_weights, resample_rows
+from strop.backends.base import Backend, MicroBatching, Outputs
+from strop.backends.micro_batches import NonFiniteLoss, suspects
+from strop.catalog import ADVANTAGES
+from strop.config.derived import (
+    estimator_needs,
+    needs_old_log_probs,
+    rollout_correction,
+    uses_engine_log_probs,
+)
+from strop.config.hyperparameters import advantage_kwargs
+from strop.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from strop.config.schema.ppo import PpoConfig
+from strop.rollout.base import stream_seed
+from strop.shared.step_record import StepRecord
+from strop.types import Batch, Trajectory, pad_columns
+
+ReweightMethod = Literal["pow", "max_min", "max_random"]
+RESAMPLING_STREAM = 0x5EED
+"""Separates the random stream of resampling from that of shuffling."""
+
+
+@dataclass(frozen=True)
+class ExperienceFacts:
+    """What the configuration says about the experience of every step; it does not change during a run."""
+
+    needs_old_log_probs: bool
+    """Log-probs must be known before the update. On-policy, those of the update itself are used."""
+    old_from_engine: bool
+    """The old log-probs are those that the rollout engine reported."""
+    needs_sum_pi_squared: bool
+    correction: RolloutCorrectionConfig
+    estimator_kwargs: Mapping[str, object]
+    """algorithm.adv_kwargs."""
+    min_group: int
+    """Samples with a score that a prompt needs, so that the estimator can compare them."""
+
+    @staticmethod
+    def of(config: PpoConfig, on_policy: bool) -> ExperienceFacts:
+        actor = config.actor_rollout_ref.actor
+        return ExperienceFacts(
+            needs_old_log_probs=needs_old_log_probs(config, on_policy),
+            old_from_engine=uses_engine_log_probs(config),
+            needs_sum_pi_squared=actor.calculate_sum_pi_squared
+            or "sum_pi_squared" in estimator_needs(config),
+            correction=rollout_correction(config),
+            estimator_kwargs=advantage_kwargs(config).converted(),
+            min_group=ADVANTAGES.entry(config.algorithm.adv_estimator).facts["min_group"],
+        )
+
+
+def add_old_log_probs(
+    batch: Batch, actor: Backend, facts: ExperienceFacts, micro: MicroBatching, record: StepRecord
+) -> Batch:
+    """Log-probs under the weights that the step began with: recomputed, or those of the engine."""
+    want = []
+    if not facts.old_from_engine:
+        want += ["log_probs", "entropy"]
+    if facts.needs_sum_pi_squared:
+        want.append("sum_pi_squared")
+    outputs = actor.forward(batch, want, micro) if want else Outputs()
+    if facts.old_from_engine:
+        return batch.replace(old_log_probs=batch.rollout_log_probs, sum_pi_squared=outputs.sum_pi_squared)
+    assert outputs.log_probs is not None and outputs.entropy is not None
+    record.add(rollout_drift(batch, outputs.log_probs))
+    entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
+    record.add({"actor/entropy": float(entropy)})
+    return batch.replace(
+        old_log_probs=outputs.log_probs, entropy=outputs.entropy, sum_pi_squared=outputs.sum_pi_squared
+    )
+
+
+def rollout_drift(batch: Batch, log_probs: torch.Tensor) -> dict[str, float]:
+    """How far the engine's log-probs are from the trainer's, per sampled token."""
+    if batch.rollout_log_probs is None or not bool(batch.mask.any()):
+        return {}
+    gap = (log_probs - batch.rollout_log_probs).abs()[batch.mask.bool()]
+    return {
+        **probability_drift(batch.rollout_log_probs, log_probs, batch.mask),
+        "training/rollout_logprobs_diff_mean": float(gap.mean()),
+        "training/rollout_logprobs_diff_max": float(gap.max()),
+    }
+
+
+def add_ref_log_probs(batch: Batch, reference: Backend, micro: MicroBatching) -> Batch:
+    """Log-probs under the reference model."""
+    return batch.replace(ref_log_probs=reference.forward(batch, ["log_probs"], micro).log_probs)
+
+
+def add_values(batch: Batch, critic: Backend, micro: MicroBatching) -> Batch:
+    """Values of the critic, 0 outside the mask."""
+    values = critic.forward(batch, ["values"], micro).values
+    assert values is not None
+    return batch.replace(values=values * batch.mask)
+
+
+def refuse_nonfinite(batch: Batch) -> None:
+    """Raise NonFiniteLoss when a model gave NaN or infinity for a token that would be trained."""
+    rows, causes = suspects(batch, {})
+    if rows:
+        assert batch.row_ids is not None
+        raise NonFiniteLoss([int(batch.row_ids[row]) for row in rows], causes, float("nan"))
+
+
+def shape_rewards(
+    batch: Batch, algorithm: AlgorithmConfig, controller: KLController, record: StepRecord
+) -> Batch:
+    """Rewards: the scores, minus a KL penalty to the reference if algorithm.use_kl_in_reward is set."""
+    if not algorithm.use_kl_in_reward:
+        return batch.replace(rewards=batch.scores)
+    assert batch.scores is not None and batch.old_log_probs is not None and batch.ref_log_probs is not None
+    shaped = kl_in_reward(
+        batch.scores,
+        batch.old_log_probs,
+        batch.ref_log_probs,
+        batch.mask,
+        coef=controller.value,
+        estimator=algorithm.kl_penalty,
+    )
+    record.add({"actor/reward_kl_penalty": shaped.kl, "actor/reward_kl_penalty_coeff": controller.value})
+    controller.update(shaped.kl, len(batch))
+    return batch.replace(rewards=shaped.rewards)
+
+
+def correct_off_policy(batch: Batch, settings: RolloutCorrectionConfig, record: StepRecord) -> Batch:
+    """Importance weights and rejections where the rollout policy differs from the trained one."""
+    if batch.old_log_probs is None or batch.rollout_log_probs is None:
+        return batch
+    if settings.bypass_mode or not bool(batch.mask.any()):
+        return batch
+    correction = correct_rollout(
+        batch.old_log_probs,
+        batch.rollout_log_probs,
+        batch.mask,
+        rollout_is=settings.rollout_is,
+        rollout_is_threshold=settings.rollout_is_threshold,
+        rollout_is_batch_normalize=settings.rollout_is_batch_normalize,
+        rollout_rs=settings.rollout_rs,
+        rollout_rs_threshold=settings.rollout_rs_threshold,
+    )
+    record.add({name: float(value) for name, value in correction.metrics.items()})
+    return batch.replace(rollout_weights=correction.weights, mask=correction.mask)
+
+
+def add_advantages(
+    batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
+) -> Batch:
+    """Advantages and returns of the configured estimator. `trajectories` are the rows of the batch.
+
+    The estimator sees samples that have a score and whose prompt has at least `facts.min_group` of them. All
+    other rows get advantage 0, so a missing score changes no baseline.
+    """
+    peers = Counter(t.group for t in trajectories if t.score is not None)
+    rows: list[int] = []
+    for row, t in enumerate(trajectories):
+        if t.score is not None and peers[t.group] >= facts.min_group:
+            rows.append(row)
+    if len(rows) == len(batch):
+        result = _estimate(batch, algorithm, facts, trajectories)
+        return batch.replace(advantages=result.advantages, returns=result.returns)
+    advantages = torch.zeros_like(batch.mask)
+    returns = torch.zeros_like(batch.mask)
+    if rows:
+        result = _estimate(batch.select(rows), algorithm, facts, [trajectories[row] for row in rows])
+        advantages[rows] = pad_columns(result.advantages.to(advantages.dtype), batch.mask.shape[1])
+        returns[rows] = pad_columns(result.returns.to(returns.dtype), batch.mask.shape[1])
+    return batch.replace(advantages=advantages, returns=returns)
+
+
+def _estimate(
+    batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
+) -> AdvantageResult:
+    """Call the estimator. It takes those of these arguments that it names."""
+    weights = algorithm.gdpo_reward_weights
+    return estimate(
+        algorithm.adv_estimator,
+        rewards=batch.rewards,
+        mask=batch.mask,
+        groups=torch.unique(batch.groups, return_inverse=True)[1],
+        values=batch.values,
+        reward_baselines=batch.baselines,
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=batch.sum_pi_squared,
+        rollout_is_weights=batch.rollout_weights,
+        reward_components=reward_components(trajectories, algorithm.gdpo_reward_keys),
+        component_weights=None if weights is None else torch.tensor(weights),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        normalisation="whiten" if algorithm.norm_adv_by_std else "centre",
+        compat=None if algorithm.compat == "strop" else algorithm.compat,
+        hyperparameters=facts.estimator_kwargs,
+    )
+
+
+def reward_components(trajectories: Sequence[Trajectory], keys: Sequence[str] | None) -> torch.Tensor | None:
+    """[B, C]: the named parts of each score, as the scorer reported them."""
+    if not keys:
+        return None
+    table = torch.zeros(len(trajectories), len(keys), dtype=torch.float64)
+    for row, trajectory in enumerate(trajectories):
+        reported = {"score": trajectory.score, **trajectory.extras}
+        for column, key in enumerate(keys):
+            value = reported.get(key)
+            if not isinstance(value, bool | int | float):
+                raise ValueError(
+                    f"algorithm.gdpo_reward_keys names {key!r}, but the scorer of "
+                    f"{trajectory.prompt.data_source} reports {value!r} for it (it gives "
+                    f"{', '.join(reported)}). Return a number under that key."
+                )
+            table[row, column] = float(value)
+    return table
+
+
+def resample(batch: Batch, config: PpoConfig, step: int, record: StepRecord) -> Batch:
+    """PF-PPO: the rows to train on, drawn by score with replacement. Failed samples are never drawn."""
+    if not config.algorithm.use_pf_ppo:
+        return batch
+    usable = batch.mask.any(-1).nonzero().squeeze(-1)
+    if not len(usable):
+        return batch
+    settings = config.algorithm.pf_ppo
+    assert batch.scores is not None
+    weights = torch.zeros(len(batch), dtype=torch.float64)
+    scores = batch.scores[usable].double().sum(-1)
+    weights[usable] = pf_ppo_weights(
+        scores, method=cast(ReweightMethod, settings.reweight_method), power=settings.weight_pow
+    )
+    generator = torch.Generator().manual_seed(stream_seed(RESAMPLING_STREAM, config.trainer.seed, step))
+    rows = resample_rows(weights, generator=generator)
+    record.add({"pf_ppo/rows_drawn": len(torch.unique(rows)) / len(batch)})
+    return batch.select(rows)

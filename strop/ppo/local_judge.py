@@ -1,0 +1,78 @@
+"""Conversations in, texts out, over any engine: for models that speak beside the policy, such as a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from strop.data.chat import Chat, stop_ids
+from strop.models.build import build_reference, build_tokenizer, compute_dtype
+from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
+
+
+class EngineChat:
+    def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, name: str):
+        """`name` tells this model from others. The engine sleeps between calls."""
+        self.engine = engine
+        self.chat = chat
+        self.sampling = sampling
+        self.name = name
+        engine.sleep()
+
+    def complete(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | Exception]:
+        """What the model says at the end of each conversation, or why it says nothing."""
+        requests = [Request(self.chat.ids(messages), seed=0) for messages in conversations]
+        self.engine.wake()
+        try:
+            answers = self.engine.generate(requests, self.sampling)
+        finally:
+            self.engine.sleep()
+        return [self._text(completion) for [completion] in answers]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _text(self, completion: Completion) -> str | Exception:
+        if completion.finish in ("error", "abort"):
+            return RuntimeError(
+                f"The engine of {self.name} gave no answer: {completion.error or completion.finish}."
+            )
+        return str(self.chat.tokenizer.decode(completion.ids, skip_special_tokens=True))
+
+
+# A judge that speaks in this process: the language model of reward_model.model.path in an engine of its own.
+
+
+TEMPLATE_TOKENS = 512  # of the judge's instructions
+LENGTHS = ("prompt_length", "response_length", "max_model_len")
+
+
+def local_judge(reward: Any, device: torch.device, *, prompt_length: int) -> EngineChat:
+    """The judge of the `reward_model` section; its prompts hold question and answer, at most `prompt_length`
+    tokens."""
+    module = build_reference(reward.model, dtype=compute_dtype(reward.model.fsdp_config.dtype, device)).to(
+        device
+    )
+    tokenizer = build_tokenizer(reward.model)
+    settings = dict(reward.rollout)
+    name = settings.pop("name", None) or "native"
+    longest = (
+        settings.get("max_model_len")
+        or (settings.get("prompt_length") or prompt_length) + reward.judge.max_tokens
+    )
+    if "max_model_len" not in settings:
+        longest = min(
+            longest, getattr(module.config.get_text_config(), "max_position_embeddings", None) or longest
+        )
+    engine = build_engine(
+        name, module, max_model_len=longest, **{k: v for k, v in settings.items() if k not in LENGTHS}
+    )
+    generation = getattr(module, "generation_config", None)
+    sampling = Sampling(
+        temperature=reward.judge.temperature,
+        max_tokens=reward.judge.max_tokens,
+        stop_ids=tuple(sorted(stop_ids(tokenizer, getattr(generation, "eos_token_id", None)))),
+    )
+    return EngineChat(engine, Chat(tokenizer), sampling, name=str(reward.model.path))

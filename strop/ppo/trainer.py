@@ -1,0 +1,239 @@
+"""The training loop of PPO, GRPO, RLOO, ReMax ...: sample, score, estimate, update.
+
+No algorithm is named here. Facts of the registry decide which models exist and what a batch must contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from strop.algorithms.kl import KLController
+from strop.backends.base import MicroBatching, Roles
+from strop.backends.micro_batches import NonFiniteLoss
+from strop.config.arithmetic import Plan
+from strop.config.schema.ppo import PpoConfig
+from strop.ppo.collect import Collector
+from strop.ppo.experience import (
+    ExperienceFacts,
+    add_advantages,
+    add_old_log_probs,
+    add_ref_log_probs,
+    add_values,
+    correct_off_policy,
+    refuse_nonfinite,
+    resample,
+    shape_rewards,
+)
+from strop.ppo.report import data_report, speed_report
+from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
+from strop.ppo.validate import Validator
+from strop.shared.run_output import RunOutput
+from strop.shared.step_record import StepRecord
+from strop.types import Batch, Prompt, Trajectory, batch_of
+
+
+class PromptLoader(Protocol):
+    """A `Loader` of prompts, or its wrapper for asynchronous sampling."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def draw(self) -> list[Prompt]: ...
+
+    def update(self, trajectories: list[Trajectory]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class PpoTrainer:
+    """Everything that a reinforcement-learning run consists of, and its loop."""
+
+    config: PpoConfig
+    plan: Plan
+    facts: ExperienceFacts
+    roles: Roles
+    loader: PromptLoader
+    collector: Collector
+    validator: Validator | None
+    output: RunOutput
+    """Checkpoints, trackers and dumps."""
+    kl_controller: KLController
+    micro: dict[str, MicroBatching]
+    """The micro-batches of each pass over a model."""
+    actor_objective: ActorUpdate
+    critic_objective: CriticUpdate
+    sync_weights: Callable[[int], None]
+    """Hands the actor's weights to the rollout engine, as a version."""
+    total_steps: int
+    extra_loss: ExtraLoss | None = None
+    """Another loss of the actor, in each update."""
+    after_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called after each update of the actor."""
+    step: int = 0
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        with self.output, closing(self):
+            self.resume()
+            if self.config.trainer.val_only:
+                return
+            while self.step < self.total_steps:
+                self.step += 1
+                record = self.output.record(self.step)
+                with record.phase("step"):
+                    trajectories, batch = self.train_step(record)
+                self.report(record, trajectories, batch)
+                self.validate_if_due(record)
+                self.save_and_log(record)
+
+    def resume(self) -> None:
+        """Load the latest checkpoint, give the weights to the engine, and validate if asked for."""
+        self.step = self.output.resume(self)
+        self.sync_weights(self.step)
+        trainer = self.config.trainer
+        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            record = self.output.record(self.step)
+            self.validate(record)
+            if self.validator is not None:
+                self.output.log(record, self.step)
+
+    def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
+        """One step: sample, score, estimate, update."""
+        trajectories = self.sample_and_score(record)
+        batch = self.run_models(batch_of(trajectories), record)
+        try:
+            batch = self.estimate(batch, trajectories, record)
+            self.update(resample(batch, self.config, self.step, record), record)
+        except NonFiniteLoss as problem:
+            raise self.output.evidence(problem, batch, self.step, trajectories) from problem
+        self.loader.update(trajectories)
+        return trajectories, batch
+
+    def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
+        """The scored samples of the next prompts."""
+        return self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
+
+    def run_models(self, batch: Batch, record: StepRecord) -> Batch:
+        """Add old log-probs, reference log-probs and values, where they are needed."""
+        if self.facts.needs_old_log_probs:
+            with record.phase("old_log_prob"):
+                micro = self.micro["log_prob"]
+                batch = add_old_log_probs(batch, self.roles.actor, self.facts, micro, record)
+        if self.roles.reference is not None:
+            with record.phase("ref"):
+                batch = add_ref_log_probs(batch, self.roles.reference, self.micro["ref"])
+        if self.roles.critic is not None:
+            with record.phase("values"):
+                batch = add_values(batch, self.roles.critic, self.micro["values"])
+        return batch
+
+    def estimate(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
+        """From scores to advantages."""
+        algorithm = self.config.algorithm
+        with record.phase("adv"):
+            refuse_nonfinite(batch)
+            batch = shape_rewards(batch, algorithm, self.kl_controller, record)
+            batch = correct_off_policy(batch, self.facts.correction, record)
+            return add_advantages(batch, algorithm, self.facts, trajectories)
+
+    def update(self, batch: Batch, record: StepRecord) -> None:
+        """Update the critic, then the actor, and sync its weights to the engine."""
+        if self.roles.critic is not None:
+            with record.phase("update_critic"):
+                self.update_critic(batch, record)
+        if self.step >= self.config.trainer.critic_warmup:
+            with record.phase("update_actor"):
+                self.update_actor(batch, record)
+            with record.phase("update_weights"):
+                self.sync_weights(self.step)
+
+    def update_actor(self, batch: Batch, record: StepRecord) -> None:
+        """All actor updates of a step."""
+        actor = self.config.actor_rollout_ref.actor
+        objective = self.actor_objective
+        objective.captured.clear()
+        metrics = run_updates(
+            self.roles.actor,
+            batch,
+            objective,
+            actor,
+            rows=actor.ppo_mini_batch_size * self.plan.samples_per_prompt,
+            micro=self.micro["actor"],
+            step=self.step,
+            name="actor",
+            extra_loss=self.extra_loss,
+            after_update=self.after_update,
+        )
+        record.add(metrics)
+        known = objective.known(batch, self.roles.actor.ranks)
+        if known is not None:
+            record.add(objective.drift(batch, known))
+        self.output.remember(known)
+        if actor.use_kl_loss:
+            record.add({"actor/kl_coef": actor.kl_loss_coef})
+
+    def update_critic(self, batch: Batch, record: StepRecord) -> None:
+        """All critic updates of a step."""
+        assert self.roles.critic is not None
+        critic = self.config.critic
+        metrics = run_updates(
+            self.roles.critic,
+            batch,
+            self.critic_objective,
+            critic,
+            rows=critic.ppo_mini_batch_size * self.plan.samples_per_prompt,
+            micro=self.micro["critic"],
+            step=self.step,
+            name="critic",
+        )
+        record.add(metrics)
+
+    def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
+        """Add the metrics of a step to its record, and dump its samples."""
+        record.add(data_report(batch, trajectories, self.config))
+        record.add(speed_report(batch, record, self.plan.devices, balance=self.config.trainer.balance_batch))
+        record.add(self.collector.engine.stats(), prefix="rollout/")
+        record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
+        self.output.dump_rollouts(trajectories, self.step, record)
+        self.output.keep_samples(trajectories, batch, self.step, record)
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step == self.total_steps
+
+    def validate_if_due(self, record: StepRecord) -> None:
+        """Validate every trainer.test_freq steps and after the last one."""
+        every = self.config.trainer.test_freq
+        if every > 0 and (self.is_last_step or self.step % every == 0):
+            self.validate(record)
+
+    def validate(self, record: StepRecord) -> None:
+        """Sample and score the validation prompts; the metrics go into the record."""
+        if self.validator is None:
+            return
+        with record.phase("testing"):
+            samples = self.validator.run(self.step, record)
+        self.output.log_validation(samples, record, self.step)
+
+    def save_and_log(self, record: StepRecord) -> None:
+        """Save a checkpoint if it is due, and log the step even if saving fails (a full disk)."""
+        try:
+            if self.output.save_due(self.step, self.is_last_step, record):
+                self.output.save(self, record)
+        finally:
+            self.output.log(record, self.step)
+
+    def close(self) -> None:
+        """Close data workers, the scorer and the engine."""
+        self.loader.close()
+        if self.validator is not None:
+            self.validator.loader.close()
+        self.collector.close()

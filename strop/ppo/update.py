@@ -1,0 +1,335 @@
+"""The updates of a step: mini-batches, epochs, and the losses of actor and critic.
+
+The denominators of a loss are counted once per optimizer step and passed to all its micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.aggregation import Totals, aggregate
+from strop.algorithms.kl import kl_penalty
+from strop.algorithms.losses import value_loss
+from strop.algorithms.policy_losses.clipped import policy_loss
+from strop.backends.base import Backend, Loss, MicroBatching, Outputs
+from strop.catalog import POLICY_LOSSES
+from strop.config.derived import clip_range
+from strop.config.hyperparameters import policy_loss_kwargs
+from strop.config.schema.actor import ActorConfig
+from strop.config.schema.critic import CriticConfig
+from strop.config.schema.ppo import PpoConfig
+from strop.ppo.experience import rollout_drift
+from strop.ranks import Ranks
+from strop.run.samples import UpdateLogProbs
+from strop.types import Batch, pad_columns
+
+ExtraLoss = Callable[[Backend, MicroBatching], Mapping[str, float]]
+"""Adds the gradients of a further loss to an update; returns its metrics."""
+Observe = Callable[[Batch, Tensor], None]
+"""Called with each micro-batch and its loss per token."""
+
+
+def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
+    """The mini-batches of one step: every sequence once per epoch. Groups stay together unless shuffled."""
+    for epoch in range(epochs):
+        order = torch.arange(len(batch))
+        if shuffle:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            order = torch.randperm(len(batch), generator=generator)
+        for start in range(0, len(batch), rows):
+            yield batch.select(order[start : start + rows])
+
+
+def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
+    return aggregate(values, mask, "token-mean", totals).detach()
+
+
+@dataclass
+class ActorUpdate:
+    """The loss of the actor: policy loss, KL to the reference, entropy bonus, load balance of experts."""
+
+    config: PpoConfig
+    width: float
+    """The length that seq-mean-token-sum-norm divides by."""
+    captured: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
+    """Row ids, log-probs and entropy from the passes of an on-policy update, where no old log-probs were
+    computed before."""
+    observe: Observe | None = None
+
+    def __post_init__(self) -> None:
+        self.actor: ActorConfig = self.config.actor_rollout_ref.actor
+        correction = self.config.algorithm.rollout_correction
+        self.loss_mode: str = self.actor.policy_loss.loss_mode
+        if correction.bypass_mode:
+            self.loss_mode = "bypass_mode"
+        facts = POLICY_LOSSES.entry(self.loss_mode).facts
+        self.aggregation: str = facts["aggregation"] or self.actor.loss_agg_mode
+        other_terms = self.actor.use_kl_loss or self.actor.entropy_coeff or self.actor.aux_loss_coef
+        self.skips_zero_advantages = (
+            self.actor.skip_zero_advantages and facts["proportional"] and not other_terms
+        )
+        low, high = clip_range(self.actor)
+        self.fixed_arguments: dict[str, object] = {
+            "clip_low": low,
+            "clip_high": high,
+            "clip_c": self.actor.clip_ratio_c,
+            "tau_pos": self.actor.tau_pos,
+            "tau_neg": self.actor.tau_neg,
+            **_settings(self.actor.policy_loss, without=("loss_mode", "kwargs")),
+        }
+        if correction.bypass_mode:
+            self.fixed_arguments |= _settings(correction, without=("bypass_mode",))
+        self.fixed_arguments |= policy_loss_kwargs(self.config).converted()
+
+    def want(self) -> list[str]:
+        """The outputs of the model that the loss needs."""
+        wanted = ["log_probs"]
+        if self.actor.entropy_coeff:
+            wanted.append("entropy")
+        elif self.actor.calculate_entropy:
+            wanted.append("observed_entropy")
+        if self.actor.aux_loss_coef:
+            wanted.append("auxiliary")
+        return wanted
+
+    def active(self, mini: Batch) -> Batch:
+        """The rows that can change the weights.
+
+        A group whose samples all have the same reward has advantages of 0. If the loss is proportional to
+        the advantages, its gradient is 0: such rows count in every denominator, but need no pass.
+        """
+        if not self.skips_zero_advantages:
+            return mini
+        assert mini.advantages is not None
+        moving = ((mini.advantages != 0) & (mini.mask > 0)).any(-1)
+        if not bool(moving.any()):  # keep one row: the optimizer steps anyway, because of its momentum
+            moving = mini.mask.any(-1) & (mini.mask.any(-1).cumsum(0) == 1)
+        return mini.select(moving.nonzero()[:, 0])
+
+    def loss(self, mini: Batch, active: Batch) -> Loss:
+        """The loss of micro-batches of `active`, as parts of the loss of the whole mini-batch. Metrics are
+        means over the rows of `active`."""
+        totals = Totals.of(mini.mask, width=self.width)
+        active_totals = totals
+        if active is not mini:
+            active_totals = Totals.of(active.mask, width=self.width)
+        all_tokens = sum(mini.lengths)
+
+        def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            total, metrics = self._policy_loss(outputs, micro, totals, active_totals)
+            if self.actor.use_kl_loss:
+                kl = self._kl_loss(outputs, micro, totals)
+                total = total + self.actor.kl_loss_coef * kl
+                metrics["actor/kl_loss"] = kl.detach()
+            entropies = _entropies(outputs)
+            if entropies is not None:
+                entropy = aggregate(entropies, micro.mask, self.aggregation, active_totals)
+                if self.actor.entropy_coeff:
+                    total = total - self.actor.entropy_coeff * entropy
+                metrics["actor/entropy_loss"] = entropy.detach()
+                if micro.old_log_probs is None:  # it was not measured before the update
+                    metrics["actor/entropy"] = token_mean(entropies, micro.mask, active_totals)
+            if self.actor.aux_loss_coef and outputs.auxiliary is not None:
+                # A mean over the tokens of the micro-batch, weighted by its share of all tokens.
+                balance = outputs.auxiliary * (sum(micro.lengths) / all_tokens)
+                total = total + self.actor.aux_loss_coef * balance
+                metrics["actor/aux_loss"] = balance.detach()
+            return total, metrics
+
+        return loss
+
+    def _policy_loss(
+        self, outputs: Outputs, micro: Batch, totals: Totals, active_totals: Totals
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs = outputs.log_probs
+        assert log_probs is not None
+        old_log_probs = micro.old_log_probs
+        if old_log_probs is None:
+            self._capture(micro, log_probs, _entropies(outputs))
+            old_log_probs = log_probs.detach()
+        found = policy_loss(
+            self.loss_mode,
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            rollout_weights=micro.rollout_weights,
+            rollout_log_probs=micro.rollout_log_probs,
+            **self.fixed_arguments,
+        )
+        if self.observe is not None:
+            self.observe(micro, found.per_token)
+        total = aggregate(found.per_token, micro.mask, self.aggregation, totals)
+        metrics = {"actor/pg_loss": total.detach()}
+        for name, values in found.metrics.items():
+            metrics[f"actor/{name}"] = token_mean(values, micro.mask, active_totals)
+        return total, metrics
+
+    def _kl_loss(self, outputs: Outputs, micro: Batch, totals: Totals) -> Tensor:
+        assert outputs.log_probs is not None and micro.ref_log_probs is not None
+        per_token = kl_penalty(outputs.log_probs, micro.ref_log_probs, estimator=self.actor.kl_loss_type)
+        return aggregate(per_token, micro.mask, self.aggregation, totals)
+
+    def _capture(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> None:
+        assert micro.row_ids is not None
+        detached = None if entropy is None else entropy.detach().float()
+        self.captured.append((micro.row_ids, log_probs.detach().float(), detached))
+
+    def known(self, batch: Batch, ranks: Ranks) -> UpdateLogProbs | None:
+        """The log-probs that on-policy updates computed on the way, of all ranks. None: there are none."""
+        local = []
+        for row_ids, log_probs, entropy in self.captured:
+            local.append((row_ids.cpu(), log_probs.cpu(), None if entropy is None else entropy.cpu()))
+        all_ids: list[Tensor] = []
+        all_log_probs: list[Tensor] = []
+        all_entropies: list[Tensor] = []
+        width = batch.mask.shape[1]
+        for shard in ranks.gather(local):
+            for row_ids, log_probs, entropy in shard:
+                all_ids.append(row_ids)
+                all_log_probs.append(pad_columns(log_probs, width)[:, :width])
+                if entropy is not None:
+                    all_entropies.append(pad_columns(entropy, width)[:, :width])
+        if not all_ids:
+            return None
+        has_entropy = len(all_entropies) == len(all_ids)
+        entropies = torch.cat(all_entropies) if has_entropy else None
+        return UpdateLogProbs(torch.cat(all_ids), torch.cat(all_log_probs), entropies)
+
+    @staticmethod
+    def drift(batch: Batch, known: UpdateLogProbs) -> dict[str, float]:
+        """How far the log-probs of the engine are from those of the update."""
+        assert batch.row_ids is not None
+        rows = known.rows
+        place = torch.full((int(max(rows.max(), batch.row_ids.max())) + 1,), -1)
+        place[rows] = torch.arange(len(rows))
+        found = place[batch.row_ids.cpu()]
+        kept = batch.select((found >= 0).nonzero().flatten())
+        return rollout_drift(kept, known.log_probs[found[found >= 0], : kept.mask.shape[1]])
+
+
+def _settings(section: object, *, without: Sequence[str]) -> dict[str, object]:
+    found = {}
+    for name, value in vars(section).items():
+        if name not in without:
+            found[name] = value
+    return found
+
+
+def _entropies(outputs: Outputs) -> Tensor | None:
+    return outputs.observed_entropy if outputs.entropy is None else outputs.entropy
+
+
+@dataclass
+class CriticUpdate:
+    """The loss of the critic: values close to the returns, and not too far from the old values."""
+
+    config: PpoConfig
+    width: float
+    observe: Observe | None = None
+
+    def want(self) -> list[str]:
+        """The outputs of the model that the loss needs."""
+        return ["values"]
+
+    def active(self, mini: Batch) -> Batch:
+        """The rows that can change the weights: all."""
+        return mini
+
+    def loss(self, mini: Batch, active: Batch) -> Loss:
+        """The loss of micro-batches, as parts of the loss of the whole mini-batch."""
+        critic = self.config.critic
+        totals = Totals.of(mini.mask, width=self.width)
+        return CriticLoss(critic.cliprange_value, critic.loss_agg_mode, totals, self.observe)
+
+
+@dataclass(frozen=True)
+class CriticLoss:
+    """A `Loss` that can be pickled and sent to a critic in another process."""
+
+    clip_range: float
+    mode: str
+    totals: Totals
+    observe: Observe | None = None
+
+    def __call__(self, outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        values = outputs.values
+        assert values is not None and micro.values is not None and micro.returns is not None
+        found = value_loss(values, micro.values, micro.returns, micro.mask, clip_range=self.clip_range)
+        if self.observe is not None:
+            self.observe(micro, found.per_token)
+        total = aggregate(found.per_token, micro.mask, self.mode, self.totals)
+        metrics = {
+            "critic/vf_loss": total.detach(),
+            "critic/vpred_mean": token_mean(values, micro.mask, self.totals),
+        }
+        for name, table in found.metrics.items():
+            metrics[f"critic/{name}"] = token_mean(table, micro.mask, self.totals)
+        return total, metrics
+
+
+def run_updates(
+    backend: Backend,
+    batch: Batch,
+    objective: ActorUpdate | CriticUpdate,
+    section: ActorConfig | CriticConfig,
+    rows: int,
+    micro: MicroBatching,
+    step: int,
+    name: str,
+    extra_loss: ExtraLoss | None = None,
+    after_update: Sequence[Callable[[], None]] = (),
+) -> dict[str, float]:
+    """All optimizer updates of one step for one role; returns the means of their metrics.
+
+    `rows` is the size of a mini-batch. `extra_loss` adds its gradients to each update.
+    """
+    seen: dict[str, list[float]] = {}
+    oom_before = backend.out_of_memory
+    seed = (section.data_loader_seed or 0) + step
+    for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
+        if not bool(mini.mask.any()):  # every sample failed or was rejected: there is nothing to train on
+            seen.setdefault(f"{name}/empty_updates", []).append(1.0)
+            continue
+        active = objective.active(mini)
+        loss = objective.loss(mini, active)
+        metrics = dict(backend.forward_backward(active, objective.want(), loss, micro))
+        if isinstance(objective, ActorUpdate):
+            metrics[f"{name}/active_rows"] = len(active) / len(mini)
+        if extra_loss is not None:
+            metrics |= extra_loss(backend, micro)
+        metrics |= _optimizer_step(backend, name)
+        for call in after_update:
+            call()
+        for key, value in metrics.items():
+            seen.setdefault(key, []).append(value)
+    backend.advance_schedule()
+    if backend.out_of_memory > oom_before:
+        seen[f"{name}/out_of_memory"] = [float(backend.out_of_memory - oom_before)]
+    return _summary(seen, summed=(f"{name}/empty_updates", f"{name}/skipped_updates"))
+
+
+def _optimizer_step(backend: Backend, name: str) -> dict[str, float]:
+    info = backend.step()
+    metrics = {
+        f"{name}/grad_norm": info.grad_norm,
+        f"{name}/lr": info.lr,
+        f"{name}/skipped_updates": float(info.skipped),
+    }
+    if info.loss_scale is not None:
+        metrics[f"{name}/loss_scale"] = info.loss_scale
+    return metrics
+
+
+def _summary(seen: Mapping[str, Sequence[float]], summed: Sequence[str]) -> dict[str, float]:
+    """The mean of each metric, or its sum for those in `summed`."""
+    found: dict[str, float] = {}
+    for key, values in seen.items():
+        found[key] = sum(values)
+        if key not in summed:
+            found[key] /= len(values)
+    return found

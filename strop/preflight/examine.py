@@ -1,0 +1,180 @@
+"""The preflight: `strop check`, and the first thing every run does.
+
+The configuration is checked first, without torch. If it has no errors, files, tokenizer, chat template and
+reward functions are tried. No weights are loaded and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.config.arithmetic import Plan, SupervisedPlan, plan_ppo, plan_supervised
+from strop.config.commandline import parse
+from strop.config.compose import Loaded, load
+from strop.config.derived import objective, roles
+from strop.config.rules import ConfigFinding, check, error, warning
+from strop.config.schema.model import OptimConfig
+from strop.config.schema.ppo import PpoConfig
+from strop.config.schema.supervised import SupervisedConfig
+from strop.preflight.report import PreflightReport, announce, render
+
+if TYPE_CHECKING:
+    from strop.config.schema.roots import RootConfig
+
+ENOUGH_DISK_GB = 2.0
+WRITTEN_TO = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
+VERSIONS = ("strop", "torch", "transformers", "hydra-core", "omegaconf", "pyarrow", "safetensors")
+
+
+def examine(loaded: Loaded[RootConfig]) -> PreflightReport:
+    """Every check, cheapest first."""
+    config = loaded.config
+    report = PreflightReport(loaded.root, check(loaded), list(loaded.notices))
+    report.plan = _plan(config)
+    if isinstance(config, PpoConfig):
+        report.roles = roles(config)
+        report.objective = objective(config)
+    if not report.ok:
+        return report
+    report.versions = _versions()
+    rows = examine_data(config, report)
+    report.plan = _plan(config, rows)
+    if report.ok:
+        report.findings += _enough_rows(report.plan, rows)
+    report.findings += _warmup(config, report.plan)
+    report.findings += _folders(config)
+    if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
+        from strop.preflight.memory import examine_memory
+
+        examine_memory(config, report)
+    return report
+
+
+def examine_data(config: RootConfig, report: PreflightReport) -> int | None:
+    """Check files, tokenizer and reward functions; returns the number of training rows where it is known."""
+    if isinstance(config, PpoConfig):
+        from strop.preflight.ppo import examine_ppo
+
+        return examine_ppo(config, report)
+    if isinstance(config, SupervisedConfig):
+        from strop.preflight.supervised import examine_supervised
+
+        return examine_supervised(config, report)
+    from strop.preflight.inference import examine_inference
+
+    return examine_inference(config, report)
+
+
+def _plan(config: RootConfig, rows: int | None = None) -> Plan | SupervisedPlan | None:
+    if isinstance(config, PpoConfig):
+        return plan_ppo(config, rows)
+    if isinstance(config, SupervisedConfig):
+        return plan_supervised(config, rows)
+    return None
+
+
+def _enough_rows(plan: Plan | SupervisedPlan | None, rows: int | None) -> list[ConfigFinding]:
+    if rows is None or plan is None:
+        return []
+    needed = plan.prompts_per_step if isinstance(plan, Plan) else plan.rows_per_update
+    if rows >= needed:
+        return []
+    message = f"{needed} rows per step, but the files have only {rows}. Set it to {rows} or less."
+    return [error("data.train_batch_size", message)]
+
+
+def _warmup(config: RootConfig, plan: Plan | SupervisedPlan | None) -> list[ConfigFinding]:
+    """A warm-up that is longer than the run."""
+    if plan is None or plan.total_steps is None:
+        return []
+    optim: OptimConfig
+    if isinstance(config, PpoConfig):
+        key = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+        optim = config.actor_rollout_ref.actor.optim
+    else:
+        assert isinstance(config, SupervisedConfig)
+        key = "optim.lr_warmup_steps"
+        optim = config.optim
+    if optim.lr_warmup_steps <= plan.total_steps:
+        return []
+    message = (
+        f"{optim.lr_warmup_steps}, but the run has {plan.total_steps} steps: lr={optim.lr:g} is never "
+        "reached."
+    )
+    return [warning(key, message)]
+
+
+def _folders(config: RootConfig) -> list[ConfigFinding]:
+    """Whether the folders of the run can be written to, and whether the disk has room."""
+    trainer = getattr(config, "trainer", None)
+    findings: list[ConfigFinding] = []
+    for name in WRITTEN_TO:
+        folder = getattr(trainer, name, None)
+        if folder is not None:
+            findings += _folder_findings(f"trainer.{name}", folder)
+    return findings
+
+
+def _folder_findings(key: str, folder: str) -> list[ConfigFinding]:
+    place = Path(folder).expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        return [error(key, f"{folder} cannot be a folder: {place} is a file. Name another.")]
+    if not os.access(place, os.W_OK | os.X_OK):
+        return [error(key, f"{folder} cannot be written to: {place} does not permit it. Name another.")]
+    free = shutil.disk_usage(place).free / 1e9
+    if free < ENOUGH_DISK_GB:
+        return [warning(key, f"only {free:.1f} GB are free under {place}.")]
+    return []
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {"python": sys.version.split()[0]}
+    for name in VERSIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def require(loaded: Loaded[RootConfig]) -> PreflightReport:
+    """Examine and print; raises when something is wrong. Every run calls this before it loads weights."""
+    report = examine(loaded)
+    if report.ok:
+        announce(report)
+    else:
+        raise ValueError("\n".join(str(finding) for finding in report.errors))
+    return report
+
+
+def main(root: str, arguments: Sequence[str]) -> int:
+    """`strop check VERB key=value ... [--json]`"""
+    asked = parse(arguments, switches=("--json",))
+    as_json = "--json" in asked.switches
+    try:
+        loaded = load(root, asked.overrides, asked.config, asked.search)
+    except ValueError as problem:
+        if not as_json:
+            raise
+        lines = str(problem).splitlines()
+        findings: list[ConfigFinding] = []
+        for line in lines:
+            key, _, message = line.partition(":")
+            findings.append(error(key, message.strip() or line))
+        sys.stdout.write(PreflightReport(root, findings).to_json() + "\n")
+        return 1
+    report = examine(loaded)
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        render(report)
+    return 0 if report.ok else 1

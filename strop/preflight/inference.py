@@ -1,0 +1,64 @@
+"""The preflight of generation, evaluation and the reward server: files, tokenizer, template and scorer."""
+
+from __future__ import annotations
+
+from strop.config.rules import ConfigFinding, error
+from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
+from strop.data.report import probe_template
+from strop.preflight.model_checks import find_tokenizer, head_findings, reward_file_finding
+from strop.preflight.report import PreflightReport
+from strop.rewards.function import load_function
+
+
+def examine_inference(
+    config: GenerationConfig | EvaluationConfig | RewardServerConfig, report: PreflightReport
+) -> int | None:
+    """Add findings to the report; returns the number of rows where there are some."""
+    if isinstance(config, GenerationConfig):
+        return _generation(config, report)
+    if isinstance(config, EvaluationConfig):
+        return _evaluation(config, report)
+    report.findings += find_tokenizer(config.model, key="model.path")[1]
+    if report.ok:
+        report.findings += head_findings("model.path", config.model.path, "reward")
+    return None
+
+
+def _generation(config: GenerationConfig, report: PreflightReport) -> int | None:
+    from strop.inference.generation_model import open_questions
+
+    tokenizer, findings = find_tokenizer(config.model, key="model.path")
+    report.findings += findings or head_findings("model.path", config.model.path, "language")
+    if tokenizer is not None:
+        found = probe_template(
+            tokenizer,
+            template=config.model.custom_chat_template,
+            kwargs=config.data.apply_chat_template_kwargs,
+            plain=not config.data.apply_chat_template,
+        )
+        report.findings += [ConfigFinding(f.level, "chat template", f.message) for f in found]
+    try:
+        rows = len(open_questions(config).rows)
+    except (ValueError, OSError) as problem:
+        report.findings.append(error("data.path", str(problem)))
+        return None
+    report.data["rows"] = rows
+    return rows
+
+
+def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None:
+    from strop.inference.evaluation import open_answers
+
+    own = config.custom_reward_function
+    if own.path:
+        try:
+            load_function(own.path, own.name, own.reward_kwargs, timeout=config.evaluation.timeout).close()
+        except ValueError as problem:
+            report.findings.append(reward_file_finding(own.path, problem))
+    try:
+        rows = len(open_answers(config))
+    except (ValueError, OSError) as problem:
+        report.findings.append(error("data.path", str(problem)))
+        return None
+    report.data["rows"] = rows
+    return rows

@@ -1,0 +1,250 @@
+"""The preflight of reinforcement learning: files, tokenizer, chat template, models and reward functions."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from strop.catalog import AGENT_LOOPS
+from strop.concurrency import call_each
+from strop.config.derived import has_critic
+from strop.config.rules import ConfigFinding, error, warning
+from strop.config.schema.ppo import PpoConfig
+from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
+from strop.data.schema import RowFields
+from strop.preflight.agents import AgentCheck
+from strop.preflight.model_checks import (
+    EVERY_ROW_UP_TO,
+    find_tokenizer,
+    head_findings,
+    local_model_config,
+    reward_file_finding,
+)
+from strop.preflight.report import PreflightReport
+from strop.rewards.base import RewardSample, parse_verdict
+from strop.rewards.function import RewardFunction, RuleScorer, load_function
+from strop.rewards.judge import check_judge
+from strop.types import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRIED_TEXT = "The preflight asks for a score of this text."
+
+
+def examine_ppo(config: PpoConfig, report: PreflightReport) -> int | None:
+    """Add findings and facts to the report; returns the number of training rows where it is known."""
+    tokenizer, findings = find_tokenizer(config.actor_rollout_ref.model)
+    report.findings += findings
+    if tokenizer is not None:
+        report.findings += _template(config, tokenizer)
+    # An error of the template is reported once, not again for each file.
+    renderer = tokenizer if report.ok else None
+    agents = AgentCheck(config, renderer)
+    train = _examine_files(config, "train_files", renderer, agents, report)
+    val = _examine_files(config, "val_files", renderer, agents, report)
+    agents.close(report)
+    report.findings += agents.findings
+    report.findings += _models(config, tokenizer is not None)
+    if tokenizer is not None and report.ok:
+        report.findings += _positions(config)
+    if config.algorithm.pretrain_files:
+        report.findings += _pretrain_files(config.algorithm.pretrain_files, tokenizer)
+    sources: dict[str, SourceReport] = {}
+    for found in (val, train):
+        if found is not None:
+            sources.update(found.data_sources)
+    report.data["data sources"] = ", ".join(f"{name} ({of.rows} rows)" for name, of in sources.items())
+    if report.ok and config.actor_rollout_ref.rollout.multi_turn.reward_weights.score:
+        report.findings += _rewards(config, sources, report)
+    return None if train is None else _training_rows(config, train)
+
+
+def _examine_files(
+    config: PpoConfig,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    agents: AgentCheck,
+    report: PreflightReport,
+) -> DataReport | None:
+    """Read the files of `data.<name>`; None: none are configured."""
+    paths = getattr(config.data, name)
+    if not paths:
+        return None
+    one_long_prompt_stops = config.data.truncation == "error" and not config.data.filter_overlong_prompts
+    found = inspect_files(
+        paths,
+        config.data,
+        tokenizer,
+        key=f"data.{name}",
+        chat_template=config.actor_rollout_ref.model.custom_chat_template,
+        listing=agents.listing,
+        sample=EVERY_ROW_UP_TO if one_long_prompt_stops else SAMPLE,
+    )
+    for finding in found.findings:
+        report.findings.append(ConfigFinding(finding.level, f"data.{name}", finding.message))
+    fact = f"{found.rows} rows"
+    if tokenizer is not None:
+        fact += (
+            f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit"
+        )
+    report.data[name] = fact
+    examples = [source.example for source in found.data_sources.values() if source.example is not None]
+    agents.rows(name, found.agents, found.rows, examples)
+    return found
+
+
+def _training_rows(config: PpoConfig, found: DataReport) -> int:
+    """Rows that are left after filtering and data.train_max_samples."""
+    rows = found.rows
+    if config.data.filter_overlong_prompts and found.measured == found.rows:
+        rows -= found.too_long
+    if config.data.train_max_samples > 0:
+        rows = min(rows, config.data.train_max_samples)
+    return rows
+
+
+def _models(config: PpoConfig, has_tokenizer: bool) -> list[ConfigFinding]:
+    """Check the folders of policy, critic and reward model. Names on the hub are not checked."""
+    policy = config.actor_rollout_ref.model.path
+    reward = config.reward_model
+    findings: list[ConfigFinding] = []
+    if has_tokenizer:
+        findings += _model_findings("actor_rollout_ref.model.path", policy, "language")
+    if has_critic(config) and config.critic.model.path != policy:
+        findings += _model_findings("critic.model.path", config.critic.model.path, "scalar")
+    loads_judge = reward.judge.enable and not reward.judge.url
+    if loads_judge or (reward.enable and not reward.remote_url):
+        findings += _model_findings("reward_model.model.path", reward.model.path, "reward")
+    return findings
+
+
+def _model_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:
+    if path is None:
+        return []
+    try:
+        return head_findings(key, path, wanted)
+    except ValueError as problem:
+        return [error(key, str(problem).replace(f"model.path={path!r}", str(path), 1))]
+
+
+def _positions(config: PpoConfig) -> list[ConfigFinding]:
+    """Whether transformers knows the architecture, and prompt and response fit into the model."""
+    rollout = config.actor_rollout_ref.rollout
+    try:
+        model_config = local_model_config(config.actor_rollout_ref.model)
+    except ValueError as problem:
+        return [error("actor_rollout_ref.model.path", str(problem))]
+    limit = getattr(model_config, "max_position_embeddings", None)
+    tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if not limit or tokens <= limit:
+        return []
+    message = (
+        f"sequences of {tokens} tokens (prompts of {rollout.prompt_length}, responses of "
+        f"{rollout.response_length}) do not fit into the {limit} positions of the model. Lower "
+        "data.max_prompt_length or data.max_response_length, or set "
+        f"actor_rollout_ref.rollout.max_model_len={limit}, where long prompts get shorter responses."
+    )
+    return [error("actor_rollout_ref.rollout.max_model_len", message)]
+
+
+def _pretrain_files(paths: str | list[str], tokenizer: PreTrainedTokenizerBase | None) -> list[ConfigFinding]:
+    from strop.data.files import open_rows
+    from strop.ppo.pretrain import KEY, check_columns
+
+    try:
+        check_columns(open_rows(paths, key=KEY))
+    except ValueError as problem:
+        return [error(KEY, str(problem).removeprefix(f"{KEY}: "))]
+    return []
+
+
+def _template(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:
+    found = probe_template(
+        tokenizer,
+        template=config.actor_rollout_ref.model.custom_chat_template,
+        kwargs=config.data.apply_chat_template_kwargs,
+        plain=not config.data.apply_chat_template,
+    )
+    return [ConfigFinding(finding.level, "chat template", finding.message) for finding in found]
+
+
+def _rewards(
+    config: PpoConfig, sources: Mapping[str, SourceReport], report: PreflightReport
+) -> list[ConfigFinding]:
+    """Call the reward function once per data source, with its first row."""
+    custom = config.custom_reward_function
+    reward = config.reward_model
+    if reward.judge.enable:
+        try:
+            check_judge(reward.judge, timeout=reward.timeout)
+        except ValueError as problem:
+            return [error("reward_model.judge", str(problem))]
+    if not custom.path and (reward.enable or reward.remote_url or reward.judge.enable):
+        return []
+    function: RewardFunction | RuleScorer
+    if custom.path:
+        lists = config.reward_manager.name == "batch"
+        try:
+            function = load_function(
+                custom.path, custom.name, custom.reward_kwargs, takes_lists=lists, timeout=reward.timeout
+            )
+        except ValueError as problem:
+            return [reward_file_finding(custom.path, problem)]
+    else:
+        function = RuleScorer(reward.timeout, reward.sandbox_fusion)
+    findings: list[ConfigFinding] = []
+    for name, source in sources.items():
+        if source.example is not None:
+            findings += _try_reward(config, function, name, source.example, report)
+    function.close()
+    return findings
+
+
+def _try_reward(
+    config: PpoConfig,
+    function: RewardFunction | RuleScorer,
+    data_source: str,
+    row: RowFields,
+    report: PreflightReport,
+) -> list[ConfigFinding]:
+    key = f"reward of {data_source}"
+    try:
+        verdict = parse_verdict(_call_reward(function, data_source, row, config.reward_model.timeout))
+    except Exception as problem:  # noqa: BLE001 - a user's function may raise anything; it becomes a finding
+        loop = None if config.custom_reward_function.path else _custom_agent_loop(config, row)
+        if loop is None:
+            return [error(key, f"{type(problem).__name__}: {problem}")]
+        message = f"{problem} Until then the agent loop {loop!r} must set episode.score in every episode."
+        return [warning(key, message)]
+    values = verdict.extras or {"score": verdict.score}
+    text = ", ".join(f"{part} {reprlib.repr(value)}" for part, value in values.items())
+    report.data[key] = f"{text} for {TRIED_TEXT!r}"
+    return []
+
+
+def _custom_agent_loop(config: PpoConfig, row: RowFields) -> str | None:
+    """The agent loop of this row if it is not built in: it may set the score of an episode itself."""
+    name: str = row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop
+    if name in AGENT_LOOPS and AGENT_LOOPS.entry(name).source == "built-in":
+        return None
+    return name
+
+
+def _call_reward(
+    function: RewardFunction | RuleScorer, data_source: str, row: RowFields, timeout: float
+) -> object:
+    """What the function returns for the row. A function that hangs or exits raises, as it would in a run."""
+    prompt = Prompt(0, [], row.messages, data_source, row.ground_truth, row.extra_info)
+    sample = RewardSample(Trajectory(prompt, 0, [], [], []), TRIED_TEXT, dict(row.extra_info))
+
+    def call(one: RewardSample) -> object:
+        if isinstance(function, RewardFunction) and function.takes_lists:
+            return function.call_with_lists([one])[0]
+        return function(one)
+
+    [answer] = call_each(call, [sample], timeout=timeout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

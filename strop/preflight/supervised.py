@@ -1,0 +1,199 @@
+"""The preflight of supervised training: tokenizer, chat template, model folder, and every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from strop.config.rules import ConfigFinding, error, warning
+from strop.config.schema.model import ModelConfig
+from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
+from strop.data.prompts import Split
+from strop.data.report import probe_template
+from strop.data.supervised import PreferencePair, SupervisedDataset, UnusableRow, build_supervised
+from strop.preflight.model_checks import (
+    EVERY_ROW_UP_TO,
+    count_file_rows,
+    find_tokenizer,
+    head_findings,
+    local_model_config,
+)
+from strop.preflight.report import PreflightReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from strop.config.schema.roots import AnySupervisedConfig
+
+NAMED = 3
+"""Unusable rows that are quoted; the others are counted."""
+
+
+@dataclass
+class Survey:
+    """What reading the rows showed."""
+
+    read: int = 0
+    unusable: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    taught: int = 0
+    highest: int = -1
+    """Of the token ids."""
+
+
+def examine_supervised(config: AnySupervisedConfig, report: PreflightReport) -> int | None:
+    """Add findings and facts to the report; returns the number of training rows where it is known."""
+    report.findings += model_findings(config)
+    tokenizer, findings = find_tokenizer(config.model, "model.path")
+    report.findings += findings
+    if tokenizer is not None:
+        report.findings += template_findings(config, tokenizer)
+    rows = _examine_split(config, "train", tokenizer, report)
+    _examine_split(config, "val", tokenizer, report)
+    return rows
+
+
+def _examine_split(
+    config: AnySupervisedConfig,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase | None,
+    report: PreflightReport,
+) -> int | None:
+    """The number of rows where it is known."""
+    paths = config.data.train_files if split == "train" else config.data.val_files
+    if not paths:
+        return None
+    if tokenizer is not None and report.ok:
+        return _rows(config, tokenizer, split, report)
+    # An error of the model is reported once, not again for each file.
+    if config.data.custom_cls.path:
+        return None
+    rows, findings = count_file_rows(paths, f"data.{split}_files")
+    report.findings += findings
+    return rows
+
+
+def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
+    """Folders whose config.json says that they hold something else; a hub name is taken on trust."""
+    wanted = "scalar" if isinstance(config, RmConfig) else "language"
+    paths = {"model.path": config.model.path}
+    if isinstance(config, DpoConfig) and config.ref.path != config.model.path:
+        paths["ref.path"] = config.ref.path
+    findings: list[ConfigFinding] = []
+    for key, path in paths.items():
+        try:
+            findings += head_findings(key, path, wanted)
+        except ValueError as refused:
+            findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
+    return findings
+
+
+def template_findings(config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:
+    data = config.data
+    if isinstance(config, SftConfig):
+        multi_turn = config.data.multiturn.enable
+    else:
+        multi_turn = config.data.prompt_key is None
+    found = probe_template(
+        tokenizer,
+        template=data.chat_template or config.model.custom_chat_template,
+        kwargs=data.apply_chat_template_kwargs,
+        plain=not data.apply_chat_template,
+        multi_turn=multi_turn,
+    )
+    return [ConfigFinding(f.level, "chat template", f.message) for f in found]
+
+
+def _rows(
+    config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase, split: Split, report: PreflightReport
+) -> int | None:
+    key = f"data.{split}_files"
+    try:
+        dataset = build_supervised(config.data, tokenizer, split=split)
+        survey = survey_rows(dataset)
+    except (ValueError, OSError) as problem:
+        report.findings.append(error(key, str(problem)))
+        return None
+    report.findings += row_findings(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
+    report.datasets[split] = dataset
+    tokens = sum(survey.lengths)
+    share = f", {survey.taught / tokens:.0%} taught" if tokens else ""
+    longest = max(survey.lengths, default=0)
+    report.data[f"{split}_files"] = (
+        f"{len(dataset)} rows; {survey.read} read: {tokens} tokens{share}, longest row {longest}"
+    )
+    return len(dataset)
+
+
+def survey_rows(dataset: SupervisedDataset) -> Survey:
+    """Read all rows, or an even sample of many."""
+    survey = Survey()
+    even = np.linspace(0, len(dataset) - 1, min(len(dataset), EVERY_ROW_UP_TO))
+    for place in np.unique(even.astype(np.int64)):
+        survey.read += 1
+        try:
+            item, _ = dataset.untruncated(int(place))
+        except UnusableRow as problem:
+            survey.unusable.append(str(problem))
+            continue
+        sides = [item]
+        if isinstance(item, PreferencePair):
+            sides = [item.chosen, item.rejected]
+        for side in sides:
+            survey.lengths.append(len(side.ids))
+            survey.taught += sum(side.mask)
+            highest_id = max(side.ids)
+            survey.highest = max(survey.highest, highest_id)
+    return survey
+
+
+def vocabulary_findings(survey: Survey, model: ModelConfig, key: str) -> list[ConfigFinding]:
+    """Tokens that the model has no embedding for: the tokenizer is that of another model."""
+    try:
+        known = getattr(local_model_config(model), "vocab_size", None)
+    except ValueError as problem:
+        return [error("model.path", str(problem))]
+    if known is None or survey.highest < known:
+        return []
+    message = (
+        f"{key} has the token id {survey.highest}, but the model knows {known} tokens: its tokenizer is "
+        "another one. Give a model and a tokenizer that belong together."
+    )
+    return [error("model.tokenizer_path", message)]
+
+
+def row_findings(survey: Survey, data: SupervisedDataConfig, key: str) -> list[ConfigFinding]:
+    """Rows that cannot be used, and rows over data.max_length."""
+    findings = []
+    bad = len(survey.unusable)
+    read = survey.read
+    if bad == read:
+        message = f"none of the {read} rows can be learned from. The first: {survey.unusable[0]}"
+        findings.append(error(key, message))
+    elif bad and data.bad_rows == "error":
+        for problem in survey.unusable[:NAMED]:
+            findings.append(error(key, problem))
+        message = (
+            f"{bad} of {read} rows cannot be learned from. Mend them, or set data.bad_rows=skip to leave "
+            "them out."
+        )
+        findings.append(error(key, message))
+    elif bad:
+        message = f"{bad} of {read} rows are left out, for instance: {survey.unusable[0]}"
+        findings.append(warning(key, message))
+    too_long = sum(length > data.max_length for length in survey.lengths)
+    if not too_long:
+        return findings
+    message = f"{too_long} of {len(survey.lengths)} sequences are over data.max_length={data.max_length}"
+    longest = max(survey.lengths)
+    if data.truncation == "error":
+        fix = (
+            f"Set it to {longest}, or cut them: data.truncation=left (keeps their end) or right (keeps their "
+            "beginning)."
+        )
+        findings.append(error(key, f"{message} (the longest has {longest} tokens). {fix}"))
+    else:
+        findings.append(warning(key, f"{message} and will be cut ({data.truncation})."))
+    return findings

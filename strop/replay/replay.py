@@ -1,0 +1,281 @@
+"""`strop replay RUN --step K`: compute a recorded step again with the code of today, and show the first
+difference.
+
+Every phase is given what was recorded before it, not what was just computed. So a difference in one phase
+does not spread to the next, and the phases that are named are those that changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from strop.config.compose import Loaded, reload
+from strop.replay.recording import EVERYTHING, TapedTrainer
+from strop.replay.recording_format import (
+    PHASES,
+    compared,
+    folder_of,
+    recorded_steps,
+    surroundings,
+    tables,
+    trajectories_of,
+)
+from strop.run.checkpoint.layout import checkpoint_folder as checkpoint_of
+from strop.run.checkpoint.store import load
+from strop.run.checkpoint.tensor_files import read_tensors
+from strop.shared.step_record import StepRecord
+from strop.types import Batch, Trajectory, batch_of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two tensors differ first. Values are compared bit for bit, and NaN equals NaN."""
+
+    tensor: str
+    place: tuple[int, ...]
+    """Index of the first difference; (row, token) in tables of tokens. Empty: the shapes differ."""
+    recorded: str
+    now: str
+    count: int = 0
+    total: int = 0
+    largest: float = 0.0
+    """Largest absolute difference."""
+
+    def __str__(self) -> str:
+        if not self.place:
+            return f"{self.tensor}: recorded {self.recorded}, now {self.now}"
+        names = ("place",) * len(self.place)
+        if len(self.place) == 2:
+            names = ("row", "token")
+        where = ", ".join(f"{name} {index}" for name, index in zip(names, self.place))
+        return (
+            f"{self.tensor}, {where}: recorded {self.recorded}, now {self.now} ({self.count} of {self.total} "
+            f"values differ, by {self.largest:.3g} at most)"
+        )
+
+
+def difference(name: str, recorded: Tensor, now: Tensor) -> Difference | None:
+    """The first place, in the order of memory, at which two tensors differ."""
+    recorded = recorded.detach().cpu()
+    now = now.detach().cpu()
+    if recorded.shape != now.shape or recorded.dtype != now.dtype:
+        return Difference(name, (), _shape_and_dtype(recorded), _shape_and_dtype(now))
+    unlike = recorded != now
+    if recorded.is_floating_point():
+        unlike = unlike & ~(recorded.isnan() & now.isnan())
+    if not bool(unlike.any()):
+        return None
+    place = tuple(unlike.nonzero()[0].tolist())
+    gaps = (recorded[unlike].double() - now[unlike].double()).abs()
+    return Difference(
+        name,
+        place or (0,),
+        _shown(recorded[place]),
+        _shown(now[place]),
+        count=int(unlike.sum()),
+        total=unlike.numel(),
+        largest=float(gaps.nan_to_num(torch.inf).max()),
+    )
+
+
+def differences(recorded: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[Difference]:
+    """The differences in the order of the record; a tensor that one side lacks is a difference, too."""
+    found: list[Difference] = []
+    for name, tensor in recorded.items():
+        if name not in now:
+            found.append(Difference(name, (), _shape_and_dtype(tensor), "nothing"))
+        elif (gap := difference(name, tensor, now[name])) is not None:
+            found.append(gap)
+    for name, tensor in now.items():
+        if name not in recorded:
+            found.append(Difference(name, (), "nothing", _shape_and_dtype(tensor)))
+    return found
+
+
+def _shape_and_dtype(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
+
+
+def _shown(value: Tensor) -> str:
+    """Enough digits to tell two neighbours apart."""
+    if value.is_floating_point():
+        return f"{value.item():.9g}"
+    return str(value.item())
+
+
+@dataclass(frozen=True)
+class ReplayOutcome:
+    """The comparison of one phase."""
+
+    phase: str
+    values: int
+    """Numbers that were compared."""
+    found: list[Difference]
+
+
+@dataclass
+class Replayer:
+    """Compares each phase with the record, and returns the recorded values for the next phase."""
+
+    folder: Path
+    outcomes: list[ReplayOutcome] = field(default_factory=list)
+
+    def sampled(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        now = batch_of(trajectories)
+        for name in ("gen", "reward"):
+            self._compare(name, tables(now, name))
+        return trajectories_of(json.loads((self.folder / "trajectories.json").read_text()))
+
+    def phase(self, name: str, batch: Batch) -> Batch:
+        self._compare(name, tables(batch, name))
+        fields = {f.name for f in dataclasses.fields(Batch)}
+        recorded: dict[str, Tensor] = {}
+        for key, value in self._read(name).items():
+            if key in fields:
+                recorded[key] = value
+        return batch.replace(**recorded)
+
+    def updated(self, name: str, losses: dict[str, Tensor], metrics: dict[str, float]) -> None:
+        self._compare(name, losses)
+        recorded = json.loads((self.folder / f"{name}.json").read_text())
+        self._compare_numbers(name, recorded, compared(metrics))
+
+    def weights(self, weights: dict[str, Tensor]) -> None:
+        self._compare("after", weights)
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            return {}
+        with safe_open(path, "pt") as file:
+            order = json.loads(file.metadata()["order"])
+        found = read_tensors(path)
+        return {key: found[key] for key in order}
+
+    def _compare(self, name: str, now: dict[str, Tensor]) -> None:
+        recorded = self._read(name)
+        values = sum(tensor.numel() for tensor in recorded.values())
+        self.outcomes.append(ReplayOutcome(name, values, differences(recorded, now)))
+
+    def _compare_numbers(self, name: str, recorded: dict[str, float], now: dict[str, float]) -> None:
+        found: list[Difference] = []
+        for key in sorted(recorded.keys() | now.keys()):
+            if str(recorded.get(key)) != str(now.get(key)):
+                before_text = str(recorded.get(key, "nothing"))
+                found.append(Difference(key, (), before_text, str(now.get(key, "nothing"))))
+        before = self.outcomes.pop()
+        self.outcomes.append(ReplayOutcome(name, before.values + len(recorded), before.found + found))
+
+
+def replay(run: Path, step: int) -> tuple[list[ReplayOutcome], dict[str, Any]]:
+    """The outcome of every phase of the step in order, and the facts of the record."""
+    folder = _recorded(run, step)
+    facts = json.loads((folder / "facts.json").read_text())
+    before = checkpoint_of(folder, step - 1)
+    from strop.ppo.build import build_ppo
+
+    with tempfile.TemporaryDirectory() as aside:
+        trainer = build_ppo(_loaded(before, aside), trainer_class=TapedTrainer)
+        assert isinstance(trainer, TapedTrainer)
+        tape = Replayer(folder)
+        with trainer.output, closing(trainer):
+            trainer.step = trainer.output.resume(trainer)
+            trainer.sync_weights(trainer.step)
+            trainer.step += 1
+            record = StepRecord()
+            with record.phase("step"):
+                trainer.taped_step(tape, record)
+            facts["here"] = surroundings(next(trainer.roles.actor.module.parameters()).device)
+    outcomes = list(tape.outcomes)
+    replayed = {outcome.phase for outcome in outcomes}
+    for name in facts["phases"]:
+        if name not in replayed:
+            outcomes.append(ReplayOutcome(name, 0, [Difference("phase", (), "computed", "left out")]))
+    order = [*PHASES, "update_critic", "update_actor", "after"]
+    return sorted(outcomes, key=lambda outcome: order.index(outcome.phase)), facts
+
+
+def _recorded(run: Path, step: int) -> Path:
+    """The folder of a complete record; raises if there is none."""
+    folder = folder_of(run, step)
+    known = recorded_steps(run)
+    if step not in known:
+        others = "None is: set trainer.record_steps=[...] in a run."
+        if known:
+            others = f"Steps {', '.join(map(str, known))} are."
+        raise ValueError(f"{run} has no record of step {step}. {others}")
+    if not (folder / "facts.json").exists():
+        raise ValueError(f"{folder} is not whole: the run ended while it was recorded.")
+    return folder
+
+
+def _loaded(before: Path, aside: str) -> Loaded:
+    """The configuration of the run, changed so that it writes only to a temporary folder."""
+    tree = load(before, only=lambda part: part == "config")["config"]
+    quiet = {
+        "trainer.default_local_dir": aside,
+        "trainer.default_hdfs_dir": None,
+        "trainer.rollout_data_dir": None,
+        "trainer.validation_data_dir": None,
+        "trainer.logger": [],
+        "trainer.health": False,
+        "trainer.samples_to_keep": 0,
+        "trainer.record_steps": None,
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": str(before),
+        "trainer.del_local_ckpt_after_load": False,
+        "global_profiler.steps": None,
+        "data.val_files": [],
+        "actor_rollout_ref.actor.checkpoint.load_contents": EVERYTHING,
+        "critic.checkpoint.load_contents": EVERYTHING,
+    }
+    return reload("ppo_trainer", tree, quiet)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="strop replay", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run (trainer.default_local_dir)")
+    parser.add_argument("--step", type=int, required=True, help="one of its trainer.record_steps")
+    asked = parser.parse_args(list(arguments))
+    outcomes, facts = replay(asked.run, asked.step)
+    sys.stdout.write(render(asked.step, outcomes, facts))
+    return 1 if any(outcome.found for outcome in outcomes) else 0
+
+
+def render(step: int, outcomes: Sequence[ReplayOutcome], facts: Mapping[str, Any]) -> str:
+    """The report of a replay."""
+    lines = [f"step {step}, computed again; each phase is given what was recorded before it"]
+    then = facts["surroundings"]
+    here = facts["here"]
+    changed: list[str] = []
+    for name in then:
+        if then[name] != here.get(name):
+            changed.append(f"{name} {then[name]} -> {here[name]}")
+    if changed:
+        lines.append(f"other surroundings: {', '.join(changed)}")
+    for outcome in outcomes:
+        verdict = "equal" if not outcome.found else "DIFFERENT"
+        lines.append(f"  {outcome.phase:<14} {verdict:<10} {outcome.values} numbers")
+        for gap in outcome.found[:3]:
+            lines.append(f"{'':<17}{gap}")
+        if len(outcome.found) > 3:
+            lines.append(f"{'':<17}... and {len(outcome.found) - 3} more")
+    first = next((outcome for outcome in outcomes if outcome.found), None)
+    if first is None:
+        lines.append("Equal, bit for bit.")
+    else:
+        lines.append(f"The first difference is in {first.phase}: {first.found[0]}.")
+    return "\n".join(lines) + "\n"

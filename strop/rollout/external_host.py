@@ -1,0 +1,180 @@
+"""How external engines are reached: a client for JSON over HTTP, and a subprocess that hosts an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import strop
+from strop.extras import require
+from strop.rollout.base import EngineDied
+
+if TYPE_CHECKING:
+    import httpx
+
+_LOG_TAIL_LINES = 25
+_TERMINATE_SECONDS = 10.0
+"""Between SIGTERM and SIGKILL."""
+
+Json = Any
+"""A decoded JSON value of a server's reply; the caller knows its layout."""
+
+
+class ServerRefused(ValueError):
+    """The server answered a request with an HTTP error."""
+
+
+class JsonClient:
+    """JSON over HTTP, usable from any thread: requests run concurrently in an event loop in its own
+    thread."""
+
+    def __init__(self, name: str, url: str, describe_exit: Callable[[], str] | None = None) -> None:
+        """`name`: of the engine, for messages. `describe_exit`: tells how the server's process ended, if we
+        started it."""
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"rollout.engine_kwargs.{name}.url={url!r} is not an http:// or https:// address."
+            )
+        self._name = name
+        self._url = url.rstrip("/")
+        self._describe_exit = describe_exit
+        self._http = require("httpx", extra=name, why=f"The {name} server")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"strop-{name}-http", daemon=True)
+        self._thread.start()
+        # No timeout and no limit of connections: generation takes long, and the server does the queueing.
+        limits = self._http.Limits(max_connections=None, max_keepalive_connections=64)
+        # http:// needs no certificates, and loading them is slow.
+        transport = self._http.AsyncHTTPTransport(verify=url.startswith("https://"), limits=limits, retries=3)
+        self._client = self._http.AsyncClient(base_url=self._url, timeout=None, transport=transport)
+
+    def send(self, method: str, path: str, body: object = None) -> Future[Json]:
+        """The decoded reply. Fails with ServerRefused for an HTTP error, EngineDied if the server is
+        unreachable."""
+        return asyncio.run_coroutine_threadsafe(self._send(method, path, body), self._loop)
+
+    def request(self, method: str, path: str, body: object = None) -> Json:
+        """Like `send`, but waits for the reply."""
+        return self.send(method, path, body).result()
+
+    def is_healthy(self, path: str) -> bool:
+        """Whether GET `path` succeeds."""
+        try:
+            self.request("GET", path)
+        except (EngineDied, ServerRefused):
+            return False
+        return True
+
+    async def _send(self, method: str, path: str, body: object) -> Json:
+        try:
+            reply = await self._client.request(method, path, json=body)
+        except self._http.TransportError as error:
+            how_it_ended = "" if self._describe_exit is None else f" {self._describe_exit()}"
+            raise EngineDied(
+                f"The {self._name} server at {self._url} cannot be reached ({type(error).__name__}: "
+                f"{error}).{how_it_ended}"
+            ) from error
+        if reply.status_code >= 400:
+            raise ServerRefused(
+                f"{path} of the {self._name} server answers {reply.status_code}: {_error_message(reply)}"
+            )
+        if "json" in reply.headers.get("content-type", ""):
+            return reply.json()
+        return reply.text
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _error_message(reply: httpx.Response) -> str:
+    """The message inside the JSON of an error, or its text."""
+    try:
+        found = reply.json()
+    except ValueError:
+        return str(reply.text)[:500]
+    if isinstance(found, dict):
+        found = found.get("error", found)
+    if isinstance(found, dict):
+        found = found.get("message") or found.get("detail") or found
+    return str(found)
+
+
+class HostProcess:
+    """A subprocess that hosts an engine. Its output goes to a file, so that an error can show the last
+    lines."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self._command = list(command)
+        self._folder = tempfile.TemporaryDirectory(prefix=f"strop-{name}-")
+        self._log = Path(self._folder.name) / "output.log"
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env={**os.environ, "PYTHONPATH": self._python_path(), **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=pass_fds,
+                start_new_session=True,  # so that its children can be ended with it
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def describe_exit(self) -> str:
+        """Process id, exit code, last lines of output and command."""
+        try:
+            code: int | None = self._process.wait(timeout=_TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        ended = "stopped answering" if code is None else f"ended with exit code {code}"
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                ended += f" ({signal.Signals(-code).name})"
+        output = "It printed nothing."
+        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        if lines:
+            output = "\n".join(["Its last output:", *lines])
+        command = shlex.join(self._command)
+        return f"The {self.name} process (id {self.pid}) {ended}. {output}\nIts command was: {command}"
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_TERMINATE_SECONDS)
+        self._folder.cleanup()
+
+    def _python_path(self) -> str:
+        """A folder with a link to this package only: its site-packages may hold libraries of another
+        environment."""
+        package = Path(strop.__file__).parent
+        (Path(self._folder.name) / "strop").symlink_to(package, target_is_directory=True)
+        inherited = os.environ.get("PYTHONPATH")
+        return os.pathsep.join(filter(None, [self._folder.name, inherited]))

@@ -1,0 +1,296 @@
+"""The trainer's module while the native engine samples from it: which patches it gets, and when they are
+undone.
+
+`ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
+output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
+place. They are applied when sampling begins and undone when it ends. On a CPU, linear layers get weights in
+the layout of oneDNN after some decode steps (`packed_linear`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.models import fused_modules
+from strop.models.changes import Change, SetAttention, SetAttribute, done, undo_changes
+from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
+from strop.models.residual import AddingLinear
+from strop.rollout.native.attention import NAME
+from strop.rollout.native.fused_qkv import FusedProjection, fused_forwards
+
+# --- rollout patches ----------------------------------------------------------------------------------------
+
+
+class _EvalMode:
+    """Every part of a model in eval mode; afterwards each as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._training: list[nn.Module] = []
+
+    def do(self) -> None:
+        self._training = [part for part in self._model.modules() if part.training]
+        for part in self._training:
+            part.training = False
+
+    def undo(self) -> None:
+        for part in self._training:
+            part.training = True
+        self._training = []
+
+    def can_undo(self) -> bool:
+        return True
+
+
+class _LayOut:
+    """Weights of a fused projection side by side. They may stay so."""
+
+    def __init__(self, product: FusedProjection) -> None:
+        self._product = product
+
+    def do(self) -> None:
+        self._product.lay_out()
+
+    def undo(self) -> None:
+        pass
+
+    def can_undo(self) -> bool:
+        return True
+
+
+def _on_gpu(model: nn.Module, context: PatchContext) -> bool:
+    return context.device.type in fused_modules.DEVICES
+
+
+def _rollout_attention(model: nn.Module, context: PatchContext) -> list[Change]:
+    return done([SetAttention(model, NAME)])
+
+
+def _eval_mode(model: nn.Module, context: PatchContext) -> list[Change]:
+    return done([_EvalMode(model)])
+
+
+def _residual_in_place(model: nn.Module, context: PatchContext) -> list[Change]:
+    """While sampling, the states of a layer are read by the next layer alone."""
+    products = [part for part in model.modules() if isinstance(part, AddingLinear) and not part.overwrites]
+    return done(SetAttribute(part, "overwrites", True) for part in products)
+
+
+def _fp32_head(model: nn.Module, context: PatchContext) -> list[Change]:
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        return []
+    return done([SetAttribute(head, "forward", _wide_forward(head))])
+
+
+def _wide_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
+    def forward(hidden: Tensor) -> Tensor:
+        logits = torch.mm(hidden.reshape(-1, hidden.shape[-1]), head.weight.t(), out_dtype=torch.float32)
+        if head.bias is not None:
+            logits += head.bias
+        return logits.view(*hidden.shape[:-1], -1)
+
+    return forward
+
+
+def _fused_qkv(model: nn.Module, context: PatchContext) -> list[Change]:
+    found = list(fused_forwards(model))
+    products = list(dict.fromkeys(fused.product for fused in found))
+    changes: list[Change] = [_LayOut(product) for product in products]
+    changes += [SetAttribute(fused.module, "forward", fused.forward) for fused in found]
+    return done(changes)
+
+
+ROLLOUT_PATCHES = (
+    Patch("rollout_attention", always, _rollout_attention, required=True),
+    Patch("eval_mode", always, _eval_mode, required=True),
+    Patch("residual_in_place", _on_gpu, _residual_in_place),
+    Patch("fp32_head", _on_gpu, _fp32_head),
+    Patch("fused_qkv", _on_gpu, _fused_qkv),
+)
+
+
+class RolloutPatches:
+    """The rollout patches of one model: found once, applied and undone for each rollout."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changes: list[Change] | None = None
+
+    def apply(self) -> None:
+        if self._changes is None:
+            self._changes = self._found()
+            return
+        with _undone_on_error(self._changes):
+            done(self._changes)
+
+    def undo(self) -> None:
+        undo_changes(self._changes or [])
+
+    def _found(self) -> list[Change]:
+        """Find and make the changes, after those of training."""
+        first = next(self._model.parameters())
+        context = PatchContext(device=first.device, dtype=first.dtype)
+        if _on_gpu(self._model, context):
+            patch_for_device(self._model)
+        changes: list[Change] = []
+        with _undone_on_error(changes):
+            for patch in ROLLOUT_PATCHES:
+                if is_chosen(self._model, patch) and patch.applies(self._model, context):
+                    changes += patch.apply(self._model, context)
+        return changes
+
+
+@contextmanager
+def _undone_on_error(changes: list[Change]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        undo_changes(changes)
+        raise
+
+
+# --- packed linear layers on a CPU --------------------------------------------------------------------------
+#
+# A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights
+# into the layout of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout
+# has gone on for a while under the same weights. It depends on counts alone, never on a clock: a run must be
+# repeatable to the bit.
+
+_STEPS = 8
+"""Decode steps after which packing pays."""
+_FEW = 256
+"""With more rows the plain product is as fast."""
+_SMALLEST = 1 << 16
+"""Weights of the smallest layer that is worth it."""
+_HOST_SHARE = 8
+"""The copies may take this part of the host's memory."""
+
+
+def _packed_linear(model: nn.Module, context: PatchContext) -> list[Change]:
+    layers = [layer for layer in model.modules() if _worth_it(layer)]
+    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    if size * _HOST_SHARE > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return []
+    return done(SetAttribute(layer, "forward", _packed(layer)) for layer in layers)
+
+
+PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
+
+
+class PackedLinear:
+    """Applies `packed_linear` to one model after some decode steps; `drop` forgets copies of old weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._steps = 0
+        self._applied = False
+        self.changes: Sequence[Change] = ()
+
+    def stepped(self, rows: int) -> None:
+        """Count a decode step of so many rows."""
+        if rows > _FEW:
+            return
+        self._steps += 1
+        if self._steps == _STEPS and is_chosen(self._model, PACKED_LINEAR):
+            self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
+            self._applied = True
+
+    def apply(self) -> None:
+        """Use the copies again, in the next rollout under the same weights."""
+        if not self._applied:
+            done(self.changes)
+            self._applied = True
+
+    def undo(self) -> None:
+        if self._applied:
+            PACKED_LINEAR.undo(self.changes)
+            self._applied = False
+
+    def drop(self) -> None:
+        self.undo()
+        self.changes = ()
+        self._steps = 0
+
+
+def _worth_it(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return False
+    weight = layer.weight
+    on_cpu = type(weight) is nn.Parameter and weight.device.type == "cpu"
+    return on_cpu and weight.numel() >= _SMALLEST and _faster(weight.dtype)
+
+
+def _faster(dtype: torch.dtype) -> bool:
+    """Where packed products were measured to win (float32 on Arm) or skip a copy of the weights per call
+    (bf16 units)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 and platform.machine() in ("aarch64", "arm64")
+
+
+def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _FEW // 4)
+
+    def forward(hidden: Tensor) -> Tensor:
+        if hidden.numel() == hidden.shape[-1]:  # a single row reads the weights once either way
+            return F.linear(hidden, layer.weight, layer.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, layer.bias, "none", [], "")
+        return out
+
+    return forward
+
+
+# --- borrowing ----------------------------------------------------------------------------------------------
+
+
+class BorrowedModel:
+    """The trainer's module, patched for rollouts while at least one caller in the engine uses it."""
+
+    def __init__(self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a rollout begins under other weights than the last one."""
+        self._model = model
+        self._lock = lock
+        self._on_change = on_change
+        self._users = 0
+        self._patches = RolloutPatches(model)
+        self.packed = PackedLinear(model)
+        self._seen: tuple[tuple[int, int], ...] = ()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._begin()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._seen = _fingerprint(self._model)
+                    self.packed.undo()
+                    self._patches.undo()
+
+    def _begin(self) -> None:
+        self._patches.apply()
+        if self._seen and self._seen != _fingerprint(self._model):
+            self._on_change()
+        self.packed.apply()
+
+
+def _fingerprint(model: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Address and version of each weight: they show that the weights changed."""
+    return tuple((weight.data_ptr(), weight._version) for weight in model.parameters())

@@ -1,0 +1,300 @@
+"""The KV cache: keys and values of running sequences, and an index of the prefixes it holds.
+
+Each sequence has one contiguous row, [rows, heads, capacity, size] per layer. Rows and capacity grow on
+demand. The interface is narrow (write, read, copy, resize), so that the layout can change.
+
+Prefix caching: the next turn of an agent starts with its whole last turn, samples of one prompt start alike,
+and most prompts of a run share a system message. A sequence is found by hashes of its prefix at every 16th
+token. A new sequence looks up its own hashes, longest first, and the keys and values of the common prefix are
+copied instead of computed. A finished sequence stays in its row as long as the row is free. When a row is
+needed, the least recently used one is evicted, those of single turns before those of conversations, which are
+likelier to continue.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.extras import MissingExtra, require
+
+BLOCK = 16
+"""Tokens per hash of a prefix."""
+_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
+_SAFE_SHARE = 0.9
+"""Share of the free memory that the cache may take."""
+_HOST_FRACTION = 4
+"""On a CPU the cache may take this fraction of the host's memory."""
+_IDLE_FRACTION = 4
+"""The cache stays during sleep() if at most this fraction of the device is allocated."""
+
+Index = Tensor | slice
+
+
+@cache
+def kernels(device: str) -> ModuleType | None:
+    """The Triton kernels for a device type ("cuda", "cpu" ...), or None: then plain torch computes the
+    same."""
+    if device != "cuda":
+        return None
+    try:
+        return require("strop.rollout.native.kernels", extra="gpu", why="Fast decoding on a GPU")
+    except MissingExtra as error:
+        warnings.warn(f"{error} Decoding falls back to plain torch, several times slower.", stacklevel=2)
+        return None
+
+
+class KVCache:
+    def __init__(
+        self, layers: Mapping[int, tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`layers`: by layer, the number of key heads, the size of a key and the size of a value."""
+        self.layers = dict(layers)
+        self.dtype = dtype
+        self.device = device
+        self.rows = 0
+        self.capacity = 0
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self._groups: list[tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
+        return numbers * self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.rows * self.capacity * self.bytes_per_token
+
+    def resize(self, rows: int, capacity: int, keep: int) -> None:
+        """Make room for `rows` sequences of `capacity` tokens; the first `keep` rows keep their contents."""
+        for layer, (heads, key, value) in self.layers.items():
+            for tensors, size in ((self.keys, key), (self.values, value)):
+                old = tensors.pop(layer, None)
+                if old is not None and keep == 0:
+                    old = None  # freed before the new tensor is allocated
+                # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN.
+                new = torch.zeros(rows, heads, capacity, size, dtype=self.dtype, device=self.device)
+                if old is not None:
+                    length = min(capacity, old.shape[2])
+                    new[:keep, :, :length] = old[:keep, :, :length]
+                tensors[layer] = new
+        self.rows = rows
+        self.capacity = capacity
+        self._groups = None
+
+    def free(self) -> None:
+        """Free all memory."""
+        self.keys = {}
+        self.values = {}
+        self.rows = 0
+        self.capacity = 0
+        self._groups = None
+
+    def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [N, heads, size]: entry i to its row and position."""
+        self.keys[layer][rows, :, positions] = key.to(self.dtype)
+        self.values[layer][rows, :, positions] = value.to(self.dtype)
+
+    def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` positions of some rows; a view if `rows` is a slice."""
+        return self.keys[layer][rows, :, :length], self.values[layer][rows, :, :length]
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All rows and positions, [rows, heads, capacity, size], for kernels."""
+        return self.keys[layer], self.values[layer]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` positions of each source row to its target row, all at once."""
+        if not sources:
+            return
+        source = torch.tensor(list(sources), device=self.device)
+        target = torch.tensor(list(targets), device=self.device)
+        fast = kernels(self.device.type)
+        if fast is not None:
+            overlap = not set(sources).isdisjoint(targets)
+            for example, addresses in self._by_shape():
+                fast.copy_rows(example, addresses, source, target, length, overlap=overlap)
+            return
+        for tensors in (self.keys, self.values):
+            for tensor in tensors.values():
+                tensor[target, :, :length] = tensor[source, :, :length]
+
+    def _by_shape(self) -> list[tuple[Tensor, Tensor]]:
+        """For each shape: one tensor of that shape, and the addresses of all, so that one kernel copies
+        all."""
+        if self._groups is None:
+            shapes: dict[torch.Size, list[Tensor]] = {}
+            for tensor in (*self.keys.values(), *self.values.values()):
+                shapes.setdefault(tensor.shape, []).append(tensor)
+            self._groups = []
+            for tensors in shapes.values():
+                addresses = [tensor.data_ptr() for tensor in tensors]
+                self._groups.append((tensors[0], torch.tensor(addresses, device=self.device)))
+        return self._groups
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Set these rows to 0."""
+        for tensors in (self.keys, self.values):
+            for tensor in tensors.values():
+                tensor[list(rows)] = 0
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def cache_memory(model: nn.Module, device: torch.device, share: float, held: int = 0) -> int:
+    """Bytes for the cache, so that weights and cache together take `share` of the device; on a CPU, a quarter
+    of the host. `held`: bytes that the cache already has."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_FRACTION
+    free, total = torch.cuda.mem_get_info(device)
+    # Memory that torch has reserved and does not use is available too.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + held
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return max(0, int(min(free * _SAFE_SHARE, total * share - weights)))
+
+
+def may_stay(device: torch.device) -> bool:
+    """Whether the cache may stay allocated during training: with it, at most a quarter of the device is
+    allocated."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.memory_allocated(device) * _IDLE_FRACTION <= torch.cuda.mem_get_info(device)[1]
+
+
+# --- prefixes -----------------------------------------------------------------------------------------------
+
+
+@cache
+def _powers(size: int) -> np.ndarray:
+    return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
+
+
+def block_hashes(tokens: Sequence[int]) -> list[int]:
+    """Hashes of the first 16, 32, 48 ... tokens."""
+    size = len(tokens) // BLOCK * BLOCK
+    powers = _powers(1 << size.bit_length())[:size]
+    values = np.array(tokens[:size], dtype=np.uint64) + np.uint64(1)
+    hashes: list[int] = np.cumsum(values * powers, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    return hashes
+
+
+@dataclass(eq=False)
+class CachedPrefix:
+    """A row whose first positions hold the keys and values of `tokens`."""
+
+    row: int
+    tokens: Sequence[int]
+    hashes: list[int]
+    multi_turn: bool = False
+    """It is a conversation, which may continue."""
+    last_used: int = 0
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    prefix: CachedPrefix
+    num_tokens: int
+    """Tokens in common."""
+
+
+class PrefixCache:
+    """Finds rows that hold the keys and values of a sequence's prefix."""
+
+    def __init__(self) -> None:
+        self._by_hash: dict[int, CachedPrefix] = {}
+        self.finished: dict[int, CachedPrefix] = {}
+        """Finished sequences by row."""
+        self.superseded: list[CachedPrefix] = []
+        """Finished sequences that a running one contains; removed at the next `make_room`."""
+        self._clock = 0
+
+    def find(self, tokens: Sequence[int], hashes: Sequence[int]) -> PrefixMatch | None:
+        """The row with the longest common prefix, if that is a block or more. `hashes` are those of
+        `tokens`."""
+        for i in range(len(hashes), 0, -1):
+            prefix = self._by_hash.get(hashes[i - 1])
+            common = i * BLOCK
+            if prefix is None or prefix.tokens[:common] != tokens[:common]:
+                continue
+            limit = min(len(prefix.tokens), len(tokens))
+            while common < limit and prefix.tokens[common] == tokens[common]:
+                common += 1
+            self._touch(prefix)
+            return PrefixMatch(prefix, common)
+        return None
+
+    def add(self, prefix: CachedPrefix) -> None:
+        """From now on other sequences may copy from this row."""
+        self._touch(prefix)
+        self._by_hash.update(dict.fromkeys(prefix.hashes, prefix))
+
+    def add_finished(self, prefix: CachedPrefix) -> None:
+        """Keep a finished sequence in its row."""
+        if prefix.hashes:
+            self.add(prefix)
+            self.finished[prefix.row] = prefix
+
+    def remove(self, prefix: CachedPrefix) -> None:
+        """Other sequences may no longer copy from this row."""
+        for number in prefix.hashes:
+            if self._by_hash.get(number) is prefix:
+                del self._by_hash[number]
+        if self.finished.get(prefix.row) is prefix:
+            del self.finished[prefix.row]
+
+    def remove_finished(self) -> None:
+        """Remove all finished sequences; running ones may still be copied from."""
+        for prefix in list(self.finished.values()):
+            self.remove(prefix)
+
+    def clear(self) -> None:
+        """The whole cache is outdated."""
+        self._by_hash.clear()
+        self.finished.clear()
+        self.superseded.clear()
+
+    def fit(self, rows: int, capacity: int) -> None:
+        """Remove finished sequences that are outside of a cache of this size."""
+        for prefix in list(self.finished.values()):
+            if prefix.row >= rows or len(prefix.tokens) > capacity:
+                self.remove(prefix)
+
+    @property
+    def num_multi_turn(self) -> int:
+        """Finished turns of conversations."""
+        return sum(prefix.multi_turn for prefix in self.finished.values())
+
+    def make_room(self, first: int, end: int, rows: int) -> list[tuple[int, int]]:
+        """Clear the rows from `first` to `end` of a cache with so many rows. Returns moves (source, target)
+        of finished sequences, to be done all at once."""
+        for prefix in self.superseded:
+            if self.finished.get(prefix.row) is prefix:
+                self.remove(prefix)
+        self.superseded.clear()
+        surplus = max(0, len(self.finished) - (rows - end))
+        by_use = sorted(self.finished.values(), key=lambda prefix: (prefix.multi_turn, prefix.last_used))
+        for prefix in by_use[:surplus]:
+            self.remove(prefix)
+        in_the_way = sorted(row for row in self.finished if first <= row < end)
+        free = [row for row in range(end, rows) if row not in self.finished]
+        moves = list(zip(in_the_way, free))
+        for source, target in moves:
+            prefix = self.finished.pop(source)
+            prefix.row = target
+            self.finished[target] = prefix
+        return moves
+
+    def _touch(self, prefix: CachedPrefix) -> None:
+        self._clock += 1
+        prefix.last_used = self._clock

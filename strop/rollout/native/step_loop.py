@@ -1,0 +1,370 @@
+"""Everything in flight, and one step for all of it.
+
+A step is schedule, run, postprocess: admit waiting samples and prefill what is not cached, decode one or more
+tokens for all running rows, return the finished samples and close the gaps they leave. Also here: the state
+of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from strop.rollout.base import Completion, Request, merge_spans
+from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
+from strop.rollout.native.runner import Meter, Runner
+from strop.rollout.native.scheduler import Admission, ScheduledSample, Scheduler
+
+_NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
+_STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
+"""Decode steps between two reads of the rows' states from the device."""
+_MIN_ADMIT_SHARE = {"cpu": 0.0, "cuda": 1 / 8}
+"""See Scheduler. On a GPU a prefill pass costs the host time of several decode steps, however few its tokens;
+a CPU computes what there is."""
+_MAX_DECODE_PREFILL = {"cpu": 0, "cuda": 64}
+"""See Scheduler. For the same reason the few new tokens of a conversation's next turn join decode steps."""
+_MIN_BATCH_TOKENS = 64
+
+OnFinished = Callable[[ScheduledSample, Completion], None]
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in the engine, and its completions so far."""
+
+    number: int
+    request: Request
+    on_done: Callable[[RequestState], None] | None = None
+    error: BaseException | None = None
+    """Why it failed; completions are missing then."""
+    _completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return max(1, self.request.n)
+
+    @property
+    def complete(self) -> bool:
+        """All samples have finished."""
+        return len(self._completions) == self.count
+
+    @property
+    def done(self) -> bool:
+        """Complete or failed."""
+        return self.error is not None or self.complete
+
+    def add(self, index: int, completion: Completion) -> None:
+        """A sample has finished."""
+        was_done = self.done
+        self._completions[index] = completion
+        self._notify(was_done)
+
+    def fail(self, error: BaseException) -> None:
+        """The request has failed; the first error is kept."""
+        was_done = self.done
+        self.error = self.error or error
+        self._notify(was_done)
+
+    def _notify(self, was_done: bool) -> None:
+        if self.done and not was_done and self.on_done is not None:
+            self.on_done(self)
+
+    def result(self) -> list[Completion]:
+        """The completions in order. Raises the error of a failed request."""
+        if self.error is not None:
+            raise self.error
+        assert self.complete
+        return [self._completions[index] for index in range(self.count)]
+
+
+class StepLoop:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        max_num_seqs: int,
+        prefix_caching: bool,
+        on_finished: OnFinished,
+        after_step: Callable[[int], None],
+        meter: Meter,
+    ) -> None:
+        """`prefix_caching`: finished sequences stay in free rows, for later ones with the same prefix.
+        `after_step` is called with the number of rows of each decode step."""
+        self.runner = runner
+        self.version = 0
+        kind = runner.device.type
+        self.scheduler = Scheduler(
+            max_num_seqs=max_num_seqs,
+            budget=0,
+            min_admit_share=_MIN_ADMIT_SHARE.get(kind, 0.0),
+            max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
+        )
+        self._prefix_caching = prefix_caching
+        self._on_finished = on_finished
+        self._after_step = after_step
+        self._meter = meter
+        self._num_filled = 0
+        """Rows whose tokens are on the device."""
+        self._requested_area = 0
+        """Rows times capacity of the cache when it last had to grow."""
+        self._max_budget: int | None = None
+        """A larger cache ran out of memory."""
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def set_budget(self, tokens: int) -> None:
+        """The cache may hold so many tokens."""
+        if self._max_budget is not None:
+            tokens = min(tokens, self._max_budget)
+        self.scheduler.budget = tokens
+
+    def step(self) -> None:
+        """Admit, decode and return finished samples; after an OOM, shrink the cache and continue."""
+        try:
+            self._admit()
+            self._decode()
+            self._return_finished()
+        except torch.OutOfMemoryError:
+            self._shrink_after_oom()
+
+    def abort(self, is_aborted: Callable[[ScheduledSample], bool]) -> None:
+        """Finish samples now, with the tokens they have."""
+        rows = [row for row, sample in enumerate(self.scheduler.running) if is_aborted(sample)]
+        if rows:
+            self._finish(rows, ["abort"] * len(rows))
+        for sample in self.scheduler.take_waiting(is_aborted):
+            self._complete(sample, "abort")
+
+    def recompute_all(self) -> None:
+        """The cache is outdated: all samples go back to the queue and keep their sampled tokens."""
+        self._preempt_from(0)
+        self.scheduler.prefix_cache.clear()
+
+    def forget_finished(self) -> None:
+        """Drop the cached prefixes of finished sequences."""
+        self.scheduler.prefix_cache.remove_finished()
+
+    def free(self) -> None:
+        """Free the cache."""
+        self.scheduler.prefix_cache.clear()
+        self.runner.free()
+
+    def clear(self) -> None:
+        """Drop everything, also after a failure in the middle of a step."""
+        self.scheduler.clear()
+        self._num_filled = 0
+        self.runner.free()
+
+    # --- admission and prefill ------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        runner = self.runner
+        scheduler = self.scheduler
+        first = len(scheduler.running)
+        admitted = scheduler.admit()
+        if not admitted:
+            return
+        self._fit_cache()
+        admissions, moves = scheduler.assign_prefixes(first, runner.cache.rows)
+        moved_length = 0
+        if moves:
+            moved_length = max(len(prefix.tokens) for prefix in scheduler.prefix_cache.finished.values())
+        first_pass = [admission for admission in admissions if not admission.second_pass]
+        second_pass = [admission for admission in admissions if admission.second_pass]
+        with self._meter.prefill(runner.device):
+            self._copy_prefixes(first_pass, moves, moved_length)
+            runner.rows.move(moves, len(scheduler.running))
+            computed = runner.prefill(first_pass)
+            if second_pass:
+                self._copy_prefixes(second_pass, [], 0)
+                computed += runner.prefill(second_pass)
+        self._meter.admitted(computed, sum(sample.length for sample in admitted))
+        self._num_filled = len(scheduler.running)
+        for admission in admissions:
+            scheduler.lengths[admission.row] += 1
+        self._set_prefix_rows()
+        self._return_finished()
+
+    def _copy_prefixes(
+        self, admissions: Sequence[Admission], moves: Sequence[tuple[int, int]], moved_length: int
+    ) -> None:
+        """Copy cached prefixes into the admitted rows, together with these moves of up to `moved_length`
+        tokens."""
+        sources = [source for source, _ in moves]
+        targets = [target for _, target in moves]
+        length = moved_length
+        for admission in admissions:
+            length = max(length, admission.num_cached_tokens)
+            if admission.source_row is not None and admission.source_row != admission.row:
+                sources.append(admission.source_row)
+                targets.append(admission.row)
+        self.runner.cache.copy(sources, targets, length)
+
+    def _set_prefix_rows(self) -> None:
+        if self.runner.shares_prefix_reads:
+            self.runner.rows.set_prefix_rows(self.scheduler.running)
+
+    def _fit_cache(self) -> None:
+        """Make the cache large enough for the running rows, and for finished conversations if there is
+        memory."""
+        cache = self.runner.cache
+        scheduler = self.scheduler
+        num_stops = max(len(sample.settings.stop_ids) for sample in scheduler.running)
+        rows = len(scheduler.running)
+        capacity = max(scheduler.lengths) + 1
+        spare = scheduler.prefix_cache.num_multi_turn
+        crowded = spare and rows + spare > cache.rows and scheduler.cache_shape(spare)[0] > cache.rows
+        if rows > cache.rows or capacity > cache.capacity or crowded:
+            rows, capacity = scheduler.cache_shape(spare)
+            # Do not shrink the other dimension if memory allows: batches of different shapes (training,
+            # validation) would else alternate in allocating the cache and recording CUDA graphs.
+            kept_rows = max(rows, cache.rows)
+            kept_capacity = max(capacity, cache.capacity)
+            if kept_rows * kept_capacity <= scheduler.budget:
+                rows = kept_rows
+                capacity = kept_capacity
+            self._requested_area = rows * capacity
+        else:
+            rows = cache.rows
+        held_rows = max(self._num_filled, max(scheduler.prefix_cache.finished, default=-1) + 1)
+        self.runner.fit(rows, capacity, min(held_rows, rows), max(1, num_stops))
+        scheduler.prefix_cache.fit(cache.rows, cache.capacity)
+
+    # --- decode ---------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        runner = self.runner
+        scheduler = self.scheduler
+        if not scheduler.running:
+            return
+        if max(scheduler.lengths) >= runner.cache.capacity:
+            preempted = scheduler.select_preempted()
+            self._meter.preemptions += len(preempted)
+            self._preempt_from(len(scheduler.running) - len(preempted))
+            self._fit_cache()
+        lengths = scheduler.lengths
+        count = len(scheduler.running)
+        left = max(sample.limit - length for sample, length in zip(scheduler.running, lengths))
+        steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
+        steps = max(1, min(steps, left, runner.cache.capacity - max(lengths)))
+        with self._meter.decode(runner.device):
+            runner.decode(scheduler.running, lengths, steps)
+        self._after_step(count)
+        for row in range(count):
+            lengths[row] += steps
+        self._meter.decoded(steps, count, sum(lengths), scheduler.budget)
+
+    # --- preemption -----------------------------------------------------------------------------------------
+
+    def _preempt_from(self, first: int) -> None:
+        """All rows from `first` on go back to the head of the queue with the tokens they have."""
+        running = self.scheduler.running
+        if first >= len(running):
+            return
+        self._read_tokens(range(first, min(len(running), self._num_filled)))
+        self.scheduler.preempt([(row, running[row]) for row in range(len(running) - 1, first - 1, -1)])
+        self._num_filled = min(self._num_filled, first)
+        self.runner.rows.move([], first)
+
+    def _shrink_after_oom(self) -> None:
+        """The device had less memory than measured: free the cache and continue with a smaller one.
+
+        Nothing is lost: tokens are kept, and a sampled token depends only on its stream and position.
+        """
+        runner = self.runner
+        scheduler = self.scheduler
+        self._meter.out_of_memory += 1
+        scheduler.lengths[: self._num_filled] = runner.rows.states_and_lengths(self._num_filled)[1]
+        self._preempt_from(0)
+        area = runner.cache.rows * runner.cache.capacity
+        self._max_budget = max(area, min(self._requested_area, scheduler.budget)) * 3 // 4
+        self.set_budget(self._max_budget)
+        self.free()
+        runner.batch_tokens = max(_MIN_BATCH_TOKENS, runner.batch_tokens // 2)
+        if runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for sample in scheduler.take_waiting(lambda sample: sample.limit > scheduler.budget):
+            reason = scheduler.over_budget(sample.limit)
+            self._complete(sample, "error", f"out of memory on {runner.device}: {reason}")
+
+    # --- finished samples -----------------------------------------------------------------------------------
+
+    def _return_finished(self) -> None:
+        """Stream new tokens, return finished samples and close the gaps they leave."""
+        scheduler = self.scheduler
+        states, lengths = self.runner.rows.states_and_lengths(len(scheduler.running))
+        scheduler.lengths[:] = lengths
+        self._stream([row for row, sample in enumerate(scheduler.running) if sample.listener is not None])
+        finished = []
+        failed = []
+        for row, state in enumerate(states):
+            if state != RUNNING:
+                finished.append(row)
+            if state == ERROR:
+                failed.append(row)
+        if failed:  # a later sequence in the same row must not read NaN
+            self.runner.cache.clear(failed)
+        if finished:
+            self._finish(finished, [finish_name(states[row]) for row in finished])
+
+    def _stream(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        self._read_tokens(rows)
+        for row in rows:
+            _stream_new_tokens(self.scheduler.running[row])
+
+    def _finish(self, rows: Sequence[int], finishes: Sequence[str]) -> None:
+        """Return these rows' samples and close the gaps. Their cached keys and values stay if other sequences
+        may reuse them."""
+        runner = self.runner
+        scheduler = self.scheduler
+        self._read_tokens(rows)
+        samples = [scheduler.running[row] for row in rows]
+        reusable: dict[int, tuple[int, ...]] = {}
+        if self._prefix_caching:
+            for row, sample, finish in zip(rows, samples, finishes):
+                # The newest token was never an input of the model. A row that was aborted during its decode
+                # prefill has more uncomputed tokens.
+                if finish != "error" and sample.length > sample.decode_prefill_len:
+                    reusable[row] = tuple(sample.sequence[:-1])
+        used = max(scheduler.lengths)
+        moves = scheduler.remove_finished(rows, reusable)
+        runner.cache.copy([source for source, _ in moves], [target for _, target in moves], used)
+        runner.rows.move(moves, len(scheduler.running))
+        self._set_prefix_rows()
+        self._num_filled = len(scheduler.running)
+        for sample, finish in zip(samples, finishes):
+            self._complete(sample, finish, _NAN_LOGITS if finish == "error" else None)
+
+    def _complete(self, sample: ScheduledSample, finish: str, error: str | None = None) -> None:
+        _stream_new_tokens(sample)
+        self._meter.tokens += len(sample.tokens)
+        versions = sample.versions if len(sample.versions) > 1 else []
+        completion = Completion(sample.tokens, sample.log_probs, finish, self.version, error, versions)
+        self._on_finished(sample, completion)
+
+    def _read_tokens(self, rows: Iterable[int]) -> None:
+        """Copy the sampled tokens of these rows from the device to the host."""
+        samples = []
+        places = []
+        for row in rows:
+            sample = self.scheduler.running[row]
+            samples.append(sample)
+            places.append((row, len(sample.prompt), self.scheduler.lengths[row]))
+        for sample, (tokens, log_probs) in zip(samples, self.runner.rows.read(places)):
+            new = len(tokens) - len(sample.tokens)
+            sample.versions = merge_spans([*sample.versions, (self.version, new)])
+            sample.tokens = tokens
+            sample.log_probs = log_probs
+
+
+def _stream_new_tokens(sample: ScheduledSample) -> None:
+    if sample.listener is not None and len(sample.tokens) > sample.num_streamed:
+        start = sample.num_streamed
+        sample.num_streamed = len(sample.tokens)
+        sample.listener(sample.tokens[start:], sample.log_probs[start:])

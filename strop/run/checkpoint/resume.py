@@ -1,0 +1,178 @@
+"""Where a run resumes: from the latest complete checkpoint, from a named one, or from the beginning.
+
+Also logs which settings differ from those that the checkpoint was saved with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from strop.config.aliases import flatten
+from strop.run.checkpoint import layout, remote
+from strop.run.checkpoint.layout import DamagedCheckpoint, read_manifest
+from strop.run.checkpoint.store import load
+from strop.run.checkpoint.tensor_files import Tree
+
+log = logging.getLogger(__name__)
+
+Reader = Callable[[Path], dict[str, Tree]]
+MODES = ("auto", "disable", "resume_path")
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A loaded checkpoint."""
+
+    path: Path
+    step: int
+    parts: dict[str, Tree]
+
+
+def resume(
+    directory: str | Path,
+    *,
+    mode: str = "auto",
+    path: str | None = None,
+    copied_to: str | None = None,
+    only: Callable[[str], bool] = lambda part: True,
+    later: Callable[[str], bool] = lambda part: False,
+    delete_after_load: bool = False,
+) -> ResumePoint | None:
+    """The checkpoint that a run starts from; None for the beginning.
+
+    auto: the latest checkpoint in `directory`, or where it is damaged the one before it; without any complete
+    one there, the copies at `copied_to`. resume_path: the folder or address `path` and no other. disable: the
+    beginning. `only` and `later` are those of `load`.
+    """
+    home = Path(directory)
+    if mode not in MODES:
+        raise ValueError(f"trainer.resume_mode={mode!r} is not one of {', '.join(MODES)}.")
+    if mode == "disable":
+        return None
+    read = partial(load, only=only, later=later)
+    found: ResumePoint | None
+    if mode == "resume_path":
+        found = _resume_named(home, path, read)
+    else:
+        found = _resume_latest(home, copied_to, read)
+    if found is not None and delete_after_load:
+        delete_checkpoint(found.path)
+    return found
+
+
+def _resume_named(home: Path, path: str | None, read: Reader) -> ResumePoint:
+    if path is None:
+        raise ValueError(
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder."
+        )
+    folder = remote.fetch(path, home) if remote.is_address(path) else Path(path)
+    if (folder / layout.LATEST).exists():
+        inside = ", ".join(found.name for found in layout.step_folders(folder)) or "nothing"
+        raise ValueError(
+            f"trainer.resume_from_path={path} is the folder of a run; name one checkpoint inside it "
+            f"({inside}), or set trainer.default_local_dir={path} and trainer.resume_mode=auto."
+        )
+    return _load(folder, read)
+
+
+def _resume_latest(home: Path, copied_to: str | None, read: Reader) -> ResumePoint | None:
+    layout.clean_up_leftovers(home)
+    problems: list[str] = []
+    found = _first_complete((partial(Path, folder) for folder in layout.candidates(home)), read, problems)
+    if found is None and copied_to is not None:
+        copies = remote.candidates(copied_to)
+        found = _first_complete((partial(remote.fetch, address, home) for address in copies), read, problems)
+    if found is not None:
+        if problems:
+            log.warning(
+                "GOING BACK to %s (step %d), because of damage: %s",
+                found.path,
+                found.step,
+                " ".join(problems),
+            )
+        return found
+    if problems:
+        raise DamagedCheckpoint(
+            f"No checkpoint in {home} can be resumed: {' '.join(problems)} Restore one, or set "
+            "trainer.resume_mode=disable to start over."
+        )
+    latest = layout.read_latest(home)
+    if latest is not None:
+        raise ValueError(
+            f"{home / layout.LATEST} names step {latest}, but there is no checkpoint. Restore "
+            f"{layout.checkpoint_folder(home, latest)}, or set trainer.resume_mode=disable to start over."
+        )
+    return None
+
+
+def _first_complete(
+    folders: Iterable[Callable[[], Path]], read: Reader, problems: list[str]
+) -> ResumePoint | None:
+    for folder in folders:
+        try:
+            return _load(folder(), read)
+        except DamagedCheckpoint as error:
+            problems.append(str(error))
+    return None
+
+
+def _load(folder: Path, read: Reader) -> ResumePoint:
+    parts = read(folder)
+    return ResumePoint(folder.absolute(), read_manifest(folder).step, parts)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint, and point the tracker file at the one before it."""
+    layout.remove(path)
+    directory = path.parent
+    remaining = layout.saved_checkpoints(directory)
+    if not remaining:
+        (directory / layout.LATEST).unlink(missing_ok=True)
+    elif layout.read_latest(directory) == layout.step_of(path):
+        layout.write_latest(directory, remaining[-1].step)
+
+
+RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+"""Settings of the resume itself, whose changes are not reported."""
+MAX_REPORTED = 8
+
+
+def changed_values(
+    before: Mapping[str, object], now: Mapping[str, object]
+) -> dict[str, tuple[object, object]]:
+    """(old, new) of the values that differ, by key. Keys that only one side has come from another version of
+    Strop, and are left out.
+
+    >>> changed_values({"optim": {"lr": 0.1}, "old": 1}, {"optim": {"lr": 0.2}, "new": 2})
+    {'optim.lr': (0.1, 0.2)}
+    """
+    old = flatten(before)
+    changed = {}
+    for key, value in flatten(now).items():
+        if key in old and key not in RESUME_KEYS and old[key] != value:
+            changed[key] = (old[key], value)
+    return changed
+
+
+def log_config_changes(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Log changed settings, and warn about a changed model path: the weights come from the checkpoint."""
+    found = changed_values(before, now)
+    texts = [f"{key} was {was!r} and is {value!r}" for key, (was, value) in found.items()]
+    if len(texts) > MAX_REPORTED:
+        texts = [*texts[:MAX_REPORTED], f"and {len(texts) - MAX_REPORTED} more"]
+    if texts:
+        log.info("Changed since the checkpoint: %s.", "; ".join(texts))
+    for key, (was, value) in found.items():
+        if key in ("model.path", "actor_rollout_ref.model.path", "critic.model.path"):
+            log.warning(
+                "%s is %s, but the run goes on with the weights of its checkpoint, which began as %s. To "
+                "train the new model set trainer.experiment_name to a name of its own, or "
+                "trainer.resume_mode=disable.",
+                key,
+                value,
+                was,
+            )

@@ -1,0 +1,221 @@
+"""Write a checkpoint as a folder that transformers loads.
+
+LoRA is merged into the weights, or kept as a peft adapter. Critics and reward models become sequence
+classifiers (token classifiers if the head has a bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from strop.models.build import build_tokenizer, dtype_of
+from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
+from strop.models.load import load_config, load_language_model, resolve
+from strop.models.lora import add_adapters, load_adapters, merged_weights
+from strop.run.merge.sources import MergeSource, read_source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+SHARD_SIZE = "5GB"
+
+
+def merge(
+    local_dir: str,
+    target_dir: str,
+    *,
+    base: str | None = None,
+    dtype: str | None = None,
+    keep_lora: bool = False,
+    lora_alpha: float | None = None,
+    ema: bool = False,
+) -> Path:
+    """Write the model of a checkpoint as a Hugging Face folder. A failure leaves no folder.
+
+    `base` replaces the base model that the checkpoint names. `dtype` is that of the written weights (default:
+    that of the base model). `ema` selects the moving average instead of the last weights.
+    """
+    target = Path(target_dir).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"--target_dir {target_dir} is not empty. Choose another, or delete it first.")
+    saved = read_source(local_dir, base=base, lora_alpha=lora_alpha, ema=ema)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        partial.mkdir(parents=True)
+        if keep_lora:
+            _write_adapter(saved, partial)
+        else:
+            _write_folder(saved, partial, dtype)
+        build_tokenizer(saved.settings).save_pretrained(partial)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def final_weights(saved: MergeSource) -> dict[str, Tensor]:
+    """All weights under their Hugging Face names, with LoRA merged."""
+    saved_weights = saved.tensors.items()
+    if saved.has_adapters:
+        saved_weights = dict(merged_weights(_with_adapters(saved))).items()
+    weights: dict[str, Tensor] = {}
+    for name, weight in saved_weights:
+        weights[name.replace("v_head.summary.", f"{HEAD}.")] = weight.detach()
+    output = weights.get("lm_head.weight")
+    if output is not None and _config(saved).tie_word_embeddings:
+        embedding = _embedding(weights)
+        if embedding is not None and torch.equal(output, embedding):
+            del weights["lm_head.weight"]
+    return weights
+
+
+def _embedding(weights: Mapping[str, Tensor]) -> Tensor | None:
+    for name, weight in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            return weight
+    return None
+
+
+def _with_adapters(saved: MergeSource) -> PreTrainedModel:
+    """The model with its saved adapters. Weights that the checkpoint lacks come from the base model."""
+    settings = saved.settings
+    if any(".base_layer." in name for name in saved.tensors):
+        model = _empty_model(saved)
+    else:
+        model = _base_model(saved)
+    if settings.lora_adapter_path:
+        model = load_adapters(model, settings.lora_adapter_path)
+    else:
+        model = add_adapters(
+            model,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            target_modules=settings.target_modules,
+            exclude_modules=settings.exclude_modules,
+        )
+    report = model.load_state_dict(saved.tensors, strict=False)
+    missing = [name for name in report.missing_keys if ".lora_" in name]
+    if report.unexpected_keys or missing:
+        raise ValueError(
+            f"The saved adapters do not fit {settings.path}: {len(report.unexpected_keys)} have no place "
+            f"({report.unexpected_keys[:2]}), {len(missing)} are missing ({missing[:2]}). Is it the model of "
+            "that run?"
+        )
+    return model
+
+
+def _base_model(saved: MergeSource) -> PreTrainedModel:
+    """The base model of the adapters, in fp32."""
+    source = resolve(saved.settings.path)
+    config = _config(saved)
+    if not saved.is_scalar:
+        return load_language_model(source, config, trust_remote_code=saved.settings.trust_remote_code)
+    return load_scalar_model(
+        source.name,
+        config,
+        head_name=saved.settings.value_head_prefix,
+        new_head=True,
+        **source.weight_arguments,
+    )
+
+
+def _empty_model(saved: MergeSource) -> PreTrainedModel:
+    """The same model with new weights, for a checkpoint that holds them all."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(saved)
+    if saved.is_scalar:
+        return scalar_class(config, bias=_has_bias(saved.tensors))(config)
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=saved.settings.trust_remote_code)
+
+
+def _config(saved: MergeSource) -> PretrainedConfig:
+    settings = saved.settings
+    return load_config(
+        resolve(settings.path),
+        override=settings.override_config,
+        config_path=settings.hf_config_path,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _has_bias(tensors: Mapping[str, Tensor]) -> bool:
+    return any(name.endswith(f"{HEAD}.bias") for name in tensors)
+
+
+def _write_adapter(saved: MergeSource, folder: Path) -> None:
+    if not saved.has_adapters:
+        raise ValueError("--lora keep: this checkpoint has no adapters; all of its weights were trained.")
+    if saved.is_scalar:
+        raise ValueError(
+            "--lora keep: the head of a value model is trained beside its adapters, so they must be merged."
+        )
+    _with_adapters(saved).save_pretrained(folder)
+
+
+def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
+    from huggingface_hub import save_torch_state_dict
+    from transformers import GenerationConfig
+
+    config = _config(saved)
+    weights = final_weights(saved)
+    written_dtype = getattr(config, "dtype", None) or torch.bfloat16
+    if dtype:
+        written_dtype = dtype_of(dtype)
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            weight = weight.to(written_dtype)
+        weights[name] = weight.contiguous()
+    if saved.is_scalar:
+        has_bias = _has_bias(weights)
+        config.num_labels = 1
+        config.token_classification_bias = has_bias
+        config.architectures = [scalar_class(config, bias=has_bias).__name__]
+        config.value_head_prefix = HEAD
+        config.get_text_config().pad_token_id = pad_token_other_than_eos(build_tokenizer(saved.settings))
+    config.dtype = written_dtype
+    config.save_pretrained(folder)
+    save_torch_state_dict(weights, folder, max_shard_size=SHARD_SIZE)
+    if not saved.is_scalar:
+        with contextlib.suppress(OSError):  # not every model has one
+            source = resolve(saved.settings.path)
+            GenerationConfig.from_pretrained(source.name).save_pretrained(folder)
+    _check(folder, saved.is_scalar, saved.settings.trust_remote_code)
+
+
+def _check(folder: Path, scalar: bool, trust_remote_code: bool) -> None:
+    """Load the written folder with transformers and raise if weights are missing or have no place."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+    )
+
+    config = load_config(resolve(str(folder)), trust_remote_code=trust_remote_code)
+    loader: type[_BaseAutoModelClass] = AutoModelForCausalLM
+    if scalar:
+        loader = AutoModelForSequenceClassification
+        if getattr(config, "token_classification_bias", False):
+            loader = AutoModelForTokenClassification
+    _, report = loader.from_pretrained(
+        folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code
+    )
+    missing = sorted(report["missing_keys"])
+    unexpected = sorted(report["unexpected_keys"])
+    if missing or unexpected:
+        raise ValueError(
+            f"The checkpoint does not fit its configuration: {len(missing)} weights are missing "
+            f"({missing[:3]}), {len(unexpected)} have no place ({unexpected[:3]}). Is --base the model of "
+            "that run?"
+        )

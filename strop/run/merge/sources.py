@@ -1,0 +1,175 @@
+"""Read the model of a checkpoint that Strop (`global_step_N/actor`, `critic` ...) or verl (FSDP) wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from strop.config.schema.model import ModelConfig
+from strop.config.typed import build
+from strop.models.heads import HEAD
+from strop.registry import did_you_mean
+from strop.run.checkpoint.layout import MANIFEST, read_manifest
+from strop.run.checkpoint.store import load as load_checkpoint
+from strop.run.merge.verl import is_verl_checkpoint, read_shards
+
+SECTIONS = {"actor": ("actor_rollout_ref", "model"), "critic": ("critic", "model")}
+"""The section of the run's configuration that describes the model of a role. Default: `model`."""
+
+
+@dataclass
+class MergeSource:
+    """The weights of a checkpoint, and the settings to build their model."""
+
+    tensors: dict[str, Tensor]
+    settings: ModelConfig
+    """Paths of the config, the tokenizer and, if only adapters were saved, of the base weights."""
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(".lora_A." in name for name in self.tensors)
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the model has a scalar head: a critic or a reward model."""
+        return any(_is_scalar_head(name) for name in self.tensors)
+
+
+def _is_scalar_head(name: str) -> bool:
+    return name.endswith(f"{HEAD}.weight") or "v_head" in name
+
+
+def read_source(
+    local_dir: str, *, base: str | None = None, lora_alpha: float | None = None, ema: bool = False
+) -> MergeSource:
+    """The model in a folder such as `global_step_20/actor`, written by Strop or verl."""
+    folder = Path(local_dir).expanduser().absolute()
+    if not folder.is_dir():
+        raise ValueError(f"--local_dir {local_dir} does not exist.")
+    if is_verl_checkpoint(folder):
+        return _read_verl(folder, base, lora_alpha)
+    if (folder.parent / MANIFEST).is_file():
+        return _read_strop(folder.parent, folder.name, base, ema)
+    if (folder / MANIFEST).is_file():
+        roles = _roles(folder)
+        if len(roles) == 1:
+            return _read_strop(folder, roles[0], base, ema)
+        choices = ", ".join(str(folder / role) for role in roles)
+        raise ValueError(f"{local_dir} holds several models; name one: {choices}.")
+    if (folder / "config.json").is_file():
+        raise ValueError(f"{local_dir} is a Hugging Face folder already.")
+    names = sorted(os.listdir(folder))
+    inside = ", ".join(names[:8]) or "nothing"
+    raise ValueError(
+        f"{local_dir} is no checkpoint: it needs a role inside a global_step_N of Strop (with a {MANIFEST}), "
+        f"or verl's model_world_size_W_rank_R.pt files. It holds: {inside}."
+    )
+
+
+def _roles(folder: Path) -> list[str]:
+    """The roles whose weights a checkpoint holds, sorted."""
+    roles = set()
+    for part in read_manifest(folder).parts:
+        if part.endswith("/model"):
+            roles.add(part.removesuffix("/model"))
+    return sorted(roles)
+
+
+def _read_strop(checkpoint: Path, role: str, base: str | None, ema: bool) -> MergeSource:
+    roles = _roles(checkpoint)
+    if role not in roles:
+        raise ValueError(
+            f"{checkpoint} holds no model {role!r}.{did_you_mean(role, roles)} It holds: "
+            f"{', '.join(roles) or 'none'}. (Weights are saved when checkpoint.save_contents has `model`.)"
+        )
+    wanted = {f"{role}/model", "config"}
+    if ema:
+        wanted.add("trainer")
+    parts = load_checkpoint(checkpoint, only=lambda part: part in wanted)
+    tensors = dict(parts[f"{role}/model"])
+    if ema:
+        average = parts["trainer"].get("ema")
+        if average is None or role == "critic":
+            raise ValueError(
+                f"{checkpoint} holds no average of {role}. It is kept with trainer.enable_ema=true, of the "
+                "actor or of the model of sft, rm and dpo."
+            )
+        tensors |= average["average"]
+    return MergeSource(tensors, _settings(checkpoint, role, parts.get("config"), base))
+
+
+def _model_section(config: object, role: str) -> Mapping[str, object] | None:
+    """The section of a saved configuration that describes the model of a role; None if it has none."""
+    section = config
+    for name in SECTIONS.get(role, ("model",)):
+        if not isinstance(section, Mapping):
+            return None
+        section = section.get(name)
+    if not isinstance(section, Mapping):
+        return None
+    return section
+
+
+def _settings(checkpoint: Path, role: str, config: object, base: str | None) -> ModelConfig:
+    """The model settings of the run that saved the checkpoint."""
+    section = _model_section(config, role)
+    exported = checkpoint / role / "huggingface"
+    has_config = (exported / "config.json").is_file()
+    if section is None:
+        if base is None and not has_config:
+            raise ValueError(
+                f"{checkpoint} does not say which model {role!r} began as. Name its folder with --base (a "
+                "Hugging Face folder with config.json and tokenizer)."
+            )
+        section = {"path": str(exported)}
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    plain = {name: value for name, value in section.items() if name in known}
+    settings: ModelConfig = build(ModelConfig, {**plain, "path": base or plain.get("path")})
+    if base:
+        settings = dataclasses.replace(settings, tokenizer_path=None, hf_config_path=None)
+    elif has_config:  # training adds to the config, for example the mean and std of a reward model's scores
+        settings = dataclasses.replace(settings, hf_config_path=str(exported))
+    return settings
+
+
+def _read_verl(folder: Path, base: str | None, lora_alpha: float | None) -> MergeSource:
+    described = folder / "huggingface"
+    if base is None and not (described / "config.json").is_file():
+        raise ValueError(
+            f"{folder} has no huggingface/config.json. Name the model it was trained from with --base."
+        )
+    tensors = read_shards(folder)
+    settings = ModelConfig(path=base or str(described))
+    ranks: set[int] = set()
+    modules: set[str] = set()
+    for name, tensor in tensors.items():
+        module, separator, _ = name.partition(".lora_A.")
+        if separator:
+            ranks.add(tensor.shape[0])
+            modules.add(module.rpartition(".")[2])
+    if ranks:
+        alpha = lora_alpha or _saved_alpha(folder)
+        if not alpha:
+            raise ValueError(
+                f"{folder} holds LoRA weights but not their scale. Give --lora_alpha, the one of the "
+                "training run."
+            )
+        settings = dataclasses.replace(
+            settings, lora_rank=ranks.pop(), lora_alpha=alpha, target_modules=sorted(modules)
+        )
+    return MergeSource(tensors, settings)
+
+
+def _saved_alpha(folder: Path) -> float | None:
+    """The LoRA alpha of a verl checkpoint; None if it was not saved."""
+    adapter_config = folder / "lora_adapter" / "adapter_config.json"
+    if not adapter_config.is_file():
+        return None
+    alpha: float | None = json.loads(adapter_config.read_text()).get("lora_alpha")
+    return alpha

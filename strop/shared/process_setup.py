@@ -1,0 +1,67 @@
+"""What a command says on the side: Strop's own notes and everybody's warnings, one line each, on stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+
+class ToStderr(logging.Handler):
+    """Writes to what sys.stderr is at that moment: the live view of a run puts its own stream there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+        except (OSError, ValueError):  # the stream is closed or full; a note is not worth a run
+            self.handleError(record)
+
+
+class OneLine(logging.Formatter):
+    """`strop: warning: ...`, in the form that errors have; other libraries are named."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        room = record.name.partition(".")[0]
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        text = f"{room}: {level}{record.getMessage()}"
+        return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
+
+
+def configure_logging() -> None:
+    """Once per process: Strop from INFO on, others from WARNING on; STROP_DEBUG=1 lets transformers tell all
+    it does."""
+    root = logging.getLogger()
+    if any(isinstance(handler, ToStderr) for handler in root.handlers):
+        return
+    handler = ToStderr()
+    handler.setFormatter(OneLine())
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("strop").setLevel(logging.INFO)
+    if os.environ.get("STROP_DEBUG") != "1":
+        # Both are read when the library is imported, which is later. Its progress bars and tables of loaded
+        # weights are noise.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+# What a process of Strop does before anything large is imported.
+
+
+KEEP_MS = 60_000
+"""How long the allocator keeps freed memory before the system gets it back."""
+
+
+def prepare_process() -> None:
+    configure_logging()
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let memory that one step frees be there for the next.
+
+    A training step frees and asks for the same gigabytes again and again. Where torch brings mimalloc (its
+    builds for Arm), freed memory goes back to the system after 10 ms, and every page of it has to be cleared
+    and mapped anew: a tenth of a step on a CPU. Read when torch is imported; what the user has set stays.
+    """
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(KEEP_MS))

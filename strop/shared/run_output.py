@@ -1,0 +1,384 @@
+"""What a run writes: checkpoints, metrics, samples and dumps. The training loop says when."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from strop.backends.base import Backend
+from strop.backends.micro_batches import NonFiniteLoss
+from strop.catalog import TRACKERS
+from strop.config.schema.model import CheckpointConfig
+from strop.ranks import Ranks, SharedFailure
+from strop.run.checkpoint import random_state
+from strop.run.checkpoint.contents import part_selector, role_parts, role_state
+from strop.run.checkpoint.resume import ResumePoint, delete_checkpoint, log_config_changes, resume
+from strop.run.checkpoint.retention import RetentionPolicy
+from strop.run.checkpoint.store import Checkpoints, Export, load
+from strop.run.dumps import dump, rollout_rows, write_transcripts
+from strop.run.health.monitor import HealthMonitor
+from strop.run.heartbeat import BETWEEN_PHASES, start_heartbeat
+from strop.run.profile.capture import StepProfiler
+from strop.run.samples import SampleWriter, UpdateLogProbs
+from strop.run.trackers.base import TrackedRun, Trackers, start
+from strop.runtime.remote_backend import RemoteBackend
+from strop.shared.evidence import batch_rows, write_evidence
+from strop.shared.step_record import StepRecord, memory_metrics
+from strop.types import Batch, Trajectory
+
+if TYPE_CHECKING:
+    from strop.config.schema.roots import TrainingConfig
+
+log = logging.getLogger(__name__)
+
+SHOWN_GENERATIONS_SEED = 42
+_EXPIRY_VARIABLES = (
+    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
+)
+_SECONDS_TO_SAVE = 60.0
+
+
+def save_is_due(
+    step: int,
+    *,
+    save_freq: int,
+    last: bool,
+    longest_step: float = 0.0,
+    spare: float = 0.0,
+    now: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> bool:
+    """Every `save_freq` steps, after the last one, and before a rented machine ends; never when `save_freq`
+    is 0 or less.
+
+    The end of a rented machine is a Unix time in an environment variable. It is near when what is left is at
+    most a minute for the save, the longest step so far (seconds), and `spare` seconds
+    (trainer.esi_redundant_time).
+    """
+    if save_freq <= 0:
+        return False
+    return last or step % save_freq == 0 or _end_is_near(longest_step + spare, now, environment)
+
+
+def _end_is_near(needed: float, now: float | None, environment: Mapping[str, str] | None) -> bool:
+    variables = os.environ if environment is None else environment
+    for name in _EXPIRY_VARIABLES:
+        text = variables.get(name)
+        if text:
+            try:
+                end = float(text)
+            except ValueError:
+                raise ValueError(
+                    f"The environment variable {name}={text!r} is not a Unix time. Correct or unset it."
+                ) from None
+            return end - (time.time() if now is None else now) <= _SECONDS_TO_SAVE + needed
+    return False
+
+
+class Stateful(Protocol):
+    """Something with a state that belongs into a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Loop(Protocol):
+    """The parts of a training loop that belong into a checkpoint, apart from its models."""
+
+    step: int
+
+    @property
+    def loader(self) -> Stateful: ...
+
+
+@dataclass
+class RunOutput:
+    """Checkpoints, trackers, samples and dumps of one run."""
+
+    config: TrainingConfig
+    tree: Mapping[str, Any]
+    """The resolved configuration as plain values, for trackers."""
+    decode: Callable[[list[int]], str]
+    total_steps: int
+    models: Mapping[str, Backend]
+    """The trained models, by role."""
+    contents: Mapping[str, CheckpointConfig]
+    """What of each model is saved and loaded."""
+    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """Which checkpoints are kept."""
+    save_freq: int = -1
+    """Steps between two checkpoints."""
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    """Further objects whose state belongs into a checkpoint."""
+    exports: Callable[[], Mapping[str, Export]] = dict
+    """Folders that transformers loads, if save_contents includes hf_model."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """Metrics of the latest validation, which decide what the best checkpoint is."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Every rank saves its shards of the models. Rank 0 writes everything else."""
+    samples: SampleWriter | None = None
+    """Keeps some samples of each step for the board."""
+    longest_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        trainer = self.config.trainer
+        self.directory = Path(trainer.default_local_dir).expanduser()
+        background = next(iter(self.contents.values())).async_save
+        self.checkpoints = Checkpoints(
+            self.directory,
+            background=background,
+            keep=self.keep,
+            copy_to=trainer.default_hdfs_dir,
+            ranks=self.ranks,
+        )
+        self.trackers: Trackers | None = None
+        self.health: HealthMonitor | None = None
+        self.profiler = StepProfiler.of(self.config, self.ranks.rank)
+
+    def __enter__(self) -> RunOutput:
+        self._open = ExitStack()
+        self._open.callback(self.profiler.close)
+        self._heart = self._open.enter_context(
+            start_heartbeat(self.directory, self.ranks.rank, self.ranks.world)
+        )
+        return self
+
+    def record(self, step: int) -> StepRecord:
+        """An empty record; its phases reach the heartbeat and the profiler."""
+
+        def on_phase(phase: str | None) -> None:
+            self._heart.beat(step, phase or BETWEEN_PHASES)
+
+        if self.profiler.tool is None:
+            return StepRecord(on_phase)
+        return StepRecord(on_phase, around=lambda phase: self.profiler.phase(step, phase))
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.checkpoints.close()
+        except OSError as problem:
+            if error is None or error is problem:
+                raise
+            log.error("%s", problem)  # the first error stopped the run and is raised
+        finally:
+            if self.samples is not None:
+                self.samples.close()
+            if self.trackers is not None:
+                self.trackers.close()
+            self._open.__exit__(type(error) if error else None, error, None)
+
+    def resume(self, loop: Loop) -> int:
+        """Load the checkpoint to resume from, if any, and start the trackers; returns its step, or 0."""
+        found = self._find_checkpoint()
+        if found is not None:
+            self._restore(loop, found)
+            self._after_resume(found)
+        step = None if found is None else found.step
+        if self.ranks.lead:
+            self._start_trackers(step)
+        else:
+            self.trackers = Trackers({})
+        return step or 0
+
+    def _after_resume(self, found: ResumePoint) -> None:
+        settings = self.config.trainer
+        self.ranks.gather(None)  # all ranks have read it
+        if settings.del_local_ckpt_after_load and self.ranks.lead:
+            delete_checkpoint(found.path)
+        log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
+        if self.ranks.lead and settings.resume_mode == "auto":  # the user did not name this checkpoint
+            log_config_changes(found.parts.get("config", {}), self.tree)
+        if found.step >= self.total_steps and not settings.val_only:
+            log.info(
+                "All steps are done: raise trainer.total_training_steps or total_epochs to train further."
+            )
+
+    def _start_trackers(self, resumed_from: int | None) -> None:
+        settings = self.config.trainer
+        if self.samples is not None:
+            self.samples.begin(resumed_from)
+        wanted = [settings.logger] if isinstance(settings.logger, str) else settings.logger
+        run = TrackedRun(
+            self.directory,
+            project=settings.project_name,
+            experiment=settings.experiment_name,
+            config=self.tree,
+            resumed_from=resumed_from,
+            total_steps=self.total_steps,
+        )
+        # The preflight has reported the names that are left out here.
+        self.trackers = start([name for name in wanted if name in TRACKERS], run)
+        if settings.health:
+            self.health = HealthMonitor(self.directory, resumed_from)
+
+    def _find_checkpoint(self) -> ResumePoint | None:
+        """The checkpoint to resume from. Rank 0 chooses and verifies it. With several ranks, or a model on
+        another machine, the weights are read later, shard by shard."""
+        settings = self.config.trainer
+        only = part_selector({role: self._load_contents(role) for role in self.contents})
+
+        def later(part: str) -> bool:
+            model = self.models.get(part.partition("/")[0])
+            return model is not None and (self.ranks.world > 1 or isinstance(model, RemoteBackend))
+
+        def choose() -> ResumePoint | None:
+            if not self.ranks.lead:
+                return None
+            return resume(
+                self.directory,
+                mode=settings.resume_mode,
+                path=settings.resume_from_path,
+                copied_to=settings.default_hdfs_dir,
+                only=only,
+                later=later,
+            )
+
+        mine = self.ranks.together(choose, "choosing a checkpoint")
+        chosen = self.ranks.from_lead(None if mine is None else (mine.path, mine.step))
+        if self.ranks.lead or chosen is None:
+            return mine
+        return ResumePoint(*chosen, load(chosen[0], only=only, later=later, check=False))
+
+    def save(self, loop: Loop, record: StepRecord) -> None:
+        """Save a checkpoint."""
+        with record.phase("save_checkpoint"):
+            parts = self.state(loop, {role: list(self.contents[role].save_contents) for role in self.models})
+            self.checkpoints.save(loop.step, parts, exports=self.exports(), metrics=self.validation)
+
+    def state(self, loop: Loop, contents: Mapping[str, list[str]]) -> dict[str, Any]:
+        """The parts of a checkpoint; `contents` says what to save of each model."""
+        parts: dict[str, Any] = {
+            "config": dict(self.tree),
+            "data": loop.loader.state_dict(),
+            "trainer": {
+                "step": loop.step,
+                "program": program_name(self.config),
+                "random": random_state.capture(),
+                **{name: part.state_dict() for name, part in self.stateful.items()},
+            },
+        }
+        for role, model in self.models.items():
+            parts |= role_parts(role, model.state_dict(), contents[role])
+        return parts
+
+    def _restore(self, loop: Loop, found: ResumePoint) -> None:
+        state = found.parts["trainer"]
+        program = program_name(self.config)
+        try:
+            if state.get("program", program) != program:
+                raise ValueError(f"It was saved by a {state['program']}, and this is a {program}.")
+            for role, model in self.models.items():
+                model.load_state_dict(role_state(role, found.parts, self._load_contents(role)))
+        except ValueError as error:
+            raise ValueError(
+                f"The run cannot go on from {found.path}: {error} A new run needs a "
+                "trainer.default_local_dir of its own, or trainer.resume_mode=disable."
+            ) from error
+        loop.loader.load_state_dict(found.parts["data"])
+        for name, part in self.stateful.items():
+            if name not in state:
+                raise ValueError(
+                    f"{found.path} holds no state of {name}: it was saved without it. Switch {name} off to "
+                    "go on, or begin a new run (trainer.resume_mode=disable, another "
+                    "trainer.default_local_dir)."
+                )
+            part.load_state_dict(state[name])
+        random_state.restore(state["random"])
+
+    def _load_contents(self, role: str) -> list[str]:
+        return list(self.contents[role].load_contents or self.contents[role].save_contents)
+
+    def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
+        """Whether to save after this step; the same on all ranks."""
+        self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
+        due = save_is_due(
+            step,
+            save_freq=self.save_freq,
+            last=last,
+            longest_step=self.longest_step,
+            spare=self.config.trainer.esi_redundant_time,
+        )
+        return self.ranks.from_lead(due)  # clocks differ
+
+    def log(self, record: StepRecord, step: int) -> None:
+        """Send the metrics of a step to the trackers."""
+        assert self.trackers is not None
+        metrics = dict(record.metrics)
+        for name in ("testing", "save_checkpoint"):  # these phases end after the other timings were added
+            if name in record.seconds:
+                metrics[f"timing_s/{name}"] = record.seconds[name]
+        metrics |= memory_metrics()
+        if self.health is not None:
+            metrics |= self.health.examine(metrics, step)
+        self.trackers.log(metrics, step)
+
+    def log_validation(self, samples: list[Trajectory], record: StepRecord, step: int) -> None:
+        """Dump validation samples, send some of them to the trackers, and keep the metrics."""
+        trainer = self.config.trainer
+        self.validation = {name: value for name, value in record.metrics.items() if name.startswith("val-")}
+        if not self.ranks.lead:
+            return
+        if trainer.validation_data_dir:
+            dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
+            write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
+        if self.samples is not None:
+            self.samples.submit("validation", step, samples)
+        if trainer.log_val_generations and self.trackers is not None:
+            import random
+
+            chosen = sorted(samples, key=lambda t: (t.prompt.index, t.group))
+            random.Random(SHOWN_GENERATIONS_SEED).shuffle(chosen)  # the same prompts every time
+            shown = chosen[: trainer.log_val_generations]
+            self.trackers.log_generations(rollout_rows(shown, step=step, decode=self.decode), step)
+
+    def evidence(
+        self, problem: NonFiniteLoss, batch: Batch, step: int, trajectories: list[Trajectory] | None = None
+    ) -> ValueError:
+        """Write the batch of a non-finite loss to disk; returns the error to raise."""
+        folder = self.directory / f"nonfinite_step_{step}"
+        failure = SharedFailure if self.ranks.world > 1 else ValueError
+        if not self.ranks.lead:
+            return failure(f"Step {step}: {problem} The whole batch is in {folder}.")
+        if trajectories:
+            texts = rollout_rows(trajectories, step=step, decode=self.decode)
+        else:
+            texts = batch_rows(batch, self.decode)
+        write_evidence(folder, problem, batch, texts, step=step)
+        return failure(
+            f"Step {step}: {problem} The whole batch is in {folder}: rows.json to read, batch.safetensors to "
+            "compute with."
+        )
+
+    def dump_rollouts(self, trajectories: list[Trajectory], step: int, record: StepRecord) -> None:
+        """Write the samples of a step to trainer.rollout_data_dir, if it is set."""
+        folder = self.config.trainer.rollout_data_dir
+        if folder and self.ranks.lead:
+            with record.phase("dump_rollout_generations"):
+                dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
+                write_transcripts(folder, step, trajectories, decode=self.decode)
+
+    def remember(self, known: UpdateLogProbs | None) -> None:
+        """Keep the log-probs that the update of this step computed, for its samples."""
+        if self.samples is not None and self.ranks.lead:
+            self.samples.set_update_log_probs(known)
+
+    def keep_samples(
+        self, trajectories: list[Trajectory], batch: Batch, step: int, record: StepRecord
+    ) -> None:
+        """Keep some samples of a step for the board."""
+        if self.samples is not None and self.ranks.lead:
+            with record.phase("keep_samples"):
+                self.samples.submit("train", step, trajectories, batch)
+
+
+def program_name(config: object) -> str:
+    """The program that a checkpoint belongs to. The names on disk are older than those of the schema."""
+    return type(config).__name__.removesuffix("Config") + "Trainer"

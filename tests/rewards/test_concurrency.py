@@ -1,0 +1,106 @@
+"""Calls in threads: order, limits, errors; a loop that outlives its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from strop.concurrency import BackgroundLoop, call_each
+
+
+def test_results_in_order_and_errors_as_results() -> None:
+    order: list[int] = []
+
+    def halve(x: int) -> float:
+        order.append(x)
+        return 10 / x
+
+    found = call_each(halve, [5, 0, 2])
+    assert found[0] == 2.0 and found[2] == 5.0 and isinstance(found[1], ZeroDivisionError)
+    assert order == [5, 0, 2]
+    assert call_each(halve, []) == []
+
+
+def test_none_is_an_error_and_so_is_leaving() -> None:
+    nothing, left = call_each(lambda x: sys.exit("bye") if x else None, [0, 1])
+    assert isinstance(nothing, ValueError) and "return" in str(nothing)
+    assert isinstance(left, RuntimeError) and "SystemExit: bye" in str(left)
+
+
+def test_late_calls_are_given_up_and_the_rest_goes_on() -> None:
+    gate = threading.Event()
+
+    def wait(x: int) -> int:
+        if x in (1, 3):
+            gate.wait(30)
+        return x + 100
+
+    start = time.perf_counter()
+    found = call_each(wait, [0, 1, 2, 3, 4], timeout=0.2)
+    assert 0.3 < time.perf_counter() - start < 5
+    gate.set()
+    assert [found[i] for i in (0, 2, 4)] == [100, 102, 104]
+    assert all(isinstance(found[i], TimeoutError) and "limit of 0.2 seconds" in str(found[i]) for i in (1, 3))
+    time.sleep(0.05)
+    assert isinstance(found[1], TimeoutError)  # an answer that comes later changes nothing
+
+
+def test_workers_run_side_by_side_but_never_more() -> None:
+    running, most, lock = 0, 0, threading.Lock()
+
+    def busy(_: int) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+        return 1
+
+    assert call_each(busy, range(12), workers=3, timeout=5) == [1] * 12
+    assert most == 3
+
+
+def test_waiting_before_a_call_is_not_its_time() -> None:
+    assert call_each(lambda x: x, [1, 2], timeout=0.1, before=lambda: time.sleep(0.15)) == [1, 2]
+
+
+def test_a_failing_wait_fails_its_item_only() -> None:
+    waits = iter([None, RuntimeError("no"), None])
+
+    def before() -> None:
+        error = next(waits)
+        if error:
+            raise error
+
+    found = call_each(lambda x: x, [1, 2, 3], before=before)
+    assert found[0] == 1 and found[2] == 3 and isinstance(found[1], RuntimeError)
+
+
+def test_many_small_calls_cost_little() -> None:
+    start = time.perf_counter()
+    assert call_each(lambda x: x + 1, range(5000), timeout=60)[-1] == 5000
+    assert time.perf_counter() - start < 1.0
+
+
+async def _loop_number() -> int:
+    return id(asyncio.get_running_loop())
+
+
+def test_one_loop_for_all_calls_whoever_asks() -> None:
+    loop = BackgroundLoop()
+    first = loop.run(_loop_number())
+
+    async def inside() -> Any:
+        return loop.run(_loop_number())  # a loop is running in this thread
+
+    assert asyncio.run(inside()) == first == loop.run(_loop_number())
+    with pytest.raises(TimeoutError, match=r"limit of 0\.05 seconds"):
+        loop.run(asyncio.sleep(20), timeout=0.05)
+    loop.close()

@@ -1,0 +1,95 @@
+"""What machines of a cluster lack is said with numbers, names and what to do."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from strop.runtime.network import interface_of_address, network_environment
+from strop.runtime.ray.rank_launcher import Machine, RankLauncher, package_versions, thread_environment
+from strop.runtime.ray.resources import (
+    ResourceRequest,
+    check_machines,
+    forwarded_environment,
+    local_paths,
+    missing_resources,
+)
+
+HERE = {"python": "3.11", "strop": "1", "torch": "2.13"}
+
+
+def machine(**more):
+    return Machine(**{"host": "node7", "address": "10.0.0.7", "pid": 1, "versions": HERE, **more})
+
+
+def test_machines_are_counted_one_by_one():
+    demand = ResourceRequest(2, {"CPU": 4, "GPU": 4})
+    big, small, bare = {"CPU": 8, "GPU": 8}, {"CPU": 8, "GPU": 2}, {"CPU": 64}
+    assert missing_resources(demand, [("a", big), ("b", big)]) is None
+    assert missing_resources(demand, [("a", big), ("b", small), ("c", bare)]) == (
+        "The run asks for 2 machine(s) with 4 CPUs and 4 GPUs each, and 1 of 3 can give that: "
+        "a has 8 CPU, 8 GPU; b has 8 CPU, 2 GPU; c has 64 CPU, 0 GPU."
+    )
+    assert "there is none" in (missing_resources(demand, []) or "")
+
+
+def test_other_versions_are_refused():
+    check_machines([machine(), machine()], HERE)
+    with pytest.raises(
+        ValueError,
+        match=r"Rank 1 on host node7 \(10.0.0.7\) has torch 2.9, this command has 2.13. Install the",
+    ):
+        check_machines([machine(), machine(versions={**HERE, "torch": "2.9"})], HERE)
+
+
+def test_a_machine_without_the_files_is_named():
+    with pytest.raises(
+        ValueError,
+        match=r"Rank 0 on host node7 \(10.0.0.7\) does not see /data/model. Models, data and the run",
+    ):
+        check_machines([machine(missing=["/data/model"])], HERE)
+
+
+def test_paths_of_a_configuration(tmp_path):
+    (tmp_path / "model").mkdir()
+    model = {"path": f"{tmp_path}/model", "tokenizer_path": "org/hub-name"}
+    tree = {
+        "model": model,
+        "train_files": [f"{tmp_path}/none", str(tmp_path)],
+        "n": 3,
+        "save_path": str(tmp_path),
+    }
+    assert list(local_paths(tree)) == [f"{tmp_path}/model", str(tmp_path)]
+    found = RankLauncher(0).machine("10.0.0.1", str(tmp_path), ["model", "other"])
+    assert found.missing == ["other"] and found.host == socket.gethostname()
+
+
+def test_variables_that_ranks_get():
+    shell = {
+        "HF_HOME": "/x",
+        "HOME": "/root",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONPATH": "p",
+        "RAY_ADDRESS": "a",
+        "NCCL_DEBUG": "WARN",
+    }
+    assert forwarded_environment(shell).keys() == {"HF_HOME", "OMP_NUM_THREADS", "PYTHONPATH", "NCCL_DEBUG"}
+    assert int(thread_environment({"LOCAL_WORLD_SIZE": "1000"})["OMP_NUM_THREADS"]) == 1
+
+
+def test_the_interface_of_an_address(monkeypatch):
+    assert interface_of_address("127.0.0.1") == "lo"
+    assert interface_of_address("203.0.113.1") is None
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "mine")
+    assert network_environment("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_versions_are_those_of_this_environment():
+    import torch
+
+    assert (
+        package_versions()["torch"] == torch.__version__.partition("+")[0]
+        or package_versions()["torch"] == torch.__version__
+    )
