@@ -57,11 +57,11 @@ unit: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels'
 
 test-vllm: $(READY) $(VLLM)/.ready
-	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/trainer/test_engines.py
+	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
 
 # All that one engine can show, and a run; not a second architecture, nor names of arguments.
 test-vllm-core: $(READY) $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name' tests/rollout tests/trainer/test_engines.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name' tests/rollout tests/ppo/test_engines.py
 
 # The kernels of a GPU in Triton's interpreter. Triton stays apart: the environment is that of a machine without a GPU.
 $(KERNELS)/.ready: $(READY)

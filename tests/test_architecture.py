@@ -196,6 +196,15 @@ def test_files_and_folders_stay_small():
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_folders_of_tests_are_the_folders_of_the_package():
+    tested = {path.parent.name for path in (REPOSITORY / "tests").glob("*/test_*.py")}
+    unknown = tested - {room(file) for file in files()} - TESTS_OF_NO_FOLDER
+    assert not unknown, f"tests/{sorted(unknown)}: no folder of strop/ has this name"
+
+
+TESTS_OF_NO_FOLDER = {"examples", "golden"}
+
+
 def test_lines_end_at_110():
     """Ruff checks the code; this one also sees what `# noqa` hides."""
     wrong = []

@@ -13,8 +13,7 @@ import pytest
 
 from strop.agents.parsers.base import Malformed, ToolCall, parser_for
 from strop.registry import load_module
-from tests.trainer.conftest import overrides, task  # noqa: F401 - fixtures
-from tests.trainer.runs import run
+from tests.ppo.runs import run
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -32,7 +31,7 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def short(overrides: list[str]) -> list[str]:  # noqa: F811
+def short(overrides: list[str]) -> list[str]:
     """One step of a tiny run."""
     return [
         *overrides,

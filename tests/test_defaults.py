@@ -17,7 +17,7 @@ import pytest
 from strop.cli import dispatch
 from strop.data.make import arithmetic, write
 from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
-from tests.trainer.runs import metrics
+from tests.ppo.runs import metrics
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -12,9 +12,6 @@ import pytest
 from tests.board.scene import serving
 from tests.board.test_app import ask
 from tests.runtime.started import Started
-from tests.trainer.conftest import overrides, task
-
-__all__ = ["overrides", "task"]
 
 STEPS, PROMPTS, SAMPLES = 6, 8, 4
 RUN = [

@@ -1,4 +1,4 @@
-"""The tiny task of the loop's tests, and a run of it that others are compared with."""
+"""A run of the tiny task that others are compared with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.started import SAVE_AT_ONCE, Started
-from tests.trainer.conftest import overrides, task
-
-__all__ = ["overrides", "task"]
 
 STEPS = 6
 SETTINGS = [

@@ -24,7 +24,7 @@ from strop.types import Prompt
 from tests.backends.make import sharded, single
 from tests.backends.ranks import here
 from tests.models.tiny import tiny_batch, tiny_model
-from tests.trainer.runs import metrics, same, weights
+from tests.ppo.runs import metrics, same, weights
 
 TOLERANCE = 1e-5
 PPO = [

@@ -9,7 +9,7 @@ import pytest
 from strop.config.compose import load
 from strop.supervised.build import build_supervised_trainer
 from tests.backends.ranks import here
-from tests.trainer.supervised_runs import VERBS, make_task, metrics, settings, weights
+from tests.supervised.runs import VERBS, make_task, metrics, settings, weights
 
 PLAIN = ["optim.optimizer=SGD", "optim.lr=0.1"]
 """AdamW makes full steps of gradients that are 0 but for rounding."""

@@ -14,7 +14,7 @@ import pytest
 
 from strop.run.heartbeat import WorkerState, read_worker_states
 from tests.forked import Forked
-from tests.trainer.runs import metrics, same, weights
+from tests.ppo.runs import metrics, same, weights
 
 CLOCKS = ("timing", "perf/", "reward/seconds",
           "val-aux/reward/seconds", "memory/", "system/", "rollout/", "health/")  # fmt: skip

@@ -93,7 +93,7 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
-    from tests.trainer.runs import metrics, run
+    from tests.ppo.runs import metrics, run
 
     where = f"trainer.default_local_dir={tmp_path}/ranks"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]

@@ -18,10 +18,10 @@ from strop.config.compose import load
 from strop.errors import CRASHED
 from strop.run.heartbeat import WorkerState, read_worker_states
 from strop.runtime.ray.cluster import RayCluster
+from tests.ppo.runs import metrics
+from tests.ppo.runs import run as train
 from tests.runtime.conftest import STEPS
 from tests.runtime.started import Started, assert_near_run, assert_same_run
-from tests.trainer.runs import metrics
-from tests.trainer.runs import run as train
 
 pytest.importorskip("ray")
 

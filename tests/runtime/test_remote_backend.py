@@ -20,8 +20,8 @@ from strop.ranks import Ranks
 from strop.run.checkpoint.store import load as load_checkpoint
 from strop.runtime.remote_backend import RemoteBackend, TrainingWorker, buckets, pack_tensor, unpack_tensor
 from tests.models.tiny import tiny_batch
+from tests.ppo.runs import metrics, run
 from tests.runtime.started import CLOCKS
-from tests.trainer.runs import metrics, run
 
 
 class Here:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from strop.quickstart.quickstart import EXAMPLE, prepare
+from tests.ppo.runs import metrics
 from tests.runtime.started import Started
-from tests.trainer.runs import metrics
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

@@ -1,0 +1,69 @@
+"""Validation: several samples per prompt, votes, dumps, samples for the trackers, and when it happens."""
+
+from __future__ import annotations
+
+import json
+
+from tests.ppo.runs import run
+
+VOTES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str[:1] in "13579"), "pred": solution_str[:1], "length": len(solution_str)}
+"""
+
+
+def test_several_samples_per_prompt_with_votes(overrides, tmp_path):
+    file = tmp_path / "votes.py"
+    file.write_text(VOTES)
+    steps = run(
+        overrides,
+        f"custom_reward_function.path={file}",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        f"trainer.validation_data_dir={tmp_path}/said",
+        "trainer.total_training_steps=2",
+    )
+    core = {
+        name.removeprefix("val-core/arithmetic/reward/") for name in steps[0] if name.startswith("val-core/")
+    }
+    assert {"mean@4", "best@4/mean", "maj@4/mean"} <= core
+    aux = {name for name in steps[0] if name.startswith("val-aux/arithmetic/")}
+    assert any("best@2" in name for name in aux) and any("length/mean@4" in name for name in aux)
+    assert steps[0]["val-core/arithmetic/reward/best@4/mean"] > steps[0]["val-core/arithmetic/reward/mean@4"]
+    rows = [json.loads(line) for line in (tmp_path / "said" / "0.jsonl").open()]
+    assert len(rows) == 16 * 4
+    groups = {row["group"]: {r["output"] for r in rows if r["group"] == row["group"]} for row in rows}
+    assert any(len(said) > 1 for said in groups.values())  # a temperature above 0 samples
+    expected = sum(row["score"] for row in rows) / len(rows)
+    assert abs(expected - steps[0]["val-core/arithmetic/reward/mean@4"]) < 1e-9
+    assert {*steps} == {0, 1, 2} and "val-core/arithmetic/reward/mean@4" in steps[2]
+
+
+def test_validation_before_training_can_be_left_out(overrides):
+    steps = run(overrides, "trainer.val_before_train=false")
+    assert 0 not in steps and "val-core/arithmetic/acc/mean@1" in steps[2]
+
+
+def test_validation_alone(overrides, tmp_path):
+    steps = run(overrides, "trainer.val_only=true", "trainer.val_before_train=false")
+    assert set(steps) == {0} and "val-core/arithmetic/acc/mean@1" in steps[0]
+    assert not list((tmp_path / "run").glob("global_step_*"))
+
+
+def test_validation_alone_of_a_checkpoint(overrides, tmp_path):
+    trained = run(overrides)
+    again = run(overrides, "trainer.val_only=true")
+    name = (
+        "val-aux/arithmetic/reward/mean@1"
+        if "val-aux/arithmetic/reward/mean@1" in trained[4]
+        else "val-core/arithmetic/acc/mean@1"
+    )
+    assert again[4][name] == trained[4][name]
+
+
+def test_samples_reach_the_trackers(overrides, tmp_path):
+    run(overrides, "trainer.log_val_generations=3")
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.generations.jsonl").open()]
+    assert [entry["step"] for entry in logged] == [0, 2, 4]
+    inputs = [[row["input"] for row in entry["rows"]] for entry in logged]
+    assert len(inputs[0]) == 3 and inputs[0] == inputs[1] == inputs[2]  # the same prompts, to be compared
