@@ -31,7 +31,9 @@ def weights_of(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         check_weights(Path(name))
-        raise ValueError(f"The weights of {name!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(
+            f"The weights of {name!r} cannot be loaded: {refused_code_or_first_line(error)}"
+        ) from error
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -195,9 +197,33 @@ def load_config(
         config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"The model configuration of {at.name!r} cannot be read: {first_line(error)}"
+            f"The model configuration of {at.name!r} cannot be read: {refused_code_or_first_line(error)}"
         ) from error
+    if not trust_remote_code:
+        _refuse_foreign_kernels(config, at.name)
     return override_config(config, override or {})
+
+
+def refused_code_or_first_line(error: Exception) -> str:
+    """The first line of an error; where transformers refuses to run code of the folder, what to set."""
+    if "trust_remote_code" not in str(error):
+        return first_line(error)
+    return (
+        "it brings code of its own (auto_map), which is not run. Read that code, and if you trust it set "
+        "model.trust_remote_code=true (strop merge: --trust_remote_code)."
+    )
+
+
+def _refuse_foreign_kernels(config: PreTrainedConfig, name: str) -> None:
+    """config.json may choose an attention function; one with a slash is compiled code from the hub."""
+    for part in (config, config.get_text_config()):
+        chosen = str(part._attn_implementation)
+        if "/" in chosen:
+            raise ValueError(
+                f"{name!r} asks for the attention function {chosen!r}, which is code from the hub and is "
+                "not run. Take attn_implementation out of its config.json, or if you trust that code set "
+                "model.trust_remote_code=true (strop merge: --trust_remote_code)."
+            )
 
 
 def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
@@ -288,7 +314,7 @@ def _tokenizer_problem(source: WeightFiles, error: Exception) -> str:
             f"the folder holds none of {', '.join(TOKENIZER_FILES)}. Copy them there, or name the folder "
             "that has them in model.tokenizer_path."
         )
-    return first_line(error)
+    return refused_code_or_first_line(error)
 
 
 def _take_special_tokens(tokenizer: Any, file: Path) -> None:

@@ -7,6 +7,7 @@ With the adapters off the model is what it was before training, so it is its own
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ def load_adapters(model: nn.Module, path: str) -> Any:
         raise ValueError(
             f"lora_adapter_path={path!r} holds no weights: there is none of {', '.join(ADAPTER_FILES)} in it."
         )
+    _refuse_imports(folder / "adapter_config.json")
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
@@ -93,6 +95,19 @@ def load_adapters(model: nn.Module, path: str) -> Any:
             f"The adapter of lora_adapter_path={path!r} cannot be loaded into this model: {reason}"
         ) from error
     return _train_head(adapted)
+
+
+def _refuse_imports(file: Path) -> None:
+    """With megatron_config, peft imports the module that the file calls megatron_core, whatever it is."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if isinstance(said, dict) and said.get("megatron_config"):
+        raise ValueError(
+            f"{file} sets megatron_config, with which peft imports a module by name. Adapters of Megatron "
+            "layers are not supported; take megatron_config out."
+        )
 
 
 def _with_head(excluded: str | Sequence[str] | None) -> str | list[str]:

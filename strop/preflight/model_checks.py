@@ -77,10 +77,14 @@ def find_tokenizer(
         return None, [error(key, f"there is no folder {local}.")]
     from transformers import AutoTokenizer
 
+    from strop.models.load import refused_code_or_first_line
+
     trust = model.trust_remote_code
     try:
         return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust), []
-    except (OSError, ValueError):
+    except (OSError, ValueError) as problem:
+        if "trust_remote_code" in str(problem):
+            return None, [error(key, f"{place}: {refused_code_or_first_line(problem)}")]
         message = f"{place} is not on this machine, so template and prompt lengths were not checked."
         return None, [warning(key, message)]
 

@@ -22,7 +22,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strop.config.aliases import flatten
 from strop.config.compose import Loaded, reload
+from strop.config.schema.ppo import PpoConfig
 from strop.replay.recording import EVERYTHING, TapedTrainer
 from strop.replay.recording_format import (
     PHASES,
@@ -180,15 +182,18 @@ class Replayer:
         self.outcomes.append(ReplayOutcome(name, before.values + len(recorded), before.found + found))
 
 
-def replay(run: Path, step: int) -> tuple[list[ReplayOutcome], dict[str, Any]]:
-    """The outcome of every phase of the step in order, and the facts of the record."""
+def replay(run: Path, step: int, *, trust_code: bool = False) -> tuple[list[ReplayOutcome], dict[str, Any]]:
+    """The outcome of every phase of the step in order, and the facts of the record.
+
+    A record whose configuration names code of its own is refused without `trust_code`.
+    """
     folder = _recorded(run, step)
     facts = json.loads((folder / "facts.json").read_text())
     before = checkpoint_of(folder, step - 1)
     from strop.ppo.build import build_ppo
 
     with tempfile.TemporaryDirectory() as aside:
-        trainer = build_ppo(_loaded(before, aside), trainer_class=TapedTrainer)
+        trainer = build_ppo(_loaded(before, aside, trust_code), trainer_class=TapedTrainer)
         assert isinstance(trainer, TapedTrainer)
         tape = Replayer(folder)
         with trainer.output, closing(trainer):
@@ -222,9 +227,48 @@ def _recorded(run: Path, step: int) -> Path:
     return folder
 
 
-def _loaded(before: Path, aside: str) -> Loaded:
+RUNS_CODE = (
+    "plugins",
+    "trust_remote_code",
+    "external_lib",
+    "optimizer_impl",
+    "custom_reward_function.path",
+    "reward_manager.module.path",
+    "data.custom_cls.path",
+    "data.sampler.class_path",
+    "tool_config_path",
+    "interaction_config_path",
+    "agent_loop_config_path",
+    "sandbox_fusion.isolation",
+)
+"""Ends of keys that run code of the user's, or isolate programs less."""
+RUNS_CODE_INSIDE = ("engine_kwargs.", "ray_kwargs.ray_init.")
+"""Free arguments, among which are an interpreter and an environment."""
+
+
+def code_named(tree: Mapping[str, object]) -> list[str]:
+    """The settings of a recorded configuration that run code, as key=value, where they are not the
+    default."""
+    default = flatten(dataclasses.asdict(PpoConfig()))
+    found: list[str] = []
+    for key, value in flatten(tree).items():
+        runs_code = key.endswith(RUNS_CODE) or any(part in key for part in RUNS_CODE_INSIDE)
+        if runs_code and value and value != default.get(key):
+            found.append(f"{key}={value}")
+    return found
+
+
+def _loaded(before: Path, aside: str, trust_code: bool) -> Loaded:
     """The configuration of the run, changed so that it writes only to a temporary folder."""
     tree = load(before, only=lambda part: part == "config")["config"]
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{before} holds no configuration, but a {type(tree).__name__}.")
+    named = code_named(tree)
+    if named and not trust_code:
+        raise ValueError(
+            f"The recorded run names code, which a replay would run: {', '.join(named[:5])}. If the record "
+            "is yours, or you trust whoever made it, add --trust_code."
+        )
     quiet = {
         "trainer.default_local_dir": aside,
         "trainer.default_hdfs_dir": None,
@@ -249,8 +293,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="strop replay", description=__doc__)
     parser.add_argument("run", type=Path, help="folder of a run (trainer.default_local_dir)")
     parser.add_argument("--step", type=int, required=True, help="one of its trainer.record_steps")
+    parser.add_argument(
+        "--trust_code",
+        action="store_true",
+        help="run code that the recorded configuration names: plugins, reward functions, tools, model code",
+    )
     asked = parser.parse_args(list(arguments))
-    outcomes, facts = replay(asked.run, asked.step)
+    outcomes, facts = replay(asked.run, asked.step, trust_code=asked.trust_code)
     sys.stdout.write(render(asked.step, outcomes, facts))
     return 1 if any(outcome.found for outcome in outcomes) else 0
 

@@ -28,6 +28,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _merge(asked: argparse.Namespace) -> int:
     from strop.run.merge.merge import merge
+    from strop.run.merge.sources import CodeTrust
 
     made = merge(
         asked.local_dir,
@@ -37,6 +38,7 @@ def _merge(asked: argparse.Namespace) -> int:
         keep_lora=asked.lora == "keep",
         lora_alpha=asked.lora_alpha,
         ema=asked.ema,
+        trust=CodeTrust(asked.trust_remote_code, asked.external_lib),
     )
     what = "a peft adapter" if asked.lora == "keep" else "a folder for transformers"
     sys.stdout.write(f"{made}: {what}\n")
@@ -46,11 +48,16 @@ def _merge(asked: argparse.Namespace) -> int:
 def _test(asked: argparse.Namespace) -> int:
     from strop.run.merge.compare import compare_with_folder
     from strop.run.merge.merge import final_weights
-    from strop.run.merge.sources import read_source
+    from strop.run.merge.sources import CodeTrust, read_source
 
-    weights = final_weights(
-        read_source(asked.local_dir, base=asked.base, lora_alpha=asked.lora_alpha, ema=asked.ema)
+    source = read_source(
+        asked.local_dir,
+        base=asked.base,
+        lora_alpha=asked.lora_alpha,
+        ema=asked.ema,
+        trust=CodeTrust(asked.trust_remote_code, asked.external_lib),
     )
+    weights = final_weights(source)
     found = compare_with_folder(weights, asked.test_hf_dir, atol=asked.atol)
     if not found:
         sys.stdout.write(f"{found.compared} tensors agree with {asked.test_hf_dir}.\n")
@@ -83,6 +90,16 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         "--ema",
         action="store_true",
         help="the average over time (trainer.enable_ema) instead of the last weights",
+    )
+    parser.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="run model code that the checkpoint or its base model brings; what the checkpoint says about "
+        "this is ignored",
+    )
+    parser.add_argument(
+        "--external_lib", help="modules to import first, comma separated; those that the run names are not"
     )
     parser.add_argument(
         "--backend", choices=["fsdp"], default="fsdp", help="of verl checkpoints; Strop's own need none"

@@ -20,7 +20,7 @@ from strop.models.build import build_tokenizer, dtype_of
 from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
 from strop.models.load import load_config, load_language_model, resolve
 from strop.models.lora import add_adapters, load_adapters, merged_weights
-from strop.run.merge.sources import MergeSource, read_source
+from strop.run.merge.sources import CodeTrust, MergeSource, read_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -38,16 +38,18 @@ def merge(
     keep_lora: bool = False,
     lora_alpha: float | None = None,
     ema: bool = False,
+    trust: CodeTrust | None = None,
 ) -> Path:
     """Write the model of a checkpoint as a Hugging Face folder. A failure leaves no folder.
 
     `base` replaces the base model that the checkpoint names. `dtype` is that of the written weights (default:
-    that of the base model). `ema` selects the moving average instead of the last weights.
+    that of the base model). `ema` selects the moving average instead of the last weights. `trust` says what
+    code may run; by default only that of installed libraries.
     """
     target = Path(target_dir).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--target_dir {target_dir} is not empty. Choose another, or delete it first.")
-    saved = read_source(local_dir, base=base, lora_alpha=lora_alpha, ema=ema)
+    saved = read_source(local_dir, base=base, lora_alpha=lora_alpha, ema=ema, trust=trust)
     partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         partial.mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +20,33 @@ from strop.run.checkpoint.layout import MANIFEST, read_manifest
 from strop.run.checkpoint.store import load as load_checkpoint
 from strop.run.merge.verl import is_verl_checkpoint, read_shards
 
+log = logging.getLogger(__name__)
+
 SECTIONS = {"actor": ("actor_rollout_ref", "model"), "critic": ("critic", "model")}
 """The section of the run's configuration that describes the model of a role. Default: `model`."""
+TAKEN_FROM_THE_RUN = (
+    "path",
+    "hf_config_path",
+    "tokenizer_path",
+    "custom_chat_template",
+    "override_config",
+    "lora_rank",
+    "lora_alpha",
+    "target_modules",
+    "exclude_modules",
+    "lora_adapter_path",
+    "value_head_prefix",
+)
+"""Keys of the saved model section that are used. Others, such as trust_remote_code and external_lib, could
+run code of whoever wrote the checkpoint; they come from the command line alone."""
+
+
+@dataclass(frozen=True)
+class CodeTrust:
+    """What code may run while a checkpoint is read. The checkpoint itself has no say in it."""
+
+    trust_remote_code: bool = False
+    external_lib: str | None = None
 
 
 @dataclass
@@ -46,9 +72,23 @@ def _is_scalar_head(name: str) -> bool:
 
 
 def read_source(
-    local_dir: str, *, base: str | None = None, lora_alpha: float | None = None, ema: bool = False
+    local_dir: str,
+    *,
+    base: str | None = None,
+    lora_alpha: float | None = None,
+    ema: bool = False,
+    trust: CodeTrust | None = None,
 ) -> MergeSource:
     """The model in a folder such as `global_step_20/actor`, written by Strop or verl."""
+    found = _read_folder(local_dir, base, lora_alpha, ema)
+    trust = trust or CodeTrust()
+    found.settings = dataclasses.replace(
+        found.settings, trust_remote_code=trust.trust_remote_code, external_lib=trust.external_lib
+    )
+    return found
+
+
+def _read_folder(local_dir: str, base: str | None, lora_alpha: float | None, ema: bool) -> MergeSource:
     folder = Path(local_dir).expanduser().absolute()
     if not folder.is_dir():
         raise ValueError(f"--local_dir {local_dir} does not exist.")
@@ -128,8 +168,13 @@ def _settings(checkpoint: Path, role: str, config: object, base: str | None) -> 
                 "Hugging Face folder with config.json and tokenizer)."
             )
         section = {"path": str(exported)}
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    plain = {name: value for name, value in section.items() if name in known}
+    plain = {name: value for name, value in section.items() if name in TAKEN_FROM_THE_RUN}
+    if section.get("external_lib"):
+        log.warning(
+            "The run imported external_lib=%s, which is not imported here. If the model needs it, name it "
+            "with --external_lib.",
+            section["external_lib"],
+        )
     settings: ModelConfig = build(ModelConfig, {**plain, "path": base or plain.get("path")})
     if base:
         settings = dataclasses.replace(settings, tokenizer_path=None, hf_config_path=None)
