@@ -26,7 +26,7 @@ def give_turn_to(name: str) -> None:
 
 
 def step_in_turn(self: PpoTrainer, record: Any) -> Any:
-    if not self.roles.actor.ranks.lead:
+    if not self.roles.actor.ranks.is_rank0:
         return step_alone(self, record)  # it waits for rank 0 by itself
     if self.step > 1 and (FOLDER / "turn").read_text() != EITHER:
         give_turn_to(OTHER[NAME])

@@ -1,9 +1,8 @@
-"""The ranks of a run, and collective operations on plain Python values. A single process is a world of size
-1.
+"""The ranks of a run, and collective operations on plain Python values. One process is a world of size 1.
 
 Every rank runs the same program and holds the same batch; only sampling, scoring and model passes are
-sharded. Results of one rank are therefore gathered on all ranks (`gather`, `summed`). If one rank fails, all
-ranks fail together (`together`), because a rank that waits for a failed rank would hang.
+sharded. Results of one rank are therefore gathered on all ranks (`all_gather_object`, `all_reduce_sum`). If
+one rank fails, all ranks fail (`run_or_raise_on_all`): a rank that waits for a failed rank would hang.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Ranks:
     world: int = 1
 
     @property
-    def lead(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0, which writes files and prints messages."""
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """All-gather: the values of all ranks, in the order of ranks."""
         if self.world == 1:
             return [value]
@@ -48,20 +47,20 @@ class Ranks:
         dist.all_gather_object(found, value)
         return found
 
-    def from_lead(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Broadcast: the value of rank 0; the `value` of other ranks is ignored."""
         if self.world == 1:
             return value
         import torch.distributed as dist
 
-        box = [value if self.lead else None]
+        box = [value if self.is_rank0 else None]
         dist.broadcast_object_list(box, src=0)
         return box[0]  # type: ignore[return-value]
 
-    def summed(self, numbers: Mapping[str, float]) -> dict[str, float]:
+    def all_reduce_sum(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The sums of the numbers of all ranks by name, in double precision and in the order of ranks."""
         totals: dict[str, float] = {}
-        for mine in self.gather(dict(numbers)):
+        for mine in self.all_gather_object(dict(numbers)):
             for name, value in mine.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
@@ -74,7 +73,7 @@ class Ranks:
 
         return int(_get_default_store().add(f"strop/claim/{name}", 1)) == 1
 
-    def together(self, work: Callable[[], T], doing: str) -> T:
+    def run_or_raise_on_all(self, work: Callable[[], T], doing: str) -> T:
         """The result of `work` on this rank. If it raises on any rank, all ranks raise, and the message names
         the rank.
 
@@ -91,7 +90,7 @@ class Ranks:
         report = None
         if problem is not None:
             report = (f"{type(problem).__name__}: {problem}", exit_code(problem))
-        reports = self.gather(report)
+        reports = self.all_gather_object(report)
         failed = [(rank, *found) for rank, found in enumerate(reports) if found is not None]
         if failed:
             rank, text, code = failed[0]
@@ -101,9 +100,9 @@ class Ranks:
             raise failure from problem
         return result
 
-    def agree(self, what: str, value: str) -> None:
+    def check_equal(self, what: str, value: str) -> None:
         """Raise if ranks have different values; `what` names the value and its configuration key."""
-        values = self.gather(value)
+        values = self.all_gather_object(value)
         different = [rank for rank, other in enumerate(values) if other != values[0]]
         if different:
             raise SharedFailure(

@@ -56,7 +56,7 @@ class MicroBatching:
     rows: int = 8
     max_tokens: int | None = None
     """Set: fill micro-batches by tokens instead of by rows."""
-    together: int = 1
+    rows_per_item: int = 1
     """So many consecutive rows stay in one micro-batch, in their order: 2 for pairs of responses."""
 
 

@@ -29,7 +29,7 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     lengths = batch.lengths
     if not lengths:
         raise ValueError("The batch is empty; there is nothing to compute.")
-    size = micro.together
+    size = micro.rows_per_item
     if size < 1 or len(lengths) % size:
         raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")
     weights = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
@@ -65,7 +65,7 @@ def _rows_of(blocks: Sequence[int], size: int) -> list[int]:
 
 def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None:
     """Micro-batches of half the size; None where they are as small as they can be."""
-    size = micro.together
+    size = micro.rows_per_item
     if micro.max_tokens is not None:
         largest = max(sum(lengths[start : start + size]) for start in range(0, len(lengths), size))
         budget = max(largest, min(micro.max_tokens, sum(lengths)) // 2)
@@ -78,13 +78,13 @@ def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None
     return dataclasses.replace(micro, rows=rows)
 
 
-def shard_rows(lengths: Sequence[int], world: int, *, together: int = 1) -> Partition:
-    """Rows for each of `world` ranks, of nearly equal work; `together` consecutive rows stay on one rank.
-    With fewer rows than ranks some get none."""
-    if not lengths or len(lengths) % together:
-        raise ValueError(f"{len(lengths)} rows cannot be kept together by {together}.")
-    costs = workload(lengths).reshape(-1, together).sum(1).tolist()
-    shards = [_rows_of(part, together) for part in balanced_partitions(costs, min(world, len(costs)))]
+def shard_rows(lengths: Sequence[int], world: int, *, rows_per_item: int = 1) -> Partition:
+    """Rows for each of `world` ranks, of nearly equal work. `rows_per_item` consecutive rows stay on one
+    rank. With fewer rows than ranks some get none."""
+    if not lengths or len(lengths) % rows_per_item:
+        raise ValueError(f"{len(lengths)} rows cannot be kept together by {rows_per_item}.")
+    costs = workload(lengths).reshape(-1, rows_per_item).sum(1).tolist()
+    shards = [_rows_of(part, rows_per_item) for part in balanced_partitions(costs, min(world, len(costs)))]
     while len(shards) < world:
         shards.append([])
     return shards
@@ -230,7 +230,7 @@ class OomRetry:
 
     def _released(self) -> bool:
         """Whether any rank released memory: the same answer on all ranks."""
-        released = any(self._ranks.gather(self._release_memory()))
+        released = any(self._ranks.all_gather_object(self._release_memory()))
         if released:
             log.info("Out of memory: the rollout engine released the KV cache that it had kept.")
         return released

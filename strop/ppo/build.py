@@ -224,7 +224,7 @@ def build_output(
         stateful=stateful,
         exports=lambda: exports(config, roles, tokenizer, average),
         ranks=roles.actor.ranks,
-        samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.lead else None,
+        samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.is_rank0 else None,
     )
 
 

@@ -54,7 +54,7 @@ class RankSampler:
             if any(beyond):
                 mine = mine[:limit]
                 waiting = WaitingPrompts(self.ranks, str(call), beyond).claim()
-        local = self.ranks.together(
+        local = self.ranks.run_or_raise_on_all(
             lambda: self.sampler.generate(mine, sampling, n, step, waiting), "sampling"
         )
         gathered = all_gather_trajectories(
@@ -110,7 +110,7 @@ def shard_prompts(
     groups = ranks.world // tensor_parallel
     if ranks.world == 1 or not prompts:
         return [list(prompts) for _ in range(groups)]
-    ranks.agree("the prompts of this step (data.train_files)", prompt_checksum(prompts))
+    ranks.check_equal("the prompts of this step (data.train_files)", prompt_checksum(prompts))
     even = len(prompts) // groups * groups
     shards: list[list[NumberedPrompt]] = [[] for _ in range(groups)]
     if even:
@@ -138,7 +138,7 @@ def all_gather_trajectories(
         return local
     sends = ranks.rank % tensor_parallel == 0
     gathered: list[Trajectory] = []
-    for packed in ranks.gather(PackedTrajectories.pack(local if sends else [])):
+    for packed in ranks.all_gather_object(PackedTrajectories.pack(local if sends else [])):
         gathered.extend(packed.unpack(prompts))
     assert {t.group for t in gathered} == set(prompts), "every prompt is sampled by some rank"
     return sorted(gathered, key=lambda t: t.group)
@@ -229,9 +229,9 @@ class RankScorer:
         """Fill in `score` and `extras` of all trajectories, on every rank."""
         mine = self._places_of_this_rank(trajectories)
         shard = [trajectories[place] for place in mine]
-        report, failure = self.ranks.together(lambda: self._try(shard), "scoring")
+        report, failure = self.ranks.run_or_raise_on_all(lambda: self._try(shard), "scoring")
         scores = [(place, t.score, t.turn_rewards, t.extras) for place, t in zip(mine, shard)]
-        gathered = self.ranks.gather((scores, report, failure))
+        gathered = self.ranks.all_gather_object((scores, report, failure))
         failures = [reason for _, _, reason in gathered if reason is not None]
         if failures and all(reason is not None or not scores for scores, _, reason in gathered):
             raise SharedFailure(failures[0])

@@ -188,7 +188,7 @@ class ActorUpdate:
         all_log_probs: list[Tensor] = []
         all_entropies: list[Tensor] = []
         width = batch.mask.shape[1]
-        for shard in ranks.gather(local):
+        for shard in ranks.all_gather_object(local):
             for row_ids, log_probs, entropy in shard:
                 all_ids.append(row_ids)
                 all_log_probs.append(pad_columns(log_probs, width)[:, :width])

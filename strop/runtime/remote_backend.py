@@ -81,7 +81,7 @@ class TrainingWorker:
     def run_method(self, method: str, arguments: Sequence[object]) -> object:
         """Run a method on every worker. Only the first worker returns its result."""
         result = getattr(self, method)(*arguments)
-        if method == "make" or self.backend.ranks.lead:
+        if method == "make" or self.backend.ranks.is_rank0:
             return result
         return None
 
@@ -123,7 +123,7 @@ class TrainingWorker:
         """Return the same for the weights to export."""
         exported = {}
         for name, weight in self.backend.export_weights():
-            if self.backend.ranks.lead:
+            if self.backend.ranks.is_rank0:
                 exported[name] = weight.cpu()
         return self._set_aside(exported)
 
@@ -214,14 +214,14 @@ class RemoteBackend:
         """Call the workers from rank 0 and return their result on every rank."""
 
         def call() -> Any:
-            if not self.ranks.lead:
+            if not self.ranks.is_rank0:
                 return None
             try:
                 return self._workers.call(method, *arguments)
             except NonFiniteLoss as problem:  # every rank must raise it unchanged
                 return problem
 
-        result = self.ranks.from_lead(self._together(call))
+        result = self.ranks.broadcast_object(self._on_all_ranks(call))
         if isinstance(result, NonFiniteLoss):
             raise result
         return result
@@ -230,7 +230,7 @@ class RemoteBackend:
         """Return a tree of tensors, fetched bucket by bucket, on rank 0."""
 
         def fetch() -> dict[str, Any]:
-            if not self.ranks.lead:
+            if not self.ranks.is_rank0:
                 return {}
             plain, sizes = self._workers.call(method)
             tensors: dict[str, Tensor] = {}
@@ -240,10 +240,10 @@ class RemoteBackend:
             tree: dict[str, Any] = join(plain, tensors)
             return tree
 
-        return self._together(fetch)
+        return self._on_all_ranks(fetch)
 
-    def _together(self, work: Callable[[], T]) -> T:
-        return self.ranks.together(work, f"asking the model on machines of its own ({self._key})")
+    def _on_all_ranks(self, work: Callable[[], T]) -> T:
+        return self.ranks.run_or_raise_on_all(work, f"asking the model on machines of its own ({self._key})")
 
 
 def buckets(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

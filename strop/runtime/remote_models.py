@@ -110,12 +110,12 @@ class RemoteReference:
         """Return the outputs of the whole batch, on every rank."""
 
         def call() -> Outputs:
-            if self._ranks.lead:
+            if self._ranks.is_rank0:
                 return self._call_copies(batch, want, micro)
             return Outputs()
 
-        outputs = self._ranks.together(call, "asking the reference (actor_rollout_ref.ref.nnodes)")
-        return self._ranks.from_lead(outputs)
+        outputs = self._ranks.run_or_raise_on_all(call, "asking the reference (actor_rollout_ref.ref.nnodes)")
+        return self._ranks.broadcast_object(outputs)
 
     def _call_copies(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         shares = balanced_shares(batch.lengths, self._copies.size)

@@ -160,7 +160,7 @@ class ReplicaEngine(ExternalEngine):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         start = time.perf_counter()
-        if self._ranks.lead:
+        if self._ranks.is_rank0:
             sent = self._transport.send(weights, version)
             if not sent:
                 self._pool.set_version(version)
@@ -168,7 +168,7 @@ class ReplicaEngine(ExternalEngine):
         else:
             for _ in weights:  # each weight is gathered from all ranks
                 pass
-        self._ranks.gather(version)  # no rank samples before the weights have arrived
+        self._ranks.all_gather_object(version)  # no rank samples before the weights have arrived
         self._weight_seconds += time.perf_counter() - start
         self.version = version
 

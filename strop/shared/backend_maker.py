@@ -117,7 +117,9 @@ class BackendMaker:
         from strop.backends.fsdp.backend import FsdpBackend
         from strop.backends.fsdp.shard import is_offloaded, weight_loader
 
-        module = self.ranks.together(lambda: build(model, weights=False), "making the model (model.path)")
+        module = self.ranks.run_or_raise_on_all(
+            lambda: build(model, weights=False), "making the model (model.path)"
+        )
         storage = self.device
         if is_offloaded(fsdp):
             storage = torch.device("cpu")

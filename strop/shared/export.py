@@ -62,7 +62,7 @@ def exported(backend: Backend) -> dict[str, torch.Tensor]:
     """All weights on rank 0, which writes them. All ranks take part in gathering, and keep nothing."""
     kept: dict[str, torch.Tensor] = {}
     for name, weight in backend.export_weights():
-        if backend.ranks.lead:
+        if backend.ranks.is_rank0:
             kept[name] = weight
     return kept
 

@@ -182,7 +182,7 @@ class RunOutput:
             self._restore(loop, found)
             self._after_resume(found)
         step = None if found is None else found.step
-        if self.ranks.lead:
+        if self.ranks.is_rank0:
             self._start_trackers(step)
         else:
             self.trackers = Trackers({})
@@ -190,11 +190,11 @@ class RunOutput:
 
     def _after_resume(self, found: ResumePoint) -> None:
         settings = self.config.trainer
-        self.ranks.gather(None)  # all ranks have read it
-        if settings.del_local_ckpt_after_load and self.ranks.lead:
+        self.ranks.all_gather_object(None)  # all ranks have read it
+        if settings.del_local_ckpt_after_load and self.ranks.is_rank0:
             delete_checkpoint(found.path)
         log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
-        if self.ranks.lead and settings.resume_mode == "auto":  # the user did not name this checkpoint
+        if self.ranks.is_rank0 and settings.resume_mode == "auto":  # the user did not name this checkpoint
             log_config_changes(found.parts.get("config", {}), self.tree)
         if found.step >= self.total_steps and not settings.val_only:
             log.info(
@@ -230,7 +230,7 @@ class RunOutput:
             return model is not None and (self.ranks.world > 1 or isinstance(model, RemoteBackend))
 
         def choose() -> ResumePoint | None:
-            if not self.ranks.lead:
+            if not self.ranks.is_rank0:
                 return None
             return resume(
                 self.directory,
@@ -241,9 +241,9 @@ class RunOutput:
                 later=later,
             )
 
-        mine = self.ranks.together(choose, "choosing a checkpoint")
-        chosen = self.ranks.from_lead(None if mine is None else (mine.path, mine.step))
-        if self.ranks.lead or chosen is None:
+        mine = self.ranks.run_or_raise_on_all(choose, "choosing a checkpoint")
+        chosen = self.ranks.broadcast_object(None if mine is None else (mine.path, mine.step))
+        if self.ranks.is_rank0 or chosen is None:
             return mine
         return ResumePoint(*chosen, load(chosen[0], only=only, later=later, check=False))
 
@@ -306,7 +306,7 @@ class RunOutput:
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )
-        return self.ranks.from_lead(due)  # clocks differ
+        return self.ranks.broadcast_object(due)  # clocks differ
 
     def log(self, record: StepRecord, step: int) -> None:
         """Send the metrics of a step to the trackers."""
@@ -324,7 +324,7 @@ class RunOutput:
         """Dump validation samples, send some of them to the trackers, and keep the metrics."""
         trainer = self.config.trainer
         self.validation = {name: value for name, value in record.metrics.items() if name.startswith("val-")}
-        if not self.ranks.lead:
+        if not self.ranks.is_rank0:
             return
         if trainer.validation_data_dir:
             dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
@@ -345,7 +345,7 @@ class RunOutput:
         """Write the batch of a non-finite loss to disk; returns the error to raise."""
         folder = self.directory / f"nonfinite_step_{step}"
         failure = SharedFailure if self.ranks.world > 1 else ValueError
-        if not self.ranks.lead:
+        if not self.ranks.is_rank0:
             return failure(f"Step {step}: {problem} The whole batch is in {folder}.")
         if trajectories:
             texts = rollout_rows(trajectories, step=step, decode=self.decode)
@@ -360,21 +360,21 @@ class RunOutput:
     def dump_rollouts(self, trajectories: list[Trajectory], step: int, record: StepRecord) -> None:
         """Write the samples of a step to trainer.rollout_data_dir, if it is set."""
         folder = self.config.trainer.rollout_data_dir
-        if folder and self.ranks.lead:
+        if folder and self.ranks.is_rank0:
             with record.phase("dump_rollout_generations"):
                 dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
                 write_transcripts(folder, step, trajectories, decode=self.decode)
 
     def remember(self, known: UpdateLogProbs | None) -> None:
         """Keep the log-probs that the update of this step computed, for its samples."""
-        if self.samples is not None and self.ranks.lead:
+        if self.samples is not None and self.ranks.is_rank0:
             self.samples.set_update_log_probs(known)
 
     def keep_samples(
         self, trajectories: list[Trajectory], batch: Batch, step: int, record: StepRecord
     ) -> None:
         """Keep some samples of a step for the board."""
-        if self.samples is not None and self.ranks.lead:
+        if self.samples is not None and self.ranks.is_rank0:
             with record.phase("keep_samples"):
                 self.samples.submit("train", step, trajectories, batch)
 

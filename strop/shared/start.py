@@ -157,11 +157,11 @@ def _run_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report]) 
 
 
 def _train_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report], ranks: Ranks) -> None:
-    if not ranks.lead:  # rank 0 logs what all ranks do
+    if not ranks.is_rank0:  # rank 0 logs what all ranks do
         logging.getLogger("strop").setLevel(logging.ERROR)
     if LAUNCHED not in os.environ:
-        preflight = program.require if ranks.lead else program.examine
-        ranks.together(lambda: preflight(loaded), "examining the run")
+        preflight = program.require if ranks.is_rank0 else program.examine
+        ranks.run_or_raise_on_all(lambda: preflight(loaded), "examining the run")
     _train_and_restore(loaded, program, ranks, None)
 
 

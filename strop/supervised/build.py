@@ -67,7 +67,7 @@ def build_supervised_trainer(
     val_items: Sequence[Item] | None = val_rows
     reference = build_reference_forward(config, model, make)
     if reference is not None and isinstance(config, DpoConfig) and config.loss.precompute_ref:
-        reference_pass = _ReferencePass(config, reference, micro, ranks.lead)
+        reference_pass = _ReferencePass(config, reference, micro, ranks.is_rank0)
         train_items = reference_pass.add(train_rows, _places_to_train(config, train_rows, plan))
         if val_rows is not None:
             val_items = reference_pass.add(val_rows, range(len(val_rows)))
@@ -257,7 +257,7 @@ class _ReferencePass:
     config: DpoConfig
     forward: Forward
     micro: MicroBatching
-    lead: bool
+    is_rank0: bool
 
     def add(self, rows: SupervisedDataset, places: Sequence[int]) -> PairsWithReference:
         """The rows with reference log-probs at `places`."""
@@ -269,7 +269,7 @@ class _ReferencePass:
             self.micro,
             folder=folder,
             model_name=str(self.config.ref.path),
-            write=self.lead,
+            write=self.is_rank0,
         )
 
 
@@ -292,7 +292,7 @@ def micro_batching(config: AnySupervisedConfig, plan: SupervisedPlan, task: Task
     max_tokens = None
     if config.data.use_dynamic_bsz:
         max_tokens = config.data.max_token_len_per_gpu
-    return MicroBatching(rows=rows, max_tokens=max_tokens, together=size)
+    return MicroBatching(rows=rows, max_tokens=max_tokens, rows_per_item=size)
 
 
 def train_loader(config: AnySupervisedConfig, rows: Sequence[Item]) -> Loader:

@@ -160,7 +160,7 @@ def test_a_rank_without_memory_keeps_step_and_all_begin_anew(moment, checkpointe
         gap = (flat_gradient(many) - flat_gradient(one)).abs().max()
         assert gap <= 1e-5 * flat_gradient(one).abs().max()
         one.step(), many.step()
-    assert many.out_of_memory >= 1 and len(set(here().gather(many.out_of_memory))) == 1
+    assert many.out_of_memory >= 1 and len(set(here().all_gather_object(many.out_of_memory))) == 1
     assert (
         f"Rank {here().world - 1} of {here().world} is out of memory with micro-batches of 4 rows"
         in caplog.text

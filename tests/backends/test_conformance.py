@@ -463,9 +463,9 @@ def preference_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, T
 @pytest.mark.parametrize(
     "micro",
     [
-        MicroBatching(rows=2, together=2),
-        MicroBatching(rows=5, together=2),
-        MicroBatching(max_tokens=30, together=2),
+        MicroBatching(rows=2, rows_per_item=2),
+        MicroBatching(rows=5, rows_per_item=2),
+        MicroBatching(max_tokens=30, rows_per_item=2),
     ],
     ids=str,
 )
@@ -477,7 +477,9 @@ def test_pairs_stay_together_and_scores_are_those_of_whole_sequences(make, micro
 
     batch = tiny_batch().select([0, 1, 2, 3]).replace(row_ids=torch.arange(4))
     whole, pieces = make(judge(), optim=optim()), make(judge(), optim=optim(), packed=packed)
-    expected = whole.forward_backward(batch, ["scores"], preference_loss, MicroBatching(rows=4, together=2))
+    expected = whole.forward_backward(
+        batch, ["scores"], preference_loss, MicroBatching(rows=4, rows_per_item=2)
+    )
     found = pieces.forward_backward(batch, ["scores"], preference_loss, micro)
     assert found == pytest.approx(expected, rel=1e-6) and found["first rows"] == 0 + 2
     scale = flat_gradient(whole).abs().max()
@@ -490,4 +492,4 @@ def test_pairs_stay_together_and_scores_are_those_of_whole_sequences(make, micro
 def test_rows_that_cannot_be_kept_together_are_refused(make):
     backend = make(new_scalar_model(tiny_model().config))
     with pytest.raises(ValueError, match="cannot be kept together by 3"):
-        backend.forward(tiny_batch().select([0, 1]), ["scores"], MicroBatching(rows=6, together=3))
+        backend.forward(tiny_batch().select([0, 1]), ["scores"], MicroBatching(rows=6, rows_per_item=3))

@@ -17,20 +17,20 @@ from tests.ppo.test_async import ASYNC, BESIDE, PARTIAL, numbers
 
 def fit(overrides: list[str], place: Path, *more: str) -> dict[int, dict[str, float]]:
     ranks = here()
-    common = ranks.from_lead([word for word in overrides if "default_local_dir" not in word])
+    common = ranks.broadcast_object([word for word in overrides if "default_local_dir" not in word])
     world = [
         f"trainer.n_gpus_per_node={ranks.world}",
         f"trainer.default_local_dir={place}",
         "trainer.device=cpu",
     ]
     build_ppo(load("ppo_trainer", [*common, *world, *more]), ranks).fit()
-    ranks.gather(None)
+    ranks.all_gather_object(None)
     return metrics(place)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(here().from_lead(str(tmp_path)))
+    return Path(here().broadcast_object(str(tmp_path)))
 
 
 def test_age_zero_on_many_ranks_is_the_synchronous_loop(overrides, folder):

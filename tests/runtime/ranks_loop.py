@@ -41,33 +41,33 @@ UNLIKE = ("timing", "perf/", "rollout/", "reward/seconds", "val-aux/reward/secon
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """One folder for all ranks."""
-    return Path(here().from_lead(str(tmp_path)))
+    return Path(here().broadcast_object(str(tmp_path)))
 
 
 @pytest.fixture
 def settings(overrides: list[str], folder: Path) -> list[str]:
     """Of rank 0: every rank must read the same files."""
-    common = here().from_lead([word for word in overrides if "default_local_dir" not in word])
+    common = here().broadcast_object([word for word in overrides if "default_local_dir" not in word])
     return [*common, "trainer.device=cpu"]
 
 
 def fit(settings: list[str], place: Path, ranks: Ranks) -> Path:
     world = [f"trainer.n_gpus_per_node={ranks.world}", f"trainer.default_local_dir={place}"]
     build_ppo(load("ppo_trainer", [*settings, *world]), ranks).fit()
-    ranks.gather(None)
+    ranks.all_gather_object(None)
     return place
 
 
 def alone(settings: list[str], place: Path) -> Path:
     """The same run by one process, while the others wait."""
-    if here().lead:
+    if here().is_rank0:
         fit(settings, place, Ranks())
-    here().gather(None)
+    here().all_gather_object(None)
     return place
 
 
 def assert_alike(one: Path, many: Path, step: int) -> None:
-    if not here().lead:
+    if not here().is_rank0:
         return
     expected, found = (
         load_checkpoint(one / f"global_step_{step}"),
@@ -127,7 +127,7 @@ def test_a_run_with_shared_matrices_is_resumed_by_any_and_merged(settings, folde
     whole = fit([*settings, *TENSOR], folder / "whole", here())
     torn = fit([*settings, *TENSOR, "trainer.total_training_steps=2"], folder / "torn", here())
     fit([*settings, *TENSOR], torn, here())
-    if here().lead:
+    if here().is_rank0:
         assert same(weights(whole, 4), weights(torn, 4))
         merged = load_file(
             merge(str(whole / "global_step_4" / "actor"), str(folder / "merged")) / "model.safetensors"
@@ -147,7 +147,7 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_nearly(settings, f
         [*settings, "trainer.enable_ema=true", "trainer.total_training_steps=2"], folder / "torn", here()
     )
     fit([*settings, "trainer.enable_ema=true"], torn, here())
-    if here().lead:
+    if here().is_rank0:
         assert same(weights(whole, 4), weights(torn, 4))
         assert same(
             *(load_checkpoint(f / "global_step_4")["trainer"]["ema"]["average"] for f in (whole, torn))
@@ -160,7 +160,7 @@ def test_resuming_with_as_many_ranks_is_exact_and_with_others_nearly(settings, f
 
 def test_a_sharded_checkpoint_is_merged_and_read_by_torch(settings, folder):
     run = fit([*settings, "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"], folder / "run", here())  # fmt: skip
-    if here().lead:
+    if here().is_rank0:
         saved = run / "global_step_4" / "actor"
         merged = load_file(merge(str(saved), str(folder / "merged")) / "model.safetensors")
         exported = load_file(saved / "huggingface" / "model.safetensors")
@@ -170,7 +170,7 @@ def test_a_sharded_checkpoint_is_merged_and_read_by_torch(settings, folder):
         assert same(target, own)
         for name, weight in exported.items():
             assert torch.equal(weight, own[name]) and torch.allclose(merged[name].float(), weight, atol=1e-2)
-    here().gather(None)
+    here().all_gather_object(None)
 
 
 def test_adapters_and_tied_embeddings_are_trained_alike(settings, folder):
@@ -225,18 +225,18 @@ def test_engines_give_their_cache_back_while_models_learn(frees, settings, folde
 
     trainer.update = watched
     trainer.fit()
-    here().gather(None)
+    here().all_gather_object(None)
     assert len(held) == 1 and (held[0] == 0) == frees
 
 
 def test_every_prompt_is_taken_once_and_late_ranks_lose_theirs():
     shares = [[(10 * rank + i, Prompt(i, [1], [], "x")) for i in range(6)] for rank in range(here().world)]
     waiting = WaitingPrompts(here(), "test", [share[2:] for share in shares])
-    here().gather(None)
+    here().all_gather_object(None)
     mine = [number for number, _ in waiting.claim()] if here().rank == 0 else []
-    here().gather(None)
+    here().all_gather_object(None)
     rest = [number for number, _ in waiting.claim()]
-    told = here().gather((mine, rest))
+    told = here().all_gather_object((mine, rest))
     assert told[0][0][:4] == [2, 3, 4, 5] and sorted(told[0][0]) == sorted(
         n for s in shares for n, _ in s[2:]
     )

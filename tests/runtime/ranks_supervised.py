@@ -29,18 +29,18 @@ def test_shared_matrices_teach_what_one_process_teaches(verb, tmp_path):
 
 
 def assert_alike(verb: str, more: list[str], tmp_path: Path) -> None:
-    place = Path(here().from_lead(str(tmp_path)))
-    if here().lead:
+    place = Path(here().broadcast_object(str(tmp_path)))
+    if here().is_rank0:
         make_task(place)
         build_supervised_trainer(
             load(f"{verb}_trainer", [*settings(place, place / "one", verb), *PLAIN])
         ).fit()
-    here().gather(None)
+    here().all_gather_object(None)
     world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.enable_ema=true"]
     asked = [*settings(place, place / "many", verb), *PLAIN, *world, *more]
     build_supervised_trainer(load(f"{verb}_trainer", asked), ranks=here()).fit()
-    here().gather(None)
-    if here().lead:
+    here().all_gather_object(None)
+    if here().is_rank0:
         expected, found = weights(place / "one", 8), weights(place / "many", 8)
         for name, weight in expected.items():
             assert (weight - found[name]).abs().max() <= 1e-5 * weight.abs().max(), name
@@ -50,4 +50,4 @@ def assert_alike(verb: str, more: list[str], tmp_path: Path) -> None:
             for name in {"train/loss", "train/grad_norm", "val/loss"} & one[step].keys():
                 assert many[step][name] == pytest.approx(one[step][name], rel=1e-4), (step, name)
         assert (place / "many/global_step_8/model/huggingface_ema/model.safetensors").exists()
-    here().gather(None)
+    here().all_gather_object(None)

@@ -156,7 +156,7 @@ class FsdpBackend(ModuleBackend):
             nothing()
         self._share_out_of_memory()
         self._refuse_losses(batch, want, own, losses)
-        return self.ranks.summed(sum_reports(reports) if self._reports else {})
+        return self.ranks.all_reduce_sum(sum_reports(reports) if self._reports else {})
 
     def _refuse_losses(
         self, batch: Batch, want: Sequence[str], own: list[list[int]], losses: list[Tensor]
@@ -167,7 +167,7 @@ class FsdpBackend(ModuleBackend):
         rows: list[list[int]] = []
         values: list[float] = []
         failed: list[int] = []
-        for rank, pairs in enumerate(self.ranks.gather(mine)):
+        for rank, pairs in enumerate(self.ranks.all_gather_object(mine)):
             for part, value in pairs:
                 rows.append(part)
                 values.append(value)
@@ -181,7 +181,7 @@ class FsdpBackend(ModuleBackend):
         """If a rank was out of memory in this call, all ranks end it here."""
         mine = self.lockstep.out_of_memory
         self.lockstep.out_of_memory = False
-        short = [rank for rank, lacks in enumerate(self.ranks.gather(mine)) if lacks]
+        short = [rank for rank, lacks in enumerate(self.ranks.all_gather_object(mine)) if lacks]
         if short:
             raise OutOfMemoryOnRanks(short)
 
@@ -197,11 +197,11 @@ class FsdpBackend(ModuleBackend):
             micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * self.slicing.size)
         teams = self.ranks.world // self.ranks_per_row
         team = self.ranks.rank // self.ranks_per_row
-        rows = shard_rows(batch.lengths, teams, together=micro.together)[team]
-        parts = self.ranks.together(
+        rows = shard_rows(batch.lengths, teams, rows_per_item=micro.rows_per_item)[team]
+        parts = self.ranks.run_or_raise_on_all(
             lambda: _partition(batch, rows, micro), "cutting the batch into micro-batches"
         )
-        return parts, max(self.ranks.gather(len(parts))) - len(parts)
+        return parts, max(self.ranks.all_gather_object(len(parts))) - len(parts)
 
     def _reshard(self) -> None:
         for unit in self.units:

@@ -260,11 +260,13 @@ def weight_loader(
         weights = dict(module.named_parameters())
         saved: dict[str, SavedSlices] = {}
         if not new and not source.gguf_file:
-            saved = ranks.together(lambda: saved_slices(Path(source.name)), "reading the model")
-        if all(ranks.gather(_fits(weights, saved))):
-            ranks.together(lambda: _fill(weights, saved), "reading the model's weights")
+            saved = ranks.run_or_raise_on_all(lambda: saved_slices(Path(source.name)), "reading the model")
+        if all(ranks.all_gather_object(_fits(weights, saved))):
+            ranks.run_or_raise_on_all(lambda: _fill(weights, saved), "reading the model's weights")
             return
-        whole = ranks.together(lambda: load_whole() if ranks.lead else None, "loading the model")
+        whole = ranks.run_or_raise_on_all(
+            lambda: load_whole() if ranks.is_rank0 else None, "loading the model"
+        )
         broadcast_weights(weights, None if whole is None else dict(whole.named_parameters()), device)
 
     return load

@@ -157,17 +157,17 @@ def prepare_checkpoint(
             tensors[f"{name}.safetensors"] = unsharded
     for name, export in exports.items():
         _, tensors[f"{name}/model.safetensors"] = split(dict(export.weights), name=name)
-    if not ranks.lead:
+    if not ranks.is_rank0:
         tensors = {}
     if copy:
         for path, group in tensors.items():
             tensors[path] = copy_to_host(group)
         for path, shards in pieces.items():
             pieces[path] = copy_pieces_to_host(shards)
-    staged = ranks.together(
-        lambda: _stage(directory, step, exports) if ranks.lead else None, "starting a checkpoint"
+    staged = ranks.run_or_raise_on_all(
+        lambda: _stage(directory, step, exports) if ranks.is_rank0 else None, "starting a checkpoint"
     )
-    folder = ranks.from_lead(staged)
+    folder = ranks.broadcast_object(staged)
     assert folder is not None
     return PendingCheckpoint(folder, step, texts, tensors, pieces, dict(metrics or {}), ranks)
 
@@ -203,7 +203,7 @@ def commit(plan: PendingCheckpoint) -> Path:
     """
     directory = plan.folder.parent
     with save_errors(directory, plan.step):
-        if not plan.ranks.lead:
+        if not plan.ranks.is_rank0:
             write_with_receipt(plan.folder, plan.ranks.rank, lambda: _write_pieces(plan))
             return layout.checkpoint_folder(directory, plan.step)
         with removed_on_failure(plan.folder):
@@ -259,7 +259,7 @@ class Checkpoints:
         exports: Mapping[str, Export] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        self.ranks.together(self.wait, "writing a checkpoint")
+        self.ranks.run_or_raise_on_all(self.wait, "writing a checkpoint")
         plan = prepare_checkpoint(
             self.directory,
             step,
@@ -313,7 +313,7 @@ class Checkpoints:
 
     def _finish(self, plan: PendingCheckpoint) -> None:
         path = commit(plan)
-        if not self.ranks.lead:
+        if not self.ranks.is_rank0:
             return
         if self.copy_to is not None:
             self._upload(path)
