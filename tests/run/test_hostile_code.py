@@ -19,7 +19,7 @@ from strop.trainer.main_generation import run as generate
 from strop.trainer.main_merge import run as merge
 from strop.trainer.main_plan import run as plan
 from tests.run.hostile_files import change, hostile_checkpoint, hostile_folder, sign
-from tests.trainer.supervised_runs import make_task, settings, train
+from tests.supervised.runs import make_task, settings, train
 
 FLAG = "trust_remote_code=true .strop merge: --trust_remote_code"
 
