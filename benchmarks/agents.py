@@ -20,8 +20,7 @@ import sys
 import time
 from typing import Any
 
-from strop.agents.context import EpisodeContext, EpisodeLimits
-from strop.agents.episode import Episode
+from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import ToolCall

@@ -180,9 +180,9 @@ DATASETS.declare("hh_rlhf", "strop.data.make:hh_rlhf", columns=("chosen", "rejec
 # library: what must be installed, an extra of the same name.
 TRACKERS = Registry("tracker", facts={"library": None})
 TRACKERS.declare("console", "strop.run.trackers.console:ConsoleTracker")
-TRACKERS.declare("file", "strop.run.trackers.jsonl:JsonlTracker")
-TRACKERS.declare("jsonl", "strop.run.trackers.jsonl:JsonlTracker")
-TRACKERS.declare("csv", "strop.run.trackers.csv:CsvTracker")
+TRACKERS.declare("file", "strop.run.trackers.files:JsonlTracker")
+TRACKERS.declare("jsonl", "strop.run.trackers.files:JsonlTracker")
+TRACKERS.declare("csv", "strop.run.trackers.files:CsvTracker")
 TRACKERS.declare("tensorboard", "strop.run.trackers.tensorboard:TensorboardTracker")
 TRACKERS.declare("wandb", "strop.run.trackers.wandb:WandbTracker", library="wandb")
 TRACKERS.declare("tracking", "strop.run.trackers.wandb:WandbTracker", library="wandb")  # verl's old name
@@ -252,10 +252,10 @@ ENGINES.declare(
 # --- Formats of tool calls ----------------------------------------------------------------------------------
 # reads_template: the parser is made from the tokenizer, whose chat template shows the format.
 TOOL_PARSERS = Registry("format of tool calls", facts={"reads_template": False})
-TOOL_PARSERS.declare("hermes", "strop.agents.parsers.hermes:HermesParser")
-TOOL_PARSERS.declare("llama3_json", "strop.agents.parsers.llama3_json:Llama3JsonParser")
+TOOL_PARSERS.declare("hermes", "strop.agents.parsers.json_formats:HermesParser")
+TOOL_PARSERS.declare("llama3_json", "strop.agents.parsers.json_formats:Llama3JsonParser")
 TOOL_PARSERS.declare("qwen", "strop.agents.parsers.qwen:QwenParser")
-TOOL_PARSERS.declare("mistral", "strop.agents.parsers.mistral:MistralParser")
+TOOL_PARSERS.declare("mistral", "strop.agents.parsers.json_formats:MistralParser")
 TOOL_PARSERS.declare("pythonic", "strop.agents.parsers.pythonic:PythonicParser")
 for _name in ("template", "auto"):
     TOOL_PARSERS.declare(_name, "strop.agents.parsers.template:template_parser", reads_template=True)
@@ -264,7 +264,7 @@ for _name in ("template", "auto"):
 AGENT_LOOPS = Registry("agent loop")
 AGENT_LOOPS.declare("single_turn_agent", "strop.agents.loops:SingleTurnAgent")
 AGENT_LOOPS.declare("tool_agent", "strop.agents.tool_agent:ToolAgent")
-AGENT_LOOPS.declare("react_agent", "strop.agents.react_agent:ReactAgent")
+AGENT_LOOPS.declare("react_agent", "strop.agents.tool_agent:ReactAgent")
 
 # --- Reward managers ----------------------------------------------------------------------------------------
 # stores_acc: a scorer's plain number is also reported as `acc`; takes_lists: the function is called once,

@@ -1,6 +1,9 @@
 """Metrics of runs as columns in memory, and curves of them with no more points than a screen has.
 
-The store keeps the metrics of many runs within a memory limit; a list of runs does not wait for long files.
+A growing file of JSON lines is read from where the last read stopped. An incomplete line at the end is left
+for later, a line that is no JSON object is counted and skipped, and a file that was replaced (by a resumed
+run) is read again from the start. The store keeps the metrics of many runs within a memory limit; a list of
+runs does not wait for long files.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import queue
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -19,16 +22,15 @@ from typing import TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from strop.board.jsonl_tail import FileTail
-
 Curve: TypeAlias = Mapping[str, Sequence[float | None]]
 """step, time and value of each point."""
 T = TypeVar("T")
-
 MAX_METRICS = 4000
 MAX_STEP = 1 << 53
 BLOCK = 256
 """Lines that are added to the columns at once."""
+CHUNK_BYTES = 4 << 20
+MAX_LINE_BYTES = 16 << 20
 
 
 @dataclass
@@ -193,13 +195,26 @@ def curves(file: MetricFile, names: Sequence[str], points: int, *, stacked: bool
 
 
 MAX_VALUES = 16_000_000
+
+
 """Over all runs in memory, 12 bytes each; the least recently used runs are evicted first."""
+
+
 LONG_FILE = 1 << 20
+
+
 """Unread bytes that take too long to read while a list of runs waits."""
+
+
 END = 256 << 10
+
+
 """Bytes at the end of a long file that `glance` reads."""
 
+
 State: TypeAlias = tuple[int, int, int]
+
+
 """Inode, size and modification time of a file: while they are unchanged, so is its content."""
 
 
@@ -308,3 +323,69 @@ def _parsed(line: bytes) -> object:
 def _state(path: Path) -> State:
     facts = path.stat()
     return facts.st_ino, facts.st_size, facts.st_mtime_ns
+
+
+class FileTail:
+    """The position in a growing file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.offset = 0
+        self.damaged = 0
+        """Lines that could not be read."""
+        self.generation = 0
+        """How often the file was found replaced."""
+        self._identity: tuple[int, int] | None = None
+        self._rest = b""
+        self._skipping = False
+
+    def replaced(self) -> bool:
+        """Whether the file was replaced or deleted; then everything read from it is void."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            identity = None
+            size = 0
+        else:
+            identity = (stat.st_dev, stat.st_ino)
+            size = stat.st_size
+        other = self._identity is not None and (identity != self._identity or size < self.offset)
+        if other:
+            self.offset = 0
+            self.damaged = 0
+            self._rest = b""
+            self._skipping = False
+            self.generation += 1
+        self._identity = identity
+        return other
+
+    def new(self) -> Iterator[dict[str, object]]:
+        """The objects in the lines that were added."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while piece := file.read(CHUNK_BYTES):
+                self.offset += len(piece)
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                for line in lines:
+                    yield from self._parsed(line)
+                if len(self._rest) > MAX_LINE_BYTES:
+                    self._rest = b""
+                    self._skipping = True
+
+    def _parsed(self, line: bytes) -> Iterator[dict[str, object]]:
+        if self._skipping:
+            self._skipping = False
+            self.damaged += 1
+            return
+        if not line.strip():
+            return
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            yield value
+        else:
+            self.damaged += 1

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from strop.board.curves import MetricFile, MetricStore
-from strop.board.jsonl_tail import FileTail
+from strop.board.curves import FileTail, MetricFile, MetricStore
 from strop.board.run_index import ALERTS, CONFIG, METRICS, NotFound, RunFolder, StepListingCache
 from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.run.checkpoint.layout import (

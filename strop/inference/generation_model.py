@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from strop.agents.build import AgentSetup
 from strop.agents.episode import Episode
-from strop.agents.runner import EpisodeRequest, EpisodeRunner
+from strop.agents.runner import AgentSetup, EpisodeRequest, EpisodeRunner
 from strop.catalog import DATASETS
 from strop.config.derived import holds_weights
 from strop.config.schema.inference import GenerationConfig

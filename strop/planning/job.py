@@ -27,9 +27,8 @@ from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, Super
 from strop.config.schema.trainer import TrainerConfig
 from strop.planning.activations import Tokens
 from strop.planning.devices import PlannedCluster
-from strop.planning.models import frozen_model, trained_model
 from strop.planning.rollout import PlannedSampler
-from strop.planning.training import TrainedModel
+from strop.planning.training import TrainedModel, frozen_model, trained_model
 
 Trainer = TypeVar("Trainer", bound=TrainerConfig)
 SupervisedRun = SftConfig | RmConfig | DpoConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
-from strop.agents.build import AgentSetup
+from strop.agents.runner import AgentSetup
 from strop.algorithms.ema import EMA
 from strop.algorithms.kl import KLController, kl_controller
 from strop.backends.base import MicroBatching, Roles

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
-from strop.agents.build import AgentSetup
 from strop.agents.episode import Episode
-from strop.agents.runner import EpisodeRequest, EpisodeRunner
+from strop.agents.runner import AgentSetup, EpisodeRequest, EpisodeRunner
 from strop.backends.base import Backend
 from strop.rollout.base import Completion, Engine, Request, Sampling, stream_seed
 from strop.types import Prompt, Trajectory

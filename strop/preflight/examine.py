@@ -49,7 +49,7 @@ def examine(loaded: Loaded[RootConfig]) -> PreflightReport:
     report.findings += _warmup(config, report.plan)
     report.findings += _folders(config)
     if report.ok and isinstance(config, PpoConfig | SupervisedConfig):
-        from strop.preflight.memory import examine_memory
+        from strop.preflight.model_checks import examine_memory
 
         examine_memory(config, report)
     return report

@@ -25,9 +25,10 @@ from torch import Tensor
 from strop.config.aliases import flatten
 from strop.config.compose import Loaded, reload
 from strop.config.schema.ppo import PpoConfig
-from strop.replay.recording import EVERYTHING, TapedTrainer
-from strop.replay.recording_format import (
+from strop.replay.recording import (
+    EVERYTHING,
     PHASES,
+    TapedTrainer,
     compared,
     folder_of,
     recorded_steps,

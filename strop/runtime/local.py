@@ -25,8 +25,8 @@ import torch
 from strop.ranks import Ranks, SharedFailure
 from strop.run.heartbeat import worker_log_file
 from strop.run.watchdog import HUNG
-from strop.runtime.child_process import LAUNCHED, OutputTail, omp_threads_per_rank
 from strop.runtime.failure import WAITED, RankFailure, describe, first_cause
+from strop.runtime.launch import LAUNCHED, OutputTail, omp_threads_per_rank
 
 GRACE_SECONDS = 10.0
 """Seconds that the other ranks have to end by themselves after one has failed."""

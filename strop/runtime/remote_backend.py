@@ -23,7 +23,7 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.ranks import Ranks
 from strop.run.checkpoint.shards import SavedTensor
 from strop.run.checkpoint.tensor_files import join, split
-from strop.runtime.network import free_port, network_environment
+from strop.runtime.launch import free_port, network_environment
 from strop.runtime.remote_models import BatchArrays, output_arrays
 from strop.types import Batch
 

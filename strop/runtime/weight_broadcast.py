@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strop.runtime.network import address_towards, interface_of_address, network_environment
+from strop.runtime.launch import address_towards, interface_of_address, network_environment
 
 CHUNK_BYTES = 8 << 20
 """Bytes of one gloo message: large enough to be efficient, small enough that the last member of the chain

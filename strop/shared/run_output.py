@@ -16,16 +16,20 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.catalog import TRACKERS
 from strop.config.schema.model import CheckpointConfig
 from strop.ranks import Ranks, SharedFailure
-from strop.run.checkpoint import random_state
-from strop.run.checkpoint.contents import part_selector, role_parts, role_state
+from strop.run.checkpoint.contents import (
+    capture_random_states,
+    part_selector,
+    restore_random_states,
+    role_parts,
+    role_state,
+)
 from strop.run.checkpoint.resume import ResumePoint, delete_checkpoint, log_config_changes, resume
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, Export, load
-from strop.run.dumps import dump, rollout_rows, write_transcripts
 from strop.run.health.monitor import HealthMonitor
 from strop.run.heartbeat import BETWEEN_PHASES, start_heartbeat
 from strop.run.profile.capture import StepProfiler
-from strop.run.samples import SampleWriter, UpdateLogProbs
+from strop.run.samples import SampleWriter, UpdateLogProbs, dump, rollout_rows, write_transcripts
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
 from strop.shared.evidence import batch_rows, write_evidence
@@ -261,7 +265,7 @@ class RunOutput:
             "trainer": {
                 "step": loop.step,
                 "program": program_name(self.config),
-                "random": random_state.capture(),
+                "random": capture_random_states(),
                 **{name: part.state_dict() for name, part in self.stateful.items()},
             },
         }
@@ -291,7 +295,7 @@ class RunOutput:
                     "trainer.default_local_dir)."
                 )
             part.load_state_dict(state[name])
-        random_state.restore(state["random"])
+        restore_random_states(state["random"])
 
     def _load_contents(self, role: str) -> list[str]:
         return list(self.contents[role].load_contents or self.contents[role].save_contents)

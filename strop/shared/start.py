@@ -20,7 +20,7 @@ from strop.config.schema.trainer import TrainerConfig
 from strop.errors import CRASHED
 from strop.ranks import Ranks
 from strop.run.heartbeat import run_lock, start_heartbeat
-from strop.run.profile.nsys import NSYS_VARIABLE, restart_under_nsys
+from strop.run.profile.capture import NSYS_VARIABLE, restart_under_nsys
 from strop.run.watchdog import WatchdogLimits, start_watchdog
 from strop.runtime.failure import RankFailure, supervise
 from strop.runtime.local import LAUNCHED, is_rank, joined, run_ranks

@@ -30,8 +30,16 @@ from strop.run.checkpoint.store import Export
 from strop.shared.backend_maker import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
 from strop.shared.run_output import RunOutput, Stateful
-from strop.supervised.reference import Forward, PairsWithReference, precompute_reference
-from strop.supervised.tasks import DpoTask, Item, RewardModelTask, SftTask, Task
+from strop.supervised.tasks import (
+    DpoTask,
+    Forward,
+    Item,
+    PairsWithReference,
+    RewardModelTask,
+    SftTask,
+    Task,
+    precompute_reference,
+)
 from strop.supervised.trainer import EpochProgress, Observer, ScoreMoments, SupervisedTrainer
 from strop.types import Batch
 

@@ -17,8 +17,7 @@ from strop.data.loader import Loader
 from strop.models.heads import RewardStatistics
 from strop.shared.run_output import RunOutput
 from strop.shared.step_record import StepRecord
-from strop.supervised.reference import Forward, with_reference
-from strop.supervised.tasks import Item, Task, is_trainable
+from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference
 from strop.types import Batch
 
 if TYPE_CHECKING:

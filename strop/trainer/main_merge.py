@@ -46,8 +46,7 @@ def _merge(asked: argparse.Namespace) -> int:
 
 
 def _test(asked: argparse.Namespace) -> int:
-    from strop.run.merge.compare import compare_with_folder
-    from strop.run.merge.merge import final_weights
+    from strop.run.merge.merge import compare_with_folder, final_weights
     from strop.run.merge.sources import CodeTrust, read_source
 
     source = read_source(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from strop.errors import answer
 from strop.shared.process_setup import prepare_process
-from strop.trainer.supervised import run_supervised
+from strop.trainer.main_sft import run_supervised
 
 
 def run(arguments: Sequence[str]) -> int:

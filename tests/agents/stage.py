@@ -8,8 +8,7 @@ from typing import Any
 
 from tokenizers import decoders
 
-from strop.agents.context import EpisodeContext, EpisodeLimits
-from strop.agents.episode import Episode
+from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import parser_for

@@ -12,7 +12,7 @@ import pytest
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import Malformed, ToolCall
-from strop.agents.react_agent import action_of
+from strop.agents.tool_agent import action_of
 from strop.catalog import AGENT_LOOPS
 from tests.agents.stage import ScriptedEngine, episode_context, play, prompt, text, tool_set
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from strop.agents.parsers.base import Malformed, Raw, ToolCall
-from strop.agents.tool_arguments import fit_arguments
-from strop.agents.tool_session import CallLimits, truncated
+from strop.agents.tool_session import CallLimits, fit_arguments, truncated
 from strop.agents.tool_set import ToolSet
 from strop.agents.tools import (
     MAX_ABANDONED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strop.board.jsonl_tail import MAX_LINE_BYTES, FileTail
+from strop.board.curves import MAX_LINE_BYTES, FileTail
 
 
 def test_only_what_was_added_is_read_again(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.agents.build import AgentSetup
+from strop.agents.runner import AgentSetup
 from strop.config.compose import load
 from strop.config.schema.rollout import RewardWeightsConfig
 from strop.ppo.build import build_ppo

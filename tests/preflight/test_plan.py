@@ -10,7 +10,7 @@ from strop.cli import dispatch
 from strop.config.compose import load
 from strop.planning.advice import advise
 from strop.planning.devices import PlannedCluster, device_of
-from strop.preflight.memory import findings, local_device
+from strop.preflight.model_checks import local_device, memory_findings
 
 MODEL = "actor_rollout_ref.model.path=qwen2.5-7b"
 
@@ -67,8 +67,8 @@ def advice(gpu, *overrides, per_node=8):
 
 
 def test_the_preflight_warns_of_micro_batches_and_refuses_what_cannot_run():
-    assert findings(advice("h100")) == []
-    large = findings(
+    assert memory_findings(advice("h100")) == []
+    large = memory_findings(
         advice(
             "h100",
             "actor_rollout_ref.rollout.n=64",
@@ -79,9 +79,9 @@ def test_the_preflight_warns_of_micro_batches_and_refuses_what_cannot_run():
     assert (
         large[0].key.endswith("ppo_micro_batch_size_per_gpu") and "Set actor_rollout_ref" in large[0].message
     )
-    hopeless = findings(advice("h100", per_node=1))
+    hopeless = memory_findings(advice("h100", per_node=1))
     assert [finding.level for finding in hopeless] == ["error"] and "would do" in hopeless[0].message
-    assert [finding.level for finding in findings(advice("cpu", per_node=1))] == ["warning"]
+    assert [finding.level for finding in memory_findings(advice("cpu", per_node=1))] == ["warning"]
 
 
 def test_the_processes_of_a_cpu_share_its_memory(monkeypatch):

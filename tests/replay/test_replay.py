@@ -11,7 +11,7 @@ import torch
 from strop.config.compose import load
 from strop.config.rules import check
 from strop.ppo import experience
-from strop.replay.recording_format import recorded_steps
+from strop.replay.recording import recorded_steps
 from strop.replay.replay import difference, differences, main, replay
 from tests.ppo.runs import run, same, weights
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.run.checkpoint import random_state
+from strop.run.checkpoint.contents import capture_random_states, restore_random_states
 from strop.run.checkpoint.resume import resume
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, layout
@@ -34,7 +34,7 @@ def train(directory: str, steps: int) -> None:
     start = resume(directory)
     if start is not None:
         weight, position = start.parts["actor/model"]["weight"], start.parts["data"]["position"]
-        random_state.restore(start.parts["trainer"]["random"])
+        restore_random_states(start.parts["trainer"]["random"])
     first = 1 if start is None else start.step + 1
     with Checkpoints(directory, keep=RetentionPolicy(newest=2)) as checkpoints:
         for step in range(first, steps + 1):
@@ -44,7 +44,7 @@ def train(directory: str, steps: int) -> None:
                 step,
                 {
                     "data": {"position": position},
-                    "trainer": {"random": random_state.capture()},
+                    "trainer": {"random": capture_random_states()},
                     "actor/model": {"weight": weight},
                 },
             )

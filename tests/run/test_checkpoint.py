@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.run.checkpoint import layout, random_state
+from strop.run.checkpoint import layout
 from strop.run.checkpoint import store as checkpoint
+from strop.run.checkpoint.contents import capture_random_states
 from strop.run.checkpoint.layout import DamagedCheckpoint, SaveError
 from strop.run.checkpoint.store import Checkpoints, Export, load, save
 from tests.run.test_tree import same
@@ -30,7 +31,12 @@ def state(seed: int = 0) -> dict[str, Any]:
     optimizer.step()
     return {
         "data": {"epoch": 1, "row": 96, "order": [3, 1, 2]},
-        "trainer": {"step": 20, "kl_coef": 0.1 + 0.2, "random": random_state.capture(), "note": None},
+        "trainer": {
+            "step": 20,
+            "kl_coef": 0.1 + 0.2,
+            "random": capture_random_states(),
+            "note": None,
+        },
         "actor/model": dict(model.state_dict()),
         "actor/optimizer": optimizer.state_dict(),
         "critic/model": {"head": torch.rand(3, dtype=torch.float64)},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strop.run.dumps import dump, rollout_rows, write_transcripts
+from strop.run.samples import dump, rollout_rows, write_transcripts
 from strop.types import Prompt, Trajectory, Turn
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from strop.config.compose import load
-from strop.run.profile.capture import StepProfiler
-from strop.run.profile.nsys import NSYS_VARIABLE, nsys_command, options
+from strop.run.profile.capture import NSYS_VARIABLE, StepProfiler, nsys_command, nsys_options
 from strop.run.profile.report import levers, main, report
 from tests import forked
 
@@ -160,7 +159,7 @@ def test_nsys_gets_the_options_of_the_worker(
     assert nsys_command(["python"], both, rank=1) is not None
     monkeypatch.setenv(NSYS_VARIABLE, "1")
     assert nsys_command(["python"], config(*keys)) is None
-    assert options({"trace": "nvtx", "sample": None}, 1) == ["--trace=nvtx"]
+    assert nsys_options({"trace": "nvtx", "sample": None}, 1) == ["--trace=nvtx"]
 
 
 def test_the_run_becomes_the_same_command_under_nsys(tmp_path: Path) -> None:

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from strop.run.checkpoint import random_state
-from strop.run.checkpoint.contents import part_selector, role_parts, role_state
+from strop.run.checkpoint.contents import (
+    capture_random_states,
+    part_selector,
+    restore_random_states,
+    role_parts,
+    role_state,
+)
 from strop.run.checkpoint.store import load, save
 from strop.shared.run_output import save_is_due
 
@@ -27,20 +32,20 @@ def draw() -> list[float]:
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     draw()
-    save(tmp_path, 1, {"trainer": {"random": random_state.capture()}})
+    save(tmp_path, 1, {"trainer": {"random": capture_random_states()}})
     expected = [draw(), draw()]
     random.seed(7), np.random.seed(7), torch.manual_seed(7)
     assert draw() != expected[0]
-    random_state.restore(load(tmp_path / "global_step_1")["trainer"]["random"])
+    restore_random_states(load(tmp_path / "global_step_1")["trainer"]["random"])
     assert [draw(), draw()] == expected
 
 
 def test_cuda_states_without_the_device_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    state = random_state.capture()
+    state = capture_random_states()
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
     if torch.cuda.is_available():
         pytest.skip("there are CUDA devices here")
-    random_state.restore(state)
+    restore_random_states(state)
     assert "random states of 1 CUDA devices, there are 0 here" in caplog.text
 
 
@@ -48,9 +53,9 @@ def test_cuda_states_without_the_device_are_reported(caplog: pytest.LogCaptureFi
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_random_numbers_of_the_device_go_on(tmp_path: Path) -> None:
     torch.rand(3, device="cuda")
-    save(tmp_path, 1, {"trainer": {"random": random_state.capture()}})
+    save(tmp_path, 1, {"trainer": {"random": capture_random_states()}})
     expected = torch.rand(3, device="cuda")
-    random_state.restore(load(tmp_path / "global_step_1")["trainer"]["random"])
+    restore_random_states(load(tmp_path / "global_step_1")["trainer"]["random"])
     assert torch.equal(torch.rand(3, device="cuda"), expected)
 
 

@@ -18,8 +18,7 @@ from strop.config.compose import load
 from strop.config.rules import check
 from strop.run.trackers.base import TrackedRun, get_or_create_id, save_id, saved_id, start
 from strop.run.trackers.console import ConsoleTracker, LiveView
-from strop.run.trackers.csv import CsvTracker
-from strop.run.trackers.jsonl import JsonlTracker
+from strop.run.trackers.files import CsvTracker, JsonlTracker
 
 NAN = float("nan")
 

@@ -6,15 +6,15 @@ import socket
 
 import pytest
 
-from strop.runtime.network import interface_of_address, network_environment
-from strop.runtime.ray.rank_launcher import Machine, RankLauncher, package_versions, thread_environment
-from strop.runtime.ray.resources import (
+from strop.runtime.launch import interface_of_address, network_environment
+from strop.runtime.ray.placement import (
     ResourceRequest,
     check_machines,
     forwarded_environment,
     local_paths,
     missing_resources,
 )
+from strop.runtime.ray.rank_launcher import Machine, RankLauncher, package_versions, thread_environment
 
 HERE = {"python": "3.11", "strop": "1", "torch": "2.13"}
 

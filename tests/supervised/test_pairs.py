@@ -18,7 +18,7 @@ from strop.quickstart.tiny_model import tiny_tokenizer
 from strop.rewards.base import RewardSample
 from strop.rewards.model import build_reward_model_scorer, load_model
 from strop.run.checkpoint.tensor_files import read_tensors
-from strop.supervised.reference import FILE
+from strop.supervised.tasks import REFERENCE_FILE
 from strop.supervised.trainer import ScoreMoments
 from strop.types import Prompt, Trajectory
 from tests.ppo.runs import run as run_ppo
@@ -203,7 +203,9 @@ def test_a_reference_may_be_asked_once_or_in_every_step(pairs, tmp_path):
         steps = train("dpo", base, *more, f"trainer.default_local_dir={tmp_path}/{name}")
         assert steps[8]["train/reward_margin"] > 0.05
         found[name] = weights(tmp_path / name, 8)
-    assert (tmp_path / "once" / FILE).exists() and not (tmp_path / "always" / FILE).exists()
+    assert (tmp_path / "once" / REFERENCE_FILE).exists() and not (
+        tmp_path / "always" / REFERENCE_FILE
+    ).exists()
     for name in ways:
         for weight, tensor in found[name].items():
             assert torch.allclose(tensor, found["once"][weight], rtol=1e-3, atol=1e-4), (name, weight)
@@ -243,10 +245,10 @@ def make_task_model(pairs: Path, folder: Path) -> Path:
 def test_only_the_rows_of_the_run_are_asked_about_and_only_once(pairs, tmp_path, monkeypatch):
     base = [*settings(pairs, tmp_path, "dpo"), "data.val_files=null", "optim.total_training_steps=3"]
     train("dpo", base, "trainer.total_training_steps=2")
-    (table,) = read_tensors(tmp_path / FILE).values()
+    (table,) = read_tensors(tmp_path / REFERENCE_FILE).values()
     assert table.shape == (64, 2) and int(table.isnan().any(-1).sum()) == 32
     train("dpo", base, "trainer.total_training_steps=3")
-    (longer,) = read_tensors(tmp_path / FILE).values()
+    (longer,) = read_tensors(tmp_path / REFERENCE_FILE).values()
     known = ~table.isnan()
     assert int(longer.isnan().any(-1).sum()) == 16 and torch.equal(longer[known], table[known])
     fresh = train(

@@ -18,9 +18,7 @@ from strop.agents.parsers.base import (
     read_json,
     without_end_of_turn,
 )
-from strop.agents.parsers.hermes import HermesParser, TaggedJson
-from strop.agents.parsers.llama3_json import Llama3JsonParser
-from strop.agents.parsers.mistral import MistralParser
+from strop.agents.parsers.json_formats import HermesParser, Llama3JsonParser, MistralParser, TaggedJson
 from strop.agents.parsers.pythonic import PythonicParser
 from strop.agents.parsers.qwen import QwenParser
 from strop.agents.tool_schema import JsonObject

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from strop.run.health.history import History
 from strop.run.health.rules import RULES, Rule
-from strop.run.trackers.jsonl import append, begin
+from strop.run.trackers.files import append, begin
 
 log = logging.getLogger(__name__)
 

@@ -31,11 +31,15 @@ from strop.runtime.ray.connection import (
     short_error,
 )
 from strop.runtime.ray.model_actors import start_model_copies, start_training_workers
-from strop.runtime.ray.placement import DeviceSection, RayPlacement
-from strop.runtime.ray.rank_launcher import Machine, RankLauncher, package_versions
-from strop.runtime.ray.rank_watcher import RankWatcher
+from strop.runtime.ray.placement import (
+    DeviceSection,
+    RayPlacement,
+    check_machines,
+    forwarded_environment,
+    local_paths,
+)
+from strop.runtime.ray.rank_launcher import Machine, RankLauncher, RankWatcher, package_versions
 from strop.runtime.ray.replica_pool import POOL, ReplicaManager
-from strop.runtime.ray.resources import check_machines, forwarded_environment, local_paths
 from strop.runtime.remote_backend import BackendFactory
 from strop.runtime.remote_models import ServedModel
 from strop.runtime.rollout_replica import ReplicaSpec
