@@ -21,6 +21,7 @@ _STOPPED = {
     "timeout": "The program was stopped after {seconds:g} seconds.",
     "memory": "The program was stopped because it used more than {memory_mb} MB of memory.",
     "output": "The program was stopped because it printed too much.",
+    "disk": "The program was stopped because it wrote too many or too large files.",
 }
 
 

@@ -192,12 +192,10 @@ def test_apps_wraps_values_in_a_list():
     [test] = code_tests.parse_tests({"fn_name": "f", "inputs": [[1]], "outputs": [[[1, 2]]]})
     from strop.rewards.sandbox.limits import ProgramOutcome
 
-    assert test.passed(ProgramOutcome("ok", value=[1, 2])) and test.passed(
-        ProgramOutcome("ok", value=[[1, 2]])
-    )
-    assert not test.passed(ProgramOutcome("ok", value=[1])) and not test.passed(
-        ProgramOutcome("timeout", value=[1, 2])
-    )
+    assert test.passed(ProgramOutcome("ok", value=[1, 2], returned=True))
+    assert test.passed(ProgramOutcome("ok", value=[[1, 2]], returned=True))
+    assert not test.passed(ProgramOutcome("ok", value=[1], returned=True))
+    assert not test.passed(ProgramOutcome("timeout", value=[1, 2], returned=True))
 
 
 # --- in the reward loop ---------------------------------------------------------------------------------------------------------

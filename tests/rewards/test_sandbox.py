@@ -330,7 +330,7 @@ def test_killing_the_supervisor_and_everybody(level):
         "import os, signal\nfor pid in (os.getppid(), 1):\n    for s in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):\n"
         "        try: os.kill(pid, s)\n        except OSError: pass\nprint('still here')"
     )
-    if not Isolation(level).own_user:
+    if not Isolation(level).protects_processes:
         pytest.skip("this level says that processes of the same user can be harmed")
     outcomes = run_tests(program + "\nos.kill(-1, signal.SIGKILL)", [{"stdin": ""}] * 2, SHORT, level=level)
     assert [o.stdout for o in outcomes] == ["still here\n"] * 2 or [o.exit_code for o in outcomes] == [-9, -9]

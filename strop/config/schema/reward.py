@@ -60,9 +60,11 @@ class SandboxFusionConfig:
     """Timeout of one test of a program, in seconds."""
     total_timeout: float = setting(60.0, above=0)
     """Timeout of all tests of a program, in seconds. Tests that have not started by then fail."""
-    isolation: str = setting("auto", choices=("auto", "namespaces", "bubblewrap", "user", "limits"))
-    """How programs are isolated. auto: the strongest method that works on this machine, with a warning if the
-    network stays reachable."""
+    isolation: str = setting(
+        "auto", choices=("auto", "namespaces", "bubblewrap", "landlock", "user", "limits")
+    )
+    """How programs are isolated. auto: the strongest of namespaces, bubblewrap and landlock that works on
+    this machine; if none does, programs are refused. user and limits leave the network reachable."""
 
 
 @dataclass(eq=False)

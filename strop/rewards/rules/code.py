@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import ast
 import json
-import math
+import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.config.schema.reward import SandboxFusionConfig
+from strop.rewards.rules.code_compare import same_output, same_value
+from strop.rewards.sandbox.checker import UNSUPPORTED
 from strop.rewards.sandbox.launch import choose_isolation, run_tests
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
 from strop.rewards.sandbox.remote import run_remote_tests
 
+logger = logging.getLogger(__name__)
 MAX_TESTS = 10  # as in verl
-RELATIVE_TOLERANCE = 1e-5  # of numbers with a fraction; integers must be equal
-ABSOLUTE_TOLERANCE = 1e-8
 MAX_SHOWN = 200  # characters of a wrong ground truth in an error message
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "py", "python3", "py3")
@@ -38,6 +39,7 @@ _FAILURES = {
     "timeout": "timed out",
     "memory": "out of memory",
     "output": "too much output",
+    "disk": "too much on disk",
 }
 
 
@@ -55,17 +57,26 @@ def compute_score(
     because it says nothing about the program.
     """
     tests = parse_tests(ground_truth, max_tests)
+    settings = sandbox or SandboxFusionConfig()
+    if not settings.url:
+        # First: a machine that cannot isolate programs must show with any response.
+        choose_isolation(settings.isolation)
     program = extract_program(solution_str)
     if program is None:
         return {"score": 0.0, "acc": 0.0, "verdict": "no program"}
-    outcomes = _run(program, [test.run for test in tests], sandbox or SandboxFusionConfig())
+    outcomes = _run(program, [test.run for test in tests], settings)
     passed = 0
     verdict = "passed"
     for test, outcome in zip(tests, outcomes, strict=True):
         if test.passed(outcome):
             passed += 1
-        elif verdict == "passed":
+            continue
+        if verdict == "passed":
             verdict = _FAILURES[outcome.status]
+        if UNSUPPORTED in outcome.stderr:
+            logger.warning(
+                "A test of a programming problem fails for every program. %s", outcome.stderr[-500:]
+            )
     acc = float(passed == len(tests))
     score = acc
     if continuous:
@@ -126,6 +137,8 @@ class ProgramTest:
             return False
         if "stdin" in self.run:
             return same_output(outcome.stdout, str(self.expected))
+        if not outcome.returned:  # it ended without a value, which is not None
+            return False
         if "assertions" in self.run:
             return outcome.value is True
         if same_value(outcome.value, self.expected):
@@ -259,61 +272,3 @@ def _shown(value: object) -> str:
     if len(text) <= MAX_SHOWN:
         return text
     return text[: MAX_SHOWN - 3] + "..."
-
-
-# --- Comparison ---------------------------------------------------------------------------------------------
-
-
-def same_output(written: str, expected: str) -> bool:
-    """Whether two outputs are equal line by line, without outer white space, and number by number.
-
-    >>> same_output("1.0000001  2\\n\\n", "1 2")
-    True
-    """
-    written_lines = written.strip().splitlines()
-    expected_lines = expected.strip().splitlines()
-    if len(written_lines) != len(expected_lines):
-        return False
-    return all(map(_same_line, written_lines, expected_lines))
-
-
-def _same_line(written: str, expected: str) -> bool:
-    written_words = written.split()
-    expected_words = expected.split()
-    if len(written_words) != len(expected_words):
-        return False
-    return all(map(_same_word, written_words, expected_words))
-
-
-def _same_word(written: str, expected: str) -> bool:
-    if written == expected:
-        return True
-    try:
-        return int(written) == int(expected)
-    except ValueError:
-        pass
-    try:
-        return _is_close(float(written), float(expected))
-    except ValueError:
-        return False
-
-
-def same_value(value: object, expected: object) -> bool:
-    """Whether two values are equal, with numbers compared as in `same_output`; tuples are lists, as in
-    JSON."""
-    if isinstance(expected, bool) or isinstance(value, bool):
-        return value is expected
-    if isinstance(expected, int | float) and isinstance(value, int | float):
-        if isinstance(value, int) and isinstance(expected, int):
-            return value == expected
-        return _is_close(float(value), float(expected))
-    if isinstance(expected, list) and isinstance(value, list):
-        return len(value) == len(expected) and all(map(same_value, value, expected))
-    if isinstance(expected, dict) and isinstance(value, dict):
-        by_text = {str(key): item for key, item in expected.items()}
-        return set(value) == set(by_text) and all(same_value(value[key], by_text[key]) for key in value)
-    return value == expected
-
-
-def _is_close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)

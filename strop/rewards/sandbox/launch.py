@@ -5,11 +5,13 @@ The levels, best first; each is tested with a small program before it is used:
     level       network  other files and processes         needs
     namespaces  none     not visible                       root, or user namespaces for all users
     bubblewrap  none     not visible                       `bwrap`, for users that only it may isolate
+    landlock    none     forbidden; names are visible      Linux 5.13 with Landlock and seccomp
     user        open     by the rights of an unused user   root
     limits      open     all rights of this user           nothing; the process limit does not hold for root
 
-Time, memory, file size, open files and processes are limited at every level, and no process survives its
-program.
+`auto` takes one of the first three and refuses to run programs where none of them works: the last two must be
+asked for by name. A seccomp filter holds at every level, if the kernel has it. Time, memory, files, open
+files and processes are limited at every level, and no process survives its program.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import contextlib
 import functools
 import itertools
 import json
-import logging
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -30,14 +32,21 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import strop
-from strop.rewards.sandbox import namespaces
+from strop.rewards.sandbox import (
+    HEADER,
+    checker,  # noqa: F401 - compiled here once, so that the interpreters of programs need not
+    namespaces,
+    sandbox_child,  # noqa: F401
+)
+from strop.rewards.sandbox.cgroup import memory_group
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
+from strop.rewards.sandbox.work_folder import empty_folder
 
-logger = logging.getLogger(__name__)
-LEVELS = ("namespaces", "bubblewrap", "user", "limits")
+STRONG_LEVELS = ("namespaces", "bubblewrap", "landlock")
+LEVELS = (*STRONG_LEVELS, "user", "limits")
 PROBE = "import json, random, socket\nprint(sum(range(5)))"
 
 
@@ -51,15 +60,16 @@ class Isolation:
 
     @property
     def cuts_network(self) -> bool:
-        return self.level in ("namespaces", "bubblewrap")
+        return self.level in STRONG_LEVELS
 
     @property
     def hides_files(self) -> bool:
+        """Whether files and processes of the machine are not visible."""
         return self.level in ("namespaces", "bubblewrap")
 
     @property
-    def own_user(self) -> bool:
-        """Whether programs run as another user, who cannot harm the processes and files of this one."""
+    def protects_processes(self) -> bool:
+        """Whether programs cannot harm the processes and files of this user."""
         return self.level != "limits"
 
     def __str__(self) -> str:
@@ -69,14 +79,16 @@ class Isolation:
         files = "files of this user WRITABLE"
         if self.hides_files:
             files = "files hidden"
-        elif self.own_user:
+        elif self.level == "landlock":
+            files = "files forbidden"
+        elif self.protects_processes:
             files = "files readable"
         return f"{self.level} ({network}, {files}; time, memory and processes limited)"
 
 
 def choose_isolation(wanted: str = "auto") -> Isolation:
     """Return the strongest level that works on this machine, or the wanted one; ValueError if it does not
-    work."""
+    work, or if `auto` finds no level that isolates programs from the network and from files."""
     if wanted == "auto":
         return _best()
     if wanted not in LEVELS:
@@ -84,8 +96,8 @@ def choose_isolation(wanted: str = "auto") -> Isolation:
     problem = isolation_problem(wanted)
     if problem:
         raise ValueError(
-            f"The sandbox level {wanted!r} does not work on this machine: {problem}. Choose auto, or repair "
-            "it."
+            f"The sandbox level {wanted!r} does not work on this machine: {problem}. Set isolation=auto, or "
+            "repair it."
         )
     return Isolation(wanted)
 
@@ -93,19 +105,20 @@ def choose_isolation(wanted: str = "auto") -> Isolation:
 @functools.cache
 def _best() -> Isolation:
     problems: list[str] = []
-    for level in LEVELS:
+    for level in STRONG_LEVELS:
         problem = isolation_problem(level)
         if not problem:
-            found = Isolation(level, "; ".join(problems))
-            if not found.cuts_network:
-                logger.warning(
-                    "Programs of the model run with weak isolation: %s. Better was not possible: %s.",
-                    found,
-                    found.why_not_better,
-                )
-            return found
+            return Isolation(level, "; ".join(problems))
         problems.append(f"{level}: {problem}")
-    raise SandboxError(f"No sandbox works on this machine: {'; '.join(problems)}.")
+    raise ValueError(
+        f"Programs of the model cannot be isolated on this machine ({'; '.join(problems)}), so they are not "
+        "run. Give the process CAP_SYS_ADMIN, or allow user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns), or install "
+        "bubblewrap, or use a kernel with Landlock; or run them elsewhere with "
+        "reward_model.sandbox_fusion.url. To run them without isolation, where they can reach the network "
+        "and all files of this user, set isolation=limits (reward_model.sandbox_fusion.isolation, or "
+        "`isolation` of the Python tool); as root, isolation=user takes the rights of an unused user."
+    )
 
 
 @functools.cache
@@ -174,21 +187,22 @@ def run_tests(
         return []
     sites: list[str] = []
     if packages:
-        sites = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        found = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        sites = [os.path.realpath(path) for path in found]
     folders = _folders(sites)
     request = {
         "level": level,
         "program": program,
-        "tests": list(tests),
         "limits": asdict(limits),
         "packages": sites,
         "folders": folders,
         "user": next(_USERS),
+        "reads_all": os.geteuid() == 0 and not _others_can_read(tuple(folders)),
     }
-    with _SLOTS, _work_folder(level) as work:
-        report = _exchange(
-            _command(level, folders, limits), {**request, "work": work}, limits.total_seconds + GRACE
-        )
+    with _SLOTS, _work_folder(level) as work, memory_group(limits.memory_mb + limits.disk_mb) as group:
+        content = _pack({**request, "work": work, "group": group}, tests)
+        seconds = limits.total_seconds + GRACE
+        report = _exchange(_command(level, folders, limits), content, work, seconds)
     if "results" not in report:
         raise SandboxError(f"The sandbox ({level}) could not be built: {report.get('broken', report)}")
     return [_parse_outcome(result) for result in report["results"]]
@@ -204,6 +218,45 @@ def _folders(sites: Iterable[str]) -> list[str]:
         *sites,
     }
     return sorted(os.path.realpath(folder) for folder in found if os.path.isdir(folder))
+
+
+@functools.cache
+def _others_can_read(folders: tuple[str, ...]) -> bool:
+    """Whether any user can reach these folders and read them."""
+    for folder in map(Path, folders):
+        if not all(parent.stat().st_mode & stat.S_IXOTH for parent in (folder, *folder.parents)):
+            return False
+        if not folder.stat().st_mode & stat.S_IROTH:
+            return False
+    return True
+
+
+def _pack(request: Mapping[str, object], tests: Sequence[Mapping[str, object]]) -> bytes:
+    """Return the content of the interpreter's stdin.
+
+    The length of the JSON text, the JSON text, and the texts of assertions. The JSON text says where each
+    lies; its length depends on that, so positions have a fixed number of digits.
+    """
+    texts: list[bytes] = []
+    for test in tests:
+        if "assertions" in test:
+            texts.append(str(test["assertions"]).encode("utf-8", "surrogatepass"))
+    start = HEADER + len(_header(request, tests, texts, 0))
+    return b"%*d%s%s" % (HEADER, start - HEADER, _header(request, tests, texts, start), b"".join(texts))
+
+
+def _header(
+    request: Mapping[str, object], tests: Sequence[Mapping[str, object]], texts: Sequence[bytes], start: int
+) -> bytes:
+    lengths = iter([len(text) for text in texts])
+    placed: list[Mapping[str, object]] = []
+    for test in tests:
+        if "assertions" in test:
+            length = next(lengths)
+            test = {**test, "assertions": [f"{start:012d}", length]}
+            start += length
+        placed.append(test)
+    return json.dumps({**request, "tests": placed}).encode("utf-8", "surrogatepass")
 
 
 def _command(level: str, folders: Iterable[str], limits: SandboxLimits) -> list[str]:
@@ -239,34 +292,32 @@ def _work_folder(level: str) -> Iterator[str]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            empty_folder(folder)
+            os.rmdir(folder)
 
 
-def _exchange(command: Sequence[str], request: Mapping[str, object], seconds: float) -> dict[str, Any]:
-    """Start the interpreter, send the request and return its report."""
+def _exchange(command: Sequence[str], content: bytes, work: str, seconds: float) -> dict[str, Any]:
+    """Start the interpreter with `content` as its stdin and return its report."""
     # The environment of this process is not passed on: it may hold API keys. The hash seed is fixed, so that
     # scores do not depend on the order of sets.
     environment = {
         "PATH": "/usr/bin:/bin",
-        "HOME": namespaces.WORK,
-        "TMPDIR": namespaces.WORK,
+        "HOME": work,
+        "TMPDIR": work,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
     }
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
         environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    pipe = subprocess.PIPE
+    with os.fdopen(os.memfd_create("request"), "w+b") as stdin:
+        stdin.write(content)
+        stdin.flush()
+        stdin.seek(0)
+        process = _start(command, stdin, environment)
     try:
-        process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, cwd="/", start_new_session=True
-        )
-    except OSError as error:
-        raise SandboxError(f"The interpreter of the sandbox could not be started: {error}") from error
-    try:
-        stdout, stderr = process.communicate(
-            json.dumps(request).encode("utf-8", "surrogatepass"), timeout=seconds
-        )
+        stdout, stderr = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise SandboxError(f"The sandbox did not end within {seconds:g} seconds.") from error
     finally:
@@ -275,8 +326,8 @@ def _exchange(command: Sequence[str], request: Mapping[str, object], seconds: fl
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     try:
-        content: dict[str, Any] = json.loads(stdout)
-        return content
+        report: dict[str, Any] = json.loads(stdout)
+        return report
     except json.JSONDecodeError as error:
         last = stderr.decode(errors="replace").strip()[-500:]
         raise SandboxError(
@@ -284,12 +335,33 @@ def _exchange(command: Sequence[str], request: Mapping[str, object], seconds: fl
         ) from error
 
 
+def _start(
+    command: Sequence[str], stdin: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(
+            command, stdin=stdin, stdout=pipe, stderr=pipe, env=environment, cwd="/", start_new_session=True
+        )
+    except OSError as error:
+        raise SandboxError(f"The interpreter of the sandbox could not be started: {error}") from error
+
+
 def _parse_outcome(result: Mapping[str, Any]) -> ProgramOutcome:
     if result["status"] == "not run":
         return ProgramOutcome("timeout")
     value: object = None
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+    returned = False
+    # What a program wrote to the pipe may be anything.
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         value = json.loads(result["value"])["value"]
+        returned = True
     return ProgramOutcome(
-        result["status"], result["stdout"], result["stderr"], result["exit_code"], result["seconds"], value
+        result["status"],
+        result["stdout"],
+        result["stderr"],
+        result["exit_code"],
+        result["seconds"],
+        value,
+        returned,
     )

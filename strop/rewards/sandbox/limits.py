@@ -16,7 +16,8 @@ class SandboxLimits:
     memory_mb: int = 1024
     """Address space of every process, and resident memory of all processes together."""
     disk_mb: int = 64
-    """Size of all files together (namespaces, bubblewrap), or of the largest file."""
+    """Size of all files together. Where the program has no file system of its own, they are measured from
+    time to time."""
     processes: int = 16
     """Processes and threads."""
     open_files: int = 128
@@ -29,15 +30,16 @@ class ProgramOutcome:
     """The result of one test."""
 
     status: str
-    """ok | error (an exception or a non-zero exit code) | timeout | memory | output."""
+    """ok | error (an exception or a non-zero exit code) | timeout | memory | output | disk."""
     stdout: str = ""
     stderr: str = ""
     exit_code: int | None = None
     """Negative: killed by that signal."""
     seconds: float = 0.0
     value: object = None
-    """Return value of the tested function, as JSON; True if all assertions held; None if neither was
-    reached."""
+    """Return value of the tested function, as JSON; True if all assertions held."""
+    returned: bool = False
+    """Whether there is a value: the function returned, or all assertions held."""
 
 
 class SandboxError(RuntimeError):

@@ -53,10 +53,13 @@ _LOCKED = _NOSUID | _NODEV | _NOEXEC | _NOATIME | _NODIRATIME  # a user namespac
 # Options of prctl(2)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAP_DAC_OVERRIDE = 1
+_CAP_DAC_READ_SEARCH = 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -134,21 +137,35 @@ def _bind_read_only(path: str) -> None:
     _mount(None, target, None, flags)
 
 
-def drop_privileges(user: int | None) -> None:
-    """Become `user` (root only; None: stay), and drop every capability irrevocably."""
+def drop_privileges(
+    user: int | None, *, reads_all: bool = False, nested: bool = True, dumpable: bool = True
+) -> None:
+    """Become `user` (root only; None: stay), and drop every capability irrevocably.
+
+    `reads_all`: keep the capability to read what file modes forbid, for levels that restrict files in another
+    way. `nested`: forbid further user namespaces from inside a new one; a seccomp filter does it too.
+    `dumpable`: other processes of the user may read the memory of this one.
+    """
+    if reads_all:
+        _syscall("prctl", _PR_SET_KEEPCAPS, 1, 0, 0, 0)
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    set_dumpable(True)  # else /proc/self belongs to root
-    with contextlib.suppress(OSError):
-        _unshare_user(0, os.getuid(), os.getgid())
-        # In its own namespace, a process may forbid further ones: no way to get capabilities back.
-        Path("/proc/sys/user/max_user_namespaces").write_text("0")
+    set_dumpable(dumpable)  # if not, /proc/self belongs to root
+    if nested:
+        with contextlib.suppress(OSError):
+            _unshare_user(0, os.getuid(), os.getgid())
+            # In its own namespace, a process may forbid further ones: no way to get capabilities back.
+            Path("/proc/sys/user/max_user_namespaces").write_text("0")
     for capability in range(64):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    kept: tuple[int, ...] = (0,)
+    if reads_all:
+        kept = (1 << _CAP_DAC_READ_SEARCH, 1 << _CAP_DAC_OVERRIDE, 0)  # containers often lack the first
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _libc.capset(header, (ctypes.c_uint32 * 6)())
+    if all(_libc.capset(header, (ctypes.c_uint32 * 6)(mask, mask)) != 0 for mask in kept):
+        raise PermissionError(ctypes.get_errno(), "capabilities cannot be dropped")
     _syscall("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 

@@ -7,8 +7,10 @@ POST {"code", "stdin", "language": "python", "run_timeout", "memory_limit_MB", .
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
 import secrets
 import threading
 import time
@@ -16,7 +18,9 @@ from collections.abc import Mapping, Sequence
 
 from strop.rewards.http import post_json
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
+from strop.rewards.sandbox.literal_calls import all_hold, split_assertions, values_script
 
+logger = logging.getLogger(__name__)
 GRACE = 10.0  # seconds for the network
 
 
@@ -55,7 +59,7 @@ def run_remote_tests(
         }
         with _slots(url, max_concurrent):
             reply = _post(url, request, limits.seconds + GRACE)
-        outcomes.append(parse_outcome(reply, marker))
+        outcomes.append(parse_outcome(reply, marker, test))
     return outcomes
 
 
@@ -70,12 +74,25 @@ def build_script(program: str, test: Mapping[str, object], marker: str) -> str:
             f"{program}\n\nimport json as _json\nprint('\\n{marker}' + _json.dumps({call}, default=list))\n"
         )
     if "assertions" in test:
+        split = split_assertions(str(test["assertions"]))
+        if split:
+            return f"{program}\n\n{values_script(split, marker)}\n"
+        _warn_of_shared_process()
         return f"{program}\n\n{test['assertions']}\nprint('\\n{marker}true')\n"
     return program
 
 
-def parse_outcome(reply: object, marker: str) -> ProgramOutcome:
-    """Return the outcome that a server's reply describes."""
+@functools.cache
+def _warn_of_shared_process() -> None:
+    logger.warning(
+        "Assertions that are not of the form `assert f(literals) == literal` run in the process of the "
+        "program on a sandbox server, where a program can deceive them. The local sandbox runs them in "
+        "another process."
+    )
+
+
+def parse_outcome(reply: object, marker: str, test: Mapping[str, object]) -> ProgramOutcome:
+    """Return the outcome of a test that a server's reply describes."""
     result = None
     if isinstance(reply, Mapping) and reply.get("status") != "SandboxError":
         result = reply.get("run_result")
@@ -83,9 +100,17 @@ def parse_outcome(reply: object, marker: str) -> ProgramOutcome:
         raise SandboxError(f"The sandbox server could not run the program: {str(reply)[:300]}")
     stdout = str(result.get("stdout") or "")
     value: object = None
-    if marker in stdout:
-        stdout, _, value_text = stdout.partition(f"\n{marker}")
-        value = json.loads(value_text)
+    returned = False
+    stdout, found, value_text = stdout.partition(f"\n{marker}")
+    split = split_assertions(str(test.get("assertions", "")))
+    if found and split:
+        returned = all_hold(split, value_text)
+        value = returned or None
+    elif found:
+        # A program may print more behind its value; then it has none.
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value_text)
+            returned = True
     exit_code = result.get("return_code")
     status = "error"
     if result.get("status") == "TimeLimitExceeded":
@@ -99,6 +124,7 @@ def parse_outcome(reply: object, marker: str) -> ProgramOutcome:
         exit_code,
         float(result.get("execution_time") or 0.0),
         value,
+        returned,
     )
 
 
