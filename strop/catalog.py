@@ -122,31 +122,52 @@ PREFERENCE_LOSSES.declare(
 # concurrently, with `sandbox` set to reward_model.sandbox_fusion; needs_truth: a row without a ground truth
 # cannot be scored by it.
 SCORERS = Registry(
-    "scorer", facts={"sources": (), "slow": False, "vote": None, "runs_programs": False, "needs_truth": True}
+    "scorer",
+    facts={
+        "sources": (),
+        "slow": False,
+        "vote": None,
+        "runs_programs": False,
+        "needs_truth": True,
+        "compat": (),
+    },
 )
 _VOTES = "strop.rewards.votes"
 _RULES = "strop.rewards.rules"
 SCORERS.declare(
-    "gsm8k", f"{_RULES}.gsm8k:compute_score", sources=("openai/gsm8k", "gsm8k"), vote=f"{_VOTES}:number"
+    "gsm8k",
+    f"{_RULES}.gsm8k:compute_score",
+    sources=("openai/gsm8k", "gsm8k"),
+    vote=f"{_VOTES}:number",
+    compat=("verl",),
 )
 SCORERS.declare(
     "math_boxed",
     f"{_RULES}.math_boxed:compute_score",
     sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
     vote=f"{_VOTES}:boxed",
+    compat=("verl",),
 )
 SCORERS.declare(
     "math_dapo",
     f"{_RULES}.math_dapo:compute_score",
     sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
+    compat=("verl",),
 )
-SCORERS.declare("math_symbolic", f"{_RULES}.math_symbolic:compute_score", sources=("numina_*",), slow=True)
+SCORERS.declare(
+    "math_symbolic",
+    f"{_RULES}.math_symbolic:compute_score",
+    sources=("numina_*",),
+    slow=True,
+    compat=("verl",),
+)
 SCORERS.declare(
     "geo3k",
     f"{_RULES}.geo3k:compute_score",
     sources=("hiyouga/geometry3k",),
     slow=True,
     vote=f"{_VOTES}:boxed",
+    compat=("verl",),
 )
 SCORERS.declare(
     "search_qa", f"{_RULES}.search_qa:compute_score", sources=("searchR1_*",), vote=f"{_VOTES}:tagged"

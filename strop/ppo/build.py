@@ -310,6 +310,7 @@ def build_trajectory_scorer(
         model,
         judge=judge,
         max_response_length=rollout.response_length,
+        compat=config.algorithm.compat,
     )
 
 

@@ -204,7 +204,7 @@ def _rewards(
         except ValueError as problem:
             return [reward_file_finding(custom.path, problem)]
     else:
-        function = RuleScorer(reward.timeout, reward.sandbox_fusion)
+        function = RuleScorer(reward.timeout, reward.sandbox_fusion, compat=config.algorithm.compat)
     findings: list[ConfigFinding] = []
     for name, source in sources.items():
         if source.example is not None:

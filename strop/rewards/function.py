@@ -85,12 +85,14 @@ def score_response(
     extra_info: dict[str, object] | None = None,
     *,
     timeout: float = TIME_LIMIT,
+    compat: str | None = None,
     **options: object,
 ) -> object:
     """Return the rule score of a response, a number or a dict with `score`; `options` go to the scorer.
 
-    It has the signature of a custom reward function and can be used as one; rules do not read `extra_info`. A
-    scorer declared slow runs in a worker process and raises TimeoutError after `timeout` seconds.
+    `compat="verl"` gives the score of verl where the scorer has such a mode. The function has the signature
+    of a custom reward function and can be used as one; rules do not read `extra_info`. A scorer declared
+    slow runs in a worker process and raises TimeoutError after `timeout` seconds.
     """
     if not isinstance(solution_str, str):
         raise ValueError(
@@ -99,6 +101,8 @@ def score_response(
     entry = find_scorer(data_source)
     check_ground_truth(entry, data_source, ground_truth)
     compute_score: Callable[..., object] = entry.load()
+    if compat in entry.facts["compat"]:
+        options["compat"] = compat
     if entry.facts["slow"]:
         return shared_pool().call(compute_score, solution_str, ground_truth, timeout=timeout, **options)
     return compute_score(solution_str, ground_truth, **options)
@@ -120,7 +124,15 @@ class RuleScorer:
 
     is_async = False
 
-    def __init__(self, timeout: float = TIME_LIMIT, sandbox: SandboxFusionConfig | None = None):
+    def __init__(
+        self,
+        timeout: float = TIME_LIMIT,
+        sandbox: SandboxFusionConfig | None = None,
+        *,
+        compat: str | None = None,
+    ):
+        """`compat` is algorithm.compat; rules that have a mode of this name run in it."""
+        self.compat = compat
         self.timeout = min(timeout, TIME_LIMIT)
         self.sandbox = sandbox or SandboxFusionConfig()
         self._entries: dict[str, Entry] = {}
@@ -138,6 +150,8 @@ class RuleScorer:
         kwargs: dict[str, object] = {}
         if entry.facts["runs_programs"]:
             kwargs["sandbox"] = self.sandbox
+        if self.compat in entry.facts["compat"]:
+            kwargs["compat"] = self.compat
         return ScorerCall(entry.load(), (sample.solution_str, sample.ground_truth), kwargs)
 
     def concurrency(self, samples: Sequence[RewardSample]) -> int:

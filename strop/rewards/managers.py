@@ -211,6 +211,7 @@ def build_scorer(
     *,
     judge: ChatCompleter | None = None,
     max_response_length: int | None = None,
+    compat: str | None = None,
 ) -> Scorer:
     """Build the scorer of the sections `reward_model`, `custom_reward_function` and `reward_manager`.
 
@@ -218,7 +219,7 @@ def build_scorer(
     or a judge (`judge.enable`); else from the rule of each row's data source. With a function and one of the
     models, the function reads the model's score in extra_info["rm_score"]. `reward_model` is the model if it
     is loaded already, `judge` a judge in this process. The overlong penalty ends at
-    reward_kwargs.max_resp_len, or else at `max_response_length`.
+    reward_kwargs.max_resp_len, or else at `max_response_length`. `compat` is algorithm.compat, for the rules.
     """
     options = dict(config.reward_kwargs)
     max_length = options.pop("max_resp_len", None) or max_response_length
@@ -228,7 +229,7 @@ def build_scorer(
     entry = _manager_entry(config, reward_manager)
     manager: RewardManager | None = None
     if custom.path or model is None:
-        manager = _build_manager(entry, config, custom, options)
+        manager = _build_manager(entry, config, custom, options, compat)
     return Scorer(
         tokenizer,
         manager=manager,
@@ -274,7 +275,11 @@ def _manager_entry(config: RewardModelConfig, chosen: RewardManagerConfig) -> En
 
 
 def _build_manager(
-    entry: Entry, config: RewardModelConfig, custom: CustomRewardFunctionConfig, options: dict[str, object]
+    entry: Entry,
+    config: RewardModelConfig,
+    custom: CustomRewardFunctionConfig,
+    options: dict[str, object],
+    compat: str | None,
 ) -> RewardManager:
     if options and entry.source == "built-in":
         raise ValueError(
@@ -282,7 +287,7 @@ def _build_manager(
             "take. It takes max_resp_len and whole_transcript; arguments of your function go to "
             "custom_reward_function.reward_kwargs."
         )
-    function: ScoringFunction = RuleScorer(config.timeout, config.sandbox_fusion)
+    function: ScoringFunction = RuleScorer(config.timeout, config.sandbox_fusion, compat=compat)
     if custom.path:
         function = load_function(
             custom.path,

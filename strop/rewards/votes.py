@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from strop.rewards.function import find_scorer
 from strop.rewards.rules import gsm8k, math_boxed, multiple_choice, search_qa
-from strop.rewards.rules.extract import to_number
 from strop.rewards.rules.math_dapo import INVALID
+from strop.rewards.rules.maths import equality
 
 
 def vote_of(data_source: str, text: str, extras: Mapping[str, object]) -> str | None:
@@ -37,21 +37,18 @@ def number(text: str) -> str | None:
     >>> number("so #### 1,200.50") == number("#### 1200.5")
     True
     """
-    answer = gsm8k.extract_answer(text)
-    if answer is None:
-        return None
-    value = to_number(answer)
-    if value is None:
-        return answer
-    return format(value.normalize(), "f")
+    return _canonical(gsm8k.extract_answer(text))
 
 
 def boxed(text: str) -> str | None:
-    """MATH's last box, with LaTeX normalised."""
-    answer = math_boxed.extract_answer(text)
+    """MATH's last box; equal numbers are one vote, as 0.5 and \\frac{1}{2}."""
+    return _canonical(math_boxed.extract_answer(text))
+
+
+def _canonical(answer: str | None) -> str | None:
     if answer is None:
         return None
-    return math_boxed.normalise(answer)
+    return equality.canonical(answer)
 
 
 def letter(text: str) -> str | None:

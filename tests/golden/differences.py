@@ -175,21 +175,28 @@ DIFFERENCES = (
         "",
         "scorer gsm8k",
         _VERL,
-        "numbers are compared by value: 42. and 42.00 are 42, and 1,234 is 1234 under `flexible` too",
+        "the whole answer after `####` is compared by value: 42.00 is 42, 1/2 is not 1, and 42 or 43 is not 42",
     ),
     Difference(
         "verl.utils.reward_score.math_reward.compute_score",
         "",
         "scorer math_boxed",
         _VERL,
-        r"`\fbox` counts, 1,000 is 1000, `5 \text{cm}` is 5, `\text{(A)}` is A",
+        r"answers are compared by value (0.25 is 1/4, `\sqrt{8}` is `2\sqrt{2}`, `9\text{ or }8` is not 9), and `\fbox` counts",
+    ),
+    Difference(
+        "verl.utils.reward_score.prime_math.compute_score",
+        "",
+        "scorer math_symbolic",
+        _VERL,
+        "our own arithmetic decides in bounded time, not math-verify: 50% is exactly 0.5",
     ),
     Difference(
         "verl.utils.reward_score.math_dapo.compute_score",
         "",
         "scorer math_dapo",
         _VERL,
-        "`\\boxed{}` is normalised like an `Answer:` line, and searched in the last 300 characters; the peer compares it raw",
+        "answers are compared by value, `\\boxed{}` too, which is searched in the last 300 characters; the peer compares it raw",
     ),
 )
 

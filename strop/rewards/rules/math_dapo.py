@@ -1,12 +1,15 @@
-"""DAPO's maths scorer: the "Answer:" line or a box, with Minerva's normalisation (Lewkowycz et al. 2022)."""
+"""DAPO's maths scorer: the "Answer:" line or a box, compared by value.
+
+verl compares texts after Minerva's normalisation (Lewkowycz et al. 2022), here `normalise`.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Literal
 
-from strop.rewards.rules import math_boxed
-from strop.rewards.rules.extract import BOXED, last_box
+from strop.rewards.rules.extract import BOXED, closing_brace, last_box
+from strop.rewards.rules.maths import equality
 
 INVALID = "[INVALID]"
 TAIL = 300
@@ -87,32 +90,51 @@ def compute_score(
 ) -> dict[str, object]:
     """Return {score: 1 or -1, acc: bool, pred: str} of the last "Answer:" line, else of the last box.
 
-    Only the last 300 characters are searched. `strict_box_verify` reads the box only. The box is normalised
-    like the line; answers that are equal after either normalisation (Minerva's or MATH's) are equal.
-    `compat="verl"` compares a box without normalisation, and within the last 100 characters only.
+    Only the last 300 characters are searched. `strict_box_verify` reads the box only. Answers are compared by
+    value; `pred` has one spelling for equal numbers. `compat="verl"` compares the line after Minerva's
+    normalisation, and a box without any, within the last 100 characters.
     """
     tail = solution_str[-TAIL:]
     truth = str(ground_truth)
+    if compat == "verl":
+        return _score_as_verl(tail, truth, strict_box_verify)
+    answer = _answer_line(tail, strict_box_verify)
+    if answer is None:
+        box = last_box(tail)
+        if box is None:
+            return _result(False, INVALID)
+        answer = box.content
+    return _result(equality.equal(answer, truth), equality.canonical(answer))
+
+
+def _answer_line(tail: str, strict_box_verify: bool) -> str | None:
+    """Return what the last "Answer:" line says, without a box around it."""
     lines: list[str] = []
     if not strict_box_verify:
         lines = _ANSWER.findall(tail)
-    pred: str | None
+    if not lines:
+        return None
+    line = lines[-1].strip(" *_")
+    box = last_box(line)
+    if box is not None and line.replace(box.whole, "", 1).strip(" $.*\\()[]") == "":
+        return box.content
+    return line
+
+
+def _score_as_verl(tail: str, truth: str, strict_box_verify: bool) -> dict[str, object]:
+    lines: list[str] = []
+    if not strict_box_verify:
+        lines = _ANSWER.findall(tail)
     if lines:
-        pred = normalise(lines[-1])
-        right = pred == normalise(truth) or (compat != "verl" and math_boxed.equal(pred, truth))
-    elif compat == "verl":
-        pred = _verl_box(tail[-VERL_BOX_TAIL:])
-        right = pred == truth
-        if pred is None and not strict_box_verify:
-            pred = INVALID
-    else:
-        box = last_box(tail)
-        if box is None:
-            pred = INVALID
-            right = False
-        else:
-            pred = normalise(box.content)
-            right = pred == normalise(truth) or math_boxed.equal(box.content, truth)
+        normal = normalise(lines[-1])
+        return _result(normal == normalise(truth), normal)
+    pred = _verl_box(tail[-VERL_BOX_TAIL:])
+    if pred is None and not strict_box_verify:
+        return _result(False, INVALID)
+    return _result(pred == truth, pred)
+
+
+def _result(right: bool, pred: str | None) -> dict[str, object]:
     score = -1.0
     if right:
         score = 1.0
@@ -120,10 +142,12 @@ def compute_score(
 
 
 def _verl_box(text: str) -> str | None:
+    """Return the content of the last `\\boxed{`, whatever stands behind it."""
     start = text.rfind(BOXED + "{")
     if start < 0:
         return None
-    box = last_box(text[start:])
-    if box is None:
+    opening = start + len(BOXED)
+    closing = closing_brace(text, opening)
+    if closing < 0:
         return None
-    return box.content
+    return text[opening + 1 : closing]

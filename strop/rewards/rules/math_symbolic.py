@@ -1,7 +1,8 @@
-"""Mathematical equality of answers, with math-verify and sympy.
+"""Mathematical equality of answers, boxed or stated; with `compat="verl"`, as math-verify and sympy see it.
 
-Simplifying an expression may take forever, so this scorer is declared slow: it runs in a worker process with
-a timeout. math-verify's timeouts are disabled, because they use signals, which work in the main thread only.
+To simplify an expression with sympy may take forever, so this scorer is declared slow: it runs in a worker
+process with a timeout. math-verify's timeouts are disabled, because they use signals, which work in the main
+thread only.
 """
 
 from __future__ import annotations
@@ -10,27 +11,36 @@ import logging
 import re
 from decimal import Decimal
 from types import ModuleType
+from typing import Literal
 
 from strop.extras import require
 from strop.rewards.rules import math_boxed
 from strop.rewards.rules.extract import last_box, to_number
+from strop.rewards.rules.gsm8k import extract_answer as last_number
+from strop.rewards.rules.maths import equality
 
 TAIL = 2000
 _STATED = re.compile(r"(?i)answer\s{0,5}(?:is|:)\s{0,5}([^\n]{1,200})")
+_MATH = re.compile(r"\$([^$\n]{1,300})\$|\\\(([^\n]{1,300}?)\\\)|\\\[(.{1,300}?)\\\]", re.DOTALL)
 
 
-def compute_score(solution_str: str, ground_truth: object) -> dict[str, object]:
+def compute_score(
+    solution_str: str, ground_truth: object, *, compat: Literal["verl"] | None = None
+) -> dict[str, object]:
     """Return {score: 1 or 0, acc, pred, match}.
 
-    `match` is "exact", "approximate" (a decimal of it, or a percentage) or "none".
+    `match` is "exact", "approximate" (a decimal of an irrational number) or "none". `compat="verl"` compares
+    with math-verify.
     """
     pred = extract_answer(solution_str)
     match = "none"
-    if pred is not None:
+    if pred is not None and compat == "verl":
         source = solution_str[-TAIL:]
         if last_box(solution_str):
             source = f"\\boxed{{{pred}}}"
-        match = compare(pred, str(ground_truth), source=source)
+        match = compare(pred, str(ground_truth), source=source, compat=compat)
+    elif pred is not None:
+        match = _best_match(solution_str, pred, str(ground_truth))
     return {"score": float(match != "none"), "acc": match != "none", "pred": pred or "", "match": match}
 
 
@@ -45,10 +55,32 @@ def extract_answer(solution_str: str) -> str | None:
     return solution_str[-TAIL:].strip() or None
 
 
-def compare(pred: str, truth: str, *, source: str | None = None) -> str:
-    """Return "exact", "approximate" or "none"; math-verify parses the answer from `source` (default: boxed
-    pred)."""
-    if math_boxed.equal(pred, truth):
+def _best_match(solution_str: str, pred: str, truth: str) -> str:
+    """Compare the answer; if the text has neither box nor statement, its last formula or its last number."""
+    match = compare(pred, truth)
+    if match != "none" or last_box(solution_str) is not None:
+        return match
+    formulas = [next(filter(None, found)) for found in _MATH.findall(pred) if any(found)]
+    if formulas:
+        return compare(formulas[-1], truth)
+    if _STATED.search(solution_str[-TAIL:]):
+        return match
+    number = last_number(pred, method="flexible")
+    if number is None:
+        return "none"
+    return compare(number, truth)
+
+
+def compare(
+    pred: str, truth: str, *, source: str | None = None, compat: Literal["verl"] | None = None
+) -> str:
+    """Return "exact", "approximate" or "none".
+
+    With `compat="verl"`, math-verify parses the answer from `source` (default: boxed pred).
+    """
+    if compat != "verl":
+        return equality.compare(pred, truth)
+    if math_boxed.equal(pred, truth, compat=compat):
         return "exact"
     gold = parse(f"\\boxed{{{truth}}}")
     answer = parse(source or f"\\boxed{{{pred}}}")

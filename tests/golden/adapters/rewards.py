@@ -38,10 +38,8 @@ def competition(case: Case) -> dict[str, Any]:
     return {
         "last_boxed": None if box is None else box.whole,
         "answer": answer,
-        "normalized_answer": None
-        if answer is None
-        else math_boxed.normalise(answer, compat=peer("verl", None)),
-        "normalized_truth": math_boxed.normalise(truth, compat=peer("verl", None)),
+        "normalized_answer": None if answer is None else math_boxed.normalise(answer),
+        "normalized_truth": math_boxed.normalise(truth),
         "score": math_boxed.compute_score(text, truth, compat=peer("verl", None)),
     }
 
@@ -70,9 +68,9 @@ def question(case: Case) -> dict[str, Any]:
 def geometry(case: Case) -> dict[str, Any]:
     text, truth = case.inputs["solution_str"], case.inputs["ground_truth"]
     return {
-        "score": geo3k.compute_score(text, truth),
+        "score": geo3k.compute_score(text, truth, compat=peer("verl", None)),
         "format": think_boxed_format(text),
-        "accuracy": geo3k.accuracy(text, truth),
+        "accuracy": geo3k.accuracy(text, truth, compat=peer("verl", None)),
     }
 
 
@@ -80,7 +78,7 @@ def geometry(case: Case) -> dict[str, Any]:
 def prime(case: Case) -> dict[str, Any]:
     """verl calls the format right when the answer is exactly right, or else when the text has "Step 2:" and a box."""
     text = case.inputs["solution_str"]
-    found = math_symbolic.compute_score(text, case.inputs["ground_truth"])
+    found = math_symbolic.compute_score(text, case.inputs["ground_truth"], compat=peer("verl", None))
     shaped = "Step 2:" in text and "\\box" in text
     return {
         "correct": found["acc"],
@@ -92,9 +90,9 @@ def prime(case: Case) -> dict[str, Any]:
 @adapts(VERL + "math_verify._verify_in_subprocess")
 def symbolic(case: Case) -> dict[str, Any]:
     return {
-        "score": math_symbolic.compute_score(case.inputs["solution_str"], case.inputs["ground_truth"])[
-            "score"
-        ]
+        "score": math_symbolic.compute_score(
+            case.inputs["solution_str"], case.inputs["ground_truth"], compat=peer("verl", None)
+        )["score"]
     }
 
 
@@ -102,7 +100,10 @@ def symbolic(case: Case) -> dict[str, Any]:
 def dispatched(case: Case) -> dict[str, Any]:
     return {
         "result": score_response(
-            case.kwargs["data_source"], case.inputs["solution_str"], case.inputs["ground_truth"]
+            case.kwargs["data_source"],
+            case.inputs["solution_str"],
+            case.inputs["ground_truth"],
+            compat=peer("verl", None),
         )
     }
 

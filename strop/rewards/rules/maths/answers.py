@@ -1,0 +1,397 @@
+"""Read an answer: a quantity, several, a tuple, an interval, an equation, a matrix, or words."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from strop.rewards.rules.maths import regions
+from strop.rewards.rules.maths.expressions import parse_expression
+from strop.rewards.rules.maths.nodes import Apply, Node, Number, Symbol, TooLarge, Undefined, Unreadable
+from strop.rewards.rules.maths.quantities import Quantity, parse_quantity
+from strop.rewards.rules.maths.regions import Region
+from strop.rewards.rules.maths.spelling import clean
+from strop.rewards.rules.maths.tokens import Token, has_grouped, tokenize
+from strop.rewards.rules.maths.units import NO_UNIT, NUMBER_WORDS
+from strop.rewards.rules.maths.values import identical
+
+MAX_LENGTH = 1_000
+_OPENING = ("(", "[", "\\{", "\\langle", "\\lfloor", "\\lceil", "{")
+_CLOSING = (")", "]", "\\}", "\\rangle", "\\rfloor", "\\rceil", "}")
+_EQUAL = ("=", "\\approx", "\\equiv", "\\sim", "\\doteq", "\\simeq")
+_ORDER = ("<", ">", "\\le", "\\ge", "\\ne")
+_NO_SOLUTION = {
+    "nosolution",
+    "nosolutions",
+    "nosolutionexists",
+    "norealsolution",
+    "norealsolutions",
+    "emptyset",
+}
+_EVERYTHING = {"allrealnumbers", "allreals", "anyrealnumber", "realnumbers"}
+_NO_LIMIT = {"doesnotexist", "dne", "undefined", "notdefined"}
+_MATRIX = re.compile(
+    r"^[\[(]?\s*\\begin\{([a-zA-Z]*matrix|array)\}(?:\{[^{}]*\})?(.*?)\\end\{\1\}\s*[\])]?$", re.DOTALL
+)
+_NOT_LETTERS = re.compile(r"[\W_]+")
+
+
+class Words(NamedTuple):
+    """A text, in lower case, without spaces and punctuation."""
+
+    text: str
+
+
+class Several(NamedTuple):
+    """Answers without order: a list or a set."""
+
+    items: tuple[Answer, ...]
+
+
+class Ordered(NamedTuple):
+    """A tuple, vector or interval, with its brackets."""
+
+    opening: str
+    items: tuple[Answer, ...]
+    closing: str
+
+
+class Ratio(NamedTuple):
+    """Numbers with colons between them."""
+
+    items: tuple[Node, ...]
+
+
+class Matrix(NamedTuple):
+    rows: tuple[tuple[Answer, ...], ...]
+
+
+class Named(NamedTuple):
+    """The value of a variable, x = 5; the name of several variables is a tuple of them."""
+
+    name: str
+    value: Answer
+
+
+class Statement(NamedTuple):
+    """An equation or inequality: the difference of its sides is 0, or below 0 (<, \\le), or not 0 (\\ne)."""
+
+    relation: str
+    difference: Node
+
+
+class Contradiction(NamedTuple):
+    """A false equation between numbers, which no answer equals."""
+
+    text: str
+
+
+Answer = Quantity | Words | Several | Ordered | Ratio | Matrix | Named | Statement | Contradiction | Region
+
+
+@lru_cache(maxsize=8192)
+def readings(text: str) -> tuple[Answer, ...]:
+    """Return what the answer may mean: two readings where a comma may group thousands or separate numbers."""
+    if len(text) > MAX_LENGTH:
+        return ()
+    cleaned = clean(text)
+    found = [_read(cleaned, grouped=True)]
+    if has_grouped(cleaned):
+        found.append(_read(cleaned, grouped=False))
+    return tuple(found)
+
+
+def _read(text: str, *, grouped: bool) -> Answer:
+    matrix = _MATRIX.match(text)
+    if matrix:
+        return _matrix(matrix[2])
+    try:
+        tokens = tokenize(text, grouped=grouped)
+        return _answer(tokens)
+    except (Unreadable, TooLarge, RecursionError):
+        return Words(_spelled(text))
+
+
+def _matrix(body: str) -> Matrix:
+    rows = []
+    for row in body.split("\\\\"):
+        if row.strip():
+            rows.append(tuple(_read(cell.strip(), grouped=True) for cell in row.split("&")))
+    return Matrix(tuple(rows))
+
+
+def _spelled(text: str) -> str:
+    """Return the words in lower case; what stands for itself (signs of an expression) is kept."""
+    return text.replace(" ", "").lower()
+
+
+# --- Several answers ----------------------------------------------------------------------------------------
+
+
+def _answer(tokens: list[Token]) -> Answer:
+    """Read a whole answer: parts that commas, semicolons, `and` and `or` separate."""
+    if tokens and tokens[0].text == "either":
+        tokens = tokens[1:]
+    parts, separators = _split(tokens, (",", ";", "and", "or"))
+    items: list[Answer] = []
+    for part in parts:
+        if part:
+            item = _part(part)
+            if isinstance(item, Several) and len(parts) > 1:
+                items.extend(item.items)
+            else:
+                items.append(item)
+    if len(items) == 1 and len(parts) == 1:
+        return items[0]
+    if not items:
+        raise Unreadable("The answer is empty.")
+    return _combined(items, separators)
+
+
+def _combined(items: list[Answer], separators: list[str]) -> Answer:
+    """Return several answers; inequalities joined by `or` or `and` are one region."""
+    pieces = [item for item in items if isinstance(item, Region)]
+    if len(pieces) == len(items) and set(separators) == {"or"}:
+        return regions.union(pieces)
+    if len(pieces) == len(items) and set(separators) == {"and"}:
+        return regions.intersection(pieces)
+    return Several(tuple(items))
+
+
+def _split(tokens: list[Token], separators: tuple[str, ...]) -> tuple[list[list[Token]], list[str]]:
+    """Cut the tokens at the separators outside of brackets; also return the separators."""
+    parts: list[list[Token]] = [[]]
+    found = []
+    depth = 0
+    for token in tokens:
+        if token.kind != "number" and token.text in _OPENING:
+            depth += 1
+        elif token.kind != "number" and token.text in _CLOSING:
+            depth -= 1
+        if depth == 0 and token.text.lower() in separators and token.kind != "number":
+            found.append(token.text.lower())
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts, found
+
+
+# --- One answer ---------------------------------------------------------------------------------------------
+
+
+def _part(tokens: list[Token]) -> Answer:
+    if any(token.text in ("\\pm", "\\mp") for token in tokens):
+        return Several((_part(_with_signs(tokens, "+", "-")), _part(_with_signs(tokens, "-", "+"))))
+    sides, relations = _split(tokens, (*_EQUAL, *_ORDER, "\\in"))
+    if not relations:
+        return _single(tokens)
+    if not sides[0] and relations[0] in _EQUAL:  # "= 5" and "\approx 5"
+        return _part(tokens[1:])
+    if not all(sides):
+        raise Unreadable("A side of a relation is missing.")
+    if relations == ["\\in"]:
+        return _single(sides[1])
+    if all(relation in _EQUAL for relation in relations):
+        return _equation(sides)
+    if all(relation in _ORDER for relation in relations):
+        return _inequality(sides, relations)
+    raise Unreadable("Relations of several kinds.")
+
+
+def _with_signs(tokens: list[Token], upper: str, lower: str) -> list[Token]:
+    signs = {"\\pm": Token("sign", upper), "\\mp": Token("sign", lower)}
+    return [signs.get(token.text, token) for token in tokens]
+
+
+def _equation(sides: list[list[Token]]) -> Answer:
+    name = _name(sides[0])
+    if name is None and len(sides) == 2:
+        name = _name(sides[1])
+        if name is not None and _name(sides[0]) is None:
+            sides = [sides[1], sides[0]]
+    if name is not None:
+        values = [_single(side) for side in sides[1:]]
+        if _contradict(values):
+            return Contradiction(name)
+        value = values[-1]
+        if isinstance(value, Quantity) and Symbol(name) in _nodes(value.node):
+            return Statement("=", Apply("-", (Symbol(name), value.node)))
+        return Named(name, value)
+    quantities = [parse_quantity(side) for side in sides]
+    if _contradict(list(quantities)) and not any(_has_variables(item) for item in quantities):
+        return Contradiction("=")
+    if len(sides) == 2 and any(_has_variables(item) for item in quantities):
+        return Statement("=", Apply("-", (quantities[0].node, quantities[1].node)))
+    return quantities[-1]
+
+
+def _contradict(values: list[Answer]) -> bool:
+    """Whether two neighbours of a chain of equations are different."""
+    quantities = [value for value in values if isinstance(value, Quantity)]
+    for left, right in itertools.pairwise(quantities):
+        try:
+            if not identical(left.node, right.node) and not (left.rounds(right) or right.rounds(left)):
+                return True
+        except (Undefined, TooLarge):
+            return True
+    return False
+
+
+def _has_variables(quantity: Quantity) -> bool:
+    return any(
+        isinstance(node, Symbol) and node.name not in ("e", "i", "\\pi") for node in _nodes(quantity.node)
+    )
+
+
+def _nodes(node: Node) -> list[Node]:
+    found = [node]
+    if isinstance(node, Apply):
+        for argument in node.arguments:
+            found.extend(_nodes(argument))
+    return found
+
+
+def _name(tokens: list[Token]) -> str | None:
+    """Return the name on the left of an equation: a variable, f(x), (x, y) or words; None for others."""
+    if all(token.kind == "word" for token in tokens):
+        return " ".join(token.text.lower() for token in tokens)
+    if any(token.kind not in ("letter", "sign", "number", "command") for token in tokens):
+        return None
+    text = "".join(token.text for token in tokens)
+    if re.fullmatch(r"\(\w(?:_\{?\w\}?)?(?:,\w(?:_\{?\w\}?)?)+\)", text):
+        return text
+    if re.fullmatch(r"[a-zA-Z]'*\([a-zA-Z](?:,[a-zA-Z])*\)", text):
+        return text
+    try:
+        node = parse_expression(tokens)
+    except (Unreadable, TooLarge):
+        return None
+    if isinstance(node, Symbol) and node.name not in ("e", "i", "\\pi", "\\infty"):
+        return node.name
+    return None
+
+
+def _inequality(sides: list[list[Token]], relations: list[str]) -> Answer:
+    nodes = [parse_expression(side) for side in sides]
+    region = regions.solution(nodes, relations)
+    if region is not None:
+        return region
+    if len(nodes) > 2:
+        raise Unreadable("A chain of inequalities with variables at its ends.")
+    left, right = nodes
+    relation = relations[0]
+    if relation in (">", "\\ge"):
+        left, right = right, left
+        relation = {">": "<", "\\ge": "\\le"}[relation]
+    return Statement(relation, Apply("-", (left, right)))
+
+
+def _single(tokens: list[Token]) -> Answer:
+    """Read a part without relation: brackets, a union, a ratio, a quantity, or words."""
+    special = _special(tokens)
+    if special is not None:
+        return special
+    pieces, unions = _split(tokens, ("\\cup",))
+    if unions:
+        return _union(pieces)
+    bracketed = _bracketed(tokens)
+    if bracketed is not None:
+        return bracketed
+    ratio, colons = _split(tokens, (":",))
+    if colons and not any(token.kind == "word" for token in tokens):
+        return Ratio(tuple(parse_expression(piece) for piece in ratio))
+    try:
+        return parse_quantity(tokens)
+    except (Unreadable, TooLarge):
+        if _is_text(tokens):
+            return Words("".join(_NOT_LETTERS.sub("", token.text).lower() for token in tokens))
+        return Words("".join(token.text for token in tokens))
+
+
+def _is_text(tokens: list[Token]) -> bool:
+    return any(token.kind == "word" for token in tokens) and not any(
+        token.kind == "command" for token in tokens
+    )
+
+
+def _special(tokens: list[Token]) -> Answer | None:
+    """Read names of sets, numbers in words, and sentences with a meaning of their own."""
+    if len(tokens) == 1 and tokens[0].kind == "command":
+        if tokens[0].text == "\\emptyset":
+            return Several(())
+        if tokens[0].text == "\\mathbbR":
+            return regions.EVERYTHING
+        return None
+    if not all(token.kind in ("word", "letter") for token in tokens):
+        return None
+    text = "".join(token.text for token in tokens).lower()
+    if text in _NO_SOLUTION:
+        return Several(())
+    if text in _EVERYTHING:
+        return regions.EVERYTHING
+    if text in _NO_LIMIT:
+        return Words("undefined")
+    if text in NUMBER_WORDS and len(tokens) == 1:
+        return Quantity(Number(Fraction(NUMBER_WORDS[text])), NO_UNIT)
+    return None
+
+
+def _union(pieces: list[list[Token]]) -> Answer:
+    items = [_single(piece) for piece in pieces]
+    if all(isinstance(item, Several) for item in items):
+        members: list[Answer] = []
+        for item in items:
+            assert isinstance(item, Several)
+            members.extend(item.items)
+        return Several(tuple(members))
+    found = [as_region(item) for item in items]
+    if any(region is None for region in found):
+        raise Unreadable("A union of other things than intervals.")
+    return regions.union([region for region in found if region is not None])
+
+
+def as_region(answer: Answer) -> Region | None:
+    """Return an interval with numbers at its ends as a region; None if it is none."""
+    if isinstance(answer, Region):
+        return answer
+    if not isinstance(answer, Ordered) or len(answer.items) != 2:
+        return None
+    if answer.opening not in ("(", "[") or answer.closing not in (")", "]"):
+        return None
+    low, high = answer.items
+    if not isinstance(low, Quantity) or not isinstance(high, Quantity):
+        return None
+    return regions.interval(low.node, high.node, answer.opening == "[", answer.closing == "]")
+
+
+def _bracketed(tokens: list[Token]) -> Answer | None:
+    """Read (1,2), [1,2), \\{1,2\\} or \\langle 1,2 \\rangle that is the whole part; None if it is no such."""
+    if len(tokens) < 2 or tokens[0].text not in ("(", "[", "\\{", "\\langle"):
+        return None
+    depth = 0
+    for position, token in enumerate(tokens):
+        if token.text in _OPENING:
+            depth += 1
+        elif token.text in _CLOSING:
+            depth -= 1
+            if depth == 0 and position < len(tokens) - 1:
+                return None
+    inside = tokens[1:-1]
+    opening = tokens[0].text
+    if opening == "\\{":
+        if not inside:
+            return Several(())
+        if any(token.text in ("|", ":") for token in inside):
+            raise Unreadable("A set with a condition.")
+        members = _answer(inside)
+        return members if isinstance(members, Several) else Several((members,))
+    parts, commas = _split(inside, (",", ";"))
+    if not commas:
+        return None
+    if opening == "\\langle":
+        opening = "("
+    closing = tokens[-1].text.replace("\\rangle", ")")
+    return Ordered(opening, tuple(_part(part) for part in parts), closing)
