@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from strop.algorithms.advantages.base import estimate
+from strop.algorithms.metrics.training import staleness
 from strop.ppo.rank_sharing import PackedTrajectories, prompt_checksum
-from strop.ppo.report import staleness
 from strop.ppo.sampler import single_turn_trajectory
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.interruptible import Interruptible

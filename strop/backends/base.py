@@ -163,3 +163,19 @@ class Roles:
     actor: Backend
     critic: Backend | None = None
     reference: Backend | None = None
+
+
+def refuse_other_weights(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """Refuse saved weights with other names or shapes than those of this model."""
+    if own.keys() != given.keys():
+        missing = sorted(own.keys() - given.keys())
+        unknown = sorted(given.keys() - own.keys())
+        raise ValueError(
+            f"The saved weights are not those of this model: {len(missing)} are missing ({missing[:3]}), "
+            f"{len(unknown)} are unknown ({unknown[:3]}). Were the model or lora_rank changed?"
+        )
+    for name, weight in own.items():
+        if weight.shape != given[name].shape:
+            raise ValueError(
+                f"{name} was saved with shape {tuple(given[name].shape)} and is {tuple(weight.shape)} here."
+            )

@@ -8,9 +8,10 @@ logits: only the states in front of response tokens reach it, a chunk at a time,
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from strop.algorithms.logprobs import (
     token_statistics,
 )
 from strop.models.attention import PACKED, packing_obstacle, padded_attention, set_attention
-from strop.models.heads import forward_replaced, head_is_plain, own_logits, scalar_head
+from strop.models.heads import scalar_head
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
@@ -174,25 +175,13 @@ class _RankShare:
         if not len(self.chosen):  # one output that is not used: see Slicing.joined
             self.states = states.new_zeros(1)
             self.labels = labels.new_zeros(1)
-        self.inputs = _slice_inputs(inputs, slicing)
+        self.inputs = inputs.sliced(slicing)
 
     def join(self, result: Tensor) -> Tensor:
         """The results of all ranks."""
         if self.slicing is None:
             return result
         return self.slicing.joined(result, self.chosen, self.count)
-
-
-def _slice_inputs(inputs: Inputs, slicing: Slicing) -> Inputs:
-    """The slice of the row that this rank computes."""
-    assert inputs.packing is not None, "only a packed row is sliced"
-    own = dataclasses.replace(slicing, length=inputs.ids.shape[1])
-    return dataclasses.replace(
-        inputs,
-        ids=own.slice(inputs.ids),
-        positions=own.slice(inputs.positions),
-        packing=dataclasses.replace(inputs.packing, slicing=own),
-    )
 
 
 # --- the pass -----------------------------------------------------------------------------------------------
@@ -340,3 +329,65 @@ def _as_output(numbers: Tensor) -> Tensor:
     """[n, outputs] as the output of a head. Not a view: sharded modules put their backward hooks on what a
     module returns."""
     return numbers[None].clone()
+
+
+# --- heads of language models that are more than a matrix product -------------------------------------------
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+    """Inside the block `forward` is the forward of `module`."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _DecoderOutput:
+    """Last hidden states in the place of a decoder's output, whichever way a model reads it."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """The logits [n, V] that the model itself makes of last hidden states [n, H], with every cap and scale it
+    applies."""
+    decoder: nn.Module = model.get_decoder()
+    with forward_replaced(decoder, lambda *_, **__: _DecoderOutput(hidden[None])):
+        token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+        logits: Tensor = model(input_ids=token, use_cache=False).logits[0]
+        return logits
+
+
+_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def head_is_plain(model: PreTrainedModel) -> bool:
+    """Whether logits are just hidden @ weight.T + bias. Checked once per head, with logits in the hundreds,
+    where a cap shows. Backends check it when they are built."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return False
+    if head not in _plain:
+        noise = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+        spread = F.linear(noise, head.weight).float().std()
+        loud = noise * (100.0 / spread.clamp(min=1e-12)).to(noise)
+        expected = F.linear(loud, head.weight, head.bias).float()
+        found = own_logits(model, loud).float()
+        same = found.shape == expected.shape and bool(
+            (found - expected).abs().max() <= 0.01 * expected.abs().max()
+        )
+        _plain[head] = same and bool(spread > 0)
+    return _plain[head]

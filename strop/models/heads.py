@@ -1,5 +1,4 @@
-"""Output heads: the scalar head of critics (per token) and reward models (per sequence), and whether a
-language model's head is a plain matrix product.
+"""The scalar head of critics (per token) and reward models (per sequence).
 
 A critic or reward model is a transformer body and a linear map of its last hidden state to one number, called
 `score`. In memory there is one class per architecture, whatever the folder was: a language model (the head is
@@ -12,16 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -34,9 +30,6 @@ if TYPE_CHECKING:
 HEAD = "score"
 # Names under which folders keep the head: transformers' two, and the value head of TRL.
 _OTHER_NAMES = ("classifier", r"v_head\.summary")
-
-
-# --- scalar heads -------------------------------------------------------------------------------------------
 
 
 def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTrainedModel]:
@@ -228,65 +221,3 @@ def pad_token_other_than_eos(tokenizer: PreTrainedTokenizerBase) -> int | None:
         if token is not None and token != end:
             return int(token)
     return None
-
-
-# --- heads of language models -------------------------------------------------------------------------------
-
-
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
-    """Inside the block `forward` is the forward of `module`."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
-
-
-class _DecoderOutput:
-    """Last hidden states in the place of a decoder's output, whichever way a model reads it."""
-
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.last_hidden_state,)[place]
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits [n, V] that the model itself makes of last hidden states [n, H], with every cap and scale it
-    applies."""
-    decoder: nn.Module = model.get_decoder()
-    with forward_replaced(decoder, lambda *_, **__: _DecoderOutput(hidden[None])):
-        token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
-        logits: Tensor = model(input_ids=token, use_cache=False).logits[0]
-        return logits
-
-
-_plain: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
-
-@torch.no_grad()
-def head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just hidden @ weight.T + bias. Checked once per head, with logits in the hundreds,
-    where a cap shows. Backends check it when they are built."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        return False
-    if head not in _plain:
-        noise = torch.randn(4, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
-        spread = F.linear(noise, head.weight).float().std()
-        loud = noise * (100.0 / spread.clamp(min=1e-12)).to(noise)
-        expected = F.linear(loud, head.weight, head.bias).float()
-        found = own_logits(model, loud).float()
-        same = found.shape == expected.shape and bool(
-            (found - expected).abs().max() <= 0.01 * expected.abs().max()
-        )
-        _plain[head] = same and bool(spread > 0)
-    return _plain[head]

@@ -42,6 +42,17 @@ class Inputs:
     places: Tensor
     """[B, longest] places of the tokens of each sequence in the flattened ids; NOTHING behind its end."""
 
+    def sliced(self, slicing: Slicing) -> Inputs:
+        """The slice of a packed row that this rank computes."""
+        assert self.packing is not None, "only a packed row is sliced"
+        own = dataclasses.replace(slicing, length=self.ids.shape[1])
+        return dataclasses.replace(
+            self,
+            ids=own.slice(self.ids),
+            positions=own.slice(self.positions),
+            packing=dataclasses.replace(self.packing, slicing=own),
+        )
+
 
 def lay_out(table: Tensor, *, packed: bool, share: bool = True, device: torch.device | str = "cpu") -> Inputs:
     """The inputs for sequences in the rows of `table` (see `rectangle`). With `share` a packed row holds

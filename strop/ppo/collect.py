@@ -13,13 +13,12 @@ from typing import Protocol
 import torch
 
 from strop.agents.episode import Episode, episode_metrics
+from strop.algorithms.metrics.training import StepRecord, staleness
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import RewardWeightsConfig
-from strop.ppo.report import merge_score_metrics, staleness
 from strop.ppo.sampler import Samples, StepRollout
-from strop.rewards.scorer import ScoreReport
+from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
-from strop.shared.step_record import StepRecord
 from strop.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 
 from strop.algorithms.advantages.base import AdvantageResult, estimate
 from strop.algorithms.kl import KLController
-from strop.algorithms.metrics.training import probability_drift
+from strop.algorithms.metrics.training import StepRecord, probability_drift
 from strop.algorithms.reward_shaping import kl_in_reward
 from strop.algorithms.rollout_correction import correct_rollout
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
@@ -31,7 +31,6 @@ from strop.config.hyperparameters import advantage_kwargs
 from strop.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.rollout.base import stream_seed
-from strop.shared.step_record import StepRecord
 from strop.types import Batch, Trajectory, pad_columns
 
 ReweightMethod = Literal["pow", "max_min", "max_random"]

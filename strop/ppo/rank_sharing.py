@@ -16,10 +16,9 @@ import numpy as np
 
 from strop.data.balance import balanced_partitions
 from strop.ppo.collect import TrajectoryScorer
-from strop.ppo.report import merge_score_metrics
 from strop.ppo.sampler import NumberedPrompt, Sampler, Samples
 from strop.ranks import Ranks, SharedFailure
-from strop.rewards.scorer import BrokenScorer, ScoreReport
+from strop.rewards.scorer import BrokenScorer, ScoreReport, merge_score_metrics
 from strop.rollout.base import Sampling
 from strop.types import Prompt, TokenArrays, Trajectory
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from strop.backends.base import Backend, Roles, nothing_to_release
-from strop.backends.module_backend import ModuleBackend
+from strop.backends.single import ModuleBackend
 from strop.catalog import ENGINES
 from strop.config.derived import (
     async_plan,

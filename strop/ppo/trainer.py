@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from strop.algorithms.kl import KLController
+from strop.algorithms.metrics.training import StepRecord, speed_metrics, step_metrics
 from strop.backends.base import MicroBatching, Roles
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import Plan
 from strop.config.schema.ppo import PpoConfig
+from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.ppo.collect import Collector
 from strop.ppo.experience import (
     ExperienceFacts,
@@ -27,11 +29,9 @@ from strop.ppo.experience import (
     resample,
     shape_rewards,
 )
-from strop.ppo.report import data_report, speed_report
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
 from strop.ppo.validate import Validator
 from strop.shared.run_output import RunOutput
-from strop.shared.step_record import StepRecord
 from strop.types import Batch, Prompt, Trajectory, batch_of
 
 
@@ -198,8 +198,19 @@ class PpoTrainer:
 
     def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
         """Add the metrics of a step to its record, and dump its samples."""
-        record.add(data_report(batch, trajectories, self.config))
-        record.add(speed_report(batch, record, self.plan.devices, balance=self.config.trainer.balance_batch))
+        data = self.config.data
+        record.add(
+            step_metrics(
+                batch,
+                trajectories,
+                max_prompt_length=data.max_prompt_length,
+                max_response_length=data.max_response_length,
+            )
+        )
+        devices = self.plan.devices
+        record.add(speed_metrics(batch, record.seconds, devices))
+        if self.config.trainer.balance_batch:
+            record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, devices)))
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
         self.output.dump_rollouts(trajectories, self.step, record)

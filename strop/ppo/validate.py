@@ -6,11 +6,11 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
+from strop.algorithms.metrics.training import StepRecord
 from strop.algorithms.metrics.validation import name_validation_metrics, validation_metrics
 from strop.data.loader import Loader
 from strop.ppo.collect import Collector
 from strop.rollout.base import Sampling
-from strop.shared.step_record import StepRecord
 from strop.types import Trajectory
 
 

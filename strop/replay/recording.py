@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from strop.algorithms.metrics.training import StepRecord
 from strop.backends.base import Backend
 from strop.config.schema.ppo import PpoConfig
 from strop.ppo.trainer import PpoTrainer
@@ -31,7 +32,6 @@ from strop.run.atomic_files import replace_text, to_json
 from strop.run.checkpoint.layout import RECORDED
 from strop.run.checkpoint.store import save
 from strop.run.checkpoint.tensor_files import split, write_tensors
-from strop.shared.step_record import StepRecord
 from strop.types import Batch, Prompt, Trajectory, Turn, batch_of, pad_columns
 
 EVERYTHING = ["model", "optimizer", "extra"]

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from strop.algorithms.metrics.training import StepRecord
 from strop.config.aliases import flatten
 from strop.config.compose import Loaded, reload
 from strop.config.schema.ppo import PpoConfig
@@ -39,7 +40,6 @@ from strop.replay.recording import (
 from strop.run.checkpoint.layout import checkpoint_folder as checkpoint_of
 from strop.run.checkpoint.store import load
 from strop.run.checkpoint.tensor_files import read_tensors
-from strop.shared.step_record import StepRecord
 from strop.types import Batch, Trajectory, batch_of
 
 

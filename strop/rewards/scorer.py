@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -48,6 +48,28 @@ class ScoreReport:
     retried: int
     seconds: float
     metrics: dict[str, float]
+
+
+def merge_score_metrics(
+    reports: Sequence[ScoreReport], elapsed: Callable[[Iterable[float]], float]
+) -> dict[str, float]:
+    """One set of metrics from several calls of a scorer: counts add up, means are weighted by samples.
+    `elapsed` is `sum` for calls one after the other, `max` for calls at the same time."""
+    metrics: dict[str, float] = {}
+    names: dict[str, None] = {}
+    for report in reports:
+        names.update(dict.fromkeys(report.metrics))
+    for name in names:
+        having = [report for report in reports if name in report.metrics]
+        values = [report.metrics[name] for report in having]
+        if name.endswith("/mean"):
+            scored = [report.samples - report.failed for report in having]
+            metrics[name] = sum(value * weight for value, weight in zip(values, scored)) / max(1, sum(scored))
+        elif name.endswith("/seconds"):
+            metrics[name] = elapsed(values)
+        else:
+            metrics[name] = sum(values)
+    return metrics
 
 
 class BrokenScorer(ValueError):

@@ -16,8 +16,7 @@ from strop.backends.base import (
     nothing_to_release,
     use_deterministic_kernels,
 )
-from strop.backends.module_backend import ModuleBackend
-from strop.backends.single import SingleBackend
+from strop.backends.single import ModuleBackend, SingleBackend
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.data.chat import Chat
 from strop.models.build import (

@@ -13,7 +13,7 @@ import torch
 from strop.algorithms.ema import EMA
 from strop.backends.base import Backend, Roles
 from strop.backends.fsdp.sharded import fill
-from strop.backends.module_backend import ModuleBackend
+from strop.backends.single import ModuleBackend
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.models.lora import has_adapters

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from strop.algorithms.metrics.training import StepRecord, memory_metrics
 from strop.backends.base import Backend
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.catalog import TRACKERS
@@ -33,7 +34,6 @@ from strop.run.samples import SampleWriter, UpdateLogProbs, dump, rollout_rows, 
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
 from strop.shared.evidence import batch_rows, write_evidence
-from strop.shared.step_record import StepRecord, memory_metrics
 from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:

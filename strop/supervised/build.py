@@ -11,7 +11,7 @@ import torch
 
 from strop.algorithms.ema import EMA
 from strop.backends.base import MicroBatching, Outputs
-from strop.backends.module_backend import ModuleBackend
+from strop.backends.single import ModuleBackend
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded

@@ -9,14 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from strop.algorithms.metrics.training import throughput_metrics
+from strop.algorithms.metrics.training import StepRecord, throughput_metrics
 from strop.backends.base import Backend, MicroBatching
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import SupervisedPlan
 from strop.data.loader import Loader
 from strop.models.heads import RewardStatistics
 from strop.shared.run_output import RunOutput
-from strop.shared.step_record import StepRecord
 from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference
 from strop.types import Batch
 

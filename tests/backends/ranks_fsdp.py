@@ -10,8 +10,8 @@ import torch
 
 from strop.backends.base import MicroBatching
 from strop.backends.fsdp.backend import FsdpBackend
-from strop.backends.module_backend import ModuleBackend
 from strop.backends.offload import is_weight
+from strop.backends.single import ModuleBackend
 from strop.config.schema.model import FsdpConfig, WrapPolicyConfig
 from strop.models.build import checkpoint_activations
 from strop.models.residual import widen_residual

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from strop.algorithms import logprob_rows, logprobs
 from strop.models.attention import PACKED, set_attention
-from strop.models.forward import response_outputs, sequence_scores
-from strop.models.heads import head_is_plain, new_scalar_model, own_logits
+from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
+from strop.models.heads import new_scalar_model
 from tests.models.tiny import FAMILIES, tiny_batch, tiny_model
 
 WANT = ("log_probs", "entropy", "sum_pi_squared")

@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from strop.algorithms.metrics.training import staleness
 from strop.ppo.rank_sharing import PackedTrajectories, ReceivedTrajectory
-from strop.ppo.report import staleness
 from strop.types import Batch, Prompt, TokenArrays, Trajectory, Turn, batch_of
 
 PROMPTS = {i: Prompt(i, [1, 2, 3 + i], [], "x") for i in range(3)}

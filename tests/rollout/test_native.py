@@ -278,6 +278,7 @@ def test_kernels_over_packed_prompts_change_nothing(
                 parts.append(attended(q[a:b], k, v, origin, scale, window))
             return torch.cat(parts)
 
+    monkeypatch.setattr(attention, "DEVICES", ("cpu",))
     monkeypatch.setattr(attention, "varlen_kernel", lambda q, k, v: kernel)
     monkeypatch.setattr(attention, "flash_kernels", lambda q, k, v: Flash)
     engine = NativeEngine(model)

@@ -264,7 +264,7 @@ def test_levers_go_by_the_numbers() -> None:
 
 
 def test_a_record_runs_its_phases_inside_the_profile() -> None:
-    from strop.shared.step_record import StepRecord
+    from strop.algorithms.metrics.training import StepRecord
 
     seen: list[str] = []
 

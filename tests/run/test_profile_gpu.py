@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from strop.algorithms.metrics.training import memory_metrics
 from strop.run.profile.capture import StepProfiler
-from strop.shared.step_record import memory_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

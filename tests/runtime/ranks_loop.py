@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from strop.backends.base import MicroBatching
 from strop.backends.fsdp.sharded import local
-from strop.backends.module_backend import ModuleBackend
+from strop.backends.single import ModuleBackend
 from strop.config.compose import load
 from strop.config.schema.model import OptimConfig
 from strop.ppo.build import build_ppo

@@ -1,15 +1,114 @@
-"""Metrics of a training step: scores, advantages, values, lengths, turns, the mismatch between engine and
-trainer, timing and throughput."""
+"""What a training step reports: its record with the clock of each phase, and its metrics under the names of
+verl: scores, advantages, values, lengths, turns, the mismatch between engine and trainer, staleness, timing,
+throughput and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from strop.types import Batch, Trajectory
+
 EXPLAINED_EPS = 1e-5
+GIB = 2**30
+OVER_RESPONSE_TOKENS = ("gen",)
+OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+
+
+class StepRecord:
+    """Metrics of one step. `phase` is the only clock of the loop."""
+
+    def __init__(
+        self,
+        on_phase: Callable[[str | None], None] | None = None,
+        around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> None:
+        """`on_phase` is called with every phase that begins, and with the outer phase (or None) when it ends.
+        Each phase runs inside `around`, whose own time does not count."""
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.current: str | None = None
+        """The phase that is running."""
+        self._on_phase = on_phase
+        self._around = around
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the time inside the block under `name`."""
+        before = self.current
+        self._enter(name)
+        with self._around(name), self._clock(name):
+            yield
+        self._enter(before)  # not after an error: `current` then says where it happened
+
+    @contextmanager
+    def _clock(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _enter(self, name: str | None) -> None:
+        self.current = name
+        if self._on_phase is not None:
+            self._on_phase(name)
+
+    def add(self, metrics: Mapping[str, float], prefix: str = "") -> None:
+        """Add metrics under `prefix` and their names."""
+        for name, value in metrics.items():
+            self.metrics[f"{prefix}{name}"] = float(value)
+
+
+# --- scores, lengths, turns ---------------------------------------------------------------------------------
+
+
+def step_metrics(
+    batch: Batch, trajectories: Sequence[Trajectory], *, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """Scores, advantages, lengths and turns. A sample without a score counts in lengths and turns only."""
+    measure = partial(
+        batch_metrics, max_prompt_length=max_prompt_length, max_response_length=max_response_length
+    )
+    turns = [t.num_turns for t in trajectories]
+    metrics = measure(batch, turns)
+    scored = [row for row, t in enumerate(trajectories) if t.score is not None]
+    if len(scored) < len(batch):
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("critic/")}
+        if scored:
+            of_scored = measure(batch.select(scored), [turns[row] for row in scored])
+            metrics |= {name: value for name, value in of_scored.items() if name.startswith("critic/")}
+    return metrics | zero_variance(trajectories)
+
+
+def batch_metrics(
+    batch: Batch, turns: Sequence[int], *, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """`data_metrics` of a batch with advantages."""
+    assert batch.scores is not None and batch.rewards is not None
+    assert batch.advantages is not None and batch.returns is not None
+    return data_metrics(
+        token_level_scores=batch.scores,
+        token_level_rewards=batch.rewards,
+        advantages=batch.advantages,
+        returns=batch.returns,
+        response_mask=batch.mask,
+        prompt_lengths=batch.prompt_lengths,
+        response_lengths=batch.response_lengths,
+        max_prompt_length=max_prompt_length,
+        max_response_length=max_response_length,
+        values=batch.values,
+        num_turns=turns,
+    )
 
 
 def data_metrics(
@@ -126,10 +225,66 @@ def _check_rows(scores: Tensor, **others: Tensor) -> None:
             )
 
 
-# --- Time per phase and per token, and throughput -----------------------------------------------------------
+def zero_variance(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of prompts whose scored samples (at least two) all have the same reward: their advantages
+    are 0 in every estimator that compares samples of a prompt."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for t in trajectories:
+        if t.reward is not None:
+            groups[t.group].append(t.reward)
+    compared = [rewards for rewards in groups.values() if len(rewards) > 1]
+    if not compared:
+        return {}
+    equal = sum(min(rewards) == max(rewards) for rewards in compared)
+    return {"critic/zero_variance_groups": equal / len(compared)}
 
-OVER_RESPONSE_TOKENS = ("gen",)
-OVER_ALL_TOKENS = ("ref", "values", "adv", "update_critic", "update_actor")
+
+# --- age of the weights that sampled ------------------------------------------------------------------------
+
+
+def version_ages(trajectory: Trajectory, step: int) -> list[tuple[int, int]]:
+    """(age of the weights in steps, tokens they sampled) in order. Step `step` begins with the weights of
+    version step - 1, whose age is 0."""
+    stretches = trajectory.versions or [(trajectory.version, trajectory.sampled)]
+    return [(step - 1 - version, count) for version, count in stretches]
+
+
+def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:
+    """How old the weights were that sampled the tokens of a step, and the shares of samples with old weights
+    and with weights of several versions."""
+    tokens = 0
+    total_age = 0
+    oldest: int | None = None
+    old_samples = 0
+    mixed_samples = 0
+    for trajectory in trajectories:
+        ages = version_ages(trajectory, step)
+        old_samples += any(age > 0 for age, _ in ages)
+        mixed_samples += len(ages) > 1
+        for age, count in ages:
+            if count:
+                tokens += count
+                total_age += age * count
+                oldest = age if oldest is None else max(oldest, age)
+    if oldest is None:
+        return {}
+    return {
+        "staleness/mean": total_age / tokens,
+        "staleness/max": oldest,
+        "staleness/old_samples": old_samples / len(trajectories),
+        "staleness/mixed_samples": mixed_samples / len(trajectories),
+    }
+
+
+# --- time per phase and per token, throughput ---------------------------------------------------------------
+
+
+def speed_metrics(batch: Batch, seconds: Mapping[str, float], devices: int) -> dict[str, float]:
+    """Seconds per phase and per token, tokens per second."""
+    tokens = sum(batch.lengths)
+    response_tokens = int(batch.response_lengths.sum())
+    metrics = timing_metrics(seconds, response_tokens=response_tokens, total_tokens=tokens)
+    return metrics | throughput_metrics(total_tokens=tokens, step_seconds=seconds["step"], devices=devices)
 
 
 def timing_metrics(
@@ -160,3 +315,34 @@ def throughput_metrics(*, total_tokens: int, step_seconds: float, devices: int) 
         "perf/time_per_step": step_seconds,
         "perf/throughput": total_tokens / (step_seconds * devices),
     }
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory of the host, of this process and of its GPU, in GiB. GPU peaks are since the last call."""
+    return {**_host_memory(), **_gpu_memory()}
+
+
+def _host_memory() -> dict[str, float]:
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
+    except (OSError, ValueError, IndexError):  # no Linux
+        return {}
+    used = known["MemTotal"] - known["MemAvailable"]
+    return {"perf/cpu_memory_used_gb": used / GIB, "perf/process_memory_gb": resident / GIB}
+
+
+def _gpu_memory() -> dict[str, float]:
+    # A query would initialize CUDA.
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return {}
+    peaks = {
+        "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated() / GIB,
+        "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved() / GIB,
+    }
+    torch.cuda.reset_peak_memory_stats()
+    return peaks

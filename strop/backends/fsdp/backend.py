@@ -18,15 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
+from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs, refuse_other_weights
 from strop.backends.fsdp.lockstep import Lockstep
 from strop.backends.fsdp.shard import SHARDS, Meshes, Precision, make_meshes, shard
 from strop.backends.fsdp.sharded import RegionReader, ShardedWeights, fill, shard_like, whole
 from strop.backends.micro_batches import OutOfMemoryOnRanks, partition, shard_rows, sum_reports
-from strop.backends.module_backend import ModuleBackend, refuse_other_weights
 from strop.backends.optimizer import load_optimizer_state
+from strop.backends.single import ModuleBackend
 from strop.config.schema.model import FsdpConfig
-from strop.models.heads import HEAD, head_is_plain
+from strop.models.forward import head_is_plain
+from strop.models.heads import HEAD
 from strop.models.lora import has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing

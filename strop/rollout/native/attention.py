@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from strop.models.varlen import flash_kernels, varlen_kernel
+from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
 
@@ -174,7 +174,8 @@ class Prefill:
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
         self.cache.write(layer, self.rows, self.positions, k, v)
-        if options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]:
+        plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
+        if q.device.type in DEVICES and plain_heads:
             out = self._in_one_kernel(layer, q, k, v, options)
             if out is not None:
                 return out[None]
