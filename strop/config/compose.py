@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from strop.config.aliases import flatten, nest, translate
-from strop.config.derived import fill_train_batch_size
+from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
+from strop.config.derived import ASYNC_LENGTHS, fill_async_lengths
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
-from strop.config.typed import ConfigError, build, unknown_key
+from strop.config.typed import ConfigError, accepts_null, build, unknown_key
 from strop.registry import did_you_mean, load_plugins
 
 if TYPE_CHECKING:
@@ -27,18 +27,33 @@ if TYPE_CHECKING:
 Root = TypeVar("Root", bound="RootConfig")
 
 BUILT_IN = Path(__file__).parent / "yaml"
+VERL_FOLDERS = ("config", "./config")
+"""What verl's commands give to --config-path: a folder inside verl's package, whose files are among ours."""
+VERL_PRIMARIES = {
+    "dapo_trainer": "ppo_trainer",
+    "dapo_megatron_trainer": "ppo_megatron_trainer",
+    "fully_async_dapo_trainer": "fully_async_ppo_trainer",
+    "sft_trainer_engine": "sft_trainer",
+    "transfer_queue_ppo_trainer": "ppo_trainer",
+    "ppo_torchtitan_trainer": "ppo_trainer",
+    "ppo_veomni_trainer": "ppo_trainer",
+}
+"""Names of verl's primary files -> our file with the same keys."""
 SETS_VALUES = ("ppo_megatron_trainer",)
 """Primaries whose groups say something."""
 
 # The group files of every era of verl, so that a `defaults:` list written for it composes. value: what the
 # choice itself sets.
+_BACKENDS = ("dp", "megatron", "torchtitan", "veomni", "mlite")
+_ENGINES = ("fsdp", "megatron", "torchtitan", "veomni", "automodel", "mlite")
 GROUPS: dict[str, dict[str, str]] = {
-    **{f"actor/{name}": {} for name in ("actor", "dp_actor")},
+    **{f"model_engine/{name}": {"model_engine": name} for name in _BACKENDS},
+    "actor/actor": {},
+    **{f"{role}/{role}": {} for role in ("ref", "critic", "reward", "distillation", "transfer_queue")},
+    **{f"{role}/{name}_{role}": {} for role in ("actor", "ref", "critic") for name in _BACKENDS},
     "actor/megatron_actor": {"strategy": "megatron"},
-    **{f"ref/{name}": {} for name in ("ref", "dp_ref", "megatron_ref")},
     "rollout/rollout": {},
     "model/hf_model": {},
-    **{f"critic/{name}": {} for name in ("critic", "dp_critic", "megatron_critic")},
     **{
         f"reward_model/{name}": {}
         for name in (
@@ -52,10 +67,15 @@ GROUPS: dict[str, dict[str, str]] = {
     "reward_manager/reward_manager": {},
     "data/legacy_data": {},
     "algorithm/rollout_correction": {},
-    **{f"{group}/{name}": {} for group in ("optim", "engine") for name in ("fsdp", "megatron")},
+    **{f"engine/{name}": {"strategy": name} for name in _ENGINES},
+    "engine/fsdp": {},
+    **{f"optim/{name}": {} for name in _ENGINES},
     "npu_profile/npu_profile": {},
     "profiler/profiler": {},
+    "/legacy_reward_impl": {},
 }
+GLOBAL_GROUPS = ("model_engine",)
+"""Groups whose values belong to the top level."""
 
 
 @dataclass
@@ -86,17 +106,54 @@ def load(
     if said is None:
         said = flatten(_compose(root, overrides, config, search))
     set_values = {path: value for path, value in said.items() if value not in ("???", {})}
-    leaves, notices = translate(set_values, root)
-    notices += fill_train_batch_size(leaves)
+    schema = SchemaKeys(kind)
+    spoken = {text.lstrip("+").partition("=")[0] for text in overrides}
+    leaves, notices = translate(set_values, root, spoken)
+    notices += fill_async_lengths(leaves)
+    leaves, without_effect = drop_without_effect(leaves, schema.has)
+    notices += without_effect + schema.drop_nulls(leaves)
     plugins = leaves.get("plugins")
     if isinstance(plugins, list):  # they may register names that `build` checks
         load_plugins(str(path) for path in plugins)
     tree = resolve(_merge(asdict(kind()), nest(leaves)))
     made = build(kind, tree)
-    for key in keys(kind):
+    for key in schema.keys:
         if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
             notices.append(f"{key.path} has no effect: {key.inert}.")
     return Loaded(root, made, leaves, notices)
+
+
+class SchemaKeys:
+    """Questions about the keys of one root."""
+
+    def __init__(self, root: type) -> None:
+        self.keys = list(keys(root))
+        self._by_path = {key.path: key for key in self.keys}
+        self._sections = {path[:at] for path in self._by_path for at in _dots(path)}
+
+    def has(self, path: str) -> bool:
+        """Whether a path is a key, a section, or inside a mapping whose keys are free."""
+        if path in self._by_path or path in self._sections:
+            return True
+        return any(path[:at] in self._by_path for at in _dots(path))
+
+    def below(self, path: str) -> list[str]:
+        """The keys inside a section."""
+        return [key for key in self._by_path if key.startswith(path + ".")]
+
+    def drop_nulls(self, leaves: dict[str, object]) -> list[str]:
+        """Remove keys that were set to null and cannot be null: they have their default; returns notices."""
+        notices = []
+        for path in [path for path, value in leaves.items() if value is None]:
+            key = self._by_path.get(path)
+            if key is not None and not accepts_null(key.type):
+                del leaves[path]
+                notices.append(f"{path}=null means its default, {key.default}.")
+        return notices
+
+
+def _dots(path: str) -> Iterable[int]:
+    return (at for at, letter in enumerate(path) if letter == ".")
 
 
 def reload(root: str, tree: Mapping[str, object], changes: Mapping[str, object]) -> Loaded:
@@ -105,6 +162,10 @@ def reload(root: str, tree: Mapping[str, object], changes: Mapping[str, object])
     kind = ROOTS[root]
     changed = nest({**flatten(dict(tree)), **changes})
     return Loaded(root, build(kind, resolve(_merge(asdict(kind()), changed))), {})
+
+
+GROUP_WORDS = {name.partition("/")[0] for name in GROUPS} - {"", "data", "critic", "algorithm"}
+"""Words that choose a group on a command line; the others are sections."""
 
 
 def _clean(text: str) -> str:
@@ -116,11 +177,7 @@ def _clean(text: str) -> str:
             raise ConfigError(f"Expected key=value, got {text!r}.")
         return "++" + text.lstrip("+")
     key = text.partition("=")[0]
-    is_group = (
-        "@" in key
-        or "/" in key
-        or key in {name.partition("/")[0] for name in GROUPS} - {"data", "critic", "algorithm"}
-    )
+    is_group = "@" in key or "/" in key or key in GROUP_WORDS
     if is_group or key.startswith("hydra."):
         return text
     return "++" + text
@@ -128,21 +185,21 @@ def _clean(text: str) -> str:
 
 def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
     """Typos on the command line are answered before Hydra is even imported."""
-    known = [key.path for key in keys(ROOTS[root])]
+    schema = SchemaKeys(ROOTS[root])
     problems = []
     for text in overrides:
         if not text.startswith("++"):
             continue
         path = text[2:].partition("=")[0]
-        if path.startswith("hydra."):
+        if path.startswith("hydra.") or (path in ASYNC_LENGTHS and schema.has("trainer.async_training")):
             continue
-        inside = [k for k in known if k.startswith(path + ".")]
+        inside = schema.below(path)
         if inside and "." not in path:
             problems.append(f"{path} is a section. Set its keys one by one, for instance {inside[0]}=...")
             continue
         translated, _ = translate({path: 0}, root)
         for name in translated:
-            if not any(name == k or name.startswith(k + ".") or k.startswith(name + ".") for k in known):
+            if not schema.has(name) and reason_for(name) is None:
                 problems.append(unknown_key(path, ROOTS[root]))
     if problems:
         raise ConfigError(problems)
@@ -204,7 +261,8 @@ def _compose(
     store = ConfigStore.instance()
     for path, node in GROUPS.items():
         group, _, name = path.partition("/")
-        store.store(group=group, name=name, node=node)
+        package = "_global_" if group in GLOBAL_GROUPS else None
+        store.store(group=group or None, name=name, node=node, package=package)
     folder, name = _locate(
         root, config, search, chooses_groups=not all(text.startswith("++") for text in overrides)
     )
@@ -226,6 +284,8 @@ def _compose(
 
 def _locate(root: str, config: str | None, search: str | None, chooses_groups: bool) -> tuple[Path, str]:
     """Folder and name of the primary YAML."""
+    if search in VERL_FOLDERS and not Path(search).is_dir():
+        search = None
     if search is not None:
         folder = Path(search).expanduser().resolve()
         if not folder.is_dir():
@@ -240,8 +300,10 @@ def _locate(root: str, config: str | None, search: str | None, chooses_groups: b
     for candidate in (as_path, as_path.with_name(as_path.name + ".yaml")):
         if candidate.is_file():
             return candidate.parent.resolve(), candidate.name.removesuffix(".yaml").removesuffix(".yml")
-    if (BUILT_IN / f"{config.removesuffix('.yaml')}.yaml").is_file() and search is None:
-        return BUILT_IN, config.removesuffix(".yaml")
+    ours = config.removesuffix(".yaml")
+    ours = VERL_PRIMARIES.get(ours, ours)
+    if (BUILT_IN / f"{ours}.yaml").is_file() and search is None:
+        return BUILT_IN, ours
     names = [
         f.stem for f in {*BUILT_IN.glob("*.yaml"), *folder.glob("*.yaml"), *as_path.parent.glob("*.yaml")}
     ]

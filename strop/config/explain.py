@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping
 
-from strop.config.aliases import ALIASES, translate
+from strop.config.aliases import ALIASES, WITHOUT_EFFECT, reason_for, translate
 from strop.config.openrlhf.table import flags_for
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import Key, field_docs, hints, is_section, keys, sections, type_name
@@ -57,6 +57,10 @@ def explain(name: str) -> str:
     """Everything known of one key, in every configuration that has it. Old names and OpenRLHF's flags are
     understood."""
     found = _find(name)
+    row = reason_for(name)
+    if found is None and row is not None:
+        verb = "has no effect" if row.accepted is None else "is refused if it asks for something"
+        return f"{name}\n{'=' * len(name)}\nA key of verl that {verb}: {row.why}.\n"
     if found is None:
         every = [key.path for kind in set(ROOTS.values()) for key in keys(kind)]
         last = name.rpartition(".")[2]
@@ -190,6 +194,12 @@ def reference() -> str:
             else ", ".join(f"`{n.replace('{prefix}', '*')}`" for n in alias.new)
         )
         lines.append(f"| `{alias.old}` | {new} | {alias.why} |")
+    lines += ["", "## Keys of verl without effect", ""]
+    lines += ["They are accepted, with one notice per reason. `*` stands for any text.", ""]
+    lines += ["| key | reason |", "|---|---|"]
+    for row in WITHOUT_EFFECT:
+        refused = "" if row.accepted is None else " (other values than null and off are refused)"
+        lines.append(f"| `{row.pattern}` | {row.why}{refused} |")
     return "\n".join(lines) + "\n"
 
 

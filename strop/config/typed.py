@@ -84,6 +84,8 @@ def convert(wanted: object, value: object) -> object:
         return _convert_union(wanted, value)
     origin = typing.get_origin(wanted)
     if origin is list:
+        if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+            value = [item.strip() for item in value[1:-1].split(",") if item.strip()]
         if not isinstance(value, list | tuple):
             raise TypeError(value)
         return [convert(typing.get_args(wanted)[0], item) for item in value]
@@ -113,6 +115,11 @@ def convert(wanted: object, value: object) -> object:
     if number != int(number):
         raise TypeError(value)
     return value if isinstance(value, int) else int(number)
+
+
+def accepts_null(wanted: object) -> bool:
+    """Whether null is a value of the type."""
+    return wanted is Any or type(None) in typing.get_args(wanted)
 
 
 def _convert_union(wanted: object, value: object) -> object:

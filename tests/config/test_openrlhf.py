@@ -476,3 +476,26 @@ def test_odd_paths_arrive_as_they_are():
     assert (
         config.actor_rollout_ref.model.path == "it's \\ odd, [really]=1" and config.data.train_files == "null"
     )
+
+
+def test_the_reward_server_converts() -> None:
+    from strop.config.compose import load
+
+    command = (
+        "python -m openrlhf.cli.serve_rm --reward_pretrain m --port 5001 --bf16 --flash_attn --batch_size 16"
+    )
+    conversion = convert(command.split())
+    config = load("reward_server", conversion.arguments()).config
+    assert conversion.verb == "serve-rm"
+    assert (config.model.path, config.server.port, config.server.max_batch_size) == ("m", 5001, 16)
+    assert (config.server.dtype, config.server.max_length, config.server.host) == (
+        "bfloat16",
+        2048,
+        "0.0.0.0",
+    )
+    assert config.model.value_head_prefix == "value_head"
+    assert [flag for flag, _, _ in conversion.unmapped] == ["--flash_attn"]
+    with pytest.raises(ValueError, match="reward_pretrain"):
+        convert(["serve_rm", "--reward_pretrian", "m"])
+    with pytest.raises(ValueError, match="whole number"):
+        convert(["serve_rm", "--port", "x"])

@@ -20,6 +20,7 @@ TRAINERS = {
     "train_sft": "sft",
     "train_rm": "rm",
     "train_dpo": "dpo",
+    "serve_rm": "serve-rm",
 }
 REMOVED = {
     "train_kto": "KTO",
@@ -28,7 +29,7 @@ REMOVED = {
     "batch_inference": "batch inference (see `strop generate`)",
     "interactive_chat": "interactive chat",
 }
-_ENTRY = re.compile(r"(?:.*[./])?(train_\w+|batch_inference|interactive_chat)(?:\.py)?")
+_ENTRY = re.compile(r"(?:.*[./])?(train_\w+|serve_rm|batch_inference|interactive_chat)(?:\.py)?")
 _VARIABLE = re.compile(r"\$[{A-Za-z_]")
 _GPUS = ("num_gpus", "nproc_per_node")
 _NODES = ("num_nodes", "nnodes")
@@ -78,6 +79,12 @@ def read_command(argv: list[str]) -> Command:
         if command.gpus is None:
             command.gpus = _included(launcher)
     return command
+
+
+def split_command(argv: list[str]) -> tuple[str, list[str]]:
+    """The name of the program, and its arguments."""
+    _, program, rest = _split_entry(_words(argv))
+    return program, rest
 
 
 def _words(argv: list[str]) -> list[str]:

@@ -16,9 +16,10 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from strop.config.openrlhf.command import Command, ConversionDraft, Override, read_command
+from strop.config.openrlhf.command import Command, ConversionDraft, Override, read_command, split_command
 from strop.config.openrlhf.rules import RULES
 from strop.config.openrlhf.run_rules import RUN_RULES, launched
+from strop.config.openrlhf.serve_rm import VERB, read_flags
 from strop.config.openrlhf.table import TRANSFORMS, NoEquivalentError, about_critic
 
 __all__ = ["Conversion", "Override", "convert"]
@@ -59,6 +60,10 @@ class Conversion:
 
 def convert(argv: list[str]) -> Conversion:
     """Convert a command, given as words or as one string. A ValueError says what is wrong and what to set."""
+    program, words = split_command(list(argv))
+    if program == "serve_rm":
+        overrides, unmapped = read_flags(words)
+        return Conversion(VERB, overrides, unmapped)
     command = read_command(list(argv))
     draft = ConversionDraft(command)
     _single_flags(draft)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from strop.config.derived import has_reference, objective, uses_lora
 from strop.config.rules.findings import Findings, error, warning
+from strop.config.schema.actor import UNSUPPORTED_STRATEGIES
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
+    from strop.config.schema.model import ModelConfig
     from strop.config.schema.ppo import PpoConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -88,10 +90,30 @@ def reference_model(loaded: Loaded[PpoConfig]) -> Findings:
 
 
 def strategy(loaded: Loaded[PpoConfig]) -> Findings:
-    """The Megatron backend does not exist yet."""
-    if loaded.config.actor_rollout_ref.actor.strategy == "megatron":
+    """Some backends of verl do not exist here."""
+    chosen = loaded.config.actor_rollout_ref.actor.strategy
+    yield from unsupported_strategy(f"{ACTOR}.strategy", chosen)
+
+
+def unsupported_strategy(key: str, chosen: str) -> Findings:
+    """The same for the backend at `key`."""
+    reason = UNSUPPORTED_STRATEGIES.get(chosen)
+    if reason is not None:
+        yield error(key, f"{chosen}: {reason}. Use fsdp (FSDP2), or single.")
+
+
+def lora(loaded: Loaded[PpoConfig]) -> Findings:
+    """LoRA of the policy and of the critic."""
+    yield from lora_scale("actor_rollout_ref.model", loaded.config.actor_rollout_ref.model)
+    yield from lora_scale("critic.model", loaded.config.critic.model)
+
+
+def lora_scale(section: str, model: ModelConfig) -> Findings:
+    """Adapters with a scale of 0 are never trained."""
+    if model.lora_rank and not model.lora_alpha:
         yield error(
-            f"{ACTOR}.strategy", "the Megatron backend is not supported yet. Use fsdp (FSDP2), or single."
+            f"{section}.lora_alpha",
+            f"0 with lora_rank={model.lora_rank}: the adapters would have no effect. Set it above 0.",
         )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.derived import device_count
-from strop.config.rules.actor import two_betas
+from strop.config.rules.actor import lora_scale, two_betas, unsupported_strategy
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.parallelism import tensor_parallel
 
@@ -61,9 +61,8 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 
 
 def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
-    """The Megatron backend does not exist yet."""
-    if loaded.config.model.strategy == "megatron":
-        yield error("model.strategy", "the Megatron backend is not supported yet. Use fsdp2.")
+    """Some backends of verl do not exist here."""
+    yield from unsupported_strategy("model.strategy", loaded.config.model.strategy)
 
 
 def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
@@ -76,6 +75,11 @@ def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 def _frequency(key: str, value: int | str) -> Findings:
     if isinstance(value, str) and value != "after_each_epoch":
         yield error(key, f"expected a number of steps or after_each_epoch, got {value!r}.")
+
+
+def lora(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """LoRA of the model."""
+    yield from lora_scale("model", loaded.config.model)
 
 
 def betas(loaded: Loaded[AnySupervisedConfig]) -> Findings:

@@ -18,7 +18,16 @@ from strop.config.schema.model import (
 )
 from strop.config.schema.rollout import RolloutConfig
 
-STRATEGIES = ("fsdp", "fsdp2", "megatron", "single")
+UNSUPPORTED_STRATEGIES = {
+    "megatron": "the Megatron backend is not supported yet",
+    "mlite": "the Megatron backend is not supported yet",
+    "torchtitan": "the torchtitan backend is not supported",
+    "veomni": "the VeOmni backend is not supported",
+    "automodel": "the NeMo AutoModel backend is not supported",
+    "fsdp_turbo": "Ascend devices are not supported",
+}
+"""Backends of verl that do not exist here -> the reason."""
+STRATEGIES = ("fsdp", "fsdp2", "single", *UNSUPPORTED_STRATEGIES)
 
 
 @dataclass(eq=False)
@@ -59,8 +68,8 @@ class ActorConfig:
     """How the policy is updated."""
 
     strategy: str = setting("fsdp", choices=STRATEGIES)
-    """Training backend. fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); megatron is not
-    supported yet."""
+    """Training backend. fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); the others are
+    not supported."""
     ppo_mini_batch_size: int = setting(256, at_least=1)
     """PROMPTS per optimizer update, over all devices. Each prompt has rollout.n sequences."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)

@@ -79,7 +79,7 @@ class ModelConfig:
     """Pack sequences without padding tokens: same numbers, less compute."""
     lora_rank: int = setting(0, at_least=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the model without adapters is the reference."""
-    lora_alpha: float = setting(16, above=0)
+    lora_alpha: float = setting(16, at_least=0)
     """LoRA scale; the update is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = setting(0.0, at_least=0, at_most=1)
     """Dropout in front of the adapters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.catalog import PREFERENCE_LOSSES, SCHEDULES
+from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.data import CustomClassConfig
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
 from strop.config.schema.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, ProfilerConfig
@@ -118,7 +119,7 @@ class SupervisedModelConfig(ModelConfig):
 
     path: str | None = setting(None)
     """Hugging Face folder, hub name, .gguf file, or `smollm2-135m`. verl calls it partial_pretrain."""
-    strategy: str = setting("fsdp2", choices=("fsdp", "fsdp2", "megatron", "single"))
+    strategy: str = setting("fsdp2", choices=STRATEGIES)
     """Training backend."""
     fsdp_config: FsdpConfig = section(FsdpConfig)
     """Precision, sharding and offloading."""

@@ -1,0 +1,20 @@
+"""All rows, newest names first, and values that mean another value."""
+
+from __future__ import annotations
+
+from strop.config.aliases.row import Alias
+from strop.config.aliases.verl_0_7 import VERL_0_7
+from strop.config.aliases.verl_0_10 import VERL_0_10
+
+ALIASES: tuple[Alias, ...] = (*VERL_0_10, *VERL_0_7)
+
+NEVER = -1
+VALUES: dict[tuple[str, object], object] = {
+    ("trainer.test_freq", False): NEVER,
+    ("trainer.save_freq", False): NEVER,
+    ("actor_rollout_ref.rollout.checkpoint_engine.backend", "delta_sharded"): "nccl",
+    ("engine.reshard_after_forward", "default"): None,
+    ("engine.mixed_precision", True): None,
+    ("engine.mixed_precision", False): None,
+}
+"""(key, value in verl) -> value of the same key here. None: the default."""

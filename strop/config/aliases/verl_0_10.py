@@ -1,0 +1,108 @@
+"""Names of verl 0.7.1 to 0.10 (August 2026), and of its asynchronous trainers and its generation server."""
+
+from __future__ import annotations
+
+from strop.config.aliases.row import PPO, SUPERVISED, Alias, under
+
+ASYNC = "trainer.async_training."
+ROLLOUT = "actor_rollout_ref.rollout."
+GENERATION = ("generation",)
+
+
+def _trainer_mode(_: str, mode: object) -> dict[str, object]:
+    """trainer.v1.trainer_mode."""
+    if mode == "colocate_async":
+        return {f"{ASYNC}partial_rollout": True}
+    if mode == "separate_async":
+        return {f"{ASYNC}enable": True, f"{ASYNC}partial_rollout": True}
+    return {}
+
+
+def _model_engine(_: str, engine: object) -> dict[str, object]:
+    """The group `model_engine`: dp is FSDP, which is the default."""
+    return {} if engine in ("dp", "fsdp") else {"actor_rollout_ref.actor.strategy": engine}
+
+
+def _thinking(_: str, value: object) -> dict[str, object]:
+    """data.enable_thinking_default: `none` leaves it to the chat template."""
+    if value in (None, "none"):
+        return {}
+    return {"data.apply_chat_template_kwargs.enable_thinking": value}
+
+
+def _engine_option(name: str, value: object) -> dict[str, object] | None:
+    """`engine.*` of supervised training: the keys of its FSDP group; other engines have more."""
+    if name.partition(".")[0] in FSDP_KEYS:
+        return {f"model.fsdp_config.{name}": value}
+    return None
+
+
+FSDP_KEYS = frozenset(
+    {
+        "dtype",
+        "entropy_checkpointing",
+        "entropy_from_logits_with_chunking",
+        "forward_only",
+        "forward_prefetch",
+        "fsdp_size",
+        "full_determinism",
+        "mixed_precision",
+        "model_dtype",
+        "offload_policy",
+        "optimizer_offload",
+        "param_offload",
+        "reshard_after_forward",
+        "seed",
+        "use_orig_params",
+        "use_torch_compile",
+        "wrap_policy",
+    }
+)
+
+VERL_0_10: tuple[Alias, ...] = (
+    # The section `reward` of 0.7.1.
+    Alias("reward.custom_reward_function.*", under("custom_reward_function.{prefix}"), "moved", PPO),
+    Alias("reward.reward_manager.*", under("reward_manager.{prefix}"), "moved", PPO),
+    Alias(
+        "reward.reward_kwargs.overlong_buffer_cfg.*",
+        under("reward_model.overlong_buffer.{prefix}"),
+        "a section of its own",
+        PPO,
+    ),
+    Alias("reward.reward_kwargs.*", under("reward_model.reward_kwargs.{prefix}"), "moved", PPO),
+    Alias("reward.reward_model.model_path", ("reward_model.model.path",), "moved", PPO),
+    Alias("reward.reward_model.*", under("reward_model.{prefix}"), "moved", PPO),
+    Alias("reward.sandbox_fusion.*", under("reward_model.sandbox_fusion.{prefix}"), "moved", PPO),
+    Alias("reward.num_workers", ("reward_model.num_workers",), "moved", PPO),
+    Alias("sandbox_fusion.*", under("reward_model.sandbox_fusion.{prefix}"), "moved", PPO),
+    # Backends of training.
+    Alias("model_engine", _model_engine, "the backend is a key of the actor", PPO),
+    Alias("critic.fsdp.*", under("critic.model.fsdp_config.{prefix}"), "moved", PPO),
+    Alias("actor_rollout_ref.actor.policy_loss.tau_pos", ("actor_rollout_ref.actor.tau_pos",), "moved", PPO),
+    Alias("actor_rollout_ref.actor.policy_loss.tau_neg", ("actor_rollout_ref.actor.tau_neg",), "moved", PPO),
+    Alias("trainer.worker_env.*", under("ray_kwargs.ray_init.runtime_env.env_vars.{prefix}"), "moved", PPO),
+    # Asynchronous training.
+    Alias("trainer.v1.trainer_mode", _trainer_mode, "a section of its own", PPO),
+    Alias(
+        "trainer.v1.separate_async.parameter_sync_step",
+        (f"{ASYNC}trigger_parameter_sync_step",),
+        "renamed",
+        PPO,
+    ),
+    Alias("trainer.v1.sampler.max_off_policy_threshold", (f"{ASYNC}max_policy_age",), "renamed", PPO),
+    Alias("rollout.nnodes", (f"{ROLLOUT}nnodes",), "one section for the engine", PPO),
+    Alias("rollout.n_gpus_per_node", (f"{ROLLOUT}n_gpus_per_node",), "one section for the engine", PPO),
+    Alias("rollout.total_epochs", ("trainer.total_epochs",), "one length of the run", PPO),
+    # Supervised training with engines.
+    Alias("engine.strategy", ("model.strategy",), "moved", SUPERVISED),
+    Alias("engine.ulysses_sequence_parallel_size", ("ulysses_sequence_parallel_size",), "moved", SUPERVISED),
+    Alias("engine.use_remove_padding", ("use_remove_padding",), "moved", SUPERVISED),
+    Alias("engine.*", _engine_option, "moved", SUPERVISED),
+    Alias("checkpoint.*", under("trainer.checkpoint.{prefix}"), "moved", SUPERVISED),
+    Alias("data.num_workers", ("data.dataloader_num_workers",), "renamed", SUPERVISED),
+    Alias("data.enable_thinking_default", _thinking, "an argument of the chat template", SUPERVISED),
+    # verl.trainer.main_generation_server reads the keys of PPO.
+    Alias("data.train_files", ("data.path",), "the name in generation", GENERATION),
+    Alias("actor_rollout_ref.rollout.n", ("data.n_samples",), "the name in generation", GENERATION),
+    Alias("actor_rollout_ref.*", under("{prefix}"), "the name in generation", GENERATION),
+)

@@ -1,0 +1,68 @@
+"""Names of verl 0.3 to 0.7.0 that later versions do not have."""
+
+from __future__ import annotations
+
+from strop.config.aliases.row import SUPERVISED, Alias, under
+
+
+def _ratio_cap(prefix: str, cap: object) -> dict[str, object]:
+    correction = "algorithm.rollout_correction."
+    if isinstance(cap, int | float | str) and float(cap) > 0:
+        return {f"{correction}rollout_is": "token", f"{correction}rollout_is_threshold": cap}
+    return {f"{correction}rollout_is": None}
+
+
+NSYS = "global_profiler.global_tool_config.nsys."
+
+VERL_0_7: tuple[Alias, ...] = (
+    Alias(
+        "*.checkpoint.contents",
+        ("{prefix}.checkpoint.save_contents", "{prefix}.checkpoint.load_contents"),
+        "split in two",
+    ),
+    Alias("ray_init.timeline_json_file", ("ray_kwargs.timeline_json_file",), "moved"),
+    Alias("ray_init.*", under("ray_kwargs.ray_init.{prefix}"), "moved"),
+    Alias("trainer.profile_steps", ("global_profiler.steps",), "moved"),
+    Alias("trainer.controller_nsight_options.*", under(NSYS + "controller_nsight_options.{prefix}"), "moved"),
+    Alias("trainer.worker_nsight_options.*", under(NSYS + "worker_nsight_options.{prefix}"), "moved"),
+    Alias("trainer.val_generations_to_log_to_wandb", ("trainer.log_val_generations",), "renamed"),
+    Alias(
+        "*.engine_kwargs.swap_space",
+        ("{prefix}.engine_kwargs.vllm.swap_space",),
+        "engine arguments now name their engine",
+    ),
+    Alias(
+        "*.update_weights_bucket_megabytes",
+        lambda prefix, value: (
+            None
+            if prefix.endswith("checkpoint_engine")
+            else {f"{prefix}.checkpoint_engine.update_weights_bucket_megabytes": value}
+        ),
+        "moved",
+    ),
+    Alias("optim.warmup_steps_ratio", ("optim.lr_warmup_steps_ratio",), "renamed"),
+    Alias("*.optim.warmup_steps_ratio", ("{prefix}.optim.lr_warmup_steps_ratio",), "renamed"),
+    Alias("optim.warmup_style", ("optim.lr_scheduler",), "renamed"),
+    Alias("*.optim.warmup_style", ("{prefix}.optim.lr_scheduler_type",), "renamed"),
+    Alias("optim.lr_scheduler_type", ("optim.lr_scheduler",), "its name in supervised training", SUPERVISED),
+    Alias("*.profiler.discrete", ("{prefix}.profiler.tool_config.nsys.discrete",), "moved"),
+    Alias("*.fsdp_config.min_num_params", ("{prefix}.fsdp_config.wrap_policy.min_num_params",), "moved"),
+    Alias("*.fsdp_config.cpu_offload", ("{prefix}.fsdp_config.offload_policy",), "renamed"),
+    Alias("*.fsdp_config.offload_params", ("{prefix}.fsdp_config.param_offload",), "renamed"),
+    Alias("actor_rollout_ref.actor.tis_imp_ratio_cap", _ratio_cap, "now part of rollout_correction"),
+    Alias(
+        "algorithm.rollout_correction.use_policy_gradient",
+        lambda _, value: {"algorithm.rollout_correction.loss_type": "reinforce" if value else "ppo_clip"},
+        "renamed",
+    ),
+    Alias("async_training.*", under("trainer.async_training.{prefix}"), "moved"),
+    Alias(
+        "reward_model.reward_kwargs.overlong_buffer_cfg.*",
+        under("reward_model.overlong_buffer.{prefix}"),
+        "a section of its own",
+    ),
+    Alias("model.partial_pretrain", ("model.path",), "one name for every trainer", SUPERVISED),
+    Alias("data.messages_key", ("data.multiturn.messages_key",), "moved", SUPERVISED),
+    Alias("data.tools_key", ("data.multiturn.tools_key",), "moved", SUPERVISED),
+    Alias("data.enable_thinking_key", ("data.multiturn.enable_thinking_key",), "moved", SUPERVISED),
+)
