@@ -7,7 +7,6 @@ classifiers (token classifiers if the head has a bias).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,9 @@ from strop.models.build import build_tokenizer, dtype_of
 from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
 from strop.models.load import load_config, load_language_model, resolve
 from strop.models.lora import add_adapters, load_adapters, merged_weights
+from strop.run.merge.archive import find_tensor_name, read_archive
 from strop.run.merge.sources import CodeTrust, MergeSource, read_source
+from strop.run.merge.verl import read_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -110,7 +111,12 @@ def _with_adapters(saved: MergeSource) -> PreTrainedModel:
             target_modules=settings.target_modules,
             exclude_modules=settings.exclude_modules,
         )
-    report = model.load_state_dict(saved.tensors, strict=False)
+    try:
+        report = model.load_state_dict(saved.tensors, strict=False)
+    except RuntimeError as error:  # a weight of another shape
+        raise ValueError(
+            f"The saved adapters do not fit {settings.path}: {' '.join(str(error).split())[:300]}"
+        ) from error
     missing = [name for name in report.missing_keys if ".lora_" in name]
     if report.unexpected_keys or missing:
         raise ValueError(
@@ -285,7 +291,10 @@ def folder_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a Hugging Face folder, one at a time."""
     files = sorted(folder.glob("*.safetensors"))
     if not files and (folder / "pytorch_model.bin").is_file():
-        yield from torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True).items()
+        content = read_archive(folder / "pytorch_model.bin", find_tensor_name)
+        if not isinstance(content, dict):
+            raise ValueError(f"{folder / 'pytorch_model.bin'} holds a {type(content).__name__}, not weights.")
+        yield from content.items()
         return
     if not files:
         raise ValueError(
@@ -305,7 +314,10 @@ def _indexed_files(folder: Path, files: list[Path]) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return files
-    indexed = set(json.loads(index.read_text())["weight_map"].values())
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{index} has no weight_map.")
+    indexed = set(map(str, weight_map.values()))
     missing = sorted(indexed - {file.name for file in files})
     if missing:
         raise ValueError(f"{folder} is not complete: {missing[0]} is missing ({len(missing)} files in all).")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from strop.models.heads import HEAD
 from strop.registry import did_you_mean
 from strop.run.checkpoint.layout import MANIFEST, read_manifest
 from strop.run.checkpoint.store import load as load_checkpoint
-from strop.run.merge.verl import is_verl_checkpoint, read_shards
+from strop.run.merge.verl import is_verl_checkpoint, read_object, read_shards
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +196,8 @@ def _read_verl(folder: Path, base: str | None, lora_alpha: float | None) -> Merg
     for name, tensor in tensors.items():
         module, separator, _ = name.partition(".lora_A.")
         if separator:
+            if tensor.dim() != 2:
+                raise ValueError(f"{folder} holds {name}, which is no matrix: {tuple(tensor.shape)}.")
             ranks.add(tensor.shape[0])
             modules.add(module.rpartition(".")[2])
     if ranks:
@@ -216,5 +218,9 @@ def _saved_alpha(folder: Path) -> float | None:
     adapter_config = folder / "lora_adapter" / "adapter_config.json"
     if not adapter_config.is_file():
         return None
-    alpha: float | None = json.loads(adapter_config.read_text()).get("lora_alpha")
-    return alpha
+    alpha = read_object(adapter_config).get("lora_alpha")
+    if alpha is None:
+        return None
+    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ValueError(f"{adapter_config} has lora_alpha={str(alpha)[:40]}; it must be a number over 0.")
+    return float(alpha)

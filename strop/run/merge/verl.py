@@ -5,63 +5,49 @@
     actor/huggingface/                        config and tokenizer
     actor/lora_adapter/adapter_config.json    with LoRA
 
-A pickle can call any function by name. This reader accepts tensors, plain containers and the classes of
-torch.distributed that describe shards. Those are read as plain objects with attributes, so that the version
-of torch that wrote them does not matter. Any other name is an error.
+This reader accepts tensors, plain containers and the classes of torch.distributed that describe shards.
+Those are read as records of attributes (plain_pickle.py), so that the version of torch that wrote them does
+not matter. Any other name is an error.
 """
 
 from __future__ import annotations
 
-import collections
 import json
-import pickle
 import re
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from strop.run.merge.archive import find_tensor_name, read_archive, sizes_of
+from strop.run.merge.plain_pickle import NamedClass, NamedFunction, PickledObject, call
+
 _FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_ALLOWED = {
-    ("collections", "OrderedDict"): collections.OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
-    ("torch.serialization", "_get_layout"): lambda name: name,
-}
+_CLASS = re.compile(r"[A-Za-z_]\w{0,79}", re.ASCII)
+_MODULES = ("torch.distributed.", "torch._C._distributed")
 
 
-class PickledObject:
-    """An object of torch.distributed: its attributes without its methods."""
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor is distributed over one dimension of the device mesh."""
 
-    def __init__(self, *arguments: object, **attributes: object):
-        self.arguments = arguments
-        self.__dict__.update(attributes)
-
-    def __setstate__(self, state: object) -> None:
-        states = state if isinstance(state, tuple) else (state,)
-        for values in states:
-            if isinstance(values, dict):
-                self.__dict__.update(values)
+    kind: str
+    """`Shard`, `Replicate` ..."""
+    dimension: int = 0
+    """Of the tensor, which `Shard` divides."""
 
 
-class VerlShard(PickledObject):
+@dataclass(frozen=True)
+class VerlShard:
     """One rank's shard of a tensor."""
 
+    local: Tensor
     shape: tuple[int, ...]
     """Of the full tensor."""
-
-    @property
-    def local(self) -> Tensor:
-        return self.__dict__["_local_tensor"]
-
-    @property
-    def placements(self) -> tuple[PickledObject, ...]:
-        return tuple(self.__dict__["_spec"].placements)
+    placements: tuple[Placement, ...]
 
 
 Shard: TypeAlias = "Tensor | VerlShard"
@@ -98,17 +84,37 @@ def _rank_files(folder: Path) -> list[Path]:
         if match:
             found.setdefault(int(match[1]), {})[int(match[2])] = file
     world = max(found)
-    fsdp_config = folder / "fsdp_config.json"
-    if fsdp_config.is_file():
-        world = int(json.loads(fsdp_config.read_text())["world_size"])
+    if (folder / "fsdp_config.json").is_file():
+        world = _world_size(folder / "fsdp_config.json")
     ranks = found.get(world, {})
-    missing = sorted(set(range(world)) - set(ranks))
-    if missing:
+    present = [rank for rank in ranks if rank < world]
+    if len(present) < world:
+        missing = next(rank for rank in range(world) if rank not in ranks)
         raise ValueError(
-            f"{folder} is a checkpoint of {world} ranks, but model_world_size_{world}_rank_{missing[0]}.pt "
-            f"is missing ({len(missing)} files in all). Copy the files of every machine into one folder."
+            f"{folder} is a checkpoint of {world} ranks, but model_world_size_{world}_rank_{missing}.pt "
+            f"is missing ({world - len(present)} files in all). Copy the files of every machine into one "
+            "folder."
         )
     return [ranks[rank] for rank in range(world)]
+
+
+def _world_size(file: Path) -> int:
+    said = read_object(file)
+    world = said.get("world_size")
+    if type(world) is not int or world < 1:
+        raise ValueError(f"{file} has world_size={str(world)[:40]}; it must be a number of at least 1.")
+    return world
+
+
+def read_object(file: Path) -> dict[str, object]:
+    """A file of JSON that holds keys and values; ValueError if it does not."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {str(error)[:200]}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} holds a {type(said).__name__}; keys and values are needed.")
+    return said
 
 
 def _concatenate(name: str, shards: Sequence[Shard]) -> Tensor:
@@ -117,31 +123,52 @@ def _concatenate(name: str, shards: Sequence[Shard]) -> Tensor:
     if isinstance(first, Tensor):
         return _replicated(name, first, shards)
     placement = _shard_placement(name, first)
-    if _is(placement, "Replicate"):
+    if placement.kind == "Replicate":
+        if tuple(first.local.shape) != first.shape:
+            raise ValueError(
+                f"{name} is replicated, but its local tensor has shape {tuple(first.local.shape)} and not "
+                f"{first.shape}."
+            )
         return first.local.clone()
-    dimension = _dimension(placement)
-    full_size = first.shape[dimension]
+    if placement.dimension >= len(first.shape):
+        raise ValueError(f"{name} is divided along a dimension that its shape {first.shape} does not have.")
+    full_size = first.shape[placement.dimension]
     parts: list[Tensor] = []
     size = 0
     for shard in shards:
+        if not isinstance(shard, VerlShard):
+            raise ValueError(f"{name} is sharded on some ranks and whole on others.")
         if size < full_size:
-            assert isinstance(shard, VerlShard)
+            _check_part(name, shard.local, first, placement.dimension)
             parts.append(shard.local)
-            size += shard.local.shape[dimension]
-    whole = torch.cat(parts, dim=dimension)
-    if tuple(whole.shape) != tuple(first.shape):
+            size += shard.local.shape[placement.dimension]
+    if not parts:
+        return torch.empty(first.shape, dtype=first.local.dtype)
+    whole = torch.cat(parts, dim=placement.dimension)
+    if tuple(whole.shape) != first.shape:
         raise ValueError(
-            f"The pieces of {name} make a tensor of shape {tuple(whole.shape)}, but {tuple(first.shape)} was "
+            f"The pieces of {name} make a tensor of shape {tuple(whole.shape)}, but {first.shape} was "
             "saved. Are the files of one step and one run?"
         )
     return whole
 
 
+def _check_part(name: str, part: Tensor, first: VerlShard, dimension: int) -> None:
+    expected = list(first.shape)
+    found = list(part.shape)
+    if len(found) == len(expected):
+        expected[dimension] = found[dimension]
+    if found != expected or part.dtype != first.local.dtype:
+        raise ValueError(
+            f"A piece of {name} has shape {found} and {part.dtype}, which is no part of {first.shape} and "
+            f"{first.local.dtype}."
+        )
+
+
 def _replicated(name: str, first: Tensor, copies: Sequence[Shard]) -> Tensor:
     """A tensor that every rank saved in full; all copies must be equal."""
     for copy in copies[1:]:
-        assert isinstance(copy, Tensor)
-        if not torch.equal(first, copy):
+        if not isinstance(copy, Tensor) or not torch.equal(first, copy):
             raise ValueError(
                 f"{name} is a plain tensor that differs between ranks, so nothing says how to put it "
                 "together."
@@ -149,14 +176,14 @@ def _replicated(name: str, first: Tensor, copies: Sequence[Shard]) -> Tensor:
     return first.clone()
 
 
-def _shard_placement(name: str, shard: VerlShard) -> PickledObject:
+def _shard_placement(name: str, shard: VerlShard) -> Placement:
     """How a weight is distributed over the ranks that shard it. With HSDP, the first dimension of the mesh
     holds replicas."""
     placements = shard.placements
-    if len(placements) == 2 and _is(placements[0], "Replicate"):
+    if len(placements) == 2 and placements[0].kind == "Replicate":
         placements = placements[1:]
-    if len(placements) != 1 or not (_is(placements[0], "Shard") or _is(placements[0], "Replicate")):
-        kinds = ", ".join(type(placement).__name__ for placement in shard.placements)
+    if len(placements) != 1 or placements[0].kind not in ("Shard", "Replicate"):
+        kinds = ", ".join(placement.kind for placement in shard.placements)
         raise ValueError(
             f"{name} is laid out as ({kinds}); only sharded and replicated weights of FSDP can be put "
             "together."
@@ -164,61 +191,77 @@ def _shard_placement(name: str, shard: VerlShard) -> PickledObject:
     return placements[0]
 
 
-def _is(placement: PickledObject, kind: str) -> bool:
-    return type(placement).__name__ == kind
-
-
-def _dimension(placement: PickledObject) -> int:
-    """The dimension of a `Shard` placement, which torch pickled as an attribute or as an argument."""
-    if "dim" in placement.__dict__:
-        return int(placement.__dict__["dim"])
-    dimension = placement.arguments[0]
-    assert isinstance(dimension, int)
-    return dimension
+# --- one file -----------------------------------------------------------------------------------------------
 
 
 def _load(file: Path) -> dict[str, Shard]:
     """The weights of one rank's file."""
-    reader = types.ModuleType("strop.run.merge.verl.reader")
-    reader.Unpickler = _RestrictedUnpickler  # type: ignore[attr-defined]
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=False, pickle_module=reader)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, KeyError, OSError) as error:
-        message = " ".join(str(error).split())[:300]
-        raise ValueError(f"{file} cannot be read: {message}") from error
+    content = read_archive(file, _find_name)
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not weights by name.")
-    return content
+    weights: dict[str, Shard] = {}
+    for name, value in content.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{file} holds a weight whose name is a {type(name).__name__}.")
+        try:
+            weights[name] = _shard(value)
+        except ValueError as error:
+            raise ValueError(f"{file} holds {name[:80]!r}, which is no weight: {error}") from error
+    return weights
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    """Builds tensors and PickledObjects; calls nothing else."""
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if name == "_rebuild_from_type_v2" and module == "torch._tensor":
-            return _rebuild_from_type
-        if name == "_rebuild_wrapper_subclass" and module == "torch._utils":
-            return _rebuild_shard
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)
-        if module.startswith(("torch.distributed", "torch._C._distributed")) and name.isidentifier():
-            return type(name, (PickledObject,), {})
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is no part of saved weights. Reading it could run code, so it "
-            "is refused."
-        )
+def _shard(value: object) -> Shard:
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, PickledObject) or value.kind != "DTensor":
+        raise ValueError(f"it is a {type(value).__name__}.")
+    local = value.attributes.get("_local_tensor")
+    spec = value.attributes.get("_spec")
+    if not isinstance(local, Tensor) or not isinstance(spec, PickledObject):
+        raise ValueError("the DTensor has no _local_tensor or no _spec.")
+    placements = spec.attributes.get("placements")
+    if not isinstance(placements, tuple | list):
+        raise ValueError("the DTensor has no placements.")
+    shape = sizes_of(value.attributes.get("shape"))
+    return VerlShard(local, shape, tuple(_placement(item, len(shape)) for item in placements))
 
 
-def _rebuild_from_type(
-    function: Callable[..., object], kind: type, arguments: tuple[object, ...], state: object
-) -> object:
-    rebuilt = function(*arguments)
+def _placement(item: object, dimensions: int) -> Placement:
+    """A placement, whose dimension torch pickled as an attribute or as an argument."""
+    if not isinstance(item, PickledObject):
+        raise ValueError(f"a placement is a {type(item).__name__}.")
+    if item.kind != "Shard":
+        return Placement(item.kind)
+    dimension = item.attributes.get("dim")
+    if dimension is None and item.arguments:
+        dimension = item.arguments[0]
+    if type(dimension) is not int or not -dimensions <= dimension < max(dimensions, 1):
+        raise ValueError(f"it is sharded along {str(dimension)[:40]} of {dimensions} dimensions.")
+    return Placement("Shard", dimension % max(dimensions, 1))
+
+
+def _find_name(module: str, name: str) -> object:
+    if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
+        return NamedFunction(_rebuild_from_type)
+    if (module, name) == ("torch._utils", "_rebuild_wrapper_subclass"):
+        return NamedFunction(_rebuild_shard)
+    if module.startswith(_MODULES) and _CLASS.fullmatch(name):
+        return NamedClass(name)
+    return find_tensor_name(module, name)
+
+
+def _rebuild_from_type(arguments: tuple[object, ...]) -> object:
+    """(function, class, arguments, state)"""
+    if len(arguments) != 4:
+        raise ValueError("it rebuilds a tensor with wrong arguments")
+    rebuilt = call(arguments[0], arguments[2])
     if isinstance(rebuilt, PickledObject):
-        rebuilt.__setstate__(state)
+        rebuilt.set_state(arguments[3])
     return rebuilt
 
 
-def _rebuild_shard(kind: type, dtype: torch.dtype, size: Sequence[int], *_: object) -> VerlShard:
-    return VerlShard(shape=tuple(size))
+def _rebuild_shard(arguments: tuple[object, ...]) -> PickledObject:
+    """(class, dtype, size, ...)"""
+    if len(arguments) < 3 or not isinstance(arguments[0], NamedClass):
+        raise ValueError("it rebuilds a sharded tensor with wrong arguments")
+    return PickledObject(arguments[0].name, attributes={"shape": arguments[2]})
