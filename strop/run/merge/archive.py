@@ -82,7 +82,7 @@ def read_archive(file: Path, find: FindName) -> object:
                 "refused, because reading them could run code; save it anew with a torch of today"
             )
         with zipfile.ZipFile(file) as opened_zip:
-            archive = _Archive(opened_zip, file.stat().st_size)
+            archive = _TorchArchive(opened_zip, file.stat().st_size)
             return read_pickle(archive.record("data.pkl"), find, archive.storage)
     except (
         ValueError,
@@ -100,7 +100,7 @@ def read_archive(file: Path, find: FindName) -> object:
         raise ValueError(f"{file} cannot be read: {message}") from error
 
 
-class _Archive:
+class _TorchArchive:
     """The records of an opened archive, by their names without the folder."""
 
     def __init__(self, opened: zipfile.ZipFile, size: int) -> None:

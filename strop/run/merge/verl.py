@@ -31,7 +31,7 @@ _MODULES = ("torch.distributed.", "torch._C._distributed")
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """How a tensor is distributed over one dimension of the device mesh."""
 
     kind: str
@@ -47,7 +47,7 @@ class VerlShard:
     local: Tensor
     shape: tuple[int, ...]
     """Of the full tensor."""
-    placements: tuple[Placement, ...]
+    placements: tuple[ShardPlacement, ...]
 
 
 Shard: TypeAlias = "Tensor | VerlShard"
@@ -176,7 +176,7 @@ def _replicated(name: str, first: Tensor, copies: Sequence[Shard]) -> Tensor:
     return first.clone()
 
 
-def _shard_placement(name: str, shard: VerlShard) -> Placement:
+def _shard_placement(name: str, shard: VerlShard) -> ShardPlacement:
     """How a weight is distributed over the ranks that shard it. With HSDP, the first dimension of the mesh
     holds replicas."""
     placements = shard.placements
@@ -226,18 +226,18 @@ def _shard(value: object) -> Shard:
     return VerlShard(local, shape, tuple(_placement(item, len(shape)) for item in placements))
 
 
-def _placement(item: object, dimensions: int) -> Placement:
+def _placement(item: object, dimensions: int) -> ShardPlacement:
     """A placement, whose dimension torch pickled as an attribute or as an argument."""
     if not isinstance(item, PickledObject):
         raise ValueError(f"a placement is a {type(item).__name__}.")
     if item.kind != "Shard":
-        return Placement(item.kind)
+        return ShardPlacement(item.kind)
     dimension = item.attributes.get("dim")
     if dimension is None and item.arguments:
         dimension = item.arguments[0]
     if type(dimension) is not int or not -dimensions <= dimension < max(dimensions, 1):
         raise ValueError(f"it is sharded along {str(dimension)[:40]} of {dimensions} dimensions.")
-    return Placement("Shard", dimension % max(dimensions, 1))
+    return ShardPlacement("Shard", dimension % max(dimensions, 1))
 
 
 def _find_name(module: str, name: str) -> object:
