@@ -183,7 +183,14 @@ class RunOutput:
         """Load the checkpoint to resume from, if any, and start the trackers; returns its step, or 0."""
         found = self._find_checkpoint()
         if found is not None:
-            self._restore(loop, found)
+            try:
+                self._restore(loop, found)
+            except (LookupError, TypeError, AttributeError, OverflowError) as error:
+                raise ValueError(
+                    f"{found.path} holds other values than a run writes ({type(error).__name__}: "
+                    f"{str(error)[:200]}). Resume from another checkpoint (trainer.resume_from_path), or "
+                    "begin anew with trainer.resume_mode=disable."
+                ) from error
             self._after_resume(found)
         step = None if found is None else found.step
         if self.ranks.is_rank0:

@@ -132,8 +132,27 @@ def test_a_resumed_run_trusts_its_own_command_line_alone(tmp_path: Path, marker:
     said["plugins"] = [evil]
     (checkpoint / "config.json").write_text(json.dumps(said))
     sign(checkpoint)
-    found = train("sft", asked, "trainer.total_training_steps=2", "trainer.resume_mode=auto")
-    assert 2 in found and not marker.exists()
+    more = ["trainer.total_training_steps=2", "trainer.resume_mode=auto"]
+    refuse_wrong_states(checkpoint, asked, more)
+    assert 2 in train("sft", asked, *more) and not marker.exists()
+
+
+def refuse_wrong_states(checkpoint: Path, asked: list[str], more: list[str]) -> None:
+    """Values of other types in a checkpoint with right checksums."""
+    for name, text in (
+        ("trainer.json", "[]"),
+        ("trainer.json", '{"random": 3}'),
+        ("data.json", '"text"'),
+        ("model/model.json", "{}"),
+        ("model/extra.json", "null"),
+    ):
+        before = (checkpoint / name).read_text()
+        (checkpoint / name).write_text(text)
+        sign(checkpoint)
+        with pytest.raises(ValueError, match="global_step_1"):
+            train("sft", asked, *more)
+        (checkpoint / name).write_text(before)
+        sign(checkpoint)
 
 
 # --- replay -------------------------------------------------------------------------------------------------

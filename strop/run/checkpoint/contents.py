@@ -113,7 +113,10 @@ def restore_random_states(state: dict[str, Tree]) -> None:
             "gauss": numpy_state["gauss"],
         }
     )
-    torch.set_rng_state(state["torch"])
+    try:
+        torch.set_rng_state(state["torch"])
+    except RuntimeError as error:
+        raise ValueError(f"The random state of torch is not one: {error}") from error
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if len(state["cuda"]) > devices:
         log.warning(

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+PART = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
+"""Names of saved trees: letters, digits, _ . - and / between folders."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -78,33 +80,79 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; DamagedCheckpoint where it is missing, unreadable or of another
     format."""
     try:
-        text = (folder / MANIFEST).read_text()
+        data = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise DamagedCheckpoint(
             f"{folder} has no {MANIFEST}: it was not written by Strop, or only a part of it was copied here."
         ) from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{folder / MANIFEST} cannot be read: {error.strerror}.") from error
     try:
-        content = json.loads(text)
+        content = json.loads(data)
         version = content["format"]
-        files = {}
-        for path, facts in content["files"].items():
-            files[path] = Fingerprint(facts["bytes"], facts["crc32"])
-        manifest = Manifest(
-            step=content["step"],
-            serial=content["serial"],
-            parts=content["parts"],
-            metrics=content["metrics"],
-            files=files,
-        )
-    except (ValueError, KeyError, TypeError) as error:
+        manifest = None
+        if type(version) is int and version == FORMAT:
+            manifest = _checked(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{folder / MANIFEST} cannot be read ({error!r}, {len(text)} characters)."
+            f"{folder / MANIFEST} cannot be read ({repr(error)[:300]}, {len(data)} bytes)."
         ) from error
-    if version != FORMAT:
+    if manifest is None:
         raise DamagedCheckpoint(
-            f"{folder / MANIFEST} has format {version}; this version of Strop reads format {FORMAT}."
+            f"{folder / MANIFEST} has format {str(version)[:40]}; this version of Strop reads format "
+            f"{FORMAT}."
         )
     return manifest
+
+
+def _checked(content: Mapping[str, object]) -> Manifest:
+    """The manifest, if every value has the type and range of what `write_manifest` writes. Paths must stay
+    inside the checkpoint: `remote.fetch` creates files by these names."""
+    files: dict[str, Fingerprint] = {}
+    for path, facts in _mapping(content, "files").items():
+        if not _is_inside(path) or path == MANIFEST:
+            raise ValueError(f"{path[:80]!r} is no file inside a checkpoint")
+        if not isinstance(facts, Mapping):
+            raise TypeError(f"the facts of {path[:80]!r} are a {type(facts).__name__}")
+        files[path] = Fingerprint(_count(facts, "bytes"), _count(facts, "crc32"))
+    parts = content["parts"]
+    if not isinstance(parts, list):
+        raise TypeError("parts is no list")
+    for part in parts:
+        if not isinstance(part, str) or not PART.fullmatch(part):
+            raise ValueError(f"{str(part)[:80]!r} is no name of a part")
+    metrics: dict[str, float] = {}
+    for name, value in _mapping(content, "metrics").items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"the metric {name[:80]!r} is no number")
+        metrics[name] = value
+    return Manifest(
+        step=_count(content, "step"),
+        serial=_count(content, "serial"),
+        parts=parts,
+        metrics=metrics,
+        files=files,
+    )
+
+
+def _mapping(content: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = content[key]
+    if not isinstance(value, dict):
+        raise TypeError(f"{key} has no keys and values")
+    return value
+
+
+def _count(content: Mapping[str, object], key: str) -> int:
+    value = content[key]
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{key} is {str(value)[:40]}")
+    return value
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path with slashes names a file below the folder that it is relative to."""
+    names = path.split("/")
+    return not any(name in ("", ".", "..") or "\0" in name or "\\" in name for name in names)
 
 
 def verify(
@@ -191,7 +239,7 @@ def next_serial(directory: Path) -> int:
 def read_latest(directory: Path) -> int | None:
     """The step in the tracker file; None where there is no such file or it holds no step."""
     try:
-        text = (directory / LATEST).read_text()
+        text = (directory / LATEST).read_bytes()
     except FileNotFoundError:
         return None
     try:

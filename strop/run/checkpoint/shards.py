@@ -64,25 +64,28 @@ class SavedTensor:
         wanted = [(part.start, part.stop) for part in region]
         origin = [low for low, _ in wanted]
         sizes = [high - low for low, high in wanted]
-        result: Tensor | None = None
+        overlaps: list[tuple[Bounds, tuple[int, ...], TensorView]] = []
         filled = 0
         for start, view in self.pieces:
             overlap = _overlap(wanted, start, view.get_shape())
-            if overlap is None:
-                continue
+            if overlap is not None:
+                overlaps.append((overlap, start, view))
+                filled += math.prod(high - low for low, high in overlap)
+        total = math.prod(sizes)
+        if not overlaps and total == 0:
+            return torch.empty(sizes)
+        if filled != total:  # checked before memory is allocated: damaged offsets can ask for any amount
+            raise ValueError(
+                f"the files hold {filled} of the {total} numbers of a tensor of shape {list(self.shape)}"
+            )
+        result: Tensor | None = None
+        for overlap, start, view in overlaps:
             inside = _relative(overlap, start)
             found = view[inside] if inside else view[...]
             if result is None:
                 result = found.new_empty(sizes)
             result[_relative(overlap, origin)] = found
-            filled += found.numel()
-        total = math.prod(sizes)
-        if result is None and total == 0:
-            return torch.empty(sizes)
-        if result is None or filled != total:
-            raise ValueError(
-                f"the files hold {filled} of the {total} numbers of a tensor of shape {list(self.shape)}"
-            )
+        assert result is not None
         return result
 
 
@@ -115,13 +118,24 @@ def open_tensors(files: Iterable[Path], only: str | None = None) -> dict[str, Sa
             shape = view.get_shape()
             start = (0,) * len(shape)
             if name in offsets:
-                start = tuple(offsets[name]["saved_offsets"])
+                start = _offsets(offsets[name]["saved_offsets"], len(shape))
             ends = tuple(map(sum, zip(start, shape)))
             saved = found.setdefault(name, SavedTensor(ends, name=name))
+            if len(saved.shape) != len(ends):
+                raise ValueError(f"the pieces of {name} have different numbers of dimensions")
             saved.shape = tuple(map(max, saved.shape, ends))
             saved.pieces.append((start, view))
             saved.files.append(file)
     return found
+
+
+def _offsets(saved: object, dimensions: int) -> tuple[int, ...]:
+    if not isinstance(saved, list) or len(saved) != dimensions:
+        raise ValueError(f"a piece of a tensor has {dimensions} dimensions and no offset for each")
+    for offset in saved:
+        if type(offset) is not int or not 0 <= offset < 1 << 63:
+            raise ValueError(f"a piece of a tensor begins at {str(offset)[:40]}")
+    return tuple(saved)
 
 
 def _reopen(name: str, files: list[Path]) -> SavedTensor:

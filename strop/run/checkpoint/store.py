@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -53,8 +52,6 @@ from strop.run.checkpoint.shards import (
 from strop.run.checkpoint.tensor_files import Tree, copy_to_host, join, read_tensors, split, write_tensors
 
 log = logging.getLogger(__name__)
-
-_PART = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*")
 
 
 @dataclass(frozen=True)
@@ -365,12 +362,14 @@ def _read_part(folder: Path, name: str, files: Mapping[str, Fingerprint], later:
         for key, saved in open_tensors(shards).items():
             tensors[key] = saved.read()
         return join(plain, tensors)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise DamagedCheckpoint(f"The part {name!r} of {folder} cannot be read: {error!r}") from error
+    except (SafetensorError, ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+        raise DamagedCheckpoint(
+            f"The part {name!r} of {folder} cannot be read: {repr(error)[:300]}"
+        ) from error
 
 
 def _check_names(names: list[str]) -> None:
     for name in names:
-        if not _PART.fullmatch(name) or name == "manifest":
+        if not layout.PART.fullmatch(name) or name == "manifest":
             allowed = "letters, digits, _ . - and / between folders"
             raise ValueError(f"{name!r} cannot name a part of a checkpoint. Use {allowed}.")
