@@ -1,4 +1,4 @@
-"""Read an answer: a quantity, several, a tuple, an interval, an equation, a matrix, or words."""
+"""Read an answer from its tokens, from the outside to the inside."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import itertools
 import re
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
 
 from strop.rewards.rules.maths import regions
 from strop.rewards.rules.maths.expressions import parse_expression
-from strop.rewards.rules.maths.nodes import Apply, Node, Number, Symbol, TooLarge, Undefined, Unreadable
-from strop.rewards.rules.maths.quantities import Quantity, parse_quantity
+from strop.rewards.rules.maths.nodes import Apply, Number, Symbol, TooLarge, Undefined, Unreadable, symbols
+from strop.rewards.rules.maths.quantities import Quantity, parse_quantity, sum_of_units
 from strop.rewards.rules.maths.regions import Region
 from strop.rewards.rules.maths.spelling import clean
+from strop.rewards.rules.maths.structures import (
+    Answer,
+    Contradiction,
+    Matrix,
+    Named,
+    Ordered,
+    Ratio,
+    Several,
+    Statement,
+    Words,
+    as_region,
+)
 from strop.rewards.rules.maths.tokens import Token, has_grouped, tokenize
 from strop.rewards.rules.maths.units import NO_UNIT, NUMBER_WORDS
 from strop.rewards.rules.maths.values import identical
@@ -39,68 +50,22 @@ _MATRIX = re.compile(
 _NOT_LETTERS = re.compile(r"[\W_]+")
 
 
-class Words(NamedTuple):
-    """A text, in lower case, without spaces and punctuation."""
-
-    text: str
-
-
-class Several(NamedTuple):
-    """Answers without order: a list or a set."""
-
-    items: tuple[Answer, ...]
-
-
-class Ordered(NamedTuple):
-    """A tuple, vector or interval, with its brackets."""
-
-    opening: str
-    items: tuple[Answer, ...]
-    closing: str
-
-
-class Ratio(NamedTuple):
-    """Numbers with colons between them."""
-
-    items: tuple[Node, ...]
-
-
-class Matrix(NamedTuple):
-    rows: tuple[tuple[Answer, ...], ...]
-
-
-class Named(NamedTuple):
-    """The value of a variable, x = 5; the name of several variables is a tuple of them."""
-
-    name: str
-    value: Answer
-
-
-class Statement(NamedTuple):
-    """An equation or inequality: the difference of its sides is 0, or below 0 (<, \\le), or not 0 (\\ne)."""
-
-    relation: str
-    difference: Node
-
-
-class Contradiction(NamedTuple):
-    """A false equation between numbers, which no answer equals."""
-
-    text: str
-
-
-Answer = Quantity | Words | Several | Ordered | Ratio | Matrix | Named | Statement | Contradiction | Region
-
-
 @lru_cache(maxsize=8192)
 def readings(text: str) -> tuple[Answer, ...]:
-    """Return what the answer may mean: two readings where a comma may group thousands or separate numbers."""
+    """Return what the answer may mean.
+
+    There are two readings where a comma may group thousands or separate numbers, and where a value is
+    followed by its rounding.
+    """
     if len(text) > MAX_LENGTH:
         return ()
     cleaned = clean(text)
     found = [_read(cleaned, grouped=True)]
     if has_grouped(cleaned):
         found.append(_read(cleaned, grouped=False))
+    exact, rounded, _ = cleaned.rpartition("\\approx")
+    if rounded and exact.strip() and not isinstance(found[0], Contradiction):
+        found.append(_read(exact.strip(), grouped=True))
     return tuple(found)
 
 
@@ -124,7 +89,9 @@ def _matrix(body: str) -> Matrix:
 
 
 def _spelled(text: str) -> str:
-    """Return the words in lower case; what stands for itself (signs of an expression) is kept."""
+    """Return the words in lower case; commands of LaTeX differ by case and are kept."""
+    if "\\" in text:
+        return text.replace(" ", "")
     return text.replace(" ", "").lower()
 
 
@@ -140,7 +107,7 @@ def _answer(tokens: list[Token]) -> Answer:
     for part in parts:
         if part:
             item = _part(part)
-            if isinstance(item, Several) and len(parts) > 1:
+            if isinstance(item, Several) and _has_two_signs(part):
                 items.extend(item.items)
             else:
                 items.append(item)
@@ -151,6 +118,10 @@ def _answer(tokens: list[Token]) -> Answer:
     return _combined(items, separators)
 
 
+def _has_two_signs(tokens: list[Token]) -> bool:
+    return any(token.text in ("\\pm", "\\mp") for token in tokens)
+
+
 def _combined(items: list[Answer], separators: list[str]) -> Answer:
     """Return several answers; inequalities joined by `or` or `and` are one region."""
     pieces = [item for item in items if isinstance(item, Region)]
@@ -158,11 +129,18 @@ def _combined(items: list[Answer], separators: list[str]) -> Answer:
         return regions.union(pieces)
     if len(pieces) == len(items) and set(separators) == {"and"}:
         return regions.intersection(pieces)
+    quantities = [item for item in items if isinstance(item, Quantity)]
+    if len(quantities) == len(items) and set(separators) == {"and"}:
+        total = sum_of_units(quantities)
+        if total is not None:
+            return total
     return Several(tuple(items))
 
 
 def _split(tokens: list[Token], separators: tuple[str, ...]) -> tuple[list[list[Token]], list[str]]:
     """Cut the tokens at the separators outside of brackets; also return the separators."""
+    if not any(token.text.lower() in separators for token in tokens):
+        return [tokens], []
     parts: list[list[Token]] = [[]]
     found = []
     depth = 0
@@ -183,7 +161,7 @@ def _split(tokens: list[Token], separators: tuple[str, ...]) -> tuple[list[list[
 
 
 def _part(tokens: list[Token]) -> Answer:
-    if any(token.text in ("\\pm", "\\mp") for token in tokens):
+    if _has_two_signs(tokens):
         return Several((_part(_with_signs(tokens, "+", "-")), _part(_with_signs(tokens, "-", "+"))))
     sides, relations = _split(tokens, (*_EQUAL, *_ORDER, "\\in"))
     if not relations:
@@ -217,7 +195,7 @@ def _equation(sides: list[list[Token]]) -> Answer:
         if _contradict(values):
             return Contradiction(name)
         value = values[-1]
-        if isinstance(value, Quantity) and Symbol(name) in _nodes(value.node):
+        if isinstance(value, Quantity) and name in symbols(value.node):
             return Statement("=", Apply("-", (Symbol(name), value.node)))
         return Named(name, value)
     quantities = [parse_quantity(side) for side in sides]
@@ -241,17 +219,7 @@ def _contradict(values: list[Answer]) -> bool:
 
 
 def _has_variables(quantity: Quantity) -> bool:
-    return any(
-        isinstance(node, Symbol) and node.name not in ("e", "i", "\\pi") for node in _nodes(quantity.node)
-    )
-
-
-def _nodes(node: Node) -> list[Node]:
-    found = [node]
-    if isinstance(node, Apply):
-        for argument in node.arguments:
-            found.extend(_nodes(argument))
-    return found
+    return bool(symbols(quantity.node) - {"e", "i", "\\pi"})
 
 
 def _name(tokens: list[Token]) -> str | None:
@@ -294,6 +262,9 @@ def _single(tokens: list[Token]) -> Answer:
     special = _special(tokens)
     if special is not None:
         return special
+    pieces, differences = _split(tokens, ("\\setminus", "\\backslash"))
+    if differences:
+        return _without(pieces)
     pieces, unions = _split(tokens, ("\\cup",))
     if unions:
         return _union(pieces)
@@ -307,8 +278,15 @@ def _single(tokens: list[Token]) -> Answer:
         return parse_quantity(tokens)
     except (Unreadable, TooLarge):
         if _is_text(tokens):
-            return Words("".join(_NOT_LETTERS.sub("", token.text).lower() for token in tokens))
+            return Words("".join(_bare(token) for token in tokens))
         return Words("".join(token.text for token in tokens))
+
+
+def _bare(token: Token) -> str:
+    """Return the token of a text in lower case; signs that count in a formula are kept."""
+    if token.kind == "number" or token.text in "+-*/^=<>!%":
+        return token.text
+    return _NOT_LETTERS.sub("", token.text).lower()
 
 
 def _is_text(tokens: list[Token]) -> bool:
@@ -353,18 +331,43 @@ def _union(pieces: list[list[Token]]) -> Answer:
     return regions.union([region for region in found if region is not None])
 
 
-def as_region(answer: Answer) -> Region | None:
-    """Return an interval with numbers at its ends as a region; None if it is none."""
-    if isinstance(answer, Region):
-        return answer
-    if not isinstance(answer, Ordered) or len(answer.items) != 2:
-        return None
-    if answer.opening not in ("(", "[") or answer.closing not in (")", "]"):
-        return None
-    low, high = answer.items
-    if not isinstance(low, Quantity) or not isinstance(high, Quantity):
-        return None
-    return regions.interval(low.node, high.node, answer.opening == "[", answer.closing == "]")
+def _without(pieces: list[list[Token]]) -> Answer:
+    """Read a region without some points."""
+    region = as_region(_single(pieces[0]))
+    if region is None:
+        raise Unreadable("A difference of other things than intervals and points.")
+    for piece in pieces[1:]:
+        points = _single(piece)
+        if not isinstance(points, Several):
+            raise Unreadable("A difference of other things than intervals and points.")
+        for point in points.items:
+            rest = None
+            if isinstance(point, Quantity):
+                rest = regions.solution([Symbol("x"), point.node], ["\\ne"])
+            if rest is None:
+                raise Unreadable("A set without something that is no number.")
+            region = regions.intersection([region, rest])
+    return region
+
+
+def _set(inside: list[Token]) -> Answer:
+    """Read the members of a set, or its condition, as x > 2 in {x | x > 2}."""
+    sides, bars = _split(inside, ("|", ":"))
+    if len(bars) == 1 and sides[0] and sides[0][0].kind == "letter":
+        condition = _answer(sides[1])
+        if isinstance(condition, Region):
+            return condition
+    if bars:
+        raise Unreadable("A set with a condition.")
+    parts, _ = _split(inside, (",", ";", "and", "or"))
+    members: list[Answer] = []
+    for part in parts:
+        member = _part(part)
+        if isinstance(member, Several) and _has_two_signs(part):
+            members.extend(member.items)
+        else:
+            members.append(member)
+    return Several(tuple(members))
 
 
 def _bracketed(tokens: list[Token]) -> Answer | None:
@@ -384,10 +387,7 @@ def _bracketed(tokens: list[Token]) -> Answer | None:
     if opening == "\\{":
         if not inside:
             return Several(())
-        if any(token.text in ("|", ":") for token in inside):
-            raise Unreadable("A set with a condition.")
-        members = _answer(inside)
-        return members if isinstance(members, Several) else Several((members,))
+        return _set(inside)
     parts, commas = _split(inside, (",", ";"))
     if not commas:
         return None

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from strop.rewards.rules.maths.answers import (
+from strop.rewards.rules.maths.answers import MAX_LENGTH, readings
+from strop.rewards.rules.maths.nodes import Apply, Node, Number, Symbol, TooLarge, Undefined
+from strop.rewards.rules.maths.quantities import APPROXIMATE_DIGITS, Quantity, same_quantity
+from strop.rewards.rules.maths.regions import Region, same_region
+from strop.rewards.rules.maths.spelling import clean
+from strop.rewards.rules.maths.structures import (
     Answer,
     Contradiction,
     Matrix,
@@ -18,18 +23,18 @@ from strop.rewards.rules.maths.answers import (
     Statement,
     Words,
     as_region,
-    readings,
 )
-from strop.rewards.rules.maths.nodes import Apply, Node, Number, Symbol, TooLarge, Undefined
-from strop.rewards.rules.maths.quantities import APPROXIMATE_DIGITS, Quantity, same_quantity
-from strop.rewards.rules.maths.regions import Region, same_region
-from strop.rewards.rules.maths.spelling import clean
 from strop.rewards.rules.maths.values import evaluate, identical, proportional
 
 Match = Literal["exact", "approximate", "none"]
 MAX_PAIRS = 400
-_PLAIN = re.compile(r"[-+]?[0-9]{1,100}(?:\.[0-9]{1,100})?")
+_PLAIN = re.compile(
+    r"(-?)(?:([0-9]{1,100}(?:\.[0-9]{1,100})?)"
+    r"|\\[dt]?frac\{([0-9]{1,100})\}\{([0-9]{1,100})\}|([0-9]{1,100})/([0-9]{1,100}))"
+)
+"""A number or a fraction in the usual spelling: most answers need no more."""
 _LABELLED = re.compile(r"\(?([A-J])[).:] ?(.*)", re.DOTALL)
+_CALLED = re.compile(r"(?i)^(?:the )?(?:option|choice|letter) ")
 _LETTER = re.compile(r"\(?([A-Za-z])\)?")
 _FONT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textrm|mbox) ?\{([^{}]*)\}")
 
@@ -44,8 +49,13 @@ def compare(answer: str, truth: str) -> Match:
     truth = truth.strip()
     if answer == truth:
         return "exact"
-    if _PLAIN.fullmatch(answer) and _PLAIN.fullmatch(truth):
-        return "exact" if Fraction(answer) == Fraction(truth) else "none"
+    value = _plain_value(answer)
+    if value is not None:
+        expected = _plain_value(truth)
+        if expected is not None:
+            return "exact" if value == expected else "none"
+    if max(len(answer), len(truth)) > MAX_LENGTH:
+        return "none"
     if _same_choice(answer, truth):
         return "exact"
     found: Match = "none"
@@ -59,6 +69,20 @@ def compare(answer: str, truth: str) -> Match:
     return found
 
 
+def _plain_value(text: str) -> Fraction | None:
+    """Return the value of a number or fraction in the usual spelling; None for anything else."""
+    found = _PLAIN.fullmatch(text)
+    if found is None:
+        return None
+    value = Fraction(found[2] or found[3] or found[5])
+    divisor = int(found[4] or found[6] or "1")
+    if divisor == 0:
+        return None
+    if found[1]:
+        value = -value
+    return value / divisor
+
+
 def equal(answer: str, truth: str) -> bool:
     """Whether the answer is the reference, exactly or as a decimal of many digits."""
     return compare(answer, truth) != "none"
@@ -70,6 +94,11 @@ def canonical(answer: str) -> str:
     >>> canonical("0.50"), canonical("\\\\frac{2}{4}"), canonical("x + 1")
     ('1/2', '1/2', 'x+1')
     """
+    plain = _plain_value(answer.strip())
+    if plain is not None:
+        return str(plain)
+    if len(answer) > MAX_LENGTH:
+        return answer.strip()
     for reading in readings(answer):
         if isinstance(reading, Named):
             reading = reading.value
@@ -89,15 +118,19 @@ def _same_choice(answer: str, truth: str) -> bool:
     letter = _letter(truth)
     if letter is None:
         return False
-    plain = _FONT.sub(r"\1", clean(answer)).strip()
+    plain = _plain(answer)
     labelled = _LABELLED.fullmatch(plain)
     if labelled:
         return labelled[1] == letter
     return _letter(answer) == letter
 
 
+def _plain(text: str) -> str:
+    return _CALLED.sub("", _FONT.sub(r"\1", clean(text)).strip())
+
+
 def _letter(text: str) -> str | None:
-    found = _LETTER.fullmatch(_FONT.sub(r"\1", clean(text)).strip())
+    found = _LETTER.fullmatch(_plain(text))
     if found:
         return found[1]
     return None

@@ -38,6 +38,8 @@ def parse_number(text: str) -> Number:
     """Return the number of a token: digits, with a point or an exponent."""
     if len(text) > MAX_DIGITS:
         raise TooLarge(f"A number has {len(text)} digits.")
+    if text.isdecimal():
+        return Number(Fraction(int(text)))
     mantissa, _, exponent = text.lower().partition("e")
     if len(exponent) > 5 or abs(int(exponent or "0")) > MAX_DIGITS:
         raise TooLarge(f"The exponent of {text} is out of range.")

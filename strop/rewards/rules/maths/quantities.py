@@ -99,12 +99,26 @@ def parse_quantity(tokens: list[Token]) -> Quantity:
         factor *= MULTIPLIERS[tail[0].text.lower()]
         tail = tail[1:]
     unit = _unit(tail)
+    if (unit.words or unit == NO_UNIT) and all(token.kind in ("letter", "word") for token in head):
+        raise Unreadable("Words, and no number.")
     quantity = _measured(head, sign_unit)
     if unit == NO_UNIT:
         unit = quantity.unit
     elif quantity.unit not in (NO_UNIT, unit):
         raise Unreadable("A quantity with two units.")
     return Quantity(_scaled(quantity.node, factor), unit)
+
+
+def sum_of_units(quantities: list[Quantity]) -> Quantity | None:
+    """Return the sum of quantities in different units of one dimension (2 dollars and 5 cents), else None."""
+    units = {quantity.unit for quantity in quantities}
+    dimensions = {unit.dimensions for unit in units}
+    if len(units) < len(quantities) or len(dimensions) > 1 or any(unit.words for unit in units):
+        return None
+    total: Node = Number(Fraction(0))
+    for quantity in quantities:
+        total = Apply("+", (total, _scaled(quantity.node, quantity.unit.factor)))
+    return Quantity(total, Unit(dimensions.pop()))
 
 
 def _is_unit_word(token: Token) -> bool:

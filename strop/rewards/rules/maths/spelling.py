@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _SIGNS = {
     **dict.fromkeys("−–—‐‑﹣－", "-"),
@@ -87,15 +88,18 @@ _SYNONYMS = {
 }
 _COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z{}$%,!])")
+_BOXED = re.compile(r"\\boxed ?\{(.*)\}", re.DOTALL)
 _SPACES = re.compile(r" {2,}")
 _MARKDOWN = re.compile(r"^([*_`]{1,3})(.*[^*_`])\1$")
 _HSPACE = re.compile(r"\\(?:hspace|vspace|phantom|hphantom)\*?\{[^{}]*\}")
 _ANNOUNCED = re.compile(
-    r"(?i)^(?:so,?|thus,?|hence,?|therefore,?)? ?(?:the )?(?:final |correct )?answer ?(?:is\b|:|=)+ ?:?"
+    r"(?i)^(?:\\text ?\{)? ?(?:so,?|thus,?|hence,?|therefore,?)? ?(?:the )?(?:final |correct )?"
+    r"answer ?(?:is\b|:|=)+ ?:? ?\}?"
 )
 _CURRENCY_DOLLAR = re.compile(r"\$(?=\s?\.?[0-9])")
 
 
+@lru_cache(maxsize=8192)
 def clean(text: str) -> str:
     """Return the answer in one spelling of signs, spaces and delimiters; its words and fonts are kept.
 
@@ -112,6 +116,9 @@ def clean(text: str) -> str:
     if "\\" in text:
         text = _commands(text)
     text = _dollars(text)
+    boxed = _BOXED.fullmatch(text.strip())
+    if boxed:
+        text = boxed[1]
     text = text.replace("{,}", ",").replace("~", " ").replace("**", "^").replace('"', "")
     text = _ANNOUNCED.sub("", _SPACES.sub(" ", text).strip()).strip()
     if not text.endswith(".."):

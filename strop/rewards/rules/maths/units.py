@@ -17,7 +17,7 @@ NUMBER_WORDS = {
 }
 NOT_UNITS = {
     *("or", "and", "to", "not", "maybe", "perhaps", "but", "times", "plus", "minus", "between", "than"),
-    *("either", "if", "when", "where", "otherwise", "more", "less", "least", "most", "over", "from", "until"),
+    *("either", "if", "when", "where", "otherwise", "least", "most", "over", "from", "until"),
     *(
         "half",
         "third",
@@ -146,6 +146,8 @@ def parse_unit(parts: list[str]) -> Unit | None:
     while position < len(parts):
         word = parts[position].lower()
         position += 1
+        if word == "times" and position == len(parts):  # how many times: 3 times
+            continue
         if word in NOT_UNITS or word in MULTIPLIERS or word in NUMBER_WORDS:
             return None
         if word in ("per", "/"):

@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
@@ -94,7 +94,7 @@ def identical(left: Node, right: Node) -> bool:
         return same_value(evaluate(left), evaluate(right))
     compared = 0
     integers = bool((operators(left) | operators(right)) & {"factorial", "binomial"})
-    for point in points(names, integers=integers):
+    for point in points(frozenset(names), integers=integers):
         try:
             one = evaluate(left, point)
             other = evaluate(right, point)
@@ -112,7 +112,7 @@ def proportional(left: Node, right: Node, *, positive: bool = False) -> bool:
         return True
     ratio: Value | None = None
     compared = 0
-    for point in points(variables(left) | variables(right)):
+    for point in points(frozenset(variables(left) | variables(right))):
         try:
             one = evaluate(left, point)
             other = evaluate(right, point)
@@ -131,7 +131,8 @@ def proportional(left: Node, right: Node, *, positive: bool = False) -> bool:
     return not positive or (is_real(ratio) and bool(ratio > 0))
 
 
-def points(names: set[str], *, integers: bool = False) -> list[dict[str, Fraction]]:
+@lru_cache(maxsize=256)
+def points(names: frozenset[str], *, integers: bool = False) -> list[dict[str, Fraction]]:
     """Return fixed points that look random: the same for equal names, in every process."""
     found = []
     for number in range(POINTS + 2):
@@ -246,7 +247,7 @@ class _Evaluation:
 
     def _check_power(self, base: Value, exponent: Value) -> None:
         """Raise TooLarge before a power is computed that has too many digits."""
-        size = abs(inexact(exponent))
+        size = abs(exponent)
         if size > MAX_BITS:
             raise TooLarge("An exponent is too large.")
         if isinstance(base, Fraction):
