@@ -20,7 +20,7 @@ from torch import Tensor
 from strop.algorithms.advantages.base import estimate, group_ids
 from strop.algorithms.aggregation import Totals, aggregate, masked_mean, masked_whiten
 from strop.algorithms.kl import kl_penalty
-from strop.algorithms.logprobs import sum_pi_squared, token_entropy, token_logprobs
+from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_entropy, token_logprobs
 from strop.algorithms.losses import value_loss
 from strop.algorithms.policy_losses.clipped import policy_loss
 from strop.algorithms.rollout_correction import importance_weights, rejection_mask

@@ -16,7 +16,7 @@ from strop.registry import Registry
 # rollout.n that makes sense.
 ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1})
 _advantages = "strop.algorithms.advantages"
-ADVANTAGES.declare("gae", f"{_advantages}.gae:gae", needs=("values",))
+ADVANTAGES.declare("gae", f"{_advantages}.returns:gae", needs=("values",))
 ADVANTAGES.declare("reinforce", f"{_advantages}.returns:reinforce")
 ADVANTAGES.declare("reinforce_plus_plus", f"{_advantages}.returns:reinforce_plus_plus")
 ADVANTAGES.declare("remax", f"{_advantages}.returns:remax", needs=("greedy_baseline",))
@@ -37,7 +37,7 @@ ADVANTAGES.declare(
 )
 for _name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
     _needs = ("group", "old_log_probs", "sum_pi_squared")
-    ADVANTAGES.declare(_name, f"{_advantages}.token_baseline:{_name}", needs=_needs, min_group=2)
+    ADVANTAGES.declare(_name, f"{_advantages}.returns:{_name}", needs=_needs, min_group=2)
 # OpenRLHF's names of the same estimators.
 ADVANTAGES.declare("group_norm", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
 ADVANTAGES.declare(
@@ -100,16 +100,16 @@ for _name in ("constant", "cosine", "linear", "wsd"):
 # terms: further settings it knows.
 PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False, "terms": ()})
 PREFERENCE_LOSSES.declare(
-    "sigmoid", "strop.algorithms.preference:reward_sigmoid", needs=("scores",), terms=("margin",)
+    "sigmoid", "strop.algorithms.losses:reward_sigmoid", needs=("scores",), terms=("margin",)
 )
-PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.preference:reward_logexp", needs=("scores",))
+PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.losses:reward_logexp", needs=("scores",))
 _policy = ("log_probs", "reference")
 _terms = ("label_smoothing", "target_margin", "nll_coef")
-PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.preference:dpo", needs=_policy, terms=_terms)
-PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.preference:ipo", needs=_policy, terms=("nll_coef",))
+PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.losses:dpo", needs=_policy, terms=_terms)
+PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.losses:ipo", needs=_policy, terms=("nll_coef",))
 PREFERENCE_LOSSES.declare(
     "simpo",
-    "strop.algorithms.preference:simpo",
+    "strop.algorithms.losses:simpo",
     needs=("log_probs",),
     length_normalised=True,
     terms=("target_margin",),

@@ -6,7 +6,8 @@ float32 and only one number per row is kept; the backward pass computes the soft
 result is exact for any chunk size.
 
 `token_logprobs_from_hidden` also computes the logits chunk by chunk from the last hidden states, so that they
-never exist as a whole, neither forward nor backward (unless all of them fit in one chunk).
+never exist as a whole, neither forward nor backward (unless all of them fit in one chunk). Logits that exist
+already are taken by logprobs_of_logits.py.
 
 With z = logits / temperature and p = softmax(z):
 
@@ -21,6 +22,7 @@ On a GPU with Triton, a chunk takes one kernel forward and one backward (logprob
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,20 +31,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strop.algorithms.logprob_rows import (
-    RowStatistics,
-    arithmetic_dtype,
-    cached_chunks,
-    cached_parts,
-    chunks,
-    rows_at,
-    scaled,
-    slope_of_rows,
-    slopes_of_chunk,
-)
 from strop.extras import MissingExtra, require
 
 CHUNK = 1024
+CACHED = 1 << 18  # numbers that stay in a CPU cache over several operations
+FLOOR = -1e4  # stands for log 0 in p log p; exp of it is 0 in every dtype
+
+RowNumbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Labels, normaliser, entropy, and the gradients of log-probs and entropy, of some rows."""
 
 
 class TokenStatistics(NamedTuple):
@@ -52,49 +48,10 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor | None  # [...] float32, with want_entropy
 
 
-def _shaped(log_probs: Tensor, entropy: Tensor | None, labels: Tensor) -> TokenStatistics:
+def shaped(log_probs: Tensor, entropy: Tensor | None, labels: Tensor) -> TokenStatistics:
     if entropy is not None:
         entropy = entropy.view(labels.shape)
     return TokenStatistics(log_probs.view(labels.shape), entropy)
-
-
-def token_statistics(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk: int = CHUNK,
-    want_entropy: bool = False,
-) -> TokenStatistics:
-    """Log-probs of `labels` [...] under `logits` [..., V], and the entropies; both carry gradients to the
-    logits."""
-    _check(logits, labels, "logits", temperature, chunk)
-    rows = logits.reshape(-1, logits.shape[-1])
-    log_probs, entropy = _FromLogits.apply(rows, labels.reshape(-1), temperature, chunk, want_entropy)
-    return _shaped(log_probs, entropy, labels)
-
-
-def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
-    """Log-probs of `labels` [...] under `logits` [..., V]."""
-    return token_statistics(logits, labels, temperature=temperature, chunk=chunk).log_probs
-
-
-def token_entropy(logits: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
-    """H per position [...] from logits [..., V]; -inf logits are allowed."""
-    nothing = torch.full(logits.shape[:-1], -1, dtype=torch.long, device=logits.device)
-    found = token_statistics(logits, nothing, temperature=temperature, chunk=chunk, want_entropy=True).entropy
-    assert found is not None
-    return found
-
-
-@torch.no_grad()
-def sum_pi_squared(logits: Tensor, *, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
-    """Σ_v π_v² per position [...], the chance that two samples agree; without gradient."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    out = torch.empty(len(rows), dtype=arithmetic_dtype(logits), device=logits.device)
-    for at in cached_chunks(rows, chunk):
-        out[at] = scaled(rows[at], temperature).softmax(-1).square_().sum(-1)
-    return out.view(logits.shape[:-1])
 
 
 def token_logprobs_from_hidden(
@@ -114,7 +71,7 @@ def token_logprobs_from_hidden(
     dtype of `hidden`, as the model's own head would; everything after it in float32. Gradients flow to
     hidden, weight and bias where they want one.
     """
-    _check(hidden, labels, "hidden", temperature, chunk)
+    check_inputs(hidden, labels, "hidden", temperature, chunk)
     if weight.dim() != 2 or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; with hidden {tuple(hidden.shape)} it must be [V, "
@@ -131,36 +88,7 @@ def token_logprobs_from_hidden(
     log_probs, entropy = _FromHidden.apply(
         rows, head, bias, labels.reshape(-1), temperature, chunk, want_entropy
     )
-    return _shaped(log_probs, entropy, labels)
-
-
-class _FromLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, chunk: int, want_entropy: bool
-    ) -> Any:
-        numbers = RowStatistics(logits, want_entropy)
-        for at in cached_chunks(logits, chunk):
-            numbers.fill(at, scaled(logits[at], temperature), labels[at])
-        ctx.save_for_backward(logits, labels, numbers.normaliser, numbers.entropy)
-        ctx.temperature = temperature
-        ctx.chunk = chunk
-        ctx.set_materialize_grads(False)
-        return numbers.log_probs, numbers.entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> Any:
-        logits, labels, normaliser, entropy = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for at in cached_chunks(logits, ctx.chunk):
-            z = scaled(logits[at], ctx.temperature)
-            rows = rows_at(at, labels, normaliser, entropy, grad_log_probs, grad_entropy)
-            slope = slope_of_rows(z, *rows)
-            if ctx.temperature != 1.0:
-                slope.div_(ctx.temperature)
-            grad[at] = slope
-        return grad, None, None, None, None
+    return shaped(log_probs, entropy, labels)
 
 
 class _FromHidden(torch.autograd.Function):
@@ -320,7 +248,7 @@ def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
     return gradient.to(like.dtype)
 
 
-def _check(features: Tensor, labels: Tensor, name: str, temperature: float, chunk: int) -> None:
+def check_inputs(features: Tensor, labels: Tensor, name: str, temperature: float, chunk: int) -> None:
     if features.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels has shape {tuple(labels.shape)} but {name} has shape {tuple(features.shape)}; labels "
@@ -330,3 +258,141 @@ def _check(features: Tensor, labels: Tensor, name: str, temperature: float, chun
         raise ValueError(f"temperature must be positive, got {temperature}.")
     if chunk < 1:
         raise ValueError(f"chunk is a number of rows and must be at least 1, got {chunk}.")
+
+
+# --- the arithmetic on some rows of logits ------------------------------------------------------------------
+
+
+class RowStatistics:
+    """One number of each kind per row, filled chunk by chunk."""
+
+    def __init__(self, like: Tensor, want_entropy: bool):
+        self.log_probs = torch.empty(len(like), dtype=arithmetic_dtype(like), device=like.device)
+        self.entropy: Tensor | None = None
+        if want_entropy:
+            self.entropy = torch.empty_like(self.log_probs)
+        # The largest z and the logarithm of Σ exp(z - largest). They are kept apart because their sum would
+        # round small entropies away.
+        self.normaliser = torch.empty(len(like), 2, dtype=arithmetic_dtype(like), device=like.device)
+
+    def take(self, at: slice, found: tuple[Tensor, Tensor, Tensor | None]) -> None:
+        """Store the results of the kernels."""
+        log_probs, normaliser, entropy = found
+        self.log_probs[at] = log_probs
+        self.normaliser[at] = normaliser
+        if self.entropy is not None and entropy is not None:
+            self.entropy[at] = entropy
+
+    def fill(self, at: slice, z: Tensor, labels: Tensor) -> None:
+        """With s = z - max z and S = Σ exp(s): log π(a) = s_a - log S and H = log S - Σ s exp(s) / S, both
+        terms positive."""
+        largest = z.amax(-1, keepdim=True)
+        shifted = z - largest
+        chosen = shifted.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        if self.entropy is None:
+            log_total = shifted.exp_().sum(-1).log()
+        else:
+            powers = shifted.clamp_(min=FLOOR).exp()
+            total = powers.sum(-1)
+            log_total = total.log()
+            self.entropy[at] = log_total - powers.mul_(shifted).sum(-1) / total
+        self.log_probs[at] = (chosen - log_total).masked_fill(labels < 0, 0.0)
+        self.normaliser[at] = torch.stack([largest.squeeze(-1), log_total], dim=-1)
+
+
+def slope_of_rows(
+    z: Tensor,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The derivative with respect to z of one chunk, given those with respect to its log-probs and
+    entropies."""
+    if grad_log_probs is not None:
+        grad_log_probs = grad_log_probs.masked_fill(labels < 0, 0.0)[:, None]
+    if grad_entropy is not None and entropy is not None:
+        log_p = (z - normaliser[:, :1]).sub_(normaliser[:, 1:]).clamp_(min=FLOOR)
+        p = log_p.exp()
+        slope = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_log_probs is not None:
+            slope.sub_(grad_log_probs)
+        slope.mul_(p)
+    elif grad_log_probs is not None:
+        slope = (z - normaliser[:, :1]).sub_(normaliser[:, 1:]).exp_().mul_(-grad_log_probs)
+    else:
+        slope = torch.zeros_like(z)
+    if grad_log_probs is not None:
+        slope.scatter_add_(-1, labels.clamp(min=0)[:, None], grad_log_probs)
+    return slope
+
+
+def slopes_of_chunk(
+    logits: Tensor, numbers: RowNumbers, temperature: float, dtype: torch.dtype, grad_bias: Tensor | None
+) -> Tensor:
+    """The derivative with respect to the logits of one chunk, in `dtype`; that of the bias is added to
+    `grad_bias`."""
+    narrow = torch.empty_like(logits, dtype=dtype)
+    for part in cached_chunks(logits, len(logits)):
+        rows = rows_at(part, *numbers)
+        slope = slope_of_rows(scaled(logits[part], temperature), *rows).div_(temperature)
+        if grad_bias is not None:
+            grad_bias += slope.sum(0)
+        narrow[part] = slope
+    return narrow
+
+
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    z = logits.to(arithmetic_dtype(logits))
+    if temperature != 1.0:
+        z = z / temperature
+    return z
+
+
+def arithmetic_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which numbers are computed."""
+    if tensor.dtype == torch.float64:
+        return torch.float64
+    return torch.float32
+
+
+def rows_at(
+    at: slice,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> RowNumbers:
+    """Some rows of each tensor that is given."""
+    return (
+        labels[at],
+        normaliser[at],
+        _optional_rows(at, entropy),
+        _optional_rows(at, grad_log_probs),
+        _optional_rows(at, grad_entropy),
+    )
+
+
+def _optional_rows(at: slice, tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor[at]
+
+
+def cached_chunks(logits: Tensor, size: int) -> list[slice]:
+    """At most `size` rows; on a CPU also no more than stay in its cache over several operations."""
+    if logits.device.type == "cpu":
+        size = min(size, max(CACHED // max(logits.shape[-1], 1), 1))
+    return chunks(len(logits), size)
+
+
+def cached_parts(logits: Tensor, at: slice) -> Iterator[tuple[slice, slice]]:
+    """The rows of one chunk in parts that stay in the cache: as rows of the chunk, and of the batch."""
+    for part in cached_chunks(logits, len(logits)):
+        yield part, slice(at.start + part.start, at.start + part.stop)
+
+
+def chunks(rows: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -1,11 +1,12 @@
-"""Losses besides the policy losses: next-token cross entropy (SFT and PPO-ptx), and the value loss of a
-critic."""
+"""Losses besides the policy losses: next-token cross entropy (SFT and PPO-ptx), the value loss of a critic,
+and losses on pairs of a chosen and a rejected response (reward models, DPO, IPO, SimPO)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals, aggregate, masked_fill_zero, require_same_shape
@@ -55,3 +56,148 @@ def value_loss(
     clipped_error = (near - returns).square()
     larger = (clipped_error > error).detach().to(error.dtype)
     return ValueLoss(0.5 * torch.maximum(error, clipped_error), {"vf_clipfrac": larger})
+
+
+# --- preference losses --------------------------------------------------------------------------------------
+#
+# Every function returns one loss per pair [P], not averaged: divide the sum by the pairs of the whole
+# optimizer step.
+
+
+class PreferenceLoss(NamedTuple):
+    """The result of a preference loss."""
+
+    per_pair: Tensor  # [P]
+    metrics: dict[str, Tensor]  # [P] each, without gradient, to be averaged over pairs
+
+
+def answer_log_probs(log_probs: Tensor, mask: Tensor, *, average: bool = False) -> Tensor:
+    """Log-prob of each answer [B]: the sum over its tokens [B, T], or their mean (length-normalised)."""
+    require_same_shape(log_probs=log_probs, mask=mask)
+    total = masked_fill_zero(log_probs, mask).sum(-1)
+    if average:
+        return total / mask.sum(-1).clamp(min=1)
+    return total
+
+
+def reward_sigmoid(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float | None = None
+) -> PreferenceLoss:
+    """Bradley-Terry on the scores of a reward model: l = -log σ(r_c - r_r - margin)."""
+    require_same_shape(chosen=chosen, rejected=rejected)
+    if isinstance(margin, Tensor):
+        require_same_shape(chosen=chosen, margin=margin)
+    if margin is None:
+        margin = 0.0
+    gap = chosen - rejected - margin
+    return _result(-F.logsigmoid(gap), chosen, rejected)
+
+
+def reward_logexp(chosen: Tensor, rejected: Tensor) -> PreferenceLoss:
+    """l = log(1 + exp(r_r - r_c)), which is `reward_sigmoid` without a margin, written so that it cannot
+    overflow."""
+    require_same_shape(chosen=chosen, rejected=rejected)
+    return _result(F.softplus(rejected - chosen), chosen, rejected)
+
+
+def dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor | None = None,
+    reference_rejected: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    margin: float = 0.0,
+    chosen_nll: Tensor | None = None,
+    nll_coef: float = 0.0,
+) -> PreferenceLoss:
+    """DPO (Rafailov et al. 2023) on log-probs of whole answers [P], from `answer_log_probs`:
+
+        h = β ((ℓ_c - ℓ_ref_c) - (ℓ_r - ℓ_ref_r)) - margin
+        l = -(1 - s) log σ(h) - s log σ(-h) + nll_coef · nll_c
+
+    `label_smoothing` s > 0 is cDPO (Mitchell 2023), for labels that are wrong with probability s. Without
+    reference log-probs the loss is reference-free. `chosen_nll` [P] is the negative mean log-prob of the
+    chosen answer.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"label_smoothing is the share of wrong labels, 0 <= s < 0.5; got {label_smoothing}."
+        )
+    reward_c, reward_r = _implicit_rewards(chosen, rejected, reference_chosen, reference_rejected, beta)
+    gap = reward_c - reward_r - margin
+    loss = -(1 - label_smoothing) * F.logsigmoid(gap) - label_smoothing * F.logsigmoid(-gap)
+    return _result(_with_nll(loss, chosen_nll, nll_coef), reward_c, reward_r)
+
+
+def ipo(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor | None = None,
+    reference_rejected: Tensor | None = None,
+    *,
+    beta: float = 0.1,
+    chosen_nll: Tensor | None = None,
+    nll_coef: float = 0.0,
+) -> PreferenceLoss:
+    """IPO (Azar et al. 2023): l = (h - 1 / (2 β))² with h = (ℓ_c - ℓ_ref_c) - (ℓ_r - ℓ_ref_r).
+
+    With summed log-probs the target gap is one for the answer; with averaged ones it is per token.
+    """
+    reward_c, reward_r = _implicit_rewards(chosen, rejected, reference_chosen, reference_rejected, beta)
+    loss = ((reward_c - reward_r) / beta - 1 / (2 * beta)).square()
+    return _result(_with_nll(loss, chosen_nll, nll_coef), reward_c, reward_r)
+
+
+def simpo(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 1.0) -> PreferenceLoss:
+    """SimPO (Meng et al. 2024): reference-free DPO on length-normalised log-probs, with a target margin."""
+    return dpo(chosen, rejected, beta=beta, margin=margin)
+
+
+def _implicit_rewards(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor | None,
+    reference_rejected: Tensor | None,
+    beta: float,
+) -> tuple[Tensor, Tensor]:
+    """β (ℓ - ℓ_ref) of both answers."""
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}.")
+    if (reference_chosen is None) != (reference_rejected is None):
+        raise ValueError(
+            "Give reference_chosen and reference_rejected together, or neither for a reference-free loss."
+        )
+    require_same_shape(
+        chosen=chosen,
+        rejected=rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    if reference_chosen is None or reference_rejected is None:
+        return beta * chosen, beta * rejected
+    return beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
+
+
+def _with_nll(loss: Tensor, chosen_nll: Tensor | None, coefficient: float) -> Tensor:
+    if not coefficient:
+        return loss
+    if chosen_nll is None:
+        raise ValueError(
+            f"nll_coef is {coefficient} but chosen_nll was not given; pass the chosen answers' mean NLL [P]."
+        )
+    require_same_shape(loss=loss, chosen_nll=chosen_nll)
+    return loss + coefficient * chosen_nll
+
+
+def _result(per_pair: Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLoss:
+    chosen = chosen.detach()
+    rejected = rejected.detach()
+    metrics = {
+        "accuracy": (chosen > rejected).to(torch.float32),
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "reward_margin": chosen - rejected,
+    }
+    return PreferenceLoss(per_pair, metrics)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from strop.config.schema.model import ModelConfig
 from strop.models.attention import packing_obstacle
 from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
-from strop.models.lora import add_adapters, load_adapters
-from strop.models.meta_init import meta_init
+from strop.models.lora import add_adapters, base_model, load_adapters
 from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
 from strop.registry import load_module
 
@@ -63,7 +64,7 @@ def _warn_fp32(name: str) -> None:
 def build_policy(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
     """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so.
 
-    Without `weights`, here and below, its parameters are on the meta device (models/meta_init.py).
+    Without `weights`, here and below, its parameters are on the meta device.
     """
     return _finish(_language_model(settings, dtype, weights), settings, weights)
 
@@ -209,3 +210,44 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     """Gradient checkpointing: keep the input of each layer and recompute its activations in the backward
     pass."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+# --- meta device --------------------------------------------------------------------------------------------
+#
+# Parameters on the meta device have shape and dtype but no memory; buffers (rotary frequencies ...) are real.
+# A rank builds such a module, shards it, and allocates memory for its own shards alone.
+
+
+@contextmanager
+def meta_init() -> Iterator[None]:
+    """Inside the block every new parameter of a module is moved to the meta device at once."""
+    plain = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        plain(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment] # replaced on purpose
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign] # restored
+
+
+def allocate(module: nn.Module, device: torch.device, storage: torch.device | None = None) -> None:
+    """Memory, not initialised, for every parameter of a module (or its shards) on the meta device.
+
+    Buffers go to `device`, parameters there or to `storage`.
+    """
+
+    def place(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=storage or device)
+        return tensor.to(device)
+
+    module._apply(place)
+    base = base_model(module)
+    tie_weights = getattr(base, "tie_weights", None)
+    if tie_weights is not None:
+        tie_weights()  # each name got memory of its own

@@ -18,12 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.logprobs import (
-    head_logits,
-    sum_pi_squared,
-    token_logprobs_from_hidden,
-    token_statistics,
-)
+from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
+from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, packing_obstacle, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last

@@ -30,8 +30,7 @@ from strop.config.derived import (
     uses_lora,
 )
 from strop.config.schema.ppo import PpoConfig
-from strop.models.build import build_critic, build_policy, build_reference, compute_dtype
-from strop.models.meta_init import allocate
+from strop.models.build import allocate, build_critic, build_policy, build_reference, compute_dtype
 from strop.models.tensor_parallel import Divided, team_of
 from strop.ranks import Ranks
 from strop.registry import load_plugins

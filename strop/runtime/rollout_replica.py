@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from strop.config.schema.model import ModelConfig
-from strop.models.build import build_reference, compute_dtype
-from strop.models.meta_init import allocate
+from strop.models.build import allocate, build_reference, compute_dtype
 from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
 from strop.rollout.buckets import read_bucket
 from strop.rollout.external import ExternalEngine

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals
-from strop.algorithms.losses import sft_loss
-from strop.algorithms.preference import PreferenceLoss, answer_log_probs
+from strop.algorithms.losses import PreferenceLoss, answer_log_probs, sft_loss
 from strop.backends.base import Loss, MicroBatching, Outputs
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.schema.supervised import DpoLossConfig, RmLossConfig

@@ -20,9 +20,8 @@ from strop.algorithms.advantages.base import (
     rank_among_valid,
     reopen_holes,
 )
-from strop.algorithms.advantages.gae import gae
 from strop.algorithms.advantages.outcome import grpo, grpo_passk, rloo
-from strop.algorithms.advantages.returns import reinforce_plus_plus, remax, returns_to_go
+from strop.algorithms.advantages.returns import gae, reinforce_plus_plus, remax, returns_to_go
 from strop.algorithms.aggregation import as_weights
 from strop.catalog import ADVANTAGES
 from tests.algorithms.reference.sessions import estimate_over_sessions

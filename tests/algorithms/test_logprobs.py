@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.logprobs import (
+from strop.algorithms.logprobs import token_logprobs_from_hidden
+from strop.algorithms.logprobs_of_logits import (
     sum_pi_squared,
     token_entropy,
     token_logprobs,
-    token_logprobs_from_hidden,
     token_statistics,
 )
 from tests.algorithms.reference.distillation import forward_kl_topk

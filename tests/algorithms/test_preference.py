@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from strop.algorithms.aggregation import Totals
-from strop.algorithms.losses import ptx_loss, sft_loss
-from strop.algorithms.preference import answer_log_probs, dpo, ipo, reward_logexp, reward_sigmoid, simpo
+from strop.algorithms.losses import (
+    answer_log_probs,
+    dpo,
+    ipo,
+    ptx_loss,
+    reward_logexp,
+    reward_sigmoid,
+    sft_loss,
+    simpo,
+)
 from strop.catalog import PREFERENCE_LOSSES
 from tests.algorithms.reference.load_balancing import load_balancing_loss
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strop.algorithms import logprob_rows, logprobs
+from strop.algorithms import logprobs, logprobs_of_logits
 from strop.models.attention import PACKED, set_attention
 from strop.models.forward import head_is_plain, own_logits, response_outputs, sequence_scores
 from strop.models.heads import new_scalar_model
@@ -154,7 +154,7 @@ def test_entropy_that_is_only_observed_has_the_same_numbers_and_no_slope(family,
         return slope(*numbers)
 
     monkeypatch.setattr(logprobs, "slope_of_rows", watched)
-    monkeypatch.setattr(logprob_rows, "slope_of_rows", watched)
+    monkeypatch.setattr(logprobs_of_logits, "slope_of_rows", watched)
     outputs = {
         name: response_outputs(model, batch, ["log_probs", name]) for name in ("entropy", "observed_entropy")
     }

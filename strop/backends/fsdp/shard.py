@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from strop.backends.fsdp.sharded import Region, fill
 from strop.config.schema.model import FsdpConfig
+from strop.models.build import allocate
 from strop.models.heads import HEAD
 from strop.models.load import WeightFiles, open_weights, weight_files
 from strop.models.lora import has_adapters
-from strop.models.meta_init import allocate
 from strop.ranks import Ranks
 
 REPLICAS, SHARDS, TENSOR = "replicas", "shards", "tensor"

@@ -14,9 +14,8 @@ from strop.algorithms.advantages.base import (
     group_size,
     group_statistics,
 )
-from strop.algorithms.advantages.gae import gae
 from strop.algorithms.advantages.outcome import centred_scores, standardised_scores
-from strop.algorithms.advantages.returns import reinforce, returns_to_go
+from strop.algorithms.advantages.returns import gae, reinforce, returns_to_go
 from strop.algorithms.reward_shaping import overlong_penalty, truncation_penalty
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
 from tests.algorithms.reference.sessions import estimate_over_sessions

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from strop.algorithms.logprobs import sum_pi_squared, token_entropy, token_logprobs
+from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_entropy, token_logprobs
 from strop.algorithms.losses import value_loss
 from tests.algorithms.reference.distillation import forward_kl_topk
 from tests.golden.adapters.aggregation import gradient, openrlhf_aggregate, verl_aggregate

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from strop.algorithms.aggregation import Totals
-from strop.algorithms.logprobs import token_logprobs
-from strop.algorithms.losses import sft_loss
-from strop.algorithms.preference import answer_log_probs, dpo, ipo, reward_logexp, reward_sigmoid
+from strop.algorithms.logprobs_of_logits import token_logprobs
+from strop.algorithms.losses import answer_log_probs, dpo, ipo, reward_logexp, reward_sigmoid, sft_loss
 from tests.golden.adapters.aggregation import gradient, openrlhf_aggregate
 from tests.golden.harness import Case, NotApplicable, adapts
 
