@@ -82,8 +82,11 @@ def build_critic(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, w
 
 
 def build_reward_model(settings: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A frozen reward model; its folder must hold the scalar head."""
-    return _scalar_model(settings, dtype, new_head=False).requires_grad_(False).eval()
+    """A frozen reward model; its folder must hold the scalar head. Adapters are merged into its weights."""
+    model = _scalar_model(settings, dtype, new_head=False)
+    if settings.lora_adapter_path:
+        model = load_adapters(model, settings.lora_adapter_path).merge_and_unload()
+    return model.requires_grad_(False).eval()
 
 
 def build_tokenizer(settings: ModelConfig) -> PreTrainedTokenizerBase:

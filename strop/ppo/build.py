@@ -31,7 +31,6 @@ from strop.config.schema.rollout import RolloutConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.data.loader import Loader, build_loader
 from strop.data.prompts import build_chat, build_prompts
-from strop.models.build import compute_dtype
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
@@ -40,6 +39,7 @@ from strop.ppo.rank_sharing import RankSampler, RankScorer
 from strop.ppo.roles import (
     EngineMemory,
     build_roles,
+    make_reward_model,
     remote_reward_model,
     replica_engine,
     rollout_module,
@@ -52,7 +52,7 @@ from strop.ppo.validate import Validator
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.managers import build_scorer
-from strop.rewards.model import HeadModel, load_model
+from strop.rewards.model import HeadModel
 from strop.rollout.base import Engine
 from strop.rollout.interruptible import Interruptible
 from strop.run.checkpoint.retention import retention_from_trainer
@@ -300,8 +300,7 @@ def build_trajectory_scorer(
     if "reward" in resource_pools(config):
         model = remote_reward_model(ranks)
     elif reward.enable and not reward.remote_url:
-        dtype = compute_dtype(reward.model.fsdp_config.dtype, device)
-        model = load_model(reward, device=device, dtype=dtype)
+        model = make_reward_model(config, device)
     return build_scorer(
         reward,
         config.custom_reward_function,

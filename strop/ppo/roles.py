@@ -258,11 +258,17 @@ def make_reference(config: PpoConfig) -> ModuleBackend:
     return local_reference(config, make)
 
 
-def make_reward_model(config: PpoConfig) -> HeadModel:
-    """The reward model on a machine of its own, or in this process."""
+def make_reward_model(config: PpoConfig, device: torch.device | None = None) -> HeadModel:
+    """The reward model on a machine of its own, or in this process on `device`."""
     reward = config.reward_model
-    device = device_of(config.trainer.device)
-    return load_model(reward, device=device, dtype=compute_dtype(reward.model.fsdp_config.dtype, device))
+    device = device or device_of(config.trainer.device)
+    fsdp = reward.model.fsdp_config
+    return load_model(
+        reward,
+        device=device,
+        dtype=compute_dtype(fsdp.dtype, device),
+        offload=fsdp.param_offload or fsdp.offload_policy,
+    )
 
 
 def learning_models(config: PpoConfig) -> dict[str, BackendFactory]:

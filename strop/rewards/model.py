@@ -109,7 +109,7 @@ def same_tokenization(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBa
 
 class HeadModel:
     """A module with a scalar head; its micro-batches have at most `rows` sequences, or `max_tokens`
-    tokens."""
+    tokens. With `onload_to` the module is on that device only while it scores, else in host memory."""
 
     def __init__(
         self,
@@ -118,14 +118,25 @@ class HeadModel:
         rows: int = ROWS_PER_FORWARD,
         max_tokens: int | None = None,
         packed: bool = True,
+        onload_to: str | torch.device | None = None,
     ):
         self.module = module.eval()
+        self.onload_to = onload_to
         self.rows = rows
         self.max_tokens = max_tokens
         self.packed = packed
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return the score of each sequence."""
+        if self.onload_to is None:
+            return self._score(sequences)
+        self.module.to(self.onload_to)
+        try:
+            return self._score(sequences)
+        finally:
+            self.module.to("cpu")
+
+    def _score(self, sequences: list[list[int]]) -> list[float]:
         import torch
 
         from strop.models.forward import sequence_scores
@@ -153,9 +164,14 @@ class HeadModel:
 
 
 def load_model(
-    settings: RewardModelConfig, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    settings: RewardModelConfig,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    offload: bool = False,
 ) -> HeadModel:
-    """Load the frozen model of `reward_model.model`, with the micro-batch settings of the section."""
+    """Load the frozen model of `reward_model.model`, with the micro-batch settings of the section. With
+    `offload` its weights are in host memory between passes."""
     import torch
 
     from strop.models.build import build_reward_model
@@ -167,7 +183,16 @@ def load_model(
     max_tokens = None
     if settings.use_dynamic_bsz:
         max_tokens = settings.forward_max_token_len_per_gpu
-    return HeadModel(module, rows=rows, max_tokens=max_tokens, packed=settings.model.use_remove_padding)
+    onload_to = device if offload else None
+    if offload:
+        module = module.to("cpu")
+    return HeadModel(
+        module,
+        rows=rows,
+        max_tokens=max_tokens,
+        packed=settings.model.use_remove_padding,
+        onload_to=onload_to,
+    )
 
 
 def build_reward_model_scorer(

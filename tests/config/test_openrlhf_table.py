@@ -162,3 +162,23 @@ def test_imports_nothing_heavy():
         ).stdout.strip()
         == "[]"
     )
+
+
+@pytest.mark.parametrize("verb", ["ppo", "sft", "rm", "dpo"])
+def test_a_flag_sets_a_key_with_effect_or_is_reported(verb):
+    """Convert every flag by itself: no key without effect is set, and no flag disappears."""
+    from strop.config.openrlhf.convert import ROOT_OF_VERB, convert
+
+    inert = {key.path for key in keys(ROOTS[ROOT_OF_VERB[verb]]) if key.inert}
+    trainer = "train_ppo_ray" if verb == "ppo" else f"train_{verb}"
+    for row in rows_of(verb).values():
+        if row.type != "switch":
+            continue
+        conversion = convert([trainer, f"--{row.names[0]}"])
+        assert not [override.key for override in conversion.overrides if override.key in inert], row.names[0]
+    offload = convert(["train_ppo_ray", "--ref_reward_offload"])
+    assert "reward_model.model.fsdp_config.param_offload=true" in offload.arguments()
+    frozen = convert(["train_ppo_ray", "--freeze_visual_encoder"])
+    assert any(
+        flag == "--freeze_visual_encoder" and "no vision part" in why for flag, _, why in frozen.unmapped
+    )

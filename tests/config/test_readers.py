@@ -140,3 +140,19 @@ def test_supervised_training_reports_keys_of_ppo():
     loaded = load("sft_trainer", ["trainer.samples_to_keep=4", "trainer.async_training.max_policy_age=2"])
     warned = [finding.key for finding in check(loaded) if "no effect in supervised" in finding.message]
     assert warned == ["trainer.samples_to_keep", "trainer.async_training.max_policy_age"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward_model.model.fsdp_config.fsdp_size=2",
+        "reward_model.model.fsdp_config.wrap_policy.min_num_params=9",
+        "reward_model.model.fsdp_config.model_dtype=bf16",
+        "reward_model.model.lora_rank=8",
+        "reward_model.profiler.save_path=x",
+        "actor_rollout_ref.actor.profiler.tool=torch",
+    ],
+)
+def test_keys_that_a_role_does_not_read_give_a_notice(override):
+    key = override.partition("=")[0]
+    assert any(n.startswith(f"{key} has no effect: ") for n in load("ppo_trainer", [override]).notices)

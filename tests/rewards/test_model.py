@@ -165,3 +165,75 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
     ):
         assert HeadModel(module, **other).score(sequences) == pytest.approx(meant, abs=1e-5)
     assert HeadModel(module, max_tokens=9).score([]) == []
+
+
+def test_every_live_key_of_the_weights_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readers test goes by classes, which the reward model shares with trained models; this one records
+    what building and scoring read."""
+    from strop.config.compose import load
+    from strop.config.schema.reflect import keys
+    from strop.config.schema.reward import RewardModelFsdpConfig
+    from strop.ppo.roles import make_reward_model
+    from strop.rewards.model import build_reward_model_scorer
+
+    words = [f"reward_model.model.path={folder}", "reward_model.enable=true", "trainer.device=cpu"]
+    words.append(f"actor_rollout_ref.model.path={folder}")  # the policy's tokenizer
+    config = load("ppo_trainer", words).config
+    read: dict[type, set[str]] = {RewardModelWeightsConfig: set(), RewardModelFsdpConfig: set()}
+
+    def recorded(self: object, name: str) -> object:
+        read[type(self)].add(name)
+        return object.__getattribute__(self, name)
+
+    for kind in read:
+        monkeypatch.setattr(kind, "__getattribute__", recorded, raising=False)
+    build_reward_model_scorer(config.reward_model, TOKENIZER, make_reward_model(config))
+    monkeypatch.undo()
+    unread = []
+    for key in keys(config.reward_model.model):
+        if not key.inert and key.owner in read and key.name not in read[key.owner]:
+            unread.append(key.path)
+    assert unread == []
+
+
+def test_adapters_are_merged_into_the_weights(folder: Path, tmp_path: Path) -> None:
+    from strop.models.build import build_reward_model
+    from strop.models.lora import add_adapters
+
+    weights = RewardModelWeightsConfig(
+        path=str(folder), trust_remote_code=False, external_lib=None, value_head_prefix="score"
+    )
+    sequences = [ids("abc"), ids("abcdef")]
+    plain = HeadModel(build_reward_model(weights)).score(sequences)
+    adapted = add_adapters(build_reward_model(weights), rank=2, alpha=8)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.fill_(0.3)
+    meant = HeadModel(adapted).score(sequences)
+    adapted.save_pretrained(tmp_path)
+    weights.lora_adapter_path = str(tmp_path)
+    merged = HeadModel(build_reward_model(weights)).score(sequences)
+    assert merged == pytest.approx(meant, abs=1e-4) and merged != pytest.approx(plain, abs=1e-3)
+
+
+def test_an_offloaded_model_is_on_its_device_only_while_it_scores() -> None:
+    places: list[str] = []
+
+    class Module(torch.nn.Module):
+        def to(self, device: Any) -> Any:  # type: ignore[override]
+            places.append(str(device))
+            return self
+
+    class Model(HeadModel):
+        def _score(self, sequences: list[list[int]]) -> list[float]:
+            places.append("score")
+            if not sequences:
+                raise ValueError("nothing to score")
+            return [0.0]
+
+    model = Model(Module(), onload_to="cuda")  # type: ignore[arg-type]
+    model.score([[1]])
+    with pytest.raises(ValueError, match="nothing"):
+        model.score([])
+    assert places == ["cuda", "score", "cpu"] * 2

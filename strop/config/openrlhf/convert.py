@@ -21,10 +21,13 @@ from strop.config.openrlhf.rules import RULES
 from strop.config.openrlhf.run_rules import RUN_RULES, launched
 from strop.config.openrlhf.serve_rm import VERB, read_flags
 from strop.config.openrlhf.table import TRANSFORMS, NoEquivalentError, about_critic
+from strop.config.schema import ROOTS
+from strop.config.schema.reflect import keys
 
 __all__ = ["Conversion", "Override", "convert"]
 
 _RULES = RULES | RUN_RULES
+ROOT_OF_VERB = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
 
 
 @dataclass
@@ -73,6 +76,7 @@ def convert(argv: list[str]) -> Conversion:
         launched(draft)
     if not draft.has_critic:
         _leave_out_critic(draft)
+    _leave_out_inert(draft)
     notes = [*_about(command), *command.notes, *draft.notes, *_arithmetic(draft), *_unset_defaults(draft)]
     return Conversion(command.verb, list(draft.overrides.values()), draft.unmapped, notes)
 
@@ -92,6 +96,21 @@ def _single_flags(draft: ConversionDraft) -> None:
                 continue
             for key in row.targets:
                 draft.put(key, value, row.id)
+
+
+def _leave_out_inert(draft: ConversionDraft) -> None:
+    """Keys without effect are left out; a flag that sets nothing else is reported with the reason."""
+    inert = {key.path: key.inert for key in keys(ROOTS[ROOT_OF_VERB[draft.command.verb]]) if key.inert}
+    gone = [override for key, override in draft.overrides.items() if key in inert]
+    for override in gone:
+        del draft.overrides[override.key]
+    kept = {flag for override in draft.overrides.values() for flag in override.flag.split()}
+    for override in gone:
+        for flag in draft.command.given.values():
+            if flag.spelled in override.flag.split() and flag.spelled not in kept:
+                kept.add(flag.spelled)
+                reason = f"{override.key} has no effect: {inert[override.key]}"
+                draft.unmapped.append((flag.spelled, flag.shown, reason))
 
 
 def _leave_out_critic(draft: ConversionDraft) -> None:

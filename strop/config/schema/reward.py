@@ -7,10 +7,47 @@ from dataclasses import dataclass
 from strop.catalog import REWARD_MANAGERS
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
 from strop.config.schema.megatron import MegatronConfig
-from strop.config.schema.model import FsdpConfig, ModelConfig, ProfilerConfig
+from strop.config.schema.model import FsdpConfig, ModelConfig, ProfilerConfig, WrapPolicyConfig
 
 _WHOLE = "every device that scores holds the whole reward model"
+_FROZEN = "the reward model is not trained"
 _LOOP = "every sample is scored as soon as it is complete, and in batches if the scorer needs batches"
+
+
+@dataclass(eq=False)
+class RewardModelWrapPolicyConfig(WrapPolicyConfig):
+    transformer_layer_cls_to_wrap: list[str] | None = inert(None, _WHOLE)
+    """Layer classes that FSDP wraps."""
+    min_num_params: int = inert(0, _WHOLE)
+    """Size of the modules that FSDP wraps."""
+
+
+@dataclass(eq=False)
+class RewardModelFsdpConfig(FsdpConfig):
+    """Precision and offloading of a frozen model that every device holds whole."""
+
+    param_offload: bool = setting(False)
+    """Offload the weights to host memory between passes."""
+    offload_policy: bool = setting(False)
+    """The same as param_offload."""
+    dtype: str = setting("bfloat16", choices=("bfloat16", "bf16", "float32", "fp32", "float16", "fp16"))
+    """Precision of the weights and of the forward pass."""
+    model_dtype: str = inert("fp32", "a frozen model has the precision of dtype")
+    """Precision of the master weights."""
+    optimizer_offload: bool = inert(False, _FROZEN)
+    """Offload optimizer state."""
+    reshard_after_forward: bool = inert(True, _WHOLE)
+    """Free the gathered weights after the forward pass."""
+    fsdp_size: int = inert(-1, _WHOLE)
+    """Ranks that shard one copy of the weights."""
+    forward_prefetch: bool = inert(False, _WHOLE)
+    """All-gather the next layer while the current one runs."""
+    wrap_policy: RewardModelWrapPolicyConfig = section(RewardModelWrapPolicyConfig)
+    """Which modules FSDP wraps as units."""
+    mixed_precision: FreeForm | None = inert(None, "set dtype")
+    """Explicit {param_dtype, reduce_dtype, buffer_dtype}."""
+    full_determinism: bool = inert(False, "set actor_rollout_ref.actor.fsdp_config.full_determinism")
+    """Use deterministic kernels only."""
 
 
 @dataclass(eq=False)
@@ -28,8 +65,24 @@ class RewardModelWeightsConfig(ModelConfig):
     """Modules to import before the model is loaded, comma separated."""
     value_head_prefix: str = link("actor_rollout_ref.model.value_head_prefix")
     """Attribute name of the scalar head in OpenRLHF-style models."""
-    fsdp_config: FsdpConfig = section(FsdpConfig)
-    """Precision, sharding and offloading."""
+    lora_adapter_path: str | None = setting(None)
+    """Folder of an adapter that is merged into the weights."""
+    lora_rank: int = inert(0, _FROZEN, at_least=0)
+    """Rank of LoRA adapters."""
+    lora_alpha: float = inert(16, _FROZEN)
+    """LoRA scale."""
+    lora_dropout: float = inert(0.0, _FROZEN)
+    """Dropout in front of the adapters."""
+    target_modules: str | list[str] = inert("all-linear", _FROZEN)
+    """Modules that get an adapter."""
+    exclude_modules: str | list[str] | None = inert(None, _FROZEN)
+    """Modules that get no adapter."""
+    enable_gradient_checkpointing: bool = inert(True, _FROZEN)
+    """Recompute activations in the backward pass."""
+    enable_activation_offload: bool = inert(False, _FROZEN)
+    """Offload activations to host memory."""
+    fsdp_config: RewardModelFsdpConfig = section(RewardModelFsdpConfig)
+    """Precision and offloading."""
 
 
 @dataclass(eq=False)
