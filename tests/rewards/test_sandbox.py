@@ -394,7 +394,7 @@ def test_a_broken_sandbox_is_an_error_not_a_result(monkeypatch):
     monkeypatch.setattr(launch, "_COMMAND", ["/bin/sleep", "100"])
     monkeypatch.setattr(launch, "GRACE", 0.2)
     with pytest.raises(SandboxError, match="did not end within"):
-        run_program("print(1)", limits=SandboxLimits(total_seconds=0.2), level=HERE[0])
+        run_program("print(1)", limits=SandboxLimits(seconds=0.1, total_seconds=0.2), level=HERE[0])
 
 
 def test_many_programs_at_once():

@@ -22,9 +22,10 @@ from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from strop.rewards.sandbox.calls import LENGTH_BYTES, is_plain_class
-from strop.rewards.sandbox.program import execute, print_traceback
+from strop.rewards.sandbox.program import execute
 
 MODULE = "assertions"
+FILE = "assertions.py"
 UNSUPPORTED = "The test cannot be used:"
 _MODULE_NAMES = {"np": "numpy", "pd": "pandas"}
 _READABLE = ("__name__", "__doc__", "__dict__", "__qualname__")
@@ -39,27 +40,44 @@ class NotTrusted(BaseException):
 
 
 def check(source: str, pipes: Mapping[str, int], packages: Sequence[str], limit: int) -> NoReturn:
-    """Run assertions, write true to the pipe "value" if they hold, and exit."""
+    """Run assertions, write true to the pipe "value" if they hold, and exit.
+
+    What they print, and the lines of a traceback, are dropped: they may show what later tests of the same
+    program expect, and the process of a later test is a copy of the one that reads this output.
+    """
     code = 1
     note = ""
+    notes = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
     try:
         sys.path[:] = [*sys.path, *packages]
         module = ModuleType(MODULE)
         sys.modules[MODULE] = module
         program = ProgramCalls(pipes["calls"], pipes["replies"], limit)
         module.__dict__.update(program.names(free_names(source)))
-        execute(source, "assertions.py", module)
+        execute(source, FILE, module)
         with os.fdopen(pipes["value"], "w", encoding="utf-8") as pipe:
             json.dump({"value": True}, pipe)
         code = 0
     except NotTrusted as refusal:
         note = str(refusal)
     except BaseException as error:  # noqa: BLE001 - assertions may raise anything
-        print_traceback(error)
-    if note:
-        sys.stderr.write(f"{note}\n")
-    sys.stderr.flush()
+        note = f"{type(error).__name__} in line {_line(error)} of the assertions."
+    os.write(notes, f"{note}\n".encode("utf-8", "replace"))
     os._exit(code)
+
+
+def _line(error: BaseException) -> int:
+    """Return the line of the assertions in which an exception came up."""
+    line = 0
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == FILE:
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
 
 
 def free_names(source: str) -> list[str]:

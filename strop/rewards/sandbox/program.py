@@ -44,7 +44,7 @@ class Program:
         except SystemExit as end:
             code = _exit_code(end)
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
-            print_traceback(error)
+            _print_traceback(error)
         finally:
             _wait_for_threads()
             atexit._run_exitfuncs()
@@ -85,7 +85,7 @@ def execute(source: str, name: str, module: ModuleType) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
 
 
-def print_traceback(error: BaseException) -> None:
+def _print_traceback(error: BaseException) -> None:
     """Print the traceback without the frames of this file."""
     import traceback
 

@@ -2,76 +2,91 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
-from collections.abc import Iterator
+import stat
 
 BLOCK = 512  # bytes, of st_blocks
 MAX_PENDING = 256  # folders that wait to be measured, each an open file
 
 
 def empty_folder(folder: str) -> bool:
-    """Remove everything in a folder; False if something could not be removed.
+    """Remove everything in a folder; False if something could not be removed. No process may use it.
 
-    No path gets longer than two names, and nothing recurses: folders may be nested deeper than the longest
-    path, and than Python's stack. Folders inside a folder are moved up before it is removed.
+    It goes down and up by descriptors and does not recurse: folders may be nested deeper than the longest
+    path, and than Python's stack.
     """
-    numbers = itertools.count()
-    while True:
-        names = os.listdir(folder)
-        removed = 0
-        for name in names:
-            removed += _remove(folder, os.path.join(folder, name), numbers)
-        if not names:
-            return True
-        if not removed:
-            return False
-
-
-def _remove(top: str, path: str, numbers: Iterator[int]) -> bool:
-    """Remove a file, or a folder whose folders are moved to `top`; False if nothing changed."""
-    if os.path.islink(path) or not os.path.isdir(path):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-            return True
-        return False
-    with contextlib.suppress(OSError):
-        os.chmod(path, 0o700)
-    changed = False
-    with contextlib.suppress(OSError):
-        for name in os.listdir(path):
-            changed |= _clear_entry(top, os.path.join(path, name), numbers)
-        os.rmdir(path)
-        return True
-    return changed
-
-
-def _clear_entry(top: str, path: str, numbers: Iterator[int]) -> bool:
     try:
-        if os.path.islink(path) or not os.path.isdir(path):
-            os.unlink(path)
-            return True
-        os.chmod(path, 0o700)  # moving a folder needs the right to write to it
-        os.rename(path, _free_name(top, numbers))
+        os.chmod(folder, os.stat(folder).st_mode & 0o7777 | 0o700)
+        walk = _Walk(os.open(folder, _FOLDER))
+    except OSError:  # the program removed the folder itself
+        return False
+    try:
+        while walk.step():
+            pass
     except OSError:
         return False
-    return True
+    finally:
+        os.close(walk.descriptor)
+    return walk.is_clean
 
 
-def _free_name(folder: str, numbers: Iterator[int]) -> str:
-    """Return a path that does not exist; the program may have made files with such names."""
-    while True:
-        path = os.path.join(folder, f".removed-{next(numbers)}")
-        if not os.path.lexists(path):
-            return path
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+class _Walk:
+    """A way through folders that removes what it passes."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        """The folder that it is in."""
+        self.path: list[tuple[str, list[str]]] = [("", os.listdir(descriptor))]
+        """For the first folder and each one entered: its name, and what is to be removed in it."""
+        self.is_clean = True
+
+    def step(self) -> bool:
+        """Remove one file, or enter or leave a folder; False at the end."""
+        name, entries = self.path[-1]
+        if entries:
+            self._remove(entries.pop())
+            return True
+        if len(self.path) == 1:
+            return False
+        self._enter("..")
+        self.path.pop()
+        try:
+            os.rmdir(name, dir_fd=self.descriptor)
+        except OSError:
+            self.is_clean = False
+        return True
+
+    def _remove(self, name: str) -> None:
+        try:
+            mode = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode):
+                os.unlink(name, dir_fd=self.descriptor)
+                return
+            if mode & 0o700 != 0o700:
+                os.chmod(name, 0o700, dir_fd=self.descriptor)
+            self._enter(name)
+        except OSError:
+            self.is_clean = False
+        else:
+            self.path.append((name, os.listdir(self.descriptor)))
+
+    def _enter(self, name: str) -> None:
+        descriptor = os.open(name, _FOLDER, dir_fd=self.descriptor)
+        os.close(self.descriptor)
+        self.descriptor = descriptor
 
 
 def exceeds_disk(folder: str, size_limit: int, count_limit: int) -> bool:
     """Whether the files below a folder are too large, too many, or in folders that cannot be listed."""
     size = 0
     count = 0
-    pending = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
+    try:
+        pending = [os.open(folder, os.O_RDONLY | os.O_DIRECTORY)]
+    except OSError:
+        return True
     try:
         while pending:
             descriptor = pending.pop()
