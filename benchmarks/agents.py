@@ -91,7 +91,15 @@ def measured(system: str, tool: Any, episodes: int, at_once: int) -> dict[str, A
             "native", tiny_model(tokenizer, hidden=64, max_model_len=256), max_model_len=256
         )
     tools = ToolSet([tool_from_function(tool)], CallLimits(30.0, 64, "middle", 1))
-    limits = EpisodeLimits(prompt_length=16, response_length=200, max_model_len=256)
+    limits = EpisodeLimits(
+        prompt_length=16,
+        response_length=200,
+        max_model_len=256,
+        max_assistant_turns=None,
+        max_user_turns=None,
+        tool_error_policy="reply",
+        call_timeout=60.0,
+    )
     context = EpisodeContext(engine, Chat(tokenizer), limits, tools, None, Interactions(), stream_seed)
     runner = EpisodeRunner(context, AgentLoops("nap", {"nap": (napping, {})}), max_concurrency=at_once)
     sampling = Sampling(max_tokens=200, ignore_eos=True)

@@ -1,5 +1,5 @@
-"""strop <verb>: compose a configuration, call the program that carries it out. Heavy things are imported when
-needed."""
+"""strop <verb>: compose a configuration and call the program of the verb. Heavy libraries are imported when a
+program needs them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ usage: strop VERB [--config-name NAME] [--config-path DIR] [key=value ...]
 train
   ppo           PPO, GRPO, RLOO, REINFORCE++, ReMax ...: the same as python -m strop.trainer.main_ppo
   sft           supervised fine-tuning: strop sft model.path=DIR data.train_files=FILE
-  rm            a reward model from pairs of answers
-  dpo           direct preference optimisation from the same pairs
+  rm            a reward model from pairs of responses
+  dpo           direct preference optimization from pairs of responses
   quickstart    a tiny model learns arithmetic on this machine, in minutes (--algorithm ppo|rloo|...)
   openrlhf      run an OpenRLHF command: strop openrlhf train_ppo --pretrain ... --reward_pretrain ...
 use
@@ -40,16 +40,15 @@ use
                 strop merge --local_dir .../actor --target_dir OUT
   serve-rm      a reward model behind HTTP, in OpenRLHF's protocol:
                 strop serve-rm model.path=RM server.port=5000
-look
-  board         a web page over runs (curves, samples token by token, configurations, health):
+inspect
+  board         a web page of runs (curves, samples token by token, configurations, health):
                 strop board DIR [--port 8700]
-watch
-  profile       where the time of a step goes, and what to turn first: strop profile RUN
-  doctor        what every process of a run is doing, and since when: strop doctor RUN
+  profile       time per phase of a step, and which setting to change first: strop profile RUN
+  doctor        the phase of every process of a run, and how long it has lasted: strop doctor RUN
   replay        compute a recorded step again and show the first difference: strop replay RUN --step K
 prepare
-  check         examine a configuration without a GPU: strop check ppo key=value ... [--json]
-  plan          memory and time on devices that this machine need not have:
+  check         check a configuration without a GPU: strop check ppo key=value ... [--json]
+  plan          estimate memory and time on any devices:
                 strop plan key=value ... --gpu h100 --gpus-per-node 8
   config        strop config show NAME [key=value ...] | explain KEY | docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
@@ -153,9 +152,9 @@ def serve_rm(arguments: list[str]) -> int:
 
 
 def board(arguments: list[str]) -> int:
-    from strop.board.serve import main as show
+    from strop.board.serve import main as serve_board
 
-    return show(arguments)
+    return serve_board(arguments)
 
 
 def check(arguments: list[str]) -> int:
@@ -236,21 +235,21 @@ def openrlhf(arguments: list[str]) -> int:
 
 
 def profile(arguments: list[str]) -> int:
-    from strop.run.profile.report import main as account
+    from strop.run.profile.report import main as run_profile
 
-    return account(arguments)
+    return run_profile(arguments)
 
 
 def doctor(arguments: list[str]) -> int:
-    from strop.run.doctor import main as see
+    from strop.run.doctor import main as run_doctor
 
-    return see(arguments)
+    return run_doctor(arguments)
 
 
 def replay(arguments: list[str]) -> int:
-    from strop.replay.replay import main as again
+    from strop.replay.replay import main as run_replay
 
-    return again(arguments)
+    return run_replay(arguments)
 
 
 def data(arguments: list[str]) -> int:

@@ -260,6 +260,44 @@ def test_dense_expressions_and_any_stay_rare():
     assert not wrong, "\n".join(wrong)
 
 
+def test_limits_that_the_schema_declares_have_no_second_default():
+    """A default stands once, in config/schema. These classes carry values of the configuration."""
+    wrong = []
+    for place, names in CARRIES_CONFIGURATION.items():
+        file, _, class_name = place.partition(":")
+        (found,) = (
+            node
+            for node in parsed(ROOT / file).body
+            if isinstance(node, ast.ClassDef) and node.name == class_name
+        )
+        fields = {
+            node.target.id: node.value
+            for node in found.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        assert set(names) <= fields.keys(), f"{place} has no field {sorted(set(names) - fields.keys())}"
+        wrong += [f"{place}.{name} has a default" for name in names if fields[name] is not None]
+    assert not wrong, "\n".join(wrong)
+
+
+CARRIES_CONFIGURATION = {
+    "agents/episode.py:EpisodeLimits": (
+        "max_assistant_turns",
+        "max_user_turns",
+        "tool_error_policy",
+        "call_timeout",
+    ),
+    "agents/tool_session.py:CallLimits": (
+        "timeout",
+        "max_response_length",
+        "truncate_side",
+        "max_parallel",
+    ),
+    "run/watchdog.py:WatchdogLimits": ("warning", "timeout"),
+    "planning/rollout.py:PlannedSampler": ("max_rows", "batch_tokens", "share"),
+}
+
+
 def test_protocols_have_no_holes():
     """Engines and backends are asked through their protocol, not by `hasattr`."""
     wrong = []

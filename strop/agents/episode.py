@@ -50,11 +50,11 @@ class EpisodeLimits:
     """Tokens of all turns after the prompt, also of tools and users."""
     max_model_len: int
     """Tokens of prompt and response together that the engine can hold."""
-    max_assistant_turns: int | None = None
-    max_user_turns: int | None = None
-    tool_error_policy: str = "reply"
+    max_assistant_turns: int | None
+    max_user_turns: int | None
+    tool_error_policy: str
     """reply | stop | mask."""
-    call_timeout: float = 60.0
+    call_timeout: float
     """Seconds for one call of a tool or an interaction."""
 
 

@@ -66,7 +66,7 @@ class AgentLoops:
 
     def __init__(
         self,
-        default: str = "single_turn_agent",
+        default: str,
         listed: Mapping[str, tuple[LoopFactory, Mapping[str, object]]] | None = None,
     ) -> None:
         """`listed`: name -> (class or function, its arguments)."""

@@ -314,7 +314,7 @@ def _text(result: CallResult) -> str:
         else:
             other.add(block.type)
     if other:
-        raise NotText(f"it returned {' and '.join(sorted(other))}, and only text can be told to the model")
+        raise NotText(f"it returned {' and '.join(sorted(other))}, and only text can be shown to the model")
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)

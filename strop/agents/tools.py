@@ -211,4 +211,4 @@ def result_of(value: object) -> ToolResult:
     try:
         return ToolResult(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise NotText(f"it returned {type(value).__name__}, which cannot be told in text") from error
+        raise NotText(f"it returned {type(value).__name__}, which cannot be shown as text") from error

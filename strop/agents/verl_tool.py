@@ -149,7 +149,7 @@ def text_of(response: Any) -> str:
         return result_of(response).text
     shown = [kind for kind in ("image", "video") if getattr(response, kind, None)]
     if shown:
-        raise NotText(f"it returned {' and '.join(shown)}, and only text can be told to the model")
+        raise NotText(f"it returned {' and '.join(shown)}, and only text can be shown to the model")
     text = response.text
     if text is not None and not isinstance(text, str):
         raise NotText(f"it returned {type(text).__name__} as text")

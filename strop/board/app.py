@@ -18,7 +18,7 @@ from strop.board.curves import Curve, MetricFile, MetricStore, curves
 from strop.board.run_index import METRICS, NotFound, RunIndex, StepListingCache
 from strop.board.sample_file import SHOWN, SORTED, DamagedSampleFile
 from strop.board.sample_pages import Query, SampleFolder, SearchMissCache
-from strop.board.worker_pool import LONGEST_TURN, QUICK, SEARCHING, WorkerPool
+from strop.board.worker_pool import MAX_SEARCH_SECONDS, QUICK_THREADS, SEARCH_THREADS, WorkerPool
 from strop.extras import require
 from strop.run.atomic_files import to_json
 
@@ -186,7 +186,7 @@ class Board:
 class BoardRequest:
     """The values of a request, each within its limits."""
 
-    seconds = LONGEST_TURN
+    seconds = MAX_SEARCH_SECONDS
     """Seconds that a search through many files may take."""
 
     def __init__(self, request: Request):
@@ -234,8 +234,8 @@ def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] 
     responses = _starlette("responses")
     static = _starlette("staticfiles")
     compress = _starlette("middleware.gzip").GZipMiddleware
-    quick = WorkerPool(QUICK)
-    searching = WorkerPool(SEARCHING)
+    quick = WorkerPool(QUICK_THREADS)
+    searching = WorkerPool(SEARCH_THREADS)
 
     def answers(question: Question) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:

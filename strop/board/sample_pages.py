@@ -34,7 +34,7 @@ from strop.board.sample_file import (
     row_groups_with,
     rows_of,
 )
-from strop.board.worker_pool import LONGEST_TURN
+from strop.board.worker_pool import MAX_SEARCH_SECONDS
 from strop.run.sample_table import FOLDER, TOKEN_TABLES, file_name
 
 MAX_TEXT = 20_000
@@ -150,7 +150,11 @@ class SampleFolder:
             return {"total": groups.num_rows, "groups": _group_rows(file, shown, step)}
 
     def scan(
-        self, split: str, query: Query, start: tuple[int, int] | None = None, seconds: float = LONGEST_TURN
+        self,
+        split: str,
+        query: Query,
+        start: tuple[int, int] | None = None,
+        seconds: float = MAX_SEARCH_SECONDS,
     ) -> dict[str, object]:
         """Groups of all steps, newest first, until a page is full or the time is over.
 
@@ -232,7 +236,7 @@ class SampleFolder:
         return page
 
     def history(
-        self, split: str, index: int, source: str, seconds: float = LONGEST_TURN
+        self, split: str, index: int, source: str, seconds: float = MAX_SEARCH_SECONDS
     ) -> dict[str, object]:
         """The scores of one row of the dataset at every step that kept samples of it."""
         misses = self._misses.lookup(SearchKey(self.folder, split, row=(index, source)))

@@ -64,7 +64,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--host", default="127.0.0.1", help="where to listen; any other than this machine needs a token"
     )
     parser.add_argument(
-        "--token", help=f"who knows it may look; better in the variable {TOKEN_VARIABLE}, which nobody sees"
+        "--token", help=f"password of the board; better set in {TOKEN_VARIABLE}, which `ps` does not show"
     )
     return parser.parse_args(list(arguments))
 

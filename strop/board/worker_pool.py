@@ -14,17 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-QUICK = 4
-SEARCHING = 2
+QUICK_THREADS = 4
+SEARCH_THREADS = 2
 """Threads of the two pools."""
-LONGEST_TURN = 0.8
-SHORTEST_TURN = 0.02
-"""Seconds of one search."""
-ROUND = 1.0
-"""Seconds within which every waiting request should have had a turn."""
+MAX_SEARCH_SECONDS = 0.8
+MIN_SEARCH_SECONDS = 0.02
+"""Limits of the seconds that one search may take."""
+TARGET_LATENCY_SECONDS = 1.0
+"""Seconds within which every waiting request should get a thread."""
 Answer = tuple[int, str]
 """Status and body."""
-GONE: Answer = (499, "")
+CLIENT_CLOSED_REQUEST: Answer = (499, "")
 """The answer to a client that has disconnected."""
 
 
@@ -55,27 +55,30 @@ class WorkerPool:
         self._free = asyncio.Semaphore(size)
         self._requests: dict[str, SharedRequest] = {}
 
-    async def answer(self, name: str, question: Callable[[float], Answer], client: Client) -> Answer:
-        """Answer as soon as a thread is free. Requests with the same name are the same question, which gets
-        the seconds of its turn."""
+    async def answer(self, name: str, compute: Callable[[float], Answer], client: Client) -> Answer:
+        """Run `compute(seconds)` as soon as a thread is free; `seconds` is its time slice. Requests with the
+        same name share one result."""
         shared = self._requests.get(name)
         if shared is None:
             shared = SharedRequest()
             self._requests[name] = shared
-            shared.answer = asyncio.create_task(self._answer(name, question, shared))
+            shared.answer = asyncio.create_task(self._answer(name, compute, shared))
         shared.clients.append(client)
         assert shared.answer is not None
         return await asyncio.shield(shared.answer)
 
-    async def _answer(self, name: str, question: Callable[[float], Answer], shared: SharedRequest) -> Answer:
+    async def _answer(self, name: str, compute: Callable[[float], Answer], shared: SharedRequest) -> Answer:
         try:
             async with self._free:
                 if await shared.all_disconnected():
-                    return GONE
-                return await asyncio.get_running_loop().run_in_executor(self._threads, question, self._turn())
+                    return CLIENT_CLOSED_REQUEST
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, compute, self._time_slice()
+                )
         finally:
             del self._requests[name]
 
-    def _turn(self) -> float:
-        fair = ROUND * self.size / len(self._requests)
-        return min(LONGEST_TURN, max(SHORTEST_TURN, fair))
+    def _time_slice(self) -> float:
+        """Seconds for the next search: less, the more requests wait."""
+        fair = TARGET_LATENCY_SECONDS * self.size / len(self._requests)
+        return min(MAX_SEARCH_SECONDS, max(MIN_SEARCH_SECONDS, fair))

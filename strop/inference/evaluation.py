@@ -27,7 +27,7 @@ SCORING_BATCH_SIZE = 512
 
 
 @dataclass
-class Judged:
+class ScoredPrompt:
     """A prompt with its responses and their scores. The lists have one entry per response."""
 
     row: int
@@ -89,20 +89,20 @@ class SourceResult:
     """score; also pass@k and maj@k where every score is right or wrong, otherwise best@k."""
 
 
-def evaluate(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[Judged]:
+def evaluate(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[ScoredPrompt]:
     """Score every response of the file `path`, by default data.path."""
-    judged = read_answers(config, path)
+    scored_prompts = read_responses(config, path)
     function: RewardFunction | RuleScorer = RuleScorer(config.evaluation.timeout)
     custom = config.custom_reward_function
     if custom.path:
         function = load_function(
             custom.path, custom.name, custom.reward_kwargs, timeout=config.evaluation.timeout
         )
-    score_all(judged, function, config.evaluation)
-    return judged
+    score_all(scored_prompts, function, config.evaluation)
+    return scored_prompts
 
 
-def open_answers(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> FileRows:
+def open_responses(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> FileRows:
     """The files of responses; raises if a column is missing."""
     data = config.data
     files = open_rows(path or data.path, key="data.path")
@@ -115,16 +115,16 @@ def open_answers(config: EvaluationConfig, path: str | Sequence[str] | None = No
     return files
 
 
-def read_answers(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[Judged]:
+def read_responses(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[ScoredPrompt]:
     """The prompts and responses of the files, without scores."""
-    files = open_answers(config, path)
+    files = open_responses(config, path)
     rows: Sequence[Row] = files
     if config.data.benchmark:
         rows = published_rows(config.data.benchmark, files)
-    return [_read(row, index, config, files) for index, row in enumerate(rows)]
+    return [_scored_prompt(row, index, config, files) for index, row in enumerate(rows)]
 
 
-def _read(row: Row, index: int, config: EvaluationConfig, files: FileRows) -> Judged:
+def _scored_prompt(row: Row, index: int, config: EvaluationConfig, files: FileRows) -> ScoredPrompt:
     data = config.data
     source = to_plain(row.get(data.data_source_key))
     prompt = to_plain(row.get(data.prompt_key))
@@ -148,11 +148,13 @@ def _read(row: Row, index: int, config: EvaluationConfig, files: FileRows) -> Ju
     extra_info = to_plain(row.get("extra_info"))
     if not isinstance(extra_info, dict):
         extra_info = {}
-    return Judged(index, str(source), prompt, truth, responses or [], extra_info)
+    return ScoredPrompt(index, str(source), prompt, truth, responses or [], extra_info)
 
 
 def score_all(
-    judged: Sequence[Judged], function: RewardFunction | RuleScorer, settings: EvaluationSettingsConfig
+    scored_prompts: Sequence[ScoredPrompt],
+    function: RewardFunction | RuleScorer,
+    settings: EvaluationSettingsConfig,
 ) -> None:
     """Fill in scores, correctness, votes and errors. Worker processes score, with a timeout per response."""
     workers = RewardModelConfig(num_workers=settings.num_workers, timeout=settings.timeout)
@@ -161,8 +163,8 @@ def score_all(
         manager = NaiveRewardManager(function, workers)
     else:
         manager = PrimeRewardManager(function, workers)
-    pairs: list[tuple[Judged, object]] = []
-    for prompt in judged:
+    pairs: list[tuple[ScoredPrompt, object]] = []
+    for prompt in scored_prompts:
         for response in prompt.responses:
             pairs.append((prompt, response))
     try:
@@ -179,15 +181,15 @@ def score_all(
                 part.close()
     if not pairs:
         raise ValueError("No row has a response, so there is nothing to score.")
-    if not any(prompt.scored for prompt in judged):
-        first = next(prompt for prompt in judged if prompt.errors)
+    if not any(prompt.scored for prompt in scored_prompts):
+        first = next(prompt for prompt in scored_prompts if prompt.errors)
         raise ValueError(
             f"Scoring failed for all {len(pairs)} responses. The first, row {first.row} of {first.source}: "
             f"{first.errors[0]}"
         )
 
 
-def _sample(prompt: Judged, response: object) -> RewardSample:
+def _sample(prompt: ScoredPrompt, response: object) -> RewardSample:
     """The input of a reward manager."""
     messages = prompt.prompt
     if not isinstance(messages, list):
@@ -210,7 +212,7 @@ def _verdict(response: object, value: object) -> Verdict | Exception:
         return error
 
 
-def _add_score(prompt: Judged, response: object, verdict: Verdict | Exception) -> None:
+def _add_score(prompt: ScoredPrompt, response: object, verdict: Verdict | Exception) -> None:
     """Append the result of one response to the lists of its prompt."""
     if isinstance(verdict, Exception):
         prompt.errors.append(f"{type(verdict).__name__}: {verdict}")
@@ -234,15 +236,17 @@ def _add_score(prompt: Judged, response: object, verdict: Verdict | Exception) -
     prompt.votes.append(vote)
 
 
-def summarise(judged: Iterable[Judged], settings: EvaluationSettingsConfig) -> dict[str, SourceResult]:
+def summarise(
+    scored_prompts: Iterable[ScoredPrompt], settings: EvaluationSettingsConfig
+) -> dict[str, SourceResult]:
     """Results per data source, in the order in which sources appear."""
-    by_source: dict[str, list[Judged]] = {}
-    for prompt in judged:
+    by_source: dict[str, list[ScoredPrompt]] = {}
+    for prompt in scored_prompts:
         by_source.setdefault(prompt.source, []).append(prompt)
     return {source: _summary(prompts, settings) for source, prompts in by_source.items()}
 
 
-def _summary(prompts: list[Judged], settings: EvaluationSettingsConfig) -> SourceResult:
+def _summary(prompts: list[ScoredPrompt], settings: EvaluationSettingsConfig) -> SourceResult:
     metrics: dict[str, Estimate] = {}
     for name, values in _columns(prompts, settings).items():
         if values:
@@ -268,7 +272,7 @@ def _summary(prompts: list[Judged], settings: EvaluationSettingsConfig) -> Sourc
     return result
 
 
-def says_right_or_wrong(prompts: Sequence[Judged]) -> bool:
+def has_binary_scores(prompts: Sequence[ScoredPrompt]) -> bool:
     """Whether every score of these prompts says right or wrong, so that there is an accuracy."""
     any_score = False
     for prompt in prompts:
@@ -281,12 +285,12 @@ def says_right_or_wrong(prompts: Sequence[Judged]) -> bool:
     return any_score
 
 
-def _columns(prompts: list[Judged], settings: EvaluationSettingsConfig) -> dict[str, list[float]]:
+def _columns(prompts: list[ScoredPrompt], settings: EvaluationSettingsConfig) -> dict[str, list[float]]:
     """The value of each metric for every prompt that has one."""
     columns: dict[str, list[float]] = {"score": [_mean(p.scored) for p in prompts if p.scored]}
     max_responses = max((len(prompt.responses) for prompt in prompts), default=0)
     sizes = settings.k or [1, *subset_sizes(max_responses)]
-    binary = says_right_or_wrong(prompts)
+    binary = has_binary_scores(prompts)
     for k in sizes:
         if binary:
             columns[f"pass@{k}"] = _best_of_k([prompt.correctness() for prompt in prompts], k)
@@ -306,7 +310,7 @@ def _best_of_k(values_per_prompt: Sequence[Sequence[float]], k: int) -> list[flo
     return found
 
 
-def _majority_of_k(prompts: Sequence[Judged], k: int, seed: int) -> list[float]:
+def _majority_of_k(prompts: Sequence[ScoredPrompt], k: int, seed: int) -> list[float]:
     """The mean correctness of the majority vote of k responses, for every prompt with at least k."""
     means: list[float] = []
     for prompt in prompts:

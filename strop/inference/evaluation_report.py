@@ -16,7 +16,7 @@ from rich.table import Table
 
 from strop.algorithms.metrics.validation import Estimate, bootstrap_mean, sign_test
 from strop.config.schema.inference import EvaluationSettingsConfig
-from strop.inference.evaluation import Judged, SourceResult, says_right_or_wrong
+from strop.inference.evaluation import ScoredPrompt, SourceResult, has_binary_scores
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Flip:
     """A prompt that one file answers right and the other wrong (or, without right and wrong, scores
     differently)."""
 
-    prompt: Judged
+    prompt: ScoredPrompt
     before: float
     after: float
     """Share of right responses, or mean score, in the first and the second file."""
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def compare(
-    before: Sequence[Judged], after: Sequence[Judged], settings: EvaluationSettingsConfig
+    before: Sequence[ScoredPrompt], after: Sequence[ScoredPrompt], settings: EvaluationSettingsConfig
 ) -> dict[str, Comparison]:
     """The comparison per data source. Prompts are matched by their text; repeated prompts by their order."""
     first = _by_identity(before)
@@ -79,7 +79,7 @@ def compare(
     shared = [identity for identity in first if identity in second]
     if not shared:
         raise ValueError("The two files have no prompt in common. Were they generated from the same data?")
-    pairs: dict[str, list[tuple[Judged, Judged]]] = {}
+    pairs: dict[str, list[tuple[ScoredPrompt, ScoredPrompt]]] = {}
     for identity in shared:
         prompt = first[identity]
         pairs.setdefault(prompt.source, []).append((prompt, second[identity]))
@@ -93,7 +93,7 @@ def compare(
     return found
 
 
-def _count_missing(prompts: Mapping[str, Judged], other: Mapping[str, Judged]) -> Counter[str]:
+def _count_missing(prompts: Mapping[str, ScoredPrompt], other: Mapping[str, ScoredPrompt]) -> Counter[str]:
     """Per data source, the number of prompts that `other` does not have."""
     missing: Counter[str] = Counter()
     for identity, prompt in prompts.items():
@@ -103,7 +103,10 @@ def _count_missing(prompts: Mapping[str, Judged], other: Mapping[str, Judged]) -
 
 
 def _compare(
-    pairs: list[tuple[Judged, Judged]], settings: EvaluationSettingsConfig, only_before: int, only_after: int
+    pairs: list[tuple[ScoredPrompt, ScoredPrompt]],
+    settings: EvaluationSettingsConfig,
+    only_before: int,
+    only_after: int,
 ) -> Comparison | None:
     """The comparison of the pairs in which both prompts have a score; None: there is no such pair."""
     scored = []
@@ -112,7 +115,7 @@ def _compare(
             scored.append((a, b))
     if not scored:
         return None
-    binary = says_right_or_wrong([*map(itemgetter(0), scored), *map(itemgetter(1), scored)])
+    binary = has_binary_scores([*map(itemgetter(0), scored), *map(itemgetter(1), scored)])
     before_values: list[float] = []
     after_values: list[float] = []
     differences: list[float] = []
@@ -151,17 +154,17 @@ def _is_flip(before: float, after: float, binary: bool) -> bool:
     return before != after
 
 
-def _value(prompt: Judged, binary: bool) -> float:
+def _value(prompt: ScoredPrompt, binary: bool) -> float:
     """The accuracy of a prompt if there is one, otherwise its mean score."""
     numbers = prompt.correctness() if binary else prompt.scored
     return sum(numbers) / len(numbers)
 
 
-def _by_identity(judged: Sequence[Judged]) -> dict[str, Judged]:
+def _by_identity(scored_prompts: Sequence[ScoredPrompt]) -> dict[str, ScoredPrompt]:
     """Prompts by data source, text, ground truth, and the number of the repetition."""
     repetitions: Counter[str] = Counter()
-    found: dict[str, Judged] = {}
-    for prompt in judged:
+    found: dict[str, ScoredPrompt] = {}
+    for prompt in scored_prompts:
         content: object = [prompt.prompt, prompt.truth]
         if prompt.prompt is None:
             content = prompt.row
@@ -289,7 +292,9 @@ def shown(estimate: Estimate | None, *, sign: bool = False) -> str:
     return f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
-def results_as_json(results: Mapping[str, SourceResult], judged: Sequence[Judged]) -> dict[str, object]:
+def results_as_json(
+    results: Mapping[str, SourceResult], scored_prompts: Sequence[ScoredPrompt]
+) -> dict[str, object]:
     """`test_score` holds what verl's evaluation prints: the mean score per data source."""
     test_score: dict[str, float] = {}
     sources: dict[str, dict[str, object]] = {}
@@ -299,7 +304,7 @@ def results_as_json(results: Mapping[str, SourceResult], judged: Sequence[Judged
         metrics = {name: estimate._asdict() for name, estimate in result.metrics.items()}
         sources[source] = {**asdict(result), "metrics": metrics}
     prompts: list[dict[str, object]] = []
-    for prompt in judged:
+    for prompt in scored_prompts:
         prompts.append(
             {
                 "row": prompt.row,

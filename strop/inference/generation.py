@@ -22,8 +22,15 @@ import torch.multiprocessing as processes
 
 from strop.config.schema.inference import GenerationConfig
 from strop.data.files import fetch
-from strop.inference.generation_model import Answerer, Count, Questions, Value, answer_rows, open_questions
-from strop.inference.resumable_rows import Parts, ProgressBar, refuse_other_job
+from strop.inference.generation_model import (
+    GenerationCounts,
+    InputRows,
+    ResponseGenerator,
+    RowResult,
+    generate_batches,
+    open_input_rows,
+)
+from strop.inference.resumable_rows import PartialOutput, ProgressBar, reject_other_job
 from strop.registry import load_plugins
 from strop.shared.backend_maker import device_of
 from strop.shared.process_setup import prepare_process
@@ -36,9 +43,9 @@ if TYPE_CHECKING:
 POLL_SECONDS = 1.0
 
 
-def answer_on_devices(
-    config: GenerationConfig, questions: Questions, todo: Sequence[int], parts: Parts
-) -> Iterator[Count]:
+def generate_on_devices(
+    config: GenerationConfig, inputs: InputRows, todo: Sequence[int], partial: PartialOutput
+) -> Iterator[GenerationCounts]:
     """Generate for the rows `todo` on all devices of the `trainer` section.
 
     Yields an empty count when the models are loaded, then one count per batch."""
@@ -54,21 +61,21 @@ def answer_on_devices(
             f"trainer.n_gpus_per_node={count}, but torch sees {torch.cuda.device_count()} GPUs here."
         )
     if count == 1 or len(todo) <= 1:
-        answerer = Answerer(config, questions, device)
-        yield Count()
-        yield from answer_rows(answerer, todo, parts, config.data.batch_size)
-        answerer.close()
+        generator = ResponseGenerator(config, inputs, device)
+        yield GenerationCounts()
+        yield from generate_batches(generator, todo, partial, config.data.batch_size)
+        generator.close()
         return
-    yield from _spawn(config, todo, parts, device.type, count)
+    yield from _spawn(config, todo, partial, device.type, count)
 
 
 def _spawn(
-    config: GenerationConfig, todo: Sequence[int], parts: Parts, kind: str, count: int
-) -> Iterator[Count]:
+    config: GenerationConfig, todo: Sequence[int], partial: PartialOutput, kind: str, count: int
+) -> Iterator[GenerationCounts]:
     context = processes.get_context("spawn")
-    counts: Queue[Count] = context.Queue()
+    counts: Queue[GenerationCounts] = context.Queue()
     started = processes.spawn(
-        _work, (config, list(todo), parts, kind, count, counts), nprocs=count, join=False
+        _work, (config, list(todo), partial, kind, count, counts), nprocs=count, join=False
     )
     running = True
     while running or not counts.empty():
@@ -82,10 +89,10 @@ def _work(
     rank: int,
     config: GenerationConfig,
     todo: list[int],
-    parts: Parts,
+    partial: PartialOutput,
     kind: str,
     count: int,
-    counts: Queue[Count],
+    counts: Queue[GenerationCounts],
 ) -> None:
     prepare_process()
     load_plugins(config.plugins)
@@ -94,11 +101,11 @@ def _work(
         device = torch.device(kind, rank)
     if kind == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
-    answerer = Answerer(config, open_questions(config), device)
-    counts.put(Count())
-    for batch in answer_rows(answerer, todo[rank::count], parts, config.data.batch_size):
+    generator = ResponseGenerator(config, open_input_rows(config), device)
+    counts.put(GenerationCounts())
+    for batch in generate_batches(generator, todo[rank::count], partial, config.data.batch_size):
         counts.put(batch)
-    answerer.close()
+    generator.close()
 
 
 log = logging.getLogger(__name__)
@@ -108,10 +115,10 @@ RESPONSES = "responses"
 
 
 @dataclass(frozen=True)
-class Summary:
+class GenerationSummary:
     output: str
     rows: int
-    fresh: Count
+    fresh: GenerationCounts
     """Counts of this process; all other rows were finished by earlier processes."""
     failed: dict[int, str]
     """The error of each row without responses."""
@@ -138,80 +145,74 @@ class Summary:
         return "\n".join(lines)
 
 
-def generate(config: GenerationConfig) -> Summary:
+def generate(config: GenerationConfig) -> GenerationSummary:
     """Generate for every row that is not finished yet, and write the output."""
-    questions = open_questions(config)
+    inputs = open_input_rows(config)
     output = str(config.data.output_path)
     if not output.endswith(".parquet"):
         raise ValueError(f"data.output_path={output} must end in .parquet.")
-    table = questions.table()  # raises before generation if the input cannot be copied
-    job = _job(config, questions)
-    parts = Parts(output, job)
-    if _complete(parts, job):
-        return Summary(output, len(questions.rows), Count(), {}, 0.0)
-    done = {row: value for row, value in parts.open().items() if isinstance(value, list)}
+    table = inputs.table()  # raises before generation if the input cannot be copied
+    job = _job(config, inputs)
+    partial = PartialOutput(output, job)
+    if _complete(partial, job):
+        return GenerationSummary(output, len(inputs.rows), GenerationCounts(), {}, 0.0)
+    done = {row: value for row, value in partial.open().items() if isinstance(value, list)}
     if done:
-        log.info(
-            "%d of %d rows are answered already; going on with the others.", len(done), len(questions.rows)
-        )
-    todo = [row for row in range(len(questions.rows)) if row not in done]
+        log.info("%d of %d rows are answered already; going on with the others.", len(done), len(inputs.rows))
+    todo = [row for row in range(len(inputs.rows)) if row not in done]
     start = time.perf_counter()
-    fresh = Count()
+    fresh = GenerationCounts()
     if todo:
-        counts = answer_on_devices(config, questions, todo, parts)
+        counts = generate_on_devices(config, inputs, todo, partial)
         next(counts)  # the models are loaded
         start = time.perf_counter()
-        with ProgressBar("generate", len(questions.rows), done=len(done), unit="rows") as progress:
+        with ProgressBar("generate", len(inputs.rows), done=len(done), unit="rows") as progress:
             for count in counts:
                 fresh += count
                 progress.advance(count.rows, tokens=count.tokens)
     seconds = time.perf_counter() - start
-    answers = parts.finished()
+    answers = partial.finished()
     failed: dict[int, str] = {}
     for row, value in sorted(answers.items()):
         if isinstance(value, dict):
             failed[row] = value["error"]
-    if len(failed) == len(questions.rows):
+    if len(failed) == len(inputs.rows):
         raise ValueError(f"No row could be answered. The first: {failed[0]}")
-    assert answers.keys() == set(range(len(questions.rows))), "every row is answered once"
-    parts.finish(lambda path: _write(path, table, answers, job))
-    return Summary(output, len(questions.rows), fresh, failed, seconds)
+    assert answers.keys() == set(range(len(inputs.rows))), "every row is answered once"
+    partial.finish(lambda path: _write(path, table, answers, job))
+    return GenerationSummary(output, len(inputs.rows), fresh, failed, seconds)
 
 
-def _job(config: GenerationConfig, questions: Questions) -> dict[str, object]:
+def _job(config: GenerationConfig, inputs: InputRows) -> dict[str, object]:
     """The settings that determine the responses, by config key."""
     rollout = config.rollout
     data = config.data
-    sampled = (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "do_sample",
-        "ignore_eos",
-        "repetition_penalty",
-        "seed",
-        "dtype",
-        "stop",
-    )
     return {
-        "the content of data.path": questions.fingerprint,
+        "the content of data.path": inputs.fingerprint,
         "model.path": config.model.path,
-        "the weights in model.path": _version_of(config.model.path),
+        "the weights in model.path": _weights_fingerprint(config.model.path),
         "model.lora_adapter_path": config.model.lora_adapter_path,
-        **{
-            f"data.{name}": getattr(data, name)
-            for name in ("prompt_key", "n_samples", "benchmark", "apply_chat_template")
-        },
+        "data.prompt_key": data.prompt_key,
+        "data.n_samples": data.n_samples,
+        "data.benchmark": data.benchmark,
+        "data.apply_chat_template": data.apply_chat_template,
         "data.apply_chat_template_kwargs": data.apply_chat_template_kwargs,
-        **{
-            f"rollout.{name}": getattr(rollout, name)
-            for name in (*sampled, "prompt_length", "response_length")
-        },
+        "rollout.temperature": rollout.temperature,
+        "rollout.top_k": rollout.top_k,
+        "rollout.top_p": rollout.top_p,
+        "rollout.min_p": rollout.min_p,
+        "rollout.do_sample": rollout.do_sample,
+        "rollout.ignore_eos": rollout.ignore_eos,
+        "rollout.repetition_penalty": rollout.repetition_penalty,
+        "rollout.seed": rollout.seed,
+        "rollout.dtype": rollout.dtype,
+        "rollout.stop": rollout.stop,
+        "rollout.prompt_length": rollout.prompt_length,
+        "rollout.response_length": rollout.response_length,
     }
 
 
-def _version_of(path: str | None) -> str:
+def _weights_fingerprint(path: str | None) -> str:
     """A hash of the names, sizes and times of the files of a model; empty for a name on the hub."""
     folder = Path(str(path)).expanduser()
     files: list[Path] = []
@@ -228,38 +229,41 @@ def _version_of(path: str | None) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _complete(parts: Parts, job: Mapping[str, object]) -> bool:
+def _complete(partial: PartialOutput, job: Mapping[str, object]) -> bool:
     """Whether the output of this job exists; raises if the file belongs to something else."""
     import pyarrow
     import pyarrow.parquet
 
-    if not parts.output_exists:
+    if not partial.output_exists:
         return False
     try:
-        schema = pyarrow.parquet.read_schema(fetch(parts.output))
+        schema = pyarrow.parquet.read_schema(fetch(partial.output))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        if parts.started:
+        if partial.started:
             log.warning(
-                "%s cannot be read; it is written again from the finished rows beside it.", parts.output
+                "%s cannot be read; it is written again from the finished rows in its .parts folder.",
+                partial.output,
             )
             return False
         raise ValueError(
-            f"{parts.output} exists but is no whole parquet file ({' '.join(str(error).split())[:200]}). "
+            f"{partial.output} exists but is no whole parquet file ({' '.join(str(error).split())[:200]}). "
             "Perhaps another program was stopped while it wrote it. Delete it, or choose another "
             "data.output_path."
         ) from error
     made_by = (schema.metadata or {}).get(METADATA)
     if made_by is None:
         raise ValueError(
-            f"{parts.output} exists and was not written by strop generate, so it is not overwritten. Delete "
-            "it, or choose another data.output_path."
+            f"{partial.output} exists and was not written by strop generate, so it is not overwritten. "
+            "Delete it, or choose another data.output_path."
         )
-    refuse_other_job(f"{parts.output} exists and is of another job", json.loads(made_by), job)
-    log.info("%s is complete already.", parts.output)
+    reject_other_job(f"{partial.output} exists and is of another job", json.loads(made_by), job)
+    log.info("%s is complete already.", partial.output)
     return True
 
 
-def _write(path: Path, table: pyarrow.Table, answers: dict[int, Value], job: Mapping[str, object]) -> None:
+def _write(
+    path: Path, table: pyarrow.Table, answers: dict[int, RowResult], job: Mapping[str, object]
+) -> None:
     """Write the input table with the column of responses."""
     import pyarrow
     import pyarrow.parquet

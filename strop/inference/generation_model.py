@@ -19,7 +19,7 @@ from strop.data.files import Row, open_rows
 from strop.data.make import published_rows
 from strop.data.prompts import PromptDataset, truncate
 from strop.data.schema import ColumnKeys, require_column
-from strop.inference.resumable_rows import Parts
+from strop.inference.resumable_rows import PartialOutput
 from strop.models.build import build_policy, compute_dtype
 from strop.rewards.base import response_texts
 from strop.rollout.base import Request, Sampling, stream_seed
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def converse(
+def run_episodes(
     runner: EpisodeRunner, prompts: Mapping[int, Prompt], sampling: Sampling, n: int, *, seed: int
 ) -> dict[int, list[Episode]]:
     """n finished episodes of each row."""
@@ -55,7 +55,7 @@ def episode_texts(episodes: list[Episode], tokenizer: PreTrainedTokenizerBase) -
 
 
 @dataclass(frozen=True)
-class Questions:
+class InputRows:
     """The input rows."""
 
     rows: Sequence[Row]
@@ -63,24 +63,24 @@ class Questions:
     table: Callable[[], pyarrow.Table]
 
 
-def open_questions(config: GenerationConfig) -> Questions:
+def open_input_rows(config: GenerationConfig) -> InputRows:
     """The input rows; raises if a column is missing."""
     data = config.data
     files = open_rows(data.path, key="data.path")
     if data.benchmark:
         made = published_rows(data.benchmark, files)
-        return Questions(made, files.fingerprint(), lambda: _table_of(made))
+        return InputRows(made, files.fingerprint(), lambda: _table_of(made))
     for file in files.files:
-        if data.prompt_key not in file.columns and (name := _known_as(file.columns)):
+        if data.prompt_key not in file.columns and (name := _published_dataset_with(file.columns)):
             raise ValueError(
                 f"{file.address} has no column {data.prompt_key!r}. Its columns are those of {name} as it is "
                 f"published: set data.benchmark={name}."
             )
         require_column(file.columns, data.prompt_key, setting="data.prompt_key", where=file.address)
-    return Questions(files, files.fingerprint(), files.table)
+    return InputRows(files, files.fingerprint(), files.table)
 
 
-def _known_as(columns: Sequence[str]) -> str | None:
+def _published_dataset_with(columns: Sequence[str]) -> str | None:
     """The published data set that has these columns."""
     for name in DATASETS.names():
         if set(DATASETS.entry(name).facts["columns"]) <= set(columns):
@@ -94,12 +94,12 @@ def _table_of(rows: Sequence[Row]) -> pyarrow.Table:
     return pyarrow.Table.from_pylist(list(rows))
 
 
-Value = list[str] | dict[str, str]
+RowResult = list[str] | dict[str, str]
 """The responses to a row, or {"error": message}."""
 
 
 @dataclass
-class Count:
+class GenerationCounts:
     """Counts of a batch of rows."""
 
     rows: int = 0
@@ -110,8 +110,8 @@ class Count:
     cut_responses: int = 0
     """Responses that reached rollout.response_length."""
 
-    def __add__(self, other: Count) -> Count:
-        return Count(
+    def __add__(self, other: GenerationCounts) -> GenerationCounts:
+        return GenerationCounts(
             rows=self.rows + other.rows,
             responses=self.responses + other.responses,
             tokens=self.tokens + other.tokens,
@@ -120,10 +120,10 @@ class Count:
         )
 
 
-class Answerer:
+class ResponseGenerator:
     """The engine and the prompts: generates responses to rows."""
 
-    def __init__(self, config: GenerationConfig, questions: Questions, device: torch.device):
+    def __init__(self, config: GenerationConfig, inputs: InputRows, device: torch.device):
         rollout = config.rollout
         self.config = config
         self.tokenizer = tokenizer_of(config.model)
@@ -136,7 +136,7 @@ class Answerer:
         self.agents = AgentSetup(rollout, chat)
         listing = self.agents.listing()
         self.prompts = PromptDataset(
-            questions.rows, chat, keys=ColumnKeys(prompt=key), max_prompt_length=1 << 40, listing=listing
+            inputs.rows, chat, keys=ColumnKeys(prompt=key), max_prompt_length=1 << 40, listing=listing
         )
         dtype_name = rollout.dtype
         if dtype_name == "auto":
@@ -150,13 +150,13 @@ class Answerer:
         self.max_model_len = max_model_len(rollout)
         self._runner: EpisodeRunner | None = None
 
-    def answer(self, rows: Sequence[int]) -> tuple[dict[int, Value], Count]:
+    def generate(self, rows: Sequence[int]) -> tuple[dict[int, RowResult], GenerationCounts]:
         """The responses to these rows, and their counts."""
         self.engine.wake()
-        count = Count(rows=len(rows))
-        values: dict[int, Value] = {}
+        count = GenerationCounts(rows=len(rows))
+        values: dict[int, RowResult] = {}
         requests: dict[int, Request] = {}
-        talks: dict[int, Prompt] = {}
+        conversations: dict[int, Prompt] = {}
         limit = self.config.rollout.prompt_length
         n = self.config.data.n_samples
         for row in rows:
@@ -168,7 +168,7 @@ class Answerer:
             count.cut_prompts += len(prompt.ids) > limit
             ids = truncate(prompt.ids, limit, "left")
             if not self.agents.loops.batched(prompt.agent_name):
-                talks[row] = replace(prompt, ids=ids)
+                conversations[row] = replace(prompt, ids=ids)
                 continue
             room = min(self.sampling.max_tokens, self.max_model_len - len(ids))
             requests[row] = Request(
@@ -186,7 +186,7 @@ class Answerer:
             for completion in completions:
                 count.tokens += len(completion.ids)
                 count.cut_responses += completion.finish == "length"
-        for row, episodes in self._conversations(talks).items():
+        for row, episodes in self._run_conversations(conversations).items():
             values[row] = episode_texts(episodes, self.tokenizer)
             samples = [episode.trajectory() for episode in episodes]
             count.responses += len(samples)
@@ -195,22 +195,23 @@ class Answerer:
                 count.cut_responses += trajectory.finish == "length"
         return values, count
 
-    def _conversations(self, prompts: dict[int, Prompt]) -> dict[int, list[Episode]]:
+    def _run_conversations(self, prompts: dict[int, Prompt]) -> dict[int, list[Episode]]:
         if not prompts:
             return {}
         if self._runner is None:
             self._runner = self.agents.runner(self.engine, max_model_len=self.max_model_len, seed=stream_seed)
         seed = self.config.rollout.seed or 0
         n = self.config.data.n_samples
-        return converse(self._runner, prompts, self.sampling, n, seed=seed)
+        return run_episodes(self._runner, prompts, self.sampling, n, seed=seed)
 
     def _texts(self, ids: list[list[int]]) -> list[str]:
         end = str(self.tokenizer.eos_token or "")  # some tokenizers do not mark it as special
-        texts = [
-            text.removesuffix(end) for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        ]
-        for stop in self.config.rollout.stop:
-            texts = [text.partition(stop)[0] for text in texts]
+        texts: list[str] = []
+        for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True):
+            text = text.removesuffix(end)
+            for stop in self.config.rollout.stop:
+                text = text.partition(stop)[0]
+            texts.append(text)
         return texts
 
     def close(self) -> None:
@@ -219,9 +220,11 @@ class Answerer:
         self.engine.close()
 
 
-def answer_rows(answerer: Answerer, todo: Sequence[int], parts: Parts, batch_size: int) -> Iterator[Count]:
+def generate_batches(
+    generator: ResponseGenerator, todo: Sequence[int], partial: PartialOutput, batch_size: int
+) -> Iterator[GenerationCounts]:
     """Generate batch by batch; the rows of a batch are stored before the next batch begins."""
     for start in range(0, len(todo), batch_size):
-        values, count = answerer.answer(todo[start : start + batch_size])
-        parts.add(values)
+        values, count = generator.generate(todo[start : start + batch_size])
+        partial.add(values)
         yield count

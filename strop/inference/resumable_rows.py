@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 JOB = "job.json"
 
 
-class Parts:
+class PartialOutput:
     """The finished rows of one job. Several processes may add rows at the same time."""
 
     def __init__(self, output: str, job: Mapping[str, object]):
         """`job` holds the JSON values that determine the results; they must be the same on resume."""
         self.output = output
         self.job = json.loads(json.dumps(job))
-        self._system, self._target = place(output)
+        self._system, self._target = resolve_address(output)
         self._folder = f"{self._target}.parts"
 
     @property
@@ -58,7 +58,7 @@ class Parts:
             self._write(JOB, self.job)
             return {}
         before = json.loads(self._system.cat_file(f"{self._folder}/{JOB}"))
-        refuse_other_job(f"{self.output}.parts holds finished rows of another job", before, self.job)
+        reject_other_job(f"{self.output}.parts holds finished rows of another job", before, self.job)
         return self.finished()
 
     def finished(self) -> dict[int, Any]:
@@ -77,7 +77,7 @@ class Parts:
         )
 
     def finish(self, write: Callable[[Path], object]) -> None:
-        """Publish the output that `write` makes at the path it is given, then clear the parts away."""
+        """Publish the output that `write` makes at the path it is given, then delete the folder of parts."""
         publish(self.output, write)
         self._system.rm(self._folder, recursive=True)
 
@@ -99,20 +99,20 @@ def publish(
     """Store the file that `write` makes at the path it is given under `address`, atomically."""
     target = address
     if system is None:
-        system, target = place(address)
+        system, target = resolve_address(address)
     folder, _, name = target.rpartition("/")
     mark = f".{name}.{secrets.token_hex(4)}.part"
     if isinstance(system, LocalFileSystem):
-        aside = Path(folder or ".") / mark
-        aside.parent.mkdir(parents=True, exist_ok=True)
+        temporary_file = Path(folder or ".") / mark
+        temporary_file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write(aside)
-            flush_file(aside)
-            os.replace(aside, target)
+            write(temporary_file)
+            flush_file(temporary_file)
+            os.replace(temporary_file, target)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary_file.unlink(missing_ok=True)
             raise
-        flush_folder(aside.parent)
+        flush_folder(temporary_file.parent)
         return
     from tempfile import TemporaryDirectory
 
@@ -123,7 +123,7 @@ def publish(
         system.mv(f"{folder}/{mark}", target)
 
 
-def place(address: str) -> tuple[AbstractFileSystem, str]:
+def resolve_address(address: str) -> tuple[AbstractFileSystem, str]:
     """The file system of an address and the path in it."""
     try:
         return fsspec.core.url_to_fs(os.path.expanduser(address))
@@ -131,12 +131,16 @@ def place(address: str) -> tuple[AbstractFileSystem, str]:
         raise ValueError(f"{address} cannot be written: {error}") from error
 
 
-def refuse_other_job(message: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
+def reject_other_job(message: str, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise if two jobs differ, with the keys that do."""
-    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if differing:
-        named = ", ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in differing)
-        raise ValueError(f"{message}: {named}. Choose another output_path, or delete it to begin again.")
+    changes: list[str] = []
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            changes.append(f"{key} was {before.get(key)!r} and is {now.get(key)!r}")
+    if changes:
+        raise ValueError(
+            f"{message}: {', '.join(changes)}. Choose another output_path, or delete it to begin again."
+        )
 
 
 def _dump(path: Path, content: object) -> None:

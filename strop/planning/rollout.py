@@ -20,15 +20,15 @@ class PlannedSampler:
     """Tokens of a prompt."""
     response: int
     """Tokens of the longest response."""
+    max_rows: int
+    """max_num_seqs."""
+    batch_tokens: int
+    """Prompt tokens of one prefill pass (max_num_batched_tokens)."""
+    share: float
+    """gpu_memory_utilization."""
     samples: int = 1
     """Responses per prompt (rollout.n)."""
     numbers: Numbers = Numbers()
-    max_rows: int = 1024
-    """max_num_seqs."""
-    batch_tokens: int = 32768
-    """Prompt tokens of one prefill pass (max_num_batched_tokens)."""
-    share: float = 0.5
-    """gpu_memory_utilization."""
     tensor: int = 1
     """tensor_model_parallel_size."""
     shares_module: bool = True

@@ -25,7 +25,7 @@ def examine_inference(
 
 
 def _generation(config: GenerationConfig, report: PreflightReport) -> int | None:
-    from strop.inference.generation_model import open_questions
+    from strop.inference.generation_model import open_input_rows
 
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
     report.findings += findings or head_findings("model.path", config.model.path, "language")
@@ -38,7 +38,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
         )
         report.findings += [ConfigFinding(f.level, "chat template", f.message) for f in found]
     try:
-        rows = len(open_questions(config).rows)
+        rows = len(open_input_rows(config).rows)
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None
@@ -47,7 +47,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
 
 
 def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None:
-    from strop.inference.evaluation import open_answers
+    from strop.inference.evaluation import open_responses
 
     own = config.custom_reward_function
     if own.path:
@@ -56,7 +56,7 @@ def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None
         except ValueError as problem:
             report.findings.append(reward_file_finding(own.path, problem))
     try:
-        rows = len(open_answers(config))
+        rows = len(open_responses(config))
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None

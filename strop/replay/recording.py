@@ -34,7 +34,7 @@ from strop.run.checkpoint.store import save
 from strop.run.checkpoint.tensor_files import split, write_tensors
 from strop.types import Batch, Prompt, Trajectory, Turn, batch_of, pad_columns
 
-EVERYTHING = ["model", "optimizer", "extra"]
+ALL_CONTENTS = ["model", "optimizer", "extra"]
 PHASES: dict[str, tuple[str, ...]] = {
     "gen": ("tokens", "lengths", "prompt_lengths", "groups", "rollout_log_probs"),
     "reward": ("scores", "baselines", "mask"),
@@ -46,7 +46,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 """The tensors of the batch that each phase computes. Updates and weights come after these phases."""
 UPDATES = ("update_critic", "update_actor")
 PADDING = -1
-COMPARED = (
+REPRODUCIBLE_METRICS = (
     "actor/",
     "critic/",
     "reward/",
@@ -56,20 +56,25 @@ COMPARED = (
     "pf_ppo/",
 )
 """Metrics that a replay must reproduce; times and throughput are not among them."""
-UNLIKE = ("reward/seconds",)
+TIMED_METRICS = ("reward/seconds",)
+"""Metrics below those prefixes that measure time."""
 JsonRow: TypeAlias = Mapping[str, Any]
 
 
-def folder_of(run: Path, step: int) -> Path:
+def record_folder(run: Path, step: int) -> Path:
     return run / RECORDED / f"step_{step}"
 
 
 def recorded_steps(run: Path) -> list[int]:
-    names = (path.name.removeprefix("step_") for path in (run / RECORDED).glob("step_*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    steps: list[int] = []
+    for path in (run / RECORDED).glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdigit():
+            steps.append(int(number))
+    return sorted(steps)
 
 
-def tables(batch: Batch, phase: str) -> dict[str, Tensor]:
+def phase_tensors(batch: Batch, phase: str) -> dict[str, Tensor]:
     """The tensors of a phase that the batch has. Token ids are padded on the right with PADDING."""
     found: dict[str, Tensor] = {}
     for name in PHASES[phase]:
@@ -84,7 +89,7 @@ def tables(batch: Batch, phase: str) -> dict[str, Tensor]:
     return found
 
 
-class Losses:
+class TokenLosses:
     """The loss of every token of every update, by role, as the micro-batches come."""
 
     def __init__(self) -> None:
@@ -100,7 +105,7 @@ class Losses:
 
         return observe
 
-    def tables(self, role: str) -> dict[str, Tensor]:
+    def tensors(self, role: str) -> dict[str, Tensor]:
         """A [passes, tokens] tensor in the order of computation, and the batch row of each pass."""
         pieces = self.seen.get(role, [])
         if not pieces:
@@ -124,17 +129,17 @@ def weights_of(models: Mapping[str, Backend]) -> dict[str, Tensor]:
     return weights
 
 
-def compared(metrics: Mapping[str, float]) -> dict[str, float]:
+def reproducible_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics that a replay must reproduce."""
     found: dict[str, float] = {}
     for name, value in metrics.items():
-        if name.startswith(COMPARED) and name not in UNLIKE:
+        if name.startswith(REPRODUCIBLE_METRICS) and name not in TIMED_METRICS:
             found[name] = value
     return found
 
 
-def surroundings(device: torch.device | str) -> dict[str, str]:
-    """Versions, machine and device: what can change numbers besides the code."""
+def environment_facts(device: torch.device | str) -> dict[str, str]:
+    """Versions, machine and device. They can change numbers although the code is the same."""
     return {
         "strop": metadata.version("strop"),
         "torch": torch.__version__,
@@ -145,11 +150,14 @@ def surroundings(device: torch.device | str) -> dict[str, str]:
     }
 
 
-def plain_trajectories(trajectories: Sequence[Trajectory]) -> list[JsonRow]:
+def trajectories_as_json(trajectories: Sequence[Trajectory]) -> list[JsonRow]:
     """The trajectories as JSON values."""
-    if any(t.prompt.images for t in trajectories):
-        raise ValueError("trainer.record_steps cannot store prompts with images. Take it out.")
-    return [dataclasses.asdict(t) for t in trajectories]
+    rows: list[JsonRow] = []
+    for trajectory in trajectories:
+        if trajectory.prompt.images:
+            raise ValueError("trainer.record_steps cannot store prompts with images. Take it out.")
+        rows.append(dataclasses.asdict(trajectory))
+    return rows
 
 
 def trajectories_of(rows: Sequence[JsonRow]) -> list[Trajectory]:
@@ -165,8 +173,8 @@ def _trajectory_of(row: JsonRow) -> Trajectory:
     return Trajectory(**fields)
 
 
-class Tape(Protocol):
-    """Receives the results of every phase, and returns what the next phase works on."""
+class StepHooks(Protocol):
+    """Called with the results of every phase; returns what the next phase works on."""
 
     def sampled(self, trajectories: list[Trajectory]) -> list[Trajectory]: ...
 
@@ -184,19 +192,19 @@ class Recorder:
     folder: Path
 
     def sampled(self, trajectories: list[Trajectory]) -> list[Trajectory]:
-        replace_text(self.folder / "trajectories.json", to_json(plain_trajectories(trajectories)))
+        replace_text(self.folder / "trajectories.json", to_json(trajectories_as_json(trajectories)))
         batch = batch_of(trajectories)
         for name in ("gen", "reward"):
             self.phase(name, batch)
         return trajectories
 
     def phase(self, name: str, batch: Batch) -> Batch:
-        self._write(name, tables(batch, name))
+        self._write(name, phase_tensors(batch, name))
         return batch
 
     def updated(self, name: str, losses: dict[str, Tensor], metrics: dict[str, float]) -> None:
         self._write(name, losses)
-        replace_text(self.folder / f"{name}.json", to_json(compared(metrics)))
+        replace_text(self.folder / f"{name}.json", to_json(reproducible_metrics(metrics)))
 
     def weights(self, weights: dict[str, Tensor]) -> None:
         self._write("after", weights)
@@ -207,42 +215,42 @@ class Recorder:
 
 
 @dataclass
-class TapedTrainer(PpoTrainer):
-    """The training loop; during `taped_step` the results of every phase pass through a tape."""
+class HookedTrainer(PpoTrainer):
+    """The training loop; during `train_step_with_hooks` the results of every phase pass through hooks."""
 
-    tape: Tape | None = None
+    hooks: StepHooks | None = None
 
-    def taped_step(self, tape: Tape, record: StepRecord) -> tuple[list[Trajectory], Batch]:
-        """One training step with the tape."""
-        self.tape = tape
-        self.losses = Losses()
+    def train_step_with_hooks(self, hooks: StepHooks, record: StepRecord) -> tuple[list[Trajectory], Batch]:
+        """One training step with the hooks."""
+        self.hooks = hooks
+        self.losses = TokenLosses()
         self.actor_objective.observe = self.losses.observer("actor")
         self.critic_objective.observe = self.losses.observer("critic")
         try:
             found = super().train_step(record)
-            tape.weights(weights_of(self.output.models))
+            hooks.weights(weights_of(self.output.models))
             return found
         finally:
-            self.tape = None
+            self.hooks = None
             self.actor_objective.observe = None
             self.critic_objective.observe = None
 
     def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
         trajectories = super().sample_and_score(record)
-        if self.tape is None:
+        if self.hooks is None:
             return trajectories
-        return self.tape.sampled(trajectories)
+        return self.hooks.sampled(trajectories)
 
     def run_models(self, batch: Batch, record: StepRecord) -> Batch:
-        return self._pass(super().run_models(batch, record), ("old_log_prob", "ref", "values"))
+        return self._report_phases(super().run_models(batch, record), ("old_log_prob", "ref", "values"))
 
     def estimate(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
-        return self._pass(super().estimate(batch, trajectories, record), ("adv",))
+        return self._report_phases(super().estimate(batch, trajectories, record), ("adv",))
 
-    def _pass(self, batch: Batch, phases: Sequence[str]) -> Batch:
+    def _report_phases(self, batch: Batch, phases: Sequence[str]) -> Batch:
         for name in phases:
-            if self.tape is not None and tables(batch, name):
-                batch = self.tape.phase(name, batch)
+            if self.hooks is not None and phase_tensors(batch, name):
+                batch = self.hooks.phase(name, batch)
         return batch
 
     def update_actor(self, batch: Batch, record: StepRecord) -> None:
@@ -254,34 +262,34 @@ class TapedTrainer(PpoTrainer):
         self._updated("critic", record)
 
     def _updated(self, role: str, record: StepRecord) -> None:
-        if self.tape is not None:
+        if self.hooks is not None:
             metrics: dict[str, float] = {}
             for name, value in record.metrics.items():
                 if name.startswith(f"{role}/"):
                     metrics[name] = value
-            self.tape.updated(f"update_{role}", self.losses.tables(role), metrics)
+            self.hooks.updated(f"update_{role}", self.losses.tensors(role), metrics)
 
 
 @dataclass
-class RecordingTrainer(TapedTrainer):
+class RecordingTrainer(HookedTrainer):
     """Stores the steps of trainer.record_steps."""
 
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         if self.step not in (self.config.trainer.record_steps or ()):
             return super().train_step(record)
-        folder = folder_of(self.output.directory, self.step)
+        folder = record_folder(self.output.directory, self.step)
         with record.phase("record_step"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            parts = self.output.state(self, dict.fromkeys(self.output.models, EVERYTHING))
+            parts = self.output.state(self, dict.fromkeys(self.output.models, ALL_CONTENTS))
             parts["trainer"]["step"] = self.step - 1
             save(folder, self.step - 1, parts)
-        found = self.taped_step(Recorder(folder), record)
+        found = self.train_step_with_hooks(Recorder(folder), record)
         facts = {
             "step": self.step,
-            "surroundings": surroundings(next(self.roles.actor.module.parameters()).device),
+            "environment": environment_facts(next(self.roles.actor.module.parameters()).device),
             "phases": [name for name in PHASES if (folder / f"{name}.safetensors").exists()],
-            "metrics": compared(record.metrics),
+            "metrics": reproducible_metrics(record.metrics),
         }
         # Written last: a record without this file is not complete.
         replace_text(folder / "facts.json", to_json(facts, indent=1))

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,22 @@ from strop.config.aliases import flatten
 from strop.config.compose import Loaded, reload
 from strop.config.schema.ppo import PpoConfig
 from strop.replay.recording import (
-    EVERYTHING,
+    ALL_CONTENTS,
     PHASES,
-    TapedTrainer,
-    compared,
-    folder_of,
+    HookedTrainer,
+    environment_facts,
+    phase_tensors,
+    record_folder,
     recorded_steps,
-    surroundings,
-    tables,
+    reproducible_metrics,
     trajectories_of,
 )
 from strop.run.checkpoint.layout import checkpoint_folder as checkpoint_of
 from strop.run.checkpoint.store import load
 from strop.run.checkpoint.tensor_files import read_tensors
 from strop.types import Batch, Trajectory, batch_of
+
+BATCH_FIELDS = frozenset(field.name for field in dataclasses.fields(Batch))
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class Difference:
     def __str__(self) -> str:
         if not self.place:
             return f"{self.tensor}: recorded {self.recorded}, now {self.now}"
-        names = ("place",) * len(self.place)
         if len(self.place) == 2:
-            names = ("row", "token")
-        where = ", ".join(f"{name} {index}" for name, index in zip(names, self.place))
+            where = f"row {self.place[0]}, token {self.place[1]}"
+        else:
+            where = f"index {list(self.place)}"
         return (
             f"{self.tensor}, {where}: recorded {self.recorded}, now {self.now} ({self.count} of {self.total} "
             f"values differ, by {self.largest:.3g} at most)"
@@ -76,20 +78,20 @@ def difference(name: str, recorded: Tensor, now: Tensor) -> Difference | None:
     now = now.detach().cpu()
     if recorded.shape != now.shape or recorded.dtype != now.dtype:
         return Difference(name, (), _shape_and_dtype(recorded), _shape_and_dtype(now))
-    unlike = recorded != now
+    differs = recorded != now
     if recorded.is_floating_point():
-        unlike = unlike & ~(recorded.isnan() & now.isnan())
-    if not bool(unlike.any()):
+        differs = differs & ~(recorded.isnan() & now.isnan())
+    if not bool(differs.any()):
         return None
-    place = tuple(unlike.nonzero()[0].tolist())
-    gaps = (recorded[unlike].double() - now[unlike].double()).abs()
+    place = tuple(differs.nonzero()[0].tolist())
+    gaps = (recorded[differs].double() - now[differs].double()).abs()
     return Difference(
         name,
         place or (0,),
         _shown(recorded[place]),
         _shown(now[place]),
-        count=int(unlike.sum()),
-        total=unlike.numel(),
+        count=int(differs.sum()),
+        total=differs.numel(),
         largest=float(gaps.nan_to_num(torch.inf).max()),
     )
 
@@ -134,27 +136,26 @@ class Replayer:
     """Compares each phase with the record, and returns the recorded values for the next phase."""
 
     folder: Path
-    outcomes: list[ReplayOutcome] = field(default_factory=list)
+    outcomes: list[ReplayOutcome] = dataclasses.field(default_factory=list)
 
     def sampled(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         now = batch_of(trajectories)
         for name in ("gen", "reward"):
-            self._compare(name, tables(now, name))
+            self._compare(name, phase_tensors(now, name))
         return trajectories_of(json.loads((self.folder / "trajectories.json").read_text()))
 
     def phase(self, name: str, batch: Batch) -> Batch:
-        self._compare(name, tables(batch, name))
-        fields = {f.name for f in dataclasses.fields(Batch)}
+        self._compare(name, phase_tensors(batch, name))
         recorded: dict[str, Tensor] = {}
         for key, value in self._read(name).items():
-            if key in fields:
+            if key in BATCH_FIELDS:
                 recorded[key] = value
         return batch.replace(**recorded)
 
     def updated(self, name: str, losses: dict[str, Tensor], metrics: dict[str, float]) -> None:
         self._compare(name, losses)
         recorded = json.loads((self.folder / f"{name}.json").read_text())
-        self._compare_numbers(name, recorded, compared(metrics))
+        self._compare_numbers(name, recorded, reproducible_metrics(metrics))
 
     def weights(self, weights: dict[str, Tensor]) -> None:
         self._compare("after", weights)
@@ -193,19 +194,19 @@ def replay(run: Path, step: int, *, trust_code: bool = False) -> tuple[list[Repl
     before = checkpoint_of(folder, step - 1)
     from strop.ppo.build import build_ppo
 
-    with tempfile.TemporaryDirectory() as aside:
-        trainer = build_ppo(_loaded(before, aside, trust_code), trainer_class=TapedTrainer)
-        assert isinstance(trainer, TapedTrainer)
-        tape = Replayer(folder)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = build_ppo(_loaded(before, scratch, trust_code), trainer_class=HookedTrainer)
+        assert isinstance(trainer, HookedTrainer)
+        hooks = Replayer(folder)
         with trainer.output, closing(trainer):
             trainer.step = trainer.output.resume(trainer)
             trainer.sync_weights(trainer.step)
             trainer.step += 1
             record = StepRecord()
             with record.phase("step"):
-                trainer.taped_step(tape, record)
-            facts["here"] = surroundings(next(trainer.roles.actor.module.parameters()).device)
-    outcomes = list(tape.outcomes)
+                trainer.train_step_with_hooks(hooks, record)
+            facts["here"] = environment_facts(next(trainer.roles.actor.module.parameters()).device)
+    outcomes = list(hooks.outcomes)
     replayed = {outcome.phase for outcome in outcomes}
     for name in facts["phases"]:
         if name not in replayed:
@@ -216,7 +217,7 @@ def replay(run: Path, step: int, *, trust_code: bool = False) -> tuple[list[Repl
 
 def _recorded(run: Path, step: int) -> Path:
     """The folder of a complete record; raises if there is none."""
-    folder = folder_of(run, step)
+    folder = record_folder(run, step)
     known = recorded_steps(run)
     if step not in known:
         others = "None is: set trainer.record_steps=[...] in a run."
@@ -259,7 +260,7 @@ def code_named(tree: Mapping[str, object]) -> list[str]:
     return found
 
 
-def _loaded(before: Path, aside: str, trust_code: bool) -> Loaded:
+def _loaded(before: Path, scratch: str, trust_code: bool) -> Loaded:
     """The configuration of the run, changed so that it writes only to a temporary folder."""
     tree = load(before, only=lambda part: part == "config")["config"]
     if not isinstance(tree, Mapping):
@@ -270,8 +271,8 @@ def _loaded(before: Path, aside: str, trust_code: bool) -> Loaded:
             f"The recorded run names code, which a replay would run: {', '.join(named[:5])}. If the record "
             "is yours, or you trust whoever made it, add --trust_code."
         )
-    quiet = {
-        "trainer.default_local_dir": aside,
+    overrides = {
+        "trainer.default_local_dir": scratch,
         "trainer.default_hdfs_dir": None,
         "trainer.rollout_data_dir": None,
         "trainer.validation_data_dir": None,
@@ -284,10 +285,10 @@ def _loaded(before: Path, aside: str, trust_code: bool) -> Loaded:
         "trainer.del_local_ckpt_after_load": False,
         "global_profiler.steps": None,
         "data.val_files": [],
-        "actor_rollout_ref.actor.checkpoint.load_contents": EVERYTHING,
-        "critic.checkpoint.load_contents": EVERYTHING,
+        "actor_rollout_ref.actor.checkpoint.load_contents": ALL_CONTENTS,
+        "critic.checkpoint.load_contents": ALL_CONTENTS,
     }
-    return reload("ppo_trainer", tree, quiet)
+    return reload("ppo_trainer", tree, overrides)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -302,20 +303,30 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(list(arguments))
     outcomes, facts = replay(asked.run, asked.step, trust_code=asked.trust_code)
     sys.stdout.write(render(asked.step, outcomes, facts))
-    return 1 if any(outcome.found for outcome in outcomes) else 0
+    if first_difference(outcomes) is None:
+        return 0
+    return 1
+
+
+def first_difference(outcomes: Sequence[ReplayOutcome]) -> ReplayOutcome | None:
+    """The first phase that differs from the record."""
+    for outcome in outcomes:
+        if outcome.found:
+            return outcome
+    return None
 
 
 def render(step: int, outcomes: Sequence[ReplayOutcome], facts: Mapping[str, Any]) -> str:
     """The report of a replay."""
     lines = [f"step {step}, computed again; each phase is given what was recorded before it"]
-    then = facts["surroundings"]
+    then = facts.get("environment") or facts["surroundings"]  # the name in records of version 0.1
     here = facts["here"]
     changed: list[str] = []
     for name in then:
         if then[name] != here.get(name):
             changed.append(f"{name} {then[name]} -> {here[name]}")
     if changed:
-        lines.append(f"other surroundings: {', '.join(changed)}")
+        lines.append(f"environment changed: {', '.join(changed)}")
     for outcome in outcomes:
         verdict = "equal" if not outcome.found else "DIFFERENT"
         lines.append(f"  {outcome.phase:<14} {verdict:<10} {outcome.values} numbers")
@@ -323,7 +334,7 @@ def render(step: int, outcomes: Sequence[ReplayOutcome], facts: Mapping[str, Any
             lines.append(f"{'':<17}{gap}")
         if len(outcome.found) > 3:
             lines.append(f"{'':<17}... and {len(outcome.found) - 3} more")
-    first = next((outcome for outcome in outcomes if outcome.found), None)
+    first = first_difference(outcomes)
     if first is None:
         lines.append("Equal, bit for bit.")
     else:

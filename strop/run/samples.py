@@ -113,7 +113,7 @@ class SampleWriter:
 
     def _warn_once(self, problem: str) -> None:
         if self._warned.acquire(blocking=False):
-            log.warning("Samples for the board: %s. Training goes on; this is told once.", problem)
+            log.warning("Samples for the board: %s. Training continues; this is logged once.", problem)
 
 
 def choose_rows(trajectories: Sequence[Trajectory], max_samples: int) -> list[int]:

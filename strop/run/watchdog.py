@@ -39,9 +39,9 @@ TIMER_MARGIN = 30.0
 class WatchdogLimits:
     """When the watchdog acts."""
 
-    warning: float = 0.0
+    warning: float
     """Seconds in a phase after which a warning is logged; 0: never."""
-    timeout: float = 0.0
+    timeout: float
     """Seconds in a phase after which the process is ended; 0: never."""
 
 

@@ -200,7 +200,7 @@ def supervise(attempt: Attempt, directory: Path, max_restarts: int) -> int:
         if not failure.restartable or not restarts_left:
             return failure.exit_code
         if _newest_checkpoint(directory) != before:
-            overrides = ["trainer.resume_mode=auto"]  # also when the first attempt was told not to resume
+            overrides = ["trainer.resume_mode=auto"]  # also when the first attempt had resume_mode=disable
         step = read_latest(directory) if overrides else None
         origin = f"from step {step}" if step else "from where the run began"
         log.warning("Starting again %s; %d restart(s) left.", origin, restarts_left - 1)

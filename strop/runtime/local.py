@@ -211,7 +211,7 @@ def _init_process_group(rank: int, world: int, device: torch.device, timeout: fl
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if os.environ.get("MASTER_PORT") == "0":
         raise ValueError(
-            f"Rank {rank} of {world} was told to meet the others at port 0 (MASTER_PORT), which is none. "
+            f"Rank {rank} of {world} has MASTER_PORT=0, but port 0 is no port at which ranks can meet. "
             "Start ranks of one machine by torchrun --standalone, which chooses a free port, or name one by "
             "--master-port."
         )

@@ -104,7 +104,7 @@ def build_supervised_trainer(
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedRunState:
-    """What a checkpoint stores besides the model and the position in the data."""
+    """What a checkpoint stores in addition to the model and the position in the data."""
 
     progress: EpochProgress
     scores: ScoreMoments | None

@@ -53,14 +53,14 @@ def _evaluate(config: EvaluationConfig) -> int:
     from strop.inference.evaluation import evaluate, summarise
     from strop.inference.evaluation_report import results_as_json, show_results
 
-    judged = evaluate(config)
-    results = summarise(judged, config.evaluation)
+    scored_prompts = evaluate(config)
+    results = summarise(scored_prompts, config.evaluation)
     show_results(results, confidence=config.evaluation.confidence)
     path = config.data.path
     assert path is not None, "the preflight requires data.path"
     first = path if isinstance(path, str) else path[0]
     output_path = config.data.output_path or _default_output_path(first, "eval")
-    _write(output_path, {"path": path, **results_as_json(results, judged)})
+    _write(output_path, {"path": path, **results_as_json(results, scored_prompts)})
     return 0
 
 

@@ -111,7 +111,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
             "--target_dir", required=True, help="folder to write; it must not exist, or be empty"
         )
         parser.add_argument(
-            "--dtype", help="precision of the written weights; as the base model's config says, unless told"
+            "--dtype", help="precision of the written weights; default: that of the base model's config"
         )
         parser.add_argument(
             "--lora",

@@ -13,7 +13,7 @@ from strop.shared.process_setup import prepare_process
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compose, examine, serve until told to stop."""
+    """Compose, examine, serve until a signal stops the process."""
     asked = parse(arguments)
     loaded = load("reward_server", asked.overrides, asked.config, asked.search)
     from strop.preflight.examine import require

@@ -82,11 +82,20 @@ def episode_context(
     tokenizer: Any = TOKENIZER,
     **limits: Any,
 ) -> EpisodeContext:
-    sizes = {"prompt_length": 2000, "response_length": 400, "max_model_len": 4000, **limits}
+    settings: dict[str, Any] = {
+        "prompt_length": 2000,
+        "response_length": 400,
+        "max_model_len": 4000,
+        "max_assistant_turns": None,
+        "max_user_turns": None,
+        "tool_error_policy": "reply",
+        "call_timeout": 60.0,
+        **limits,
+    }
     return EpisodeContext(
         engine,
         Chat(tokenizer),
-        EpisodeLimits(**sizes),
+        EpisodeLimits(**settings),
         tools or tool_set(),
         parser_for("hermes", tokenizer),
         interactions or Interactions(),
@@ -111,7 +120,7 @@ def play(
     scene: EpisodeContext, *rows: Prompt, loops: AgentLoops | None = None, at_once: int = 1024
 ) -> list[Episode]:
     """Run an episode for each row."""
-    runner = EpisodeRunner(scene, loops or AgentLoops(), max_concurrency=at_once)
+    runner = EpisodeRunner(scene, loops or AgentLoops("single_turn_agent"), max_concurrency=at_once)
     try:
         return runner.run(
             [EpisodeRequest(row, SAMPLING, (1, row.index), place) for place, row in enumerate(rows)]

@@ -30,7 +30,7 @@ def upper(word: str) -> str:
 
 
 def test_built_in_loops_are_in_the_catalog() -> None:
-    loops = AgentLoops()
+    loops = AgentLoops("single_turn_agent")
     assert {"single_turn_agent", "tool_agent", "react_agent"} <= set(loops.names()) and set(
         AGENT_LOOPS.names()
     ) <= set(loops.names())
@@ -107,7 +107,7 @@ def test_a_loop_does_without_tools(name: str) -> None:
 
 @pytest.mark.parametrize("name", AGENT_LOOPS.names())
 def test_what_a_loop_says_of_itself(name: str) -> None:
-    case, loops = conformance(name), AgentLoops()
+    case, loops = conformance(name), AgentLoops("single_turn_agent")
     assert loops.lists_tools(name) == case.lists_tools and loops.batched(name) == case.batched
 
 
@@ -144,7 +144,7 @@ def test_a_wrong_list_of_loops_is_refused(content: str, message: str, tmp_path: 
 
 def test_unknown_loops_name_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"Unknown agent loop 'toolagent'\. Did you mean 'tool_agent'"):
-        AgentLoops().get("toolagent")
+        AgentLoops("single_turn_agent").get("toolagent")
     with pytest.raises(ValueError, match="there is no such file"):
         AgentLoops.from_config("x", "/nowhere.yaml")
 

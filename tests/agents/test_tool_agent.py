@@ -266,7 +266,7 @@ def test_a_late_interaction_fails_its_episode() -> None:
 def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     interaction, scene = counting()
     scene.engine.latency = 30.0  # type: ignore[attr-defined]
-    runner = EpisodeRunner(scene, AgentLoops(), max_concurrency=4)
+    runner = EpisodeRunner(scene, AgentLoops("single_turn_agent"), max_concurrency=4)
 
     class Interrupted:
         def result(self) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from strop.board.sample_pages import SampleFolder
-from strop.board.worker_pool import GONE, LONGEST_TURN, ROUND, SEARCHING, SHORTEST_TURN, WorkerPool
+from strop.board.worker_pool import (
+    CLIENT_CLOSED_REQUEST,
+    MAX_SEARCH_SECONDS,
+    MIN_SEARCH_SECONDS,
+    SEARCH_THREADS,
+    TARGET_LATENCY_SECONDS,
+    WorkerPool,
+)
 from tests.board.scene import serving, write_run
 from tests.board.test_app import ask, runs
 
@@ -46,7 +53,7 @@ def test_no_more_are_at_work_than_the_crew_has_and_those_who_left_get_nothing() 
         )
 
     answers = asyncio.run(all_at_once())
-    assert answers == [GONE if i % 4 == 3 else (200, str(i)) for i in range(20)]
+    assert answers == [CLIENT_CLOSED_REQUEST if i % 4 == 3 else (200, str(i)) for i in range(20)]
     assert most == 3 and sorted(asked) == [i for i in range(20) if i % 4 != 3]
 
 
@@ -87,7 +94,7 @@ def test_a_shared_question_is_dropped_only_when_all_have_gone() -> None:
         return await asyncio.gather(*waiting)
 
     assert asyncio.run(ask(True, False)) == 2 * [(200, "None")] and begun == ["x"]
-    assert asyncio.run(ask(True, True)) == 2 * [GONE] and begun == ["x"]
+    assert asyncio.run(ask(True, True)) == 2 * [CLIENT_CLOSED_REQUEST] and begun == ["x"]
 
 
 def test_a_question_that_fails_is_told_to_all_and_can_be_asked_again() -> None:
@@ -116,13 +123,16 @@ def test_turns_become_shorter_the_more_wait() -> None:
         await asyncio.gather(*(crew.answer(str(i), work, Reader()) for i in range(count)))
 
     asyncio.run(ask(1))
-    assert turns == [LONGEST_TURN]
+    assert turns == [MAX_SEARCH_SECONDS]
     turns.clear()
     asyncio.run(ask(40))
-    assert turns[0] == pytest.approx(2 * ROUND / 40) and sum(turns[:20]) < ROUND + LONGEST_TURN
+    assert (
+        turns[0] == pytest.approx(2 * TARGET_LATENCY_SECONDS / 40)
+        and sum(turns[:20]) < TARGET_LATENCY_SECONDS + MAX_SEARCH_SECONDS
+    )
     turns.clear()
     asyncio.run(ask(1000))
-    assert min(turns) == SHORTEST_TURN
+    assert min(turns) == MIN_SEARCH_SECONDS
 
 
 def test_pages_are_answered_while_searches_take_their_time(
@@ -140,11 +150,11 @@ def test_pages_are_answered_while_searches_take_their_time(
     with serving(tmp_path) as url:
         base = f"/api/runs/{runs(url)['one']['id']}/samples/train"
         searches = [
-            threading.Thread(target=ask, args=(url, f"{base}?search=x{i}")) for i in range(5 * SEARCHING)
+            threading.Thread(target=ask, args=(url, f"{base}?search=x{i}")) for i in range(5 * SEARCH_THREADS)
         ]
         for search in searches:
             search.start()
-        for _ in range(SEARCHING):
+        for _ in range(SEARCH_THREADS):
             assert begun.acquire(timeout=10)
         start = time.monotonic()
         assert ask(url, f"{base}?step=40")[0] == ask(url, "/api/runs")[0] == 200

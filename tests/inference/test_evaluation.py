@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.config.compose import load
-from strop.inference.evaluation import Judged, evaluate, says_right_or_wrong, summarise
+from strop.inference.evaluation import ScoredPrompt, evaluate, has_binary_scores, summarise
 from strop.inference.evaluation_report import compare
 from strop.trainer.main_eval import run
 
@@ -33,10 +33,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def results(path: str, *more: str) -> tuple[list[Judged], dict[str, Any]]:
+def results(path: str, *more: str) -> tuple[list[ScoredPrompt], dict[str, Any]]:
     config = load("evaluation", [f"data.path={path}", *more]).config
-    judged = evaluate(config)
-    return judged, summarise(judged, config.evaluation)
+    scored_prompts = evaluate(config)
+    return scored_prompts, summarise(scored_prompts, config.evaluation)
 
 
 GSM8K = [
@@ -46,9 +46,9 @@ GSM8K = [
 
 
 def test_the_numbers_by_hand(tmp_path):
-    judged, found = results(write(tmp_path / "out.parquet", GSM8K))
-    assert [prompt.scores for prompt in judged] == [[1, 1, 0, 0], [0, 0, 1, 0]]
-    assert judged[0].votes == ["4", "4", "5", None]
+    scored_prompts, found = results(write(tmp_path / "out.parquet", GSM8K))
+    assert [prompt.scores for prompt in scored_prompts] == [[1, 1, 0, 0], [0, 0, 1, 0]]
+    assert scored_prompts[0].votes == ["4", "4", "5", None]
     metrics = {name: estimate.mean for name, estimate in found["openai/gsm8k"].metrics.items()}
     expected = {
         "score": 3 / 8,
@@ -68,8 +68,8 @@ def test_a_math_scorer_with_accuracy_of_its_own(tmp_path):
         row("x", "33", ["\\boxed{33}", "Answer: 34"], "aime_2024"),
         row("y", "5", ["\\boxed{5}", "\\boxed{05}"], "aime_2024"),
     ]
-    judged, found = results(write(tmp_path / "out.parquet", rows))
-    assert judged[0].scores == [1.0, -1.0] and judged[0].correct == [1.0, 0.0]
+    scored_prompts, found = results(write(tmp_path / "out.parquet", rows))
+    assert scored_prompts[0].scores == [1.0, -1.0] and scored_prompts[0].correct == [1.0, 0.0]
     assert (
         found["aime_2024"].metrics["score"].mean == 0.5 and found["aime_2024"].metrics["pass@1"].mean == 0.75
     )
@@ -80,8 +80,8 @@ def test_scores_that_are_no_yes_or_no_have_a_best(tmp_path):
         "def compute_score(solution_str, ground_truth):\n    return len(solution_str) / 10\n"
     )
     path = write(tmp_path / "out.parquet", [row("a", "", ["aaa", "aaaaa"], "own")])
-    judged, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
-    assert not says_right_or_wrong(judged)
+    scored_prompts, found = results(path, f"custom_reward_function.path={tmp_path}/mine.py")
+    assert not has_binary_scores(scored_prompts)
     assert {name: e.mean for name, e in found["own"].metrics.items()} == pytest.approx(
         {"score": 0.4, "best@2": 0.5}
     )
@@ -167,11 +167,9 @@ def test_raw_benchmark_rows(tmp_path):
 
 
 def test_what_flipped(tmp_path, capsys):
-    questions = [f"question {n}" for n in range(8)]
-    first = [row(q, "1", ["#### 1" if n < 4 else "#### 2"]) for n, q in enumerate(questions)]
-    second = [
-        row(q, "1", ["#### 1" if n in (0, 1, 2, 4, 5, 6) else "#### 2"]) for n, q in enumerate(questions)
-    ]
+    inputs = [f"question {n}" for n in range(8)]
+    first = [row(q, "1", ["#### 1" if n < 4 else "#### 2"]) for n, q in enumerate(inputs)]
+    second = [row(q, "1", ["#### 1" if n in (0, 1, 2, 4, 5, 6) else "#### 2"]) for n, q in enumerate(inputs)]
     a, b = (
         write(tmp_path / "a.parquet", first),
         write(tmp_path / "b.parquet", [*second[::-1], row("new", "1", ["#### 1"])]),
@@ -209,8 +207,8 @@ def test_files_without_a_prompt_in_common(tmp_path):
 def test_repeated_prompts_are_matched_in_their_order(tmp_path):
     rows = [row("same", "1", ["#### 1"]), row("same", "1", ["#### 2"])]
     config = load("evaluation", ["data.path=x"]).config
-    judged = evaluate(config, write(tmp_path / "a.parquet", rows))
-    assert compare(judged, judged, config.evaluation)["openai/gsm8k"].flips == []
+    scored_prompts = evaluate(config, write(tmp_path / "a.parquet", rows))
+    assert compare(scored_prompts, scored_prompts, config.evaluation)["openai/gsm8k"].flips == []
 
 
 def test_addresses(tmp_path):

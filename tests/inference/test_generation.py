@@ -40,7 +40,7 @@ def asked(task: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def answered(asked: list[str], *more: str) -> generation.Summary:
+def answered(asked: list[str], *more: str) -> generation.GenerationSummary:
     return generate(load("generation", [*asked, *more]).config)
 
 
@@ -88,7 +88,7 @@ def test_two_processes_say_the_same(asked, tmp_path):
 
 def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
     answered(asked, f"data.output_path={tmp_path}/whole.parquet")
-    original, calls = generation_model.Answerer.answer, []
+    original, calls = generation_model.ResponseGenerator.generate, []
 
     def interrupted(self, rows):
         if len(calls) == 3:
@@ -96,14 +96,14 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
         calls.append(list(rows))
         return original(self, rows)
 
-    monkeypatch.setattr(generation_model.Answerer, "answer", interrupted)
+    monkeypatch.setattr(generation_model.ResponseGenerator, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         answered(asked)
     assert not (tmp_path / "out.parquet").exists() and (tmp_path / "out.parquet.parts").is_dir()
     calls.clear()
     monkeypatch.setattr(
-        generation_model.Answerer,
-        "answer",
+        generation_model.ResponseGenerator,
+        "generate",
         lambda self, rows: calls.append(list(rows)) or original(self, rows),
     )
     summary = answered(asked, "data.batch_size=20")
@@ -156,8 +156,8 @@ def test_an_output_of_something_else_is_not_overwritten(asked, task, tmp_path):
 
 def test_a_half_written_output_of_this_job_is_written_again(asked, tmp_path):
     config = load("generation", asked).config
-    questions = generation.open_questions(config)
-    parts = generation.Parts(str(tmp_path / "out.parquet"), generation._job(config, questions))
+    inputs = generation.open_input_rows(config)
+    parts = generation.PartialOutput(str(tmp_path / "out.parquet"), generation._job(config, inputs))
     parts.open()
     parts.add({row: ["x", "y", "z"] for row in range(64)})
     (tmp_path / "out.parquet").write_bytes(b"PAR1 and then the power went")

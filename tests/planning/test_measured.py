@@ -29,7 +29,9 @@ def foretold(line: dict) -> tuple[float, float]:
     numbers = Numbers(master=2 if variant == "bf16" else 4)
     rank = 32 if variant == "lora" else 0
     model = TrainedModel(shape, numbers, checkpointed=variant != "plain", lora_rank=rank, kernels=True)
-    sampler = PlannedSampler(shape, 1024, 128, 256, samples=4, numbers=numbers)
+    sampler = PlannedSampler(
+        shape, 1024, 128, 256, max_rows=1024, batch_tokens=32768, share=0.5, samples=4, numbers=numbers
+    )
     # The optimizer remembers nothing before the first update.
     stepped = not line["phase"].startswith("rollout") and not (
         line["phase"] == "log_prob" and line["tokens"] == 8192

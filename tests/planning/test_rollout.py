@@ -24,7 +24,17 @@ def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
     engine = NativeEngine(AutoModelForCausalLM.from_config(config).eval(), max_num_seqs=16)
     engine.generate([Request(ids=[3, 4, 5], n=5)], Sampling(max_tokens=9, ignore_eos=True))
     cache = engine._step_loop.runner.cache
-    sampler = PlannedSampler(read_shape(config.to_dict()), 5, 3, 9, samples=5, numbers=WHOLE, max_rows=16)
+    sampler = PlannedSampler(
+        read_shape(config.to_dict()),
+        5,
+        3,
+        9,
+        max_rows=16,
+        batch_tokens=32768,
+        share=0.5,
+        samples=5,
+        numbers=WHOLE,
+    )
     assert sampler.per_token == cache.bytes_per_token
     assert (sampler.wanted_rows, sampler.capacity) == (cache.rows, cache.capacity)
     assert sampler.wanted == cache.bytes
@@ -32,15 +42,24 @@ def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
 
 
 def test_the_cache_is_what_the_share_leaves_beside_the_weights():
-    sampler = PlannedSampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096, share=0.5)
+    sampler = PlannedSampler(
+        shape_of("qwen2.5-7b"), 4096, 1024, 4096, max_rows=1024, batch_tokens=32768, share=0.5
+    )
     memory = 80 * 2**30
     assert sampler.cache(memory, used=0) == memory // 2 - sampler.module
     assert sampler.cache(memory, used=memory) == 0
-    assert PlannedSampler(shape_of("qwen2.5-0.5b"), 8, 64, 64).cache(memory, used=0) == 8 * 128 * 12288
+    assert (
+        PlannedSampler(
+            shape_of("qwen2.5-0.5b"), 8, 64, 64, max_rows=1024, batch_tokens=32768, share=0.5
+        ).cache(memory, used=0)
+        == 8 * 128 * 12288
+    )
 
 
 def test_caches_stay_where_there_is_plenty_of_memory_and_are_given_back_elsewhere():
-    sampler = PlannedSampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096)
+    sampler = PlannedSampler(
+        shape_of("qwen2.5-7b"), 4096, 1024, 4096, max_rows=1024, batch_tokens=32768, share=0.5
+    )
     memory = 80 * 2**30
     assert sampler.kept(memory // 8, memory, memory // 8, frees=True) == memory // 8
     assert sampler.kept(memory // 8, memory, memory // 8 + 1, frees=True) == 0

@@ -17,7 +17,9 @@ from strop.planning.training import TrainedModel
 def test_decoding_is_as_fast_as_was_measured(name, measured, monkeypatch):
     """docs/performance.md, rollouts: 256 prompts x 4 samples x 256 tokens on one H200, every answer of full length."""
     monkeypatch.setattr(times, "ANSWER_SHARE", 1.0)
-    sampler = PlannedSampler(shape_of(name), 1024, 120, 256, samples=4)
+    sampler = PlannedSampler(
+        shape_of(name), 1024, 120, 256, max_rows=1024, batch_tokens=32768, share=0.5, samples=4
+    )
     rate = 1024 * 256 / times.sampling_seconds(sampler, PlannedCluster(DEVICES["h200"]), 1024)
     assert rate == pytest.approx(measured, rel=0.15)
 

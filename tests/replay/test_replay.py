@@ -12,7 +12,7 @@ from strop.config.compose import load
 from strop.config.rules import check
 from strop.ppo import experience
 from strop.replay.recording import recorded_steps
-from strop.replay.replay import difference, differences, main, replay
+from strop.replay.replay import difference, differences, main, render, replay
 from tests.ppo.runs import run, same, weights
 
 PPO = [
@@ -55,11 +55,11 @@ def test_a_changed_constant_of_the_loss_is_found_in_the_update_alone(overrides, 
 
     monkeypatch.setattr(update, "policy_loss", changed)
     outcomes, _ = replay(tmp_path / "run", 2)
-    unlike = {outcome.phase: outcome.found for outcome in outcomes if outcome.found}
-    assert set(unlike) == {"update_actor", "after"}
-    first = unlike["update_actor"][0]
+    differs = {outcome.phase: outcome.found for outcome in outcomes if outcome.found}
+    assert set(differs) == {"update_actor", "after"}
+    first = differs["update_actor"][0]
     assert first.tensor == "token_losses" and len(first.place) == 2 and first.recorded != first.now
-    assert all(gap.tensor.startswith("actor.") for gap in unlike["after"])
+    assert all(gap.tensor.startswith("actor.") for gap in differs["after"])
 
 
 def test_a_change_before_the_update_does_not_spread(overrides, tmp_path, monkeypatch, capsys):
@@ -92,9 +92,9 @@ def test_other_samples_do_not_spread_either(overrides, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Collector, "collect", other)
     outcomes, _ = replay(tmp_path / "run", 2)
-    unlike = {outcome.phase: outcome.found for outcome in outcomes if outcome.found}
-    assert "gen" in unlike and unlike["gen"][0].tensor == "tokens" and unlike["gen"][0].place[0] == 3
-    assert set(unlike) <= {"gen", "reward"}
+    differs = {outcome.phase: outcome.found for outcome in outcomes if outcome.found}
+    assert "gen" in differs and differs["gen"][0].tensor == "tokens" and differs["gen"][0].place[0] == 3
+    assert set(differs) <= {"gen", "reward"}
 
 
 def test_what_is_missing_is_said(overrides, tmp_path):
@@ -112,7 +112,7 @@ def test_the_record_can_be_read(overrides, tmp_path):
     run(overrides, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
     folder = tmp_path / "run" / "recorded" / "step_2"
     facts = json.loads((folder / "facts.json").read_text())
-    assert facts["step"] == 2 and facts["surroundings"]["torch"] == torch.__version__
+    assert facts["step"] == 2 and facts["environment"]["torch"] == torch.__version__
     assert len(json.loads((folder / "trajectories.json").read_text())) == 32
     assert not [path for path in Path(folder).rglob("*") if path.suffix in (".pt", ".pkl")]
 
@@ -138,3 +138,10 @@ def test_differences_name_the_first_place() -> None:
     (shape,) = differences({"x": a}, {"x": a[:1]})
     assert shape.place == () and "[2, 2]" in shape.recorded
     assert [gap.tensor for gap in differences({"x": a}, {"y": a})] == ["x", "y"]
+
+
+def test_the_report_names_what_changed_in_the_environment() -> None:
+    now = {"torch": "2", "device": "cpu"}
+    for name in ("environment", "surroundings"):  # the second is the name in records of version 0.1
+        text = render(3, [], {name: {"torch": "1", "device": "cpu"}, "here": now})
+        assert "environment changed: torch 1 -> 2\n" in text and "Equal, bit for bit." in text

@@ -31,7 +31,7 @@ def train(directory: str, steps: int) -> None:
     """Weights that depend on every random number drawn so far and on the loader's position."""
     weight, position = torch.zeros(300_000), 0
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    start = resume(directory)
+    start = resume(directory, mode="auto")
     if start is not None:
         weight, position = start.parts["actor/model"]["weight"], start.parts["data"]["position"]
         restore_random_states(start.parts["trainer"]["random"])

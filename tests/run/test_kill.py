@@ -87,7 +87,7 @@ def test_killed_at_random_moments_equals_never_killed(killer: Killer, disk: Path
         kills += 1
         said = killer.run(torn, ENDLESS, kill_after=chance.uniform(0.0, 0.1))
         left_overs += torn.exists() and any(path.name.startswith(".saving") for path in torn.iterdir())
-        found = resume(torn)
+        found = resume(torn, mode="auto")
         now = found.step if found else 0
         assert now >= max(reached, last_safe(said)), "a checkpoint that was safe is gone"
         reached = now
@@ -110,7 +110,7 @@ def test_killed_at_every_point_of_a_save(killer: Killer, disk: Path) -> None:
         killer.run(torn, 1)
         finished = "done" in killer.run(torn, 2, die_at=points)
         left_overs += any(path.name.startswith(".") for path in torn.iterdir())
-        found = resume(torn)
+        found = resume(torn, mode="auto")
         assert found is not None and found.step >= 1
         assert "done" in killer.run(torn, 3)
         assert same(load(torn / "global_step_3"), expected)
@@ -131,7 +131,7 @@ def test_killed_while_a_step_is_saved_again(killer: Killer, disk: Path) -> None:
         expected = load(torn / "global_step_2")
         layout.write_latest(torn, 1)
         finished = "done" in killer.run(torn, 2, die_at=points)
-        found = resume(torn)
+        found = resume(torn, mode="auto")
         assert found is not None and {c.step for c in layout.saved_checkpoints(torn)} == {1, 2}
         assert "done" in killer.run(torn, 2)
         assert same(load(torn / "global_step_2"), expected)

@@ -25,7 +25,7 @@ from transformers import (
 from strop.models.heads import new_scalar_model
 from strop.models.lora import add_adapters
 from strop.quickstart.tiny_model import tiny_tokenizer
-from strop.run.merge.sources import read_shards
+from strop.run.merge.verl import read_shards
 from strop.trainer.main_merge import run as merge
 from tests.ppo.runs import run, weights
 from tests.supervised.runs import make_task, settings, train

@@ -32,17 +32,17 @@ def address() -> str:
 
 
 def test_nothing_there_is_the_beginning(tmp_path: Path) -> None:
-    assert resume(tmp_path) is None
-    assert resume(tmp_path / "never made") is None
+    assert resume(tmp_path, mode="auto") is None
+    assert resume(tmp_path / "never made", mode="auto") is None
     assert not (tmp_path / "never made").exists()
 
 
 def test_auto_takes_what_the_tracker_file_names(tmp_path: Path) -> None:
     saves(tmp_path, 1, 2, 3)
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 3 and found.parts["data"] == {"row": 3}
     layout.write_latest(tmp_path, 2)
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 2
 
 
@@ -50,7 +50,7 @@ def test_auto_takes_what_the_tracker_file_names(tmp_path: Path) -> None:
 def test_without_a_usable_tracker_file_the_newest_is_taken(tmp_path: Path, text: str | None) -> None:
     saves(tmp_path, 2, 10)
     (tmp_path / layout.LATEST).unlink() if text is None else (tmp_path / layout.LATEST).write_text(text)
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 10
 
 
@@ -60,7 +60,7 @@ def test_a_cut_checkpoint_is_reported_and_the_one_before_is_taken(
     saves(tmp_path, 1, 2, 3)
     cut(tmp_path, 3)
     cut(tmp_path, 2, "data.json")
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 1 and found.parts["actor/model"]["w"][0] == 1
     for words in (
         "GOING BACK",
@@ -75,7 +75,7 @@ def test_a_rewound_run_falls_back_on_what_it_came_from(tmp_path: Path) -> None:
     saves(tmp_path, 1, 2, 3)
     layout.write_latest(tmp_path, 2)
     cut(tmp_path, 2)
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 1
 
 
@@ -85,7 +85,7 @@ def test_when_all_are_damaged_nothing_starts_over_by_itself(tmp_path: Path) -> N
     with pytest.raises(
         DamagedCheckpoint, match=r"No checkpoint in .* can be resumed.*was cut.*resume_mode=disable"
     ):
-        resume(tmp_path)
+        resume(tmp_path, mode="auto")
     assert resume(tmp_path, mode="disable") is None
 
 
@@ -94,14 +94,14 @@ def test_a_tracker_file_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"names step 30, but there is no checkpoint\. Restore .*global_step_30"
     ):
-        resume(tmp_path)
+        resume(tmp_path, mode="auto")
 
 
 def test_a_half_written_checkpoint_is_ignored_and_cleared(tmp_path: Path) -> None:
     saves(tmp_path, 1)
     layout.create_staging_folder(tmp_path, 2)
     assert (tmp_path / ".saving_global_step_2").exists()
-    found = resume(tmp_path)
+    found = resume(tmp_path, mode="auto")
     assert found is not None and found.step == 1
     assert not (tmp_path / ".saving_global_step_2").exists()
 
@@ -130,13 +130,13 @@ def test_wrong_requests_say_what_to_set(tmp_path: Path) -> None:
 
 def test_a_loaded_checkpoint_is_deleted_when_asked(tmp_path: Path) -> None:
     saves(tmp_path, 1, 2)
-    found = resume(tmp_path, delete_after_load=True)
+    found = resume(tmp_path, mode="auto", delete_after_load=True)
     assert found is not None and found.step == 2 and found.parts["actor/model"]["w"].tolist() == [2.0] * 50
     assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_1"] and layout.read_latest(
         tmp_path
     ) == 1
-    resume(tmp_path, delete_after_load=True)
-    assert resume(tmp_path) is None and list(tmp_path.iterdir()) == []
+    resume(tmp_path, mode="auto", delete_after_load=True)
+    assert resume(tmp_path, mode="auto") is None and list(tmp_path.iterdir()) == []
 
 
 def test_copies_are_made_and_resumed_from_when_the_folder_is_empty(tmp_path: Path, address: str) -> None:
@@ -145,15 +145,15 @@ def test_copies_are_made_and_resumed_from_when_the_folder_is_empty(tmp_path: Pat
             checkpoints.save(step, {"data": {"row": step}, "actor/model": {"w": torch.rand(9)}})
     system, root = fsspec.core.url_to_fs(address)
     assert system.cat_file(f"{root}/{layout.LATEST}") == b"2"
-    found = resume(tmp_path / "b", copied_to=address)
+    found = resume(tmp_path / "b", mode="auto", copied_to=address)
     assert found is not None and found.step == 2 and found.path == tmp_path / "b/global_step_2"
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     saves(tmp_path / "c", 7)
-    found = resume(tmp_path / "c", copied_to=address)
+    found = resume(tmp_path / "c", mode="auto", copied_to=address)
     assert found is not None and found.step == 7
     found = resume(tmp_path / "d", mode="resume_path", path=f"{address}/global_step_1")
     assert found is not None and found.step == 1
-    assert resume(tmp_path / "e", copied_to=f"{address}/other") is None
+    assert resume(tmp_path / "e", mode="auto", copied_to=f"{address}/other") is None
 
 
 def test_damaged_and_unfinished_copies_are_passed_over(
@@ -165,7 +165,7 @@ def test_damaged_and_unfinished_copies_are_passed_over(
     system, root = fsspec.core.url_to_fs(address)
     system.rm_file(f"{root}/global_step_3/manifest.json")
     system.pipe_file(f"{root}/global_step_2/data.json", b"{")
-    found = resume(tmp_path / "b", copied_to=address)
+    found = resume(tmp_path / "b", mode="auto", copied_to=address)
     assert found is not None and found.step == 1
     assert "GOING BACK" in caplog.text and "data.json was cut" in caplog.text
     assert [path.name for path in layout.step_folders(tmp_path / "b")] == ["global_step_1"]
@@ -195,7 +195,7 @@ def test_a_copy_that_never_worked_is_an_error_at_the_end(
         SaveError, match=r"could not be copied to memory://.* are complete on this machine: no route"
     ):
         checkpoints.close()
-    assert resume(tmp_path) is not None
+    assert resume(tmp_path, mode="auto") is not None
 
 
 def _unreachable(path: Path, address: str) -> None:

@@ -152,7 +152,7 @@ def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.05)
     with (
         start_heartbeat(tmp_path) as heart,
-        watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1)),
+        watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1, timeout=0.0)),
     ):
         heart.beat(2, "testing")
         time.sleep(0.6)
@@ -171,7 +171,7 @@ def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch
     try:
         with (
             start_heartbeat(tmp_path) as heart,
-            watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1)),
+            watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1, timeout=0.0)),
         ):
             heart.beat(2, "testing")
             time.sleep(0.6)
@@ -184,7 +184,7 @@ def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch
 
 
 def test_a_worker_ends_when_its_starter_is_gone(tmp_path):
-    alone = HANG.replace("WatchdogLimits(*map(float, sys.argv[2:4]))", "WatchdogLimits(), starter=1")
+    alone = HANG.replace("WatchdogLimits(*map(float, sys.argv[2:4]))", "WatchdogLimits(0.0, 0.0), starter=1")
     done = subprocess.run(
         [sys.executable, "-c", alone, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60
     )

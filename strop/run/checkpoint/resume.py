@@ -35,7 +35,7 @@ class ResumePoint:
 def resume(
     directory: str | Path,
     *,
-    mode: str = "auto",
+    mode: str,
     path: str | None = None,
     copied_to: str | None = None,
     only: Callable[[str], bool] = lambda part: True,

@@ -171,7 +171,8 @@ def _write_adapter(saved: MergeSource, folder: Path) -> None:
         raise ValueError("--lora keep: this checkpoint has no adapters; all of its weights were trained.")
     if saved.is_scalar:
         raise ValueError(
-            "--lora keep: the head of a value model is trained beside its adapters, so they must be merged."
+            "--lora keep: the head of a value model is trained together with its adapters, so they must be "
+            "merged."
         )
     _with_adapters(saved).save_pretrained(folder)
 

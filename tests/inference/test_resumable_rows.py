@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from strop.inference.resumable_rows import Parts, publish
+from strop.inference.resumable_rows import PartialOutput, publish
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -25,11 +25,11 @@ def listed(output: str) -> list[str]:
 
 def test_rows_are_kept_until_the_output_is_there(output: str) -> None:
     job = {"model": "m", "seed": 1}
-    parts = Parts(output, job)
+    parts = PartialOutput(output, job)
     assert not parts.started and parts.open() == {}
     parts.add({0: ["a"], 5: ["b", "c"]})
     parts.add({1: {"error": "too long"}})
-    again = Parts(output, dict(job))
+    again = PartialOutput(output, dict(job))
     assert again.started and again.open() == {0: ["a"], 5: ["b", "c"], 1: {"error": "too long"}}
     assert not again.output_exists
     again.finish(lambda path: path.write_text("all"))
@@ -39,16 +39,16 @@ def test_rows_are_kept_until_the_output_is_there(output: str) -> None:
 
 
 def test_another_job_does_not_go_on(output: str) -> None:
-    Parts(output, {"data.n_samples": 5, "seed": 1}).open()
+    PartialOutput(output, {"data.n_samples": 5, "seed": 1}).open()
     with pytest.raises(
         ValueError,
         match=r"holds finished rows of another job: data.n_samples was 5 and is 3\. Choose another",
     ):
-        Parts(output, {"data.n_samples": 3, "seed": 1}).open()
+        PartialOutput(output, {"data.n_samples": 3, "seed": 1}).open()
 
 
 def test_a_damaged_part_is_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    parts = Parts(str(tmp_path / "out.parquet"), {})
+    parts = PartialOutput(str(tmp_path / "out.parquet"), {})
     parts.open()
     parts.add({0: ["whole"]})
     parts.add({1: ["cut"]})
