@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from strop.config.yaml_files import read_yaml
 from strop.registry import load_attribute
 
 BUILT_IN_TOOLS = {"verl.tools.gsm8k_tool.Gsm8kTool": "strop.agents.gsm8k.Gsm8kTool"}
@@ -15,17 +16,9 @@ VERL_ADVICE = (
 )
 
 
-def read_yaml(path: str, key: str) -> object:
+def read_agent_file(path: str, key: str) -> object:
     """Return the content of a user's YAML file; `key` is the setting that names it."""
-    import yaml
-
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"{key}={path}: there is no such file.")
-    try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{key}={path} is not YAML: {' '.join(str(error).split())}") from error
+    return read_yaml(Path(path).expanduser(), f"{key}={path}")
 
 
 def load_target(target: str, folder: Path, where: str) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.agents.config_files import load_target, read_yaml
+from strop.agents.config_files import load_target, read_agent_file
 from strop.registry import did_you_mean
 
 KEY = "rollout.multi_turn.interaction_config_path"
@@ -100,7 +100,7 @@ class Interactions:
 
 
 def _entries(path: str) -> Sequence[object]:
-    content = read_yaml(path, KEY)
+    content = read_agent_file(path, KEY)
     entries = content.get("interaction") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.agents.config_files import load_target, read_yaml
+from strop.agents.config_files import load_target, read_agent_file
 from strop.agents.episode import Episode
 from strop.catalog import AGENT_LOOPS
 from strop.registry import did_you_mean
@@ -79,7 +79,7 @@ class AgentLoops:
         """Read the YAML list of further loops."""
         if path is None:
             return cls(default)
-        entries = read_yaml(path, KEY)
+        entries = read_agent_file(path, KEY)
         if not isinstance(entries, list):
             raise ValueError(f"{KEY}={path} must hold a list of {{name, _target_, ...}}.")
         listed: dict[str, tuple[LoopFactory, Mapping[str, object]]] = {}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.agents.config_files import load_target
+from strop.agents.config_files import load_target, read_agent_file
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_session import CallLimits, ToolSession
 from strop.agents.tools import Tool, ToolSchema, tool_from_function
@@ -144,16 +144,8 @@ class ToolSet:
 
 def read_entries(path: str) -> list[JsonObject]:
     """Return the list under `tools:`, every entry of exactly one kind."""
-    import yaml
-
     key = f"multi_turn.tool_config_path={path}"
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"{key} does not exist.")
-    try:
-        content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{key} is no valid YAML: {' '.join(str(error).split())}") from error
+    content = read_agent_file(path, "multi_turn.tool_config_path")
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{key} needs a list under `tools:` with at least one entry.")

@@ -11,14 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
+from strop.config.commandline import plain_values
 from strop.config.derived import ASYNC_LENGTHS, fill_async_lengths
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError, accepts_null, build, unknown_key
+from strop.config.yaml_files import BAD_VALUES, read_limited, refuse_growth
 from strop.registry import did_you_mean, load_plugins
 
 if TYPE_CHECKING:
@@ -205,48 +208,6 @@ def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
         raise ConfigError(problems)
 
 
-_NUMBER = re.compile(r"[+-]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+)")
-_WORD = re.compile(r"[A-Za-z/.][\w./@:%+-]*")
-_LIST = re.compile(r"\[[^\[\]{}()]+\]")
-_SPECIAL = {"true": True, "false": False, "null": None}
-
-
-def plain_values(overrides: Sequence[str]) -> dict[str, object] | None:
-    """Overrides that are plain words, numbers and flat lists of them, read as Hydra reads them; None if any
-    needs its grammar.
-
-    Hydra takes a third of a second to import and to start. Most command lines hold nothing but `a.b=3`, and
-    our own primary files and groups hold no values, so for those the answer is the same without it (a test
-    compares the two).
-    """
-    found: dict[str, object] = {}
-    for text in overrides:
-        path, _, value = text.removeprefix("++").partition("=")
-        if not text.startswith("++") or path.startswith("hydra."):
-            return None
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", path):
-            return None
-        try:
-            if _LIST.fullmatch(value):
-                found[path] = [_plain(item) for item in value[1:-1].split(",")]
-            else:
-                found[path] = _plain(value)
-        except ValueError:
-            return None
-    return flatten(nest(found))
-
-
-def _plain(text: str) -> object:
-    """A word or a number; ValueError for anything else."""
-    if text.lower() in _SPECIAL:
-        return _SPECIAL[text.lower()]
-    if _NUMBER.fullmatch(text):
-        return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
-    if _WORD.fullmatch(text) and text.lower() not in ("inf", "nan"):
-        return text
-    raise ValueError(text)
-
-
 def _compose(
     root: str, overrides: Sequence[str], config: str | None, search: str | None
 ) -> dict[str, object]:
@@ -258,6 +219,7 @@ def _compose(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    _limit_config_files()
     store = ConfigStore.instance()
     for path, node in GROUPS.items():
         group, _, name = path.partition("/")
@@ -276,10 +238,35 @@ def _compose(
         raise ConfigError(f"The YAML does not parse: {_one_line(error)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
+    except RecursionError as error:
+        raise ConfigError("A value on the command line is nested too deep. Write it flatter.") from error
     except OSError as error:  # how OmegaConf refuses a file that holds a bare number or text
         raise ConfigError(f"{name} does not hold keys and values: {_one_line(error)}") from error
     finally:
         GlobalHydra.instance().clear()
+
+
+@cache
+def _limit_config_files() -> None:
+    """Let Hydra read YAML files only after their depth and the size of their aliases were checked."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult
+
+    class LimitedFileSource(FileConfigSource):
+        def load_config(self, config_path: str) -> ConfigResult:
+            file = Path(self.path) / self._normalize_file_name(config_path)
+            try:
+                if file.is_file():
+                    read_limited(file, str(file))
+                return super().load_config(config_path)
+            except BAD_VALUES as error:
+                text = str(error)
+                raise ConfigError(text if str(file) in text else f"{file}: {text}") from error
+
+    Plugins.instance()  # registers the source that is replaced
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = LimitedFileSource
 
 
 def _locate(root: str, config: str | None, search: str | None, chooses_groups: bool) -> tuple[Path, str]:
@@ -359,6 +346,7 @@ def resolve(tree: dict[str, object]) -> dict[str, object]:
     """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to
     OmegaConf."""
     leaves = flatten(tree)
+    refuse_growth(leaves)
     if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in leaves.values()):
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException

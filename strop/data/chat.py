@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from strop.data.text import lone_surrogate
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -76,6 +78,13 @@ class Chat:
 
     def text(self, messages: Sequence[Message], *, generate: bool = False, tools: Tools | None = None) -> str:
         """Return the rendered text; `generate` adds the generation prompt of the next assistant turn."""
+        text = self._render(messages, generate, tools)
+        problem = lone_surrogate(text)
+        if problem is not None:
+            raise ValueError(f"A message holds {problem}, so it cannot be tokenized.")
+        return text
+
+    def _render(self, messages: Sequence[Message], generate: bool, tools: Tools | None) -> str:
         if self.plain:
             return "".join(self._plain_text(message) for message in messages)
         import jinja2

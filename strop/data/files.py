@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from strop.data.text import has_escaped_surrogate, refuse_surrogates
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def is_remote(address: str) -> bool:
 
 def fetch(address: str) -> Path:
     """Return the local path of a file; a remote one is copied to the cache, once per version."""
-    if is_remote(address):
-        return _download(address)
-    return _local(address)
+    return _download(address) if is_remote(address) else _local(address)
 
 
 class RowFile(ABC):
@@ -146,9 +145,7 @@ class ParquetFile(RowFile):
 
         try:
             table = pyarrow.parquet.read_table(self.path, columns=columns, memory_map=True, partitioning=None)
-            table.validate(
-                full=True
-            )  # invalid UTF-8 would otherwise raise at its row, in the middle of a run
+            table.validate(full=True)  # else invalid UTF-8 raises at its row, in the middle of a run
             return table
         except (pyarrow.ArrowException, OSError, ValueError, LookupError) as error:
             raise _corrupt(self.address, "parquet", error) from error
@@ -178,11 +175,12 @@ class JsonLinesFile(RowFile):
             with self.path.open("rb") as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         start, end = self._spans[row]
+        line = self._bytes[int(start) : int(end)]
         try:
-            value = json.loads(self._bytes[int(start) : int(end)].decode("utf-8-sig"))
+            value = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise _corrupt(self.address, "json", error, row) from error
-        return _object(value, self.address, row)
+        return _object(value, self.address, row, has_escaped_surrogate(line))
 
     def column(self, name: str) -> Iterator[object]:
         for row in range(len(self)):
@@ -198,10 +196,12 @@ class JsonArrayFile(RowFile):
     def __init__(self, address: str, path: Path):
         super().__init__(address, path)
         try:
-            values = json.loads(path.read_text(encoding="utf-8-sig"))
+            data = path.read_bytes()
+            values = json.loads(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise _corrupt(address, "json", error) from error
-        self._rows = [_object(value, address, row) for row, value in enumerate(values)]
+        risky = has_escaped_surrogate(data)
+        self._rows = [_object(value, address, row, risky) for row, value in enumerate(values)]
         self.columns = list(dict.fromkeys(chain.from_iterable(self._rows)))
 
     def __len__(self) -> int:
@@ -343,18 +343,18 @@ def _line_spans(path: Path) -> NDArray[np.int64]:
     return np.asarray(spans, dtype=np.int64).reshape(-1, 2)
 
 
-def _object(value: object, address: str, row: int) -> Row:
+def _object(value: object, address: str, row: int, risky: bool) -> Row:
     if not isinstance(value, dict):
         raise ValueError(
             f"{address}, row {row} is a JSON {type(value).__name__}; a row is an object with columns as keys."
         )
+    if risky:
+        refuse_surrogates(value, f"{address}, row {row}")
     return value
 
 
 def _corrupt(address: str, kind: str, error: BaseException, row: int | None = None) -> ValueError:
-    where = address
-    if row is not None:
-        where = f"{address}, row {row}"
+    where = address if row is None else f"{address}, row {row}"
     reason = " ".join(str(error).split())[:300]
     return ValueError(f"{where} cannot be read as {kind}: {type(error).__name__}: {reason}")
 

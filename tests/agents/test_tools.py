@@ -689,7 +689,7 @@ def test_verls_gsm8k_tool_by_its_name(folder):
     [
         ("tools: []", "at least one entry"),
         ("- a", "needs a list under `tools:`"),
-        ("tools: [{", "no valid YAML"),
+        ("tools: [{", "is not YAML"),
         ("tools:\n  - {config: {}}", "exactly one of class_name, function, mcp"),
         ("tools:\n  - {class_nam: x}", "unknown key 'class_nam'. Did you mean 'class_name'?"),
         ("tools:\n  - class_name: my_tools.py:NoSchema", "brings none, so it.*needs a schema of the form"),

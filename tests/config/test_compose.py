@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from strop.config.aliases import flatten
-from strop.config.compose import _compose, load, plain_values
+from strop.config.commandline import plain_values
+from strop.config.compose import _compose, load
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError

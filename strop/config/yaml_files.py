@@ -1,0 +1,119 @@
+"""Read YAML files of users, within limits.
+
+A few lines of YAML can stand for any amount of data: an alias repeats what its anchor names, and aliases of
+aliases multiply. Deep nesting ends in a RecursionError of the parser. Both are counted in the events of the
+file, before anything is built from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from strop.config.typed import ConfigError
+
+MAX_DEPTH = 50
+MAX_NODES = 200_000
+"""Keys, values and list items, where an alias counts as often as what it repeats."""
+MAX_REFERENCES = 10_000
+"""Values that one value may refer to by ${key}, over other keys."""
+MAX_CHAIN = 50
+BAD_VALUES = (ValueError, LookupError, AttributeError, TypeError, OverflowError)
+"""What PyYAML raises for numbers, dates and tagged values (`!!int ''`) that Python does not take."""
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+
+
+def read_yaml(file: Path, where: str) -> object:
+    """The content of a YAML file; ValueError begins with `where` and says what is wrong."""
+    import yaml
+
+    text = read_limited(file, where)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
+    except BAD_VALUES as error:
+        raise ValueError(
+            f"{where} has a value that cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def read_limited(file: Path, where: str) -> str:
+    """The text of a YAML file that is not nested too deep and does not grow by its aliases. What is no YAML
+    passes: its parser has the better message."""
+    if not file.is_file():
+        raise ValueError(f"{where} does not exist: there is no such file.")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    problem = limit_exceeded(text)
+    if problem is not None:
+        raise ValueError(f"{where} {problem}")
+    return text
+
+
+def limit_exceeded(text: str) -> str | None:
+    """What is too large in a YAML text; None if nothing is, or if the text is no YAML.
+
+    >>> limit_exceeded("[" * 60)
+    'is nested more than 50 levels deep. Write it flatter.'
+    """
+    import yaml
+    from yaml import events
+
+    open_nodes: list[tuple[str | None, int]] = []
+    sizes: dict[str, int] = {}
+    total = 0
+    try:
+        # The parser in C is ten times faster; some installations lack it.
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if isinstance(event, events.CollectionStartEvent):
+                open_nodes.append((event.anchor, total))
+                total += 1
+                if len(open_nodes) > MAX_DEPTH:
+                    return f"is nested more than {MAX_DEPTH} levels deep. Write it flatter."
+            elif isinstance(event, events.CollectionEndEvent):
+                anchor, before = open_nodes.pop()
+                if anchor is not None:
+                    sizes[anchor] = total - before
+            elif isinstance(event, events.ScalarEvent):
+                total += 1
+                if event.anchor is not None:
+                    sizes[event.anchor] = 1
+            elif isinstance(event, events.AliasEvent):
+                if any(anchor == event.anchor for anchor, _ in open_nodes):
+                    return f"repeats &{event.anchor} inside itself, which never ends."
+                total += sizes.get(event.anchor, 1)
+            if total > MAX_NODES:
+                return (
+                    f"holds more than {MAX_NODES:,} values, counting what its aliases (*name) repeat. Write "
+                    "out what is needed, or make the lists shorter."
+                )
+    except yaml.YAMLError:
+        return None
+    return None
+
+
+def refuse_growth(leaves: Mapping[str, object]) -> None:
+    """Refuse text that refers to text that refers to text, where each step doubles it."""
+    counted: dict[str, int] = {}
+
+    def references(key: str, above: tuple[str, ...]) -> int:
+        if key in counted or key in above:  # a circle is reported where it is resolved
+            return counted.get(key, 0)
+        if len(above) > MAX_CHAIN:
+            raise ConfigError(f"{above[0]} refers to a chain of more than {MAX_CHAIN} keys.")
+        total = 1
+        value = leaves.get(key)
+        if isinstance(value, str):
+            total += sum(references(name, (*above, key)) for name in _REFERENCE.findall(value))
+        if total > MAX_REFERENCES:
+            raise ConfigError(f"{key} refers, over other keys, to more than {MAX_REFERENCES:,} values.")
+        counted[key] = total
+        return total
+
+    for key, value in leaves.items():
+        if isinstance(value, str) and "${" in value:
+            references(key, ())

@@ -1,0 +1,101 @@
+"""Rows that are damaged or hold text that no tokenizer takes: the error names file, row and column."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from strop.data.chat import Chat
+from strop.data.files import open_file
+from strop.data.text import has_escaped_surrogate, lone_surrogate, refuse_surrogates
+from strop.quickstart.tiny_model import tiny_tokenizer
+
+PLAIN = [{"prompt": "1+1=", "extra": {"a": [1, "é", "\U0001f600"]}}, {"prompt": "2+2=", "extra": None}]
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": "a\ud800b"}, "'prompt'"),
+        ({"prompt": [{"role": "user", "content": "\udfff"}]}, "'prompt'"),
+        ({"prompt": "x", "extra": {"deep": ["\ud83d"]}}, "'extra'"),
+        ({"prompt": "x", "na\udc00me": 1}, "'na.+me'"),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_half_of_a_surrogate_pair(tmp_path: Path, row: dict[str, object], column: str, kind: str) -> None:
+    rows = [*PLAIN, row]
+    file = tmp_path / f"rows.{kind}"
+    text = json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows))
+    file.write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"rows\.{kind}, row 2, column {column} holds half of a surrogate pair"
+    ):
+        open_file(str(file))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_whole_pairs_are_text(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / f"rows.{kind}"
+    text = json.dumps(PLAIN) if kind == "json" else "\n".join(map(json.dumps, PLAIN))
+    assert has_escaped_surrogate(text.encode())
+    file.write_text(text)
+    opened = open_file(str(file))
+    assert [opened[row] for row in range(len(opened))] == PLAIN
+
+
+def test_messages_of_data_sets_without_files() -> None:
+    for chat in (Chat(tiny_tokenizer()), Chat(tiny_tokenizer(), plain=True)):
+        message = {"role": "user", "content": "1+\ud800"}
+        with pytest.raises(ValueError, match=r"A message holds half of a surrogate pair \(U\+D800 at"):
+            chat.ids([message])
+        with pytest.raises(ValueError, match="cannot be tokenized"):
+            chat.lengths([[message]])
+
+
+def test_where_the_surrogate_is() -> None:
+    assert lone_surrogate("plain é \U0001f600") is None
+    assert lone_surrogate("ab\udc80") == "half of a surrogate pair (U+DC80 at character 2), which is no text"
+    refuse_surrogates({"a": ["\U0001f600"], "b": None}, "here")
+
+
+def test_mutated_rows_give_rows_or_a_named_error(tmp_path: Path) -> None:
+    """300 damaged files."""
+    right = "\n".join(map(json.dumps, PLAIN)).encode()
+    array = json.dumps(PLAIN).encode()
+    refused = 0
+    for case in range(300):
+        chance = random.Random(case)
+        name = chance.choice(["rows.jsonl", "rows.json"])
+        data = bytearray(array if name == "rows.json" else right)
+        for _ in range(chance.choice([1, 2, 6])):
+            place = chance.randrange(len(data))
+            data[place : place + chance.choice([0, 1, 1, 5])] = chance.choice(
+                [
+                    b"\\ud800",
+                    b"\xff",
+                    b"[",
+                    b"NaN",
+                    b"1e999",
+                    b"\x00",
+                    b'"',
+                    b"{",
+                    b"[" * 5000,
+                    b"9" * 5000,
+                    b"\n",
+                    b"",
+                ]
+            )
+        file = tmp_path / name
+        file.write_bytes(bytes(data))
+        try:
+            opened = open_file(str(file))
+            assert all(isinstance(opened[row], dict) for row in range(len(opened))), f"case {case}"
+        except ValueError as error:
+            assert name in str(error), f"case {case}"
+            refused += 1
+    assert refused > 150
