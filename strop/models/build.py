@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -42,14 +43,21 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies bf16 in hardware. oneDNN also supports bf16 where AVX-512 has to emulate it,
+    at a fraction of the speed of fp32."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return True
+
+
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """The precision to compute in: `name`, except that a CPU without bf16 instructions, where bf16 is
     hundreds of times slower than fp32, computes in fp32."""
     wanted = dtype_of(name)
-    slow = (
-        device.type == "cpu" and wanted != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    if slow:
+    if device.type == "cpu" and wanted != torch.float32 and not has_bf16_instructions():
         _warn_fp32(name)
         return torch.float32
     return wanted

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from strop.models import build
 
 
-def test_a_slow_precision_is_told_once(monkeypatch, caplog):
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    build._tell_fp32.cache_clear()
+@pytest.mark.parametrize(
+    ("machine", "onednn", "avx512_bf16", "amx", "expected"),
+    [
+        ("aarch64", False, False, False, torch.float32),
+        ("aarch64", True, False, False, torch.bfloat16),
+        ("x86_64", False, False, False, torch.float32),  # AVX2
+        ("x86_64", True, False, False, torch.float32),  # AVX-512: oneDNN emulates bf16
+        ("x86_64", True, True, False, torch.bfloat16),
+        ("x86_64", True, False, True, torch.bfloat16),
+    ],
+)
+def test_bf16_is_computed_where_the_cpu_multiplies_it(
+    monkeypatch, machine, onednn, avx512_bf16, amx, expected
+):
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert build.compute_dtype("bfloat16", torch.device("cpu")) == expected
+    assert build.compute_dtype("float32", torch.device("cpu")) == torch.float32
+    assert build.compute_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
+
+
+def test_a_change_of_precision_is_logged_once(monkeypatch, caplog):
+    monkeypatch.setattr(build, "has_bf16_instructions", lambda: False)
+    build._warn_fp32.cache_clear()
     assert [build.compute_dtype("bfloat16", torch.device("cpu")) for _ in range(3)] == [torch.float32] * 3
     assert caplog.text.count("no bf16 instructions") == 1

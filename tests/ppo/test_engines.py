@@ -45,6 +45,7 @@ def test_vllm_samples_from_the_weights_of_each_step(overrides: list[str], tmp_pa
         "algorithm.adv_estimator=gae",
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.enforce_eager=true",
+        f"{ROLLOUT}.dtype=float32",  # the default, bf16, is not comparable to fp32 training at 1e-4
         f"+{ROLLOUT}.engine_kwargs.vllm.python={engines.vllm_python()}",
     )
     drift_stays_small(steps)
