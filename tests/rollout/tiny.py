@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +147,35 @@ def plain_log_probs(
         ids = torch.tensor([[*prompt, *answer]])
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1)
+
+
+def assert_log_probs(
+    model: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    found: Sequence[float],
+    temperature: float = 1.0,
+    first: int = 0,
+) -> None:
+    """`found` are the log-probs of the answer from its token `first` on.
+
+    The model's own rounding is the measure: one pass in float64 says how far float32 is off for these tokens
+    on this processor. An engine that sums in another order, or approximates exp, rounds as much again.
+    """
+    plain = plain_log_probs(model, prompt, answer, temperature)
+    exact = plain_log_probs(_in_float64(model), prompt, answer, temperature)
+    limit = max(4.0 * float((plain - exact).abs().max()), 1e-5)
+    expected = plain.gather(1, torch.tensor(answer)[:, None])[first:, 0]
+    assert len(found) == len(answer) - first
+    difference = float((torch.tensor(found) - expected).abs().max())
+    assert difference < limit, f"log-probs are {difference:.2g} off, rounding explains {limit:.2g}"
+
+
+def _in_float64(model: Any) -> Any:
+    exact = copy.deepcopy(model).double()
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # grouped products have no float64
+    return exact
 
 
 def plain_greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:

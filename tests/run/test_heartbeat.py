@@ -92,7 +92,7 @@ def test_a_signal_writes_the_stacks_of_a_busy_worker(tmp_path):
 def test_a_beat_is_cheap(tmp_path):
     workers_folder(tmp_path).mkdir()
     heart = Heartbeat(tmp_path)
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     for number in range(100):
         heart.beat(number, "gen")
-    assert (time.perf_counter() - start) / 100 < 0.005
+    assert (time.thread_time() - start) / 100 < 0.005

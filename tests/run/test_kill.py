@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,13 @@ class Killer:
         )
 
     def run(
-        self, directory: Path, steps: int, *, kill_after: float | None = None, die_at: int | None = None
+        self,
+        directory: Path,
+        steps: int,
+        *,
+        kill_after: float | None = None,
+        kill_when: Callable[[], bool] | None = None,
+        die_at: int | None = None,
     ) -> list[str]:
         """What the run said before it ended."""
         assert self.process.stdin and self.process.stdout
@@ -50,6 +56,11 @@ class Killer:
             lines.append(self.process.stdout.readline().strip())
         if kill_after is not None:
             time.sleep(kill_after)
+        if kill_when is not None:
+            deadline = time.monotonic() + 10.0
+            while not kill_when() and time.monotonic() < deadline:
+                time.sleep(0.0)
+        if kill_after is not None or kill_when is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(lines[-1]), signal.SIGKILL)
         while lines[-1] != "ended":
@@ -78,15 +89,21 @@ def last_safe(said: list[str]) -> int:
     return max((int(line.split()[1]) for line in said if line.startswith("saved")), default=0)
 
 
+def is_saving(directory: Path) -> bool:
+    return directory.exists() and any(path.name.startswith(".saving") for path in directory.iterdir())
+
+
 def test_killed_at_random_moments_equals_never_killed(killer: Killer, disk: Path) -> None:
     chance = random.Random(5)
-    torn, reached, left_overs, kills = disk / "torn", 0, 0, 0
-    while kills < 10 or (
-        not left_overs and kills < 80
-    ):  # on a busy machine it takes more tries to hit a save
+    torn = disk / "torn"
+    reached = left_overs = kills = 0
+    while kills < 10 or (not left_overs and kills < 80):
         kills += 1
-        said = killer.run(torn, ENDLESS, kill_after=chance.uniform(0.0, 0.1))
-        left_overs += torn.exists() and any(path.name.startswith(".saving") for path in torn.iterdir())
+        if kills % 2:
+            said = killer.run(torn, ENDLESS, kill_after=chance.uniform(0.0, 0.1))
+        else:  # on a busy machine a random moment hardly hits a save
+            said = killer.run(torn, ENDLESS, kill_when=lambda: is_saving(torn))
+        left_overs += is_saving(torn)
         found = resume(torn, mode="auto")
         now = found.step if found else 0
         assert now >= max(reached, last_safe(said)), "a checkpoint that was safe is gone"
