@@ -44,8 +44,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether this CPU multiplies bf16 in hardware. oneDNN also supports bf16 where AVX-512 has to emulate it,
-    at a fraction of the speed of fp32."""
+    """Whether this CPU multiplies bf16 in hardware. oneDNN also supports bf16 where AVX-512 has to emulate
+    it, at a fraction of the speed of fp32."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     if platform.machine() in ("x86_64", "AMD64"):
