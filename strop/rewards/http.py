@@ -41,7 +41,7 @@ def post_json(
         url = next_url()
         try:
             return _post(url, body, headers or {}, deadline), url
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             wait = max(pause, _retry_after(error))
             if attempt == tries or not _is_retryable(error) or time.monotonic() + wait >= deadline:
                 raise _explained(error, what, url, attempt) from error

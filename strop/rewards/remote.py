@@ -127,14 +127,17 @@ def parse_reply(reply: object, count: int, url: str) -> list[object]:
     if not isinstance(reply, dict):
         raise _no_rewards(url, type(reply).__name__)
     if "rewards" not in reply:
-        raise _no_rewards(url, ", ".join(map(str, reply)) or "nothing")
+        raise _no_rewards(url, ", ".join(map(str, reply))[:200] or "nothing")
     rewards = _column(reply["rewards"], count)
     if len(rewards) != count:
         raise ValueError(
             f"The reward server {url} was sent {count} samples and answered with {len(rewards)} rewards."
         )
     columns = {"score": rewards}
-    logs = {"scores": reply.get("scores"), **(reply.get("extra_logs") or {})}
+    extra = reply.get("extra_logs") or {}
+    if not isinstance(extra, dict):
+        raise ValueError(f"The reward server {url} answered with extra_logs of type {type(extra).__name__}.")
+    logs = {"scores": reply.get("scores"), **extra}
     for name, value in logs.items():
         column = _column(value, count)
         if value is not None and len(column) == count and name != "score":

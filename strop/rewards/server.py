@@ -11,7 +11,6 @@ another shape, 413 too large, 503 busy (retry later), 500 the model failed.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import socket
@@ -27,6 +26,7 @@ from strop.config.schema.inference import RewardServerConfig, ServerConfig
 from strop.config.schema.reward import RewardModelConfig
 from strop.extras import require
 from strop.rewards.model import TokenScorer, load_model, stored_statistics
+from strop.rewards.server_requests import MEGABYTE, RequestRefused, parse_queries, read_body
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEGABYTE = 1 << 20
-DRAIN_FACTOR = 8  # a body of up to this many times the limit is read, so that the client receives the error
 SECONDS_UNTIL_RETRY = "1"
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -213,14 +211,6 @@ def load_served_model(config: RewardServerConfig) -> ServedRewardModel:
 # --- HTTP ---------------------------------------------------------------------------------------------------
 
 
-class RequestRefused(Exception):
-    """A request that is answered with an HTTP error status and a message."""
-
-    def __init__(self, status: int, message: str):
-        self.status = status
-        super().__init__(message)
-
-
 class RewardService:
     """The handlers of the web application, and the state that they share."""
 
@@ -306,53 +296,6 @@ def build_app(model: ServedRewardModel, settings: ServerConfig) -> FastAPI:
         app.router.add_route(path, service.get_reward, methods=["POST"])
     app.router.add_route("/health", service.health, methods=["GET"])
     return app
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request; one over the limit is never held in memory."""
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        elif size > DRAIN_FACTOR * limit:
-            break
-    if size <= limit:
-        return b"".join(chunks)
-    shown = f"{size / MEGABYTE:.1f} MB"
-    if size > DRAIN_FACTOR * limit:
-        shown = f"more than {DRAIN_FACTOR * limit / MEGABYTE:g} MB"
-    raise RequestRefused(
-        413, f"The request has {shown}, the limit is {limit / MEGABYTE:g} MB. Send fewer texts at a time."
-    )
-
-
-def parse_queries(body: bytes, max_texts: int) -> list[str]:
-    """Return the texts of a request; RequestRefused if it has none or too many."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestRefused(400, f"The body is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise RequestRefused(422, 'Expected {"query": [text, ...]}, got no object.')
-    if "query" not in content:
-        keys = ", ".join(sorted(map(str, content))) or "nothing"
-        raise RequestRefused(422, f'Expected {{"query": [text, ...]}}, got an object with {keys}.')
-    texts = content["query"]
-    if not isinstance(texts, list):
-        raise RequestRefused(422, f"query must be a list of texts, it is {type(texts).__name__}.")
-    for index, text in enumerate(texts):
-        if text == "":
-            raise RequestRefused(422, f"query[{index}] is empty; it must be text.")
-        if not isinstance(text, str):
-            raise RequestRefused(422, f"query[{index}] is {type(text).__name__}; it must be text.")
-    if len(texts) > max_texts:
-        raise RequestRefused(
-            413,
-            f"{len(texts)} texts in one request; the queue holds {max_texts}. Send fewer texts at a time.",
-        )
-    return texts
 
 
 def serve(config: RewardServerConfig) -> None:

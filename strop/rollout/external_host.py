@@ -88,9 +88,14 @@ class JsonClient:
             raise ServerRefused(
                 f"{path} of the {self._name} server answers {reply.status_code}: {_error_message(reply)}"
             )
-        if "json" in reply.headers.get("content-type", ""):
+        if "json" not in reply.headers.get("content-type", ""):
+            return reply.text
+        try:
             return reply.json()
-        return reply.text
+        except (ValueError, RecursionError) as error:
+            raise ServerRefused(
+                f"{path} of the {self._name} server answers with text that is no JSON: {str(error)[:200]}"
+            ) from error
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
@@ -103,7 +108,7 @@ def _error_message(reply: httpx.Response) -> str:
     """The message inside the JSON of an error, or its text."""
     try:
         found = reply.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return str(reply.text)[:500]
     if isinstance(found, dict):
         found = found.get("error", found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from strop.config.schema.inference import ServerConfig
 from strop.rewards.base import build_samples
 from strop.rewards.remote import RewardServerClient
 from strop.rewards.server import DynamicBatcher, QueueFull, ServedRewardModel, build_app
+from strop.rewards.server_requests import RequestRefused, parse_queries
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 
@@ -114,8 +116,20 @@ def test_the_protocol(serve: Any) -> None:
         ({"query": ["", "a"]}, 422, "query[0] is empty"),
         ({"query": ["a"] * 101}, 413, "101 texts in one request; the queue holds 100"),
         ({"query": ["x" * 10_000_000]}, 413, "the limit is 2 MB"),
+        (
+            b'{"query": ["a", "x\\ud800"]}',
+            422,
+            "query[1] holds half of a surrogate pair (U+D800 at character 1)",
+        ),
+        (b'{"\\ud800": 1}', 422, "an object with \\ud800"),
+        (b'{"query": NaN}', 422, "it is float"),
+        (b'{"query": [1e999]}', 422, "query[0] is float"),
+        (b'{"query": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+        (b'{"query": ["\xff"]}', 400, "not JSON"),
+        (b'{"query": ["\xed\xa0\x80"]}', 422, "half of a surrogate pair"),
+        (b'{"query": ' + b"[" * 300 + b"]" * 300 + b"}", 422, "query[0] is list"),
     ],
-    ids=range(13),
+    ids=range(21),
 )
 def test_bad_requests_are_told_what_is_wrong(serve: Any, body: Any, status: int, words: str) -> None:
     server = serve(max_queue=100, max_body_mb=2)
@@ -231,3 +245,44 @@ def test_the_batcher_forgets_who_went_away() -> None:
 
     assert asyncio.run(scene()) == [10, 2, 4]
     assert seen == [[1, 2], [5]]
+
+
+PIECES = [
+    b"\\ud800",
+    b"\xff",
+    b"[",
+    b"]",
+    b"{",
+    b"NaN",
+    b"1e999",
+    b"\x00",
+    b'"',
+    b",",
+    b"null",
+    b"9" * 5000,
+    b"[" * 9999,
+]
+
+
+def test_mutated_bodies_are_read_or_refused() -> None:
+    """500 bodies: texts that a tokenizer takes, or a message with a status of 4xx."""
+    right = json.dumps({"query": ["ab", "c\U0001f600"], "prompts": ["a"], "labels": [None]}).encode()
+    refused = 0
+    for case in range(500):
+        chance = random.Random(case)
+        body = bytearray(right)
+        for _ in range(chance.choice([1, 1, 2, 5])):
+            place = chance.randrange(len(body))
+            body[place : place + chance.choice([0, 1, 4])] = chance.choice(
+                [*PIECES, bytes([chance.randrange(256)])]
+            )
+        try:
+            texts = parse_queries(bytes(body), 100)
+        except RequestRefused as refusal:
+            refused += 1
+            assert 400 <= refusal.status < 500, f"case {case}"
+            str(refusal).encode("utf-8")
+            continue
+        TOKENIZER(texts)
+        assert all(type(text) is str and text for text in texts), f"case {case}"
+    assert refused > 300
