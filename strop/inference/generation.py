@@ -32,7 +32,7 @@ from strop.inference.generation_model import (
 )
 from strop.inference.resumable_rows import PartialOutput, ProgressBar, reject_other_job
 from strop.registry import load_plugins
-from strop.shared.backend_maker import device_of
+from strop.shared.build import device_of
 from strop.shared.process_setup import prepare_process
 
 if TYPE_CHECKING:

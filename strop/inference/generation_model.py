@@ -23,8 +23,7 @@ from strop.inference.resumable_rows import PartialOutput
 from strop.models.build import build_policy, compute_dtype
 from strop.rewards.base import response_texts
 from strop.rollout.base import Request, Sampling, stream_seed
-from strop.shared.backend_maker import tokenizer_of
-from strop.shared.engine_build import engine_for, max_model_len, sampling_for
+from strop.shared.build import engine_for, max_model_len, sampling_for, tokenizer_of
 from strop.types import Prompt
 
 if TYPE_CHECKING:

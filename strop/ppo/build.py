@@ -31,7 +31,7 @@ from strop.config.schema.rollout import RolloutConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.data.loader import Loader, build_loader
 from strop.data.prompts import build_chat, build_prompts
-from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer
+from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
 from strop.ppo.pretrain import Pretraining, build_pretraining
@@ -48,7 +48,6 @@ from strop.ppo.run_ahead import AsyncRollout, DrawnAhead
 from strop.ppo.sampler import PromptSampler, Sampler, StepRollout, WeightSync
 from strop.ppo.trainer import PpoTrainer, PromptLoader
 from strop.ppo.update import ActorUpdate, CriticUpdate
-from strop.ppo.validate import Validator
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.managers import build_scorer
@@ -59,8 +58,14 @@ from strop.run.checkpoint.retention import retention_from_trainer
 from strop.run.sample_table import TokenTexts
 from strop.run.samples import SampleWriter
 from strop.runtime.remote_models import RemoteTokenScorer
-from strop.shared.backend_maker import device_of, tokenizer_of
-from strop.shared.engine_build import engine_for, max_model_len, sampling_for, tensor_parallel_size
+from strop.shared.build import (
+    device_of,
+    engine_for,
+    max_model_len,
+    sampling_for,
+    tensor_parallel_size,
+    tokenizer_of,
+)
 from strop.shared.export import average_of, exports, masters_of
 from strop.shared.run_output import RunOutput, Stateful
 

@@ -1,21 +1,25 @@
-"""From prompts to the scored trajectories of a step: sampling, scoring, dynamic sampling, greedy baseline."""
+"""From prompts to scored trajectories, of a step and of a validation: sampling, scoring, dynamic sampling,
+greedy baseline."""
 
 from __future__ import annotations
 
 import logging
+import numbers
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from strop.agents.episode import Episode, episode_metrics
 from strop.algorithms.metrics.training import StepRecord, staleness
+from strop.algorithms.metrics.validation import name_validation_metrics, validation_metrics
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import RewardWeightsConfig
+from strop.data.loader import Loader
 from strop.ppo.sampler import Samples, StepRollout
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
@@ -263,3 +267,55 @@ def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
     trajectory.turn_rewards = {
         place: weights.turn * reward for place, reward in trajectory.turn_rewards.items()
     }
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Validator:
+    """The held-out prompts, answered, scored and summarised per data source."""
+
+    loader: Loader
+    collector: Collector
+    """Shares the engine and the scorer with training."""
+    sampling: Sampling
+    samples_per_prompt: int
+
+    def run(self, step: int, record: StepRecord) -> list[Trajectory]:
+        """Answer every validation prompt and add val-core/... and val-aux/... to the record."""
+        trajectories: list[Trajectory] = []
+        groups = 0
+        with self.collector.awake():
+            for prompts in self.loader:
+                trajectories += self.collector.generate(
+                    prompts, self.sampling, self.samples_per_prompt, step, groups
+                )
+                groups += len(prompts)
+        report = self.collector.score(trajectories)
+        record.add(report.metrics, prefix="val-aux/")
+        record.add(self.collector.episode_metrics(), prefix="val-aux/")
+        record.add(summarise(trajectories))
+        return trajectories
+
+
+def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
+    """mean@N, best@N, maj@N ... of every number the scorer reported; failed samples are left out and
+    counted."""
+    scored = [t for t in trajectories if t.score is not None]
+    metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
+    if scored:
+        infos: dict[str, list[Any]] = {"reward": [t.reward for t in scored]}
+        for name in sorted({name for t in scored for name in t.extras}):
+            values = [t.extras.get(name) for t in scored]
+            if all(value is None or isinstance(value, numbers.Real | str) for value in values):
+                infos[name] = values
+        sources = [t.prompt.data_source for t in scored]
+        metrics |= name_validation_metrics(validation_metrics(sources, [str(t.group) for t in scored], infos))
+        turns = [t.num_turns for t in scored]
+        metrics |= {
+            "val-aux/num_turns/min": min(turns),
+            "val-aux/num_turns/max": max(turns),
+            "val-aux/num_turns/mean": sum(turns) / len(turns),
+        }
+    return metrics

@@ -47,8 +47,14 @@ from strop.runtime.weight_transports import (
     Transport,
     WeightReceivers,
 )
-from strop.shared.backend_maker import BackendMaker, WithoutAdapters, device_of
-from strop.shared.engine_build import engine_settings, max_model_len, tensor_parallel_size
+from strop.shared.build import (
+    BackendMaker,
+    WithoutAdapters,
+    device_of,
+    engine_settings,
+    max_model_len,
+    tensor_parallel_size,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

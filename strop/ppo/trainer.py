@@ -17,7 +17,7 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import Plan
 from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
-from strop.ppo.collect import Collector
+from strop.ppo.collect import Collector, Validator
 from strop.ppo.experience import (
     ExperienceFacts,
     add_advantages,
@@ -30,7 +30,6 @@ from strop.ppo.experience import (
     shape_rewards,
 )
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
-from strop.ppo.validate import Validator
 from strop.shared.run_output import RunOutput
 from strop.types import Batch, Prompt, Trajectory, batch_of
 

@@ -1,4 +1,4 @@
-"""Writes the samples of a step: tables for the board, and text for people.
+"""Writes the samples of a step: tables for the board, text for people, and the batch of a non-finite loss.
 
 For the board, the training loop submits a step and continues; a thread decodes, compresses and writes some
 groups (sample_table.py). A failure there never stops a run: it is logged once. A file appears under its name
@@ -13,6 +13,7 @@ written as text in `<folder>/<step>.txt`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -21,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.run.atomic_files import to_json, write_file
+from strop.run.atomic_files import replace_text, to_json, write_file
+from strop.run.checkpoint.tensor_files import write_tensors
 from strop.run.sample_table import FOLDER, SampleJob, TokenTexts, parse_name, sample_table, write_samples
 from strop.types import Batch, Trajectory
 
@@ -275,4 +277,63 @@ def _origin(trajectory: Trajectory) -> dict[str, object]:
         "response_tokens": len(trajectory.response),
         "sampled_tokens": sampled,
         "mean_log_prob": sum(trajectory.log_probs) / sampled if sampled else None,
+    }
+
+
+# --- the batch of a non-finite loss -------------------------------------------------------------------------
+
+
+def write_evidence(
+    folder: Path,
+    batch: Batch,
+    texts: Sequence[Mapping[str, object]],
+    *,
+    step: int,
+    message: str,
+    suspects: Sequence[int],
+    not_finite: Sequence[str],
+) -> None:
+    """Write what is needed to compute a step with a non-finite loss again: batch.safetensors, with every
+    tensor of the batch, and rows.json, with the text of all rows and which of them are suspect."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / "batch.safetensors", tensors_of(batch))
+    rows: list[dict[str, object]] = [
+        {"row": row, "suspect": row in suspects, **text, "prompt_ids": prompt, "response_ids": response}
+        for row, (text, (prompt, response)) in enumerate(
+            zip(texts, _prompts_and_responses(batch), strict=True)
+        )
+    ]
+    content = {
+        "step": step,
+        "message": message,
+        "suspects": list(suspects),
+        "not_finite": list(not_finite),
+        "rows": rows,
+    }
+    replace_text(folder / "rows.json", to_json(content, indent=1))
+
+
+def batch_rows(batch: Batch, decode: Decode) -> list[dict[str, object]]:
+    """The text of the rows of a batch, from their tokens."""
+    return [
+        {"input": decode(prompt), "output": decode(response)}
+        for prompt, response in _prompts_and_responses(batch)
+    ]
+
+
+def _prompts_and_responses(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Prompt and response of each row."""
+    cuts = zip(batch.sequences, batch.prompt_lengths.tolist(), strict=True)
+    return [(ids[:prompt].tolist(), ids[prompt:].tolist()) for ids, prompt in cuts]
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a batch by name; token ids are concatenated, with the length of each sequence."""
+    tables = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "sequences"}
+    import torch
+
+    return {
+        "token_ids": torch.cat(batch.sequences),
+        "lengths": torch.tensor(batch.lengths),
+        **{name: table for name, table in tables.items() if table is not None},
     }

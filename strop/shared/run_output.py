@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,15 +23,22 @@ from strop.run.checkpoint.contents import (
     role_state,
 )
 from strop.run.checkpoint.resume import ResumePoint, delete_checkpoint, log_config_changes, resume
-from strop.run.checkpoint.retention import RetentionPolicy
+from strop.run.checkpoint.retention import RetentionPolicy, save_is_due
 from strop.run.checkpoint.store import Checkpoints, Export, load
 from strop.run.health.monitor import HealthMonitor
 from strop.run.heartbeat import BETWEEN_PHASES, start_heartbeat
 from strop.run.profile.capture import StepProfiler
-from strop.run.samples import SampleWriter, UpdateLogProbs, dump, rollout_rows, write_transcripts
+from strop.run.samples import (
+    SampleWriter,
+    UpdateLogProbs,
+    batch_rows,
+    dump,
+    rollout_rows,
+    write_evidence,
+    write_transcripts,
+)
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
-from strop.shared.evidence import batch_rows, write_evidence
 from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:
@@ -42,48 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHOWN_GENERATIONS_SEED = 42
-_EXPIRY_VARIABLES = (
-    "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-    "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
-)
-_SECONDS_TO_SAVE = 60.0
-
-
-def save_is_due(
-    step: int,
-    *,
-    save_freq: int,
-    last: bool,
-    longest_step: float = 0.0,
-    spare: float = 0.0,
-    now: float | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> bool:
-    """Every `save_freq` steps, after the last one, and before a rented machine ends; never when `save_freq`
-    is 0 or less.
-
-    The end of a rented machine is a Unix time in an environment variable. It is near when what is left is at
-    most a minute for the save, the longest step so far (seconds), and `spare` seconds
-    (trainer.esi_redundant_time).
-    """
-    if save_freq <= 0:
-        return False
-    return last or step % save_freq == 0 or _end_is_near(longest_step + spare, now, environment)
-
-
-def _end_is_near(needed: float, now: float | None, environment: Mapping[str, str] | None) -> bool:
-    variables = os.environ if environment is None else environment
-    for name in _EXPIRY_VARIABLES:
-        text = variables.get(name)
-        if text:
-            try:
-                end = float(text)
-            except ValueError:
-                raise ValueError(
-                    f"The environment variable {name}={text!r} is not a Unix time. Correct or unset it."
-                ) from None
-            return end - (time.time() if now is None else now) <= _SECONDS_TO_SAVE + needed
-    return False
 
 
 class Stateful(Protocol):
@@ -362,7 +325,15 @@ class RunOutput:
             texts = rollout_rows(trajectories, step=step, decode=self.decode)
         else:
             texts = batch_rows(batch, self.decode)
-        write_evidence(folder, problem, batch, texts, step=step)
+        write_evidence(
+            folder,
+            batch,
+            texts,
+            step=step,
+            message=str(problem),
+            suspects=problem.rows,
+            not_finite=problem.causes,
+        )
         return failure(
             f"Step {step}: {problem} The whole batch is in {folder}: rows.json to read, batch.safetensors to "
             "compute with."

@@ -131,7 +131,7 @@ def uses_ray(config: TrainingConfig) -> bool:
 
 def _run_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report]) -> int:
     """Train as one of several ranks."""
-    from strop.shared.backend_maker import device_of
+    from strop.shared.build import device_of
 
     trainer = loaded.config.trainer
     devices = trainer.nnodes * trainer.n_gpus_per_node

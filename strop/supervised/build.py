@@ -27,7 +27,7 @@ from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
-from strop.shared.backend_maker import BackendMaker, WithoutAdapters, device_of
+from strop.shared.build import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
 from strop.shared.run_output import RunOutput, Stateful
 from strop.supervised.tasks import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
-from strop.shared.backend_maker import BackendMaker
+from strop.shared.build import BackendMaker
 from tests.backends.test_conformance import ALL, policy_loss
 from tests.models.tiny import tiny_batch, tiny_model
 

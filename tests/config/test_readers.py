@@ -110,7 +110,7 @@ def test_a_read_counts_for_the_roots_that_reach_it():
 def test_explain_names_files_that_exist():
     text = explain("actor_rollout_ref.rollout.enforce_eager")
     files = text.partition("read by:   ")[2].partition("\n")[0].split(", ")
-    assert "shared/engine_build.py" in files
+    assert "shared/build.py" in files
     assert all((module.PACKAGE / file).is_file() for file in files)
     assert not any(file.startswith(NOT_READERS) for file in files)
 

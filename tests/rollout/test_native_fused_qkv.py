@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.patches import PatchContext
 from strop.rollout.native.borrowed_model import ROLLOUT_PATCHES
-from strop.rollout.native.fused_qkv import FusedProjection, fused_forwards
 from tests.rollout import tiny
 
 IDS = torch.arange(3, 15).view(2, 6)

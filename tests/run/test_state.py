@@ -16,8 +16,8 @@ from strop.run.checkpoint.contents import (
     role_parts,
     role_state,
 )
+from strop.run.checkpoint.retention import save_is_due
 from strop.run.checkpoint.store import load, save
-from strop.shared.run_output import save_is_due
 
 
 def draw() -> list[float]:

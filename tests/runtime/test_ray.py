@@ -306,7 +306,7 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
     from strop.ppo.update import CriticUpdate
     from strop.ranks import Ranks
     from strop.runtime.ray.model_actors import TrainingWorkerLost, start_training_workers
-    from strop.shared.backend_maker import BackendMaker
+    from strop.shared.build import BackendMaker
     from tests.models.tiny import tiny_batch
 
     config = load("ppo_trainer", [*overrides, *GAE, "critic.nnodes=2", "trainer.device=cpu"]).config

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import masked_mean
 from strop.algorithms.policy_losses.clipped import PolicyLoss, finish, inside, log_ratio, require_clip_range
+from strop.config.schema.actor import PolicyLossConfig
 
 
 def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ def clip_cov(
     *,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    clip_cov_ratio: float = 2e-4,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    clip_cov_ratio: float = PolicyLossConfig.clip_cov_ratio,
+    clip_cov_lb: float = PolicyLossConfig.clip_cov_lb,
+    clip_cov_ub: float = PolicyLossConfig.clip_cov_ub,
     generator: torch.Generator | None = None,
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
@@ -65,8 +66,8 @@ def kl_cov(
     advantages: Tensor,
     mask: Tensor,
     *,
-    kl_cov_ratio: float = 2e-4,
-    ppo_kl_coef: float = 0.1,
+    kl_cov_ratio: float = PolicyLossConfig.kl_cov_ratio,
+    ppo_kl_coef: float = PolicyLossConfig.ppo_kl_coef,
     rollout_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """KL-Cov: l = -A r, plus coef |x| for the share `kl_cov_ratio` of tokens (at least one) with the highest

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from strop.models import fused_modules
 from strop.models.changes import Change, SetAttention, SetAttribute, done, undo_changes
+from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
-from strop.rollout.native.fused_qkv import FusedProjection, fused_forwards
 
 # --- rollout patches ----------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def other_temperature(trainer: Any) -> None:
 
 def stale_engine(trainer: Any) -> None:
     """The engine samples from a copy of the weights that nobody updates."""
-    from strop.shared.engine_build import engine_for
+    from strop.shared.build import engine_for
 
     engine = engine_for(trainer.config.actor_rollout_ref.rollout, copy.deepcopy(trainer.roles.actor.module))
     trainer.collector.engine = engine
