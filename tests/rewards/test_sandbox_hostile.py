@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from strop.config.schema.reward import SandboxFusionConfig
 from strop.rewards.rules.code import compute_score
+from strop.rewards.sandbox import launch
 from strop.rewards.sandbox.launch import isolation_problem, run_tests
-from strop.rewards.sandbox.limits import SandboxLimits
+from strop.rewards.sandbox.limits import SandboxError, SandboxLimits
 from strop.rewards.sandbox.work_folder import empty_folder, exceeds_disk
 
 HERE = [level for level in ("namespaces", "landlock", "limits") if not isolation_problem(level)]
@@ -69,20 +73,26 @@ FILES = [
 ]
 
 
+@pytest.fixture
+def fast_folder() -> Iterator[Path]:
+    """A folder that other users can enter, in memory if possible: disks may take long to remove many files."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="strop-test-", dir=base))
+    folder.chmod(0o755)
+    yield folder
+    empty_folder(str(folder))
+    folder.rmdir()
+
+
 @pytest.mark.parametrize("level", HERE[1:])
 @pytest.mark.parametrize("name", [*FILES, "closed descriptors"])
-def test_hostile_files_at_other_levels(name, level, tmp_path, monkeypatch):
-    import tempfile
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tmp_path.chmod(0o777)
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+def test_hostile_files_at_other_levels(name, level, fast_folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(fast_folder))
     outcomes = run_tests(
         SCRIPTS[name], [{"stdin": ""}] * 2, SandboxLimits(seconds=1.0, memory_mb=256), level=level
     )
     assert len(outcomes) == 2
-    left = [path.name for path in tmp_path.iterdir()]
+    left = [path.name for path in fast_folder.iterdir()]
     assert left == [] or name == "the own folder has another name"
 
 
@@ -138,15 +148,14 @@ def test_no_value_is_not_none(name):
 
 
 def json_text(truth: dict[str, object]) -> str:
-    import json
-
     return json.dumps({**truth, "outputs": [[None]]})
 
 
 # --- the folder of a program ----------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_folder_after_anything(tmp_path):
+def test_an_empty_folder_after_anything(fast_folder):
+    tmp_path = fast_folder
     here = os.open(".", os.O_RDONLY)
     try:
         os.chdir(tmp_path)
@@ -186,3 +195,29 @@ def test_the_disk_limit_counts_all_files_and_deleted_ones(level):
     assert [run_tests(p, [{"stdin": ""}], limits, level=level)[0].status for p in (many, deleted)] == [
         "disk"
     ] * 2
+
+
+def test_killing_the_supervisor_is_a_failure_where_it_is_possible():
+    """Without isolation a program can do it. With it, a supervisor that was killed says nothing about a program."""
+    kill = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint(3)"
+    outcomes = run_tests(kill, [{"stdin": ""}] * 2, SandboxLimits(seconds=2.0), level="limits")
+    assert [outcome.status for outcome in outcomes] == ["error", "error"]
+
+
+def test_a_killed_supervisor_at_other_levels_is_an_error(monkeypatch):
+    monkeypatch.setattr(launch, "_COMMAND", ["/bin/sh", "-c", "kill -9 $$"])
+    with pytest.raises(SandboxError, match="exit code -9"):
+        run_tests("print(3)", [{"stdin": ""}], level="landlock")
+    assert run_tests("print(3)", [{"stdin": ""}], level="limits")[0].status == "error"
+
+
+def test_there_is_no_group_inside_bubblewrap():
+    """Its files cannot be opened there."""
+    with launch._memory_group("bubblewrap", SandboxLimits()) as group:
+        assert group is None
+
+
+def test_a_weak_level_is_named_in_a_warning(caplog):
+    launch._warn_of_weak_level.cache_clear()
+    assert launch.choose_isolation("limits").level == launch.choose_isolation("limits").level == "limits"
+    assert caplog.text.count("weak isolation") == 1 and "network is OPEN" in caplog.text

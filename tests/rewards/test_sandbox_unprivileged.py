@@ -17,6 +17,7 @@ from strop.rewards.rules.code import compute_score
 from strop.rewards.sandbox import landlock, launch, seccomp
 from strop.rewards.sandbox.launch import choose_isolation, isolation_problem, run_program, run_tests
 from strop.rewards.sandbox.limits import SandboxLimits
+from tests.rewards.test_code_assertions import READ_SELF
 from tests.rewards.unprivileged import LANDLOCK, as_nobody
 
 LIMITS = SandboxLimits(seconds=5.0, total_seconds=20.0, memory_mb=256, disk_mb=8, processes=8)
@@ -198,3 +199,16 @@ def test_root_runs_programs_as_another_user_under_landlock(tmp_path):
         "try: os.setuid(0); print('root')\nexcept OSError: print('refused')\n"
     )
     assert run_program(program, limits=LIMITS, level="landlock").stdout.split() == ["True", *["refused"] * 3]
+
+
+@needs_seccomp
+@pytest.mark.parametrize("level", ["namespaces", "landlock"])
+def test_a_program_of_an_unprivileged_user_cannot_read_assertions(level):
+    """Program, supervisor and assertions have the same user there."""
+    problem = as_nobody(lambda: isolation_problem(level))
+    if problem:
+        pytest.skip(f"{level}: {problem}")
+    tests = [{"assertions": "assert f(1) == 7654321"}, {"assertions": "assert f(2) == 7654321"}]
+    outcomes = as_nobody(lambda: run_tests(READ_SELF, tests, LIMITS, level=level))
+    assert [outcome.value for outcome in outcomes] == [None, None]
+    assert all("AssertionError in line 1" in outcome.stderr for outcome in outcomes), outcomes

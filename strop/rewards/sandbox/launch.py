@@ -20,6 +20,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -42,9 +43,10 @@ from strop.rewards.sandbox import (
     sandbox_child,  # noqa: F401
 )
 from strop.rewards.sandbox.cgroup import memory_group
-from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
+from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits, SupervisorKilled
 from strop.rewards.sandbox.work_folder import empty_folder
 
+logger = logging.getLogger(__name__)
 STRONG_LEVELS = ("namespaces", "bubblewrap", "landlock")
 LEVELS = (*STRONG_LEVELS, "user", "limits")
 PROBE = "import json, random, socket\nprint(sum(range(5)))"
@@ -99,7 +101,14 @@ def choose_isolation(wanted: str = "auto") -> Isolation:
             f"The sandbox level {wanted!r} does not work on this machine: {problem}. Set isolation=auto, or "
             "repair it."
         )
+    if wanted not in STRONG_LEVELS:
+        _warn_of_weak_level(wanted)
     return Isolation(wanted)
+
+
+@functools.cache
+def _warn_of_weak_level(level: str) -> None:
+    logger.warning("Programs of the model run with weak isolation, as asked for: %s.", Isolation(level))
 
 
 @functools.cache
@@ -199,11 +208,17 @@ def run_tests(
         "user": next(_USERS),
         "reads_all": os.geteuid() == 0 and not _others_can_read(tuple(folders)),
     }
-    with _SLOTS, _work_folder(level) as work, memory_group(limits.memory_mb + limits.disk_mb) as group:
+    with _SLOTS, _work_folder(level) as work, _memory_group(level, limits) as group:
         content = _pack({**request, "work": work, "group": group}, tests)
         # To remove what a program wrote in the time of one test may take as long.
         seconds = limits.total_seconds + max(GRACE, 2 * limits.seconds)
-        report = _exchange(_command(level, folders, limits), content, work, seconds)
+        try:
+            report = _exchange(_command(level, folders, limits), content, work, seconds)
+        except SupervisorKilled:
+            if level != "limits":
+                raise
+            # At this level a program can do it, and what a program does can only lower its score.
+            return [ProgramOutcome("error", stderr="The sandbox was killed.") for _ in tests]
     if "results" not in report:
         raise SandboxError(f"The sandbox ({level}) could not be built: {report.get('broken', report)}")
     return [_parse_outcome(result) for result in report["results"]]
@@ -283,6 +298,13 @@ def _command(level: str, folders: Iterable[str], limits: SandboxLimits) -> list[
     return [shutil.which("bwrap") or "bwrap", *apart, *binds, *private, "--remount-ro", "/", "--", *_COMMAND]
 
 
+def _memory_group(level: str, limits: SandboxLimits) -> contextlib.AbstractContextManager[str | None]:
+    """Return the control group of a program; inside bubblewrap there is no way to join one."""
+    if level == "bubblewrap":
+        return contextlib.nullcontext()
+    return memory_group(limits.memory_mb + limits.disk_mb)
+
+
 @contextlib.contextmanager
 def _work_folder(level: str) -> Iterator[str]:
     """Yield the working folder; at levels without a private file system, a temporary one."""
@@ -331,7 +353,8 @@ def _exchange(command: Sequence[str], content: bytes, work: str, seconds: float)
         return report
     except json.JSONDecodeError as error:
         last = stderr.decode(errors="replace").strip()[-500:]
-        raise SandboxError(
+        kind = SupervisorKilled if process.returncode < 0 else SandboxError
+        raise kind(
             f"The sandbox ended with exit code {process.returncode} and no report. It said: {last!r}"
         ) from error
 

@@ -44,3 +44,7 @@ class ProgramOutcome:
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed, which says nothing about the program."""
+
+
+class SupervisorKilled(SandboxError):
+    """A signal ended the process that supervises a program."""

@@ -15,7 +15,7 @@ from strop.rewards.sandbox.cgroup import Membership
 from strop.rewards.sandbox.work_folder import BLOCK, exceeds_disk
 
 CHECK_INTERVAL = 0.05  # seconds between checks of the memory of all processes
-MAX_FILES = 4096
+MAX_FILES = 1024  # to remove one takes milliseconds on some file systems
 Limits = Mapping[str, int]
 """The fields of `SandboxLimits`."""
 
