@@ -188,8 +188,8 @@ def config(arguments: list[str]) -> int:
                     f"There is no configuration {name!r}.{did_you_mean(name, ROOTS)} There are "
                     f"{', '.join(ROOTS)}."
                 )
-            asked = parse(rest)
-            print(show(root, load(root, asked.overrides, asked.config, asked.search).tree()), end="")
+            options = parse(rest)
+            print(show(root, load(root, options.overrides, options.config, options.search).tree()), end="")
         case ["explain", key]:
             print(explain(key), end="")
         case ["docs"]:
@@ -210,8 +210,8 @@ def convert(arguments: list[str]) -> int:
             from strop.config.compose import load
             from strop.config.openrlhf.reverse import to_openrlhf
 
-            asked = parse(rest)
-            tree = load("ppo_trainer", asked.overrides, asked.config, asked.search).tree()
+            options = parse(rest)
+            tree = load("ppo_trainer", options.overrides, options.config, options.search).tree()
             print(to_openrlhf(tree, defaults=load("ppo_trainer").tree()).render(), end="")
         case _:
             raise ValueError(

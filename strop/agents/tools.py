@@ -47,7 +47,7 @@ class ToolResult:
     """For this call."""
     metrics: dict[str, float] = field(default_factory=dict)
     failed: bool = False
-    """The call could not be made or gave nothing usable; `text` tells the model why."""
+    """The call could not be made or gave nothing usable; `text` says why to the model."""
 
 
 class Tool(Protocol):

@@ -252,7 +252,8 @@ class FileRows(Sequence[Row]):
         """Columns that every file has, in the order of the first file."""
         if not self.files:
             return []
-        return [name for name in self.files[0].columns if all(name in file.columns for file in self.files)]
+        shared = set(self.files[0].columns).intersection(*(file.columns for file in self.files))
+        return [name for name in self.files[0].columns if name in shared]
 
     def table(self) -> pyarrow.Table:
         """Return all rows as one Arrow table; a column that a file lacks is null."""

@@ -192,8 +192,8 @@ class Shape:
 
 def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = False) -> Shape:
     """The shape that a config.json describes."""
-    said = cast(ModelJson, config.get("text_config") or config)
-    kind = str(said.get("model_type"))
+    values = cast(ModelJson, config.get("text_config") or config)
+    kind = str(values.get("model_type"))
     family = FAMILIES.get(kind)
     if family is None:
         raise ValueError(
@@ -201,15 +201,15 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
             f"{', '.join(sorted(FAMILIES))}."
         )
     required = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in required if key not in said]
+    missing = [key for key in required if key not in values]
     if missing:
         raise ValueError(
             f"{where} lacks {', '.join(missing)}, without which the size of the model is not known."
         )
-    hidden = _whole(said, "hidden_size")
-    heads = _whole(said, "num_attention_heads")
-    layers = _whole(said, "num_hidden_layers")
-    biased = bool(said.get("attention_bias", False))
+    hidden = _whole(values, "hidden_size")
+    heads = _whole(values, "num_attention_heads")
+    layers = _whole(values, "num_hidden_layers")
+    biased = bool(values.get("attention_bias", False))
     biased_inputs = family.biased_inputs
     if biased_inputs is None:
         biased_inputs = biased
@@ -219,20 +219,20 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
     experts = None
     sparse_layers = 0
     if family.mixture:
-        experts = _experts(said, kind, where)
-        sparse_layers = _sparse_layers(said, layers)
+        experts = _experts(values, kind, where)
+        sparse_layers = _sparse_layers(values, layers)
     return Shape(
         hidden=hidden,
         layers=layers,
         heads=heads,
-        key_heads=_whole(said, "num_key_value_heads") or heads,
-        head_size=_whole(said, "head_dim") or hidden // heads,
-        width=_whole(said, "intermediate_size"),
-        vocabulary=_whole(said, "vocab_size"),
-        tied=bool(said.get("tie_word_embeddings", family.ties)),
+        key_heads=_whole(values, "num_key_value_heads") or heads,
+        head_size=_whole(values, "head_dim") or hidden // heads,
+        width=_whole(values, "intermediate_size"),
+        vocabulary=_whole(values, "vocab_size"),
+        tied=bool(values.get("tie_word_embeddings", family.ties)),
         biased_inputs=biased_inputs,
         biased_output=biased_output,
-        biased_mlp=bool(said.get("mlp_bias", False)),
+        biased_mlp=bool(values.get("mlp_bias", False)),
         head_norms=family.head_norms,
         norms=family.norms,
         experts=experts,
@@ -241,21 +241,21 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
     )
 
 
-def _whole(said: ModelJson, key: str) -> int:
+def _whole(values: ModelJson, key: str) -> int:
     """A whole number of config.json; 0 if it is missing or null."""
-    return int(cast(int, said.get(key) or 0))
+    return int(cast(int, values.get(key) or 0))
 
 
-def _experts(said: ModelJson, kind: str, where: str) -> Experts:
-    count = _whole(said, "num_experts") or _whole(said, "num_local_experts")
-    chosen = _whole(said, "num_experts_per_tok")
+def _experts(values: ModelJson, kind: str, where: str) -> Experts:
+    count = _whole(values, "num_experts") or _whole(values, "num_local_experts")
+    chosen = _whole(values, "num_experts_per_tok")
     width_key = "moe_intermediate_size"
     if kind == "mixtral":
         width_key = "intermediate_size"
-    width = _whole(said, width_key)
+    width = _whole(values, width_key)
     shared_width = 0
     if kind == "qwen2_moe":
-        shared_width = _whole(said, "shared_expert_intermediate_size")
+        shared_width = _whole(values, "shared_expert_intermediate_size")
     if not (count and width and chosen):
         raise ValueError(
             f"{where} does not say how many experts there are (num_experts), how wide, or how many a token "
@@ -264,10 +264,10 @@ def _experts(said: ModelJson, kind: str, where: str) -> Experts:
     return Experts(count, chosen, width, shared_width)
 
 
-def _sparse_layers(said: ModelJson, layers: int) -> int:
+def _sparse_layers(values: ModelJson, layers: int) -> int:
     """Layers with a mixture of experts."""
-    every = _whole(said, "decoder_sparse_step") or 1
-    dense = cast(list[int], said.get("mlp_only_layers") or [])
+    every = _whole(values, "decoder_sparse_step") or 1
+    dense = cast(list[int], values.get("mlp_only_layers") or [])
     return sum(1 for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense)
 
 
@@ -325,11 +325,11 @@ _VARIANTS = ("meta-", "-instruct", "-chat", "-base", "-coder", "-math", "-it")
 def _known_model(name: str) -> dict[str, object]:
     """What the config.json of a model says, as far as memory and time depend on it."""
     kind, numbers = _TABLE[name]
-    said: dict[str, object] = {"model_type": kind}
-    said.update(zip(_COLUMNS, numbers, strict=True))
-    said["tie_word_embeddings"] = bool(numbers[-1])
-    said.update(_MIXTURES.get(name, {}))
-    return said
+    values: dict[str, object] = {"model_type": kind}
+    values.update(zip(_COLUMNS, numbers, strict=True))
+    values["tie_word_embeddings"] = bool(numbers[-1])
+    values.update(_MIXTURES.get(name, {}))
+    return values
 
 
 KNOWN: dict[str, dict[str, object]] = {name: _known_model(name) for name in _TABLE}

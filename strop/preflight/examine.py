@@ -158,10 +158,10 @@ def require(loaded: Loaded[RootConfig]) -> PreflightReport:
 
 def main(root: str, arguments: Sequence[str]) -> int:
     """`strop check VERB key=value ... [--json]`"""
-    asked = parse(arguments, switches=("--json",))
-    as_json = "--json" in asked.switches
+    options = parse(arguments, switches=("--json",))
+    as_json = "--json" in options.switches
     try:
-        loaded = load(root, asked.overrides, asked.config, asked.search)
+        loaded = load(root, options.overrides, options.config, options.search)
     except ValueError as problem:
         if not as_json:
             raise

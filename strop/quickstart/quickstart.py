@@ -58,9 +58,9 @@ ground_truth, extra_info)
 
 def main(arguments: Sequence[str]) -> int:
     """Make the task and the model, train, and print the results; returns the exit code."""
-    asked = _parse(arguments)
+    options = _parse(arguments)
     started = time.time()
-    out = Path(asked.out)
+    out = Path(options.out)
     say = sys.stdout.write
     overrides = [
         f"data.train_files={out}/data/train.parquet",
@@ -68,12 +68,12 @@ def main(arguments: Sequence[str]) -> int:
         f"actor_rollout_ref.model.path={out}/model",
         f"trainer.default_local_dir={out}/run",
         f"trainer.validation_data_dir={out}/samples",
-        f"trainer.seed={asked.seed}",
-        *ALGORITHMS[asked.algorithm],
-        *asked.overrides,
+        f"trainer.seed={options.seed}",
+        *ALGORITHMS[options.algorithm],
+        *options.overrides,
     ]
     load("ppo_trainer", overrides, str(EXAMPLE))  # reports a typo before the supervised training
-    prepare(out, largest=asked.largest, seed=asked.seed, say=say)
+    prepare(out, largest=options.largest, seed=options.seed, say=say)
     train(overrides)
     summarise(out, say)
     say(f"{time.time() - started:.0f} s in all.\n{NEXT.format(example=os.path.relpath(EXAMPLE))}")
@@ -87,13 +87,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--largest", type=int, default=49, help="largest number to add")
     parser.add_argument("overrides", nargs="*", help="key=value, as for strop ppo")
-    asked = parser.parse_args(list(arguments))
-    if asked.algorithm not in ALGORITHMS:
+    options = parser.parse_args(list(arguments))
+    if options.algorithm not in ALGORITHMS:
         raise ValueError(
-            f"--algorithm {asked.algorithm}: not one of "
-            f"{', '.join(ALGORITHMS)}.{did_you_mean(asked.algorithm, ALGORITHMS)}"
+            f"--algorithm {options.algorithm}: not one of "
+            f"{', '.join(ALGORITHMS)}.{did_you_mean(options.algorithm, ALGORITHMS)}"
         )
-    return asked
+    return options
 
 
 def prepare(out: Path, *, largest: int, seed: int, say: Writer) -> None:

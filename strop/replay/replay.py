@@ -300,9 +300,9 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="run code that the recorded configuration names: plugins, reward functions, tools, model code",
     )
-    asked = parser.parse_args(list(arguments))
-    outcomes, facts = replay(asked.run, asked.step, trust_code=asked.trust_code)
-    sys.stdout.write(render(asked.step, outcomes, facts))
+    options = parser.parse_args(list(arguments))
+    outcomes, facts = replay(options.run, options.step, trust_code=options.trust_code)
+    sys.stdout.write(render(options.step, outcomes, facts))
     if first_difference(outcomes) is None:
         return 0
     return 1

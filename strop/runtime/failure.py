@@ -130,7 +130,7 @@ def _end(failure: RankFailure) -> str:
 
 def _phase(beat: WorkerState | None) -> str:
     if beat is None:
-        return " before it said where it is"
+        return " before its first heartbeat"
     return f" in phase {beat.phase.removeprefix(FAILED)!r} of step {beat.step}"
 
 

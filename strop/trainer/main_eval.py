@@ -22,11 +22,11 @@ COMPARE = "--compare"
 def run(arguments: Sequence[str]) -> int:
     """Score the responses of a file, print the table and write the results; returns the exit code."""
     words, pair = _take_pair(list(arguments))
-    asked = parse(words)
-    overrides = list(asked.overrides)
+    options = parse(words)
+    overrides = list(options.overrides)
     if pair:
         overrides.append(f"data.path=[{','.join(pair)}]")
-    loaded = load("evaluation", overrides, asked.config, asked.search)
+    loaded = load("evaluation", overrides, options.config, options.search)
     from strop.preflight.examine import require
 
     require(loaded)

@@ -13,8 +13,8 @@ from strop.shared.process_setup import prepare_process
 
 def run(arguments: Sequence[str]) -> int:
     """Compose, examine, generate."""
-    asked = parse(arguments)
-    loaded = load("generation", asked.overrides, asked.config, asked.search)
+    options = parse(arguments)
+    loaded = load("generation", options.overrides, options.config, options.search)
     from strop.preflight.examine import require
 
     require(loaded)

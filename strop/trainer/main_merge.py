@@ -18,51 +18,51 @@ def run(arguments: Sequence[str]) -> int:
     if words and words[0] in ("merge", "test"):
         verb = words.pop(0)
     try:
-        asked = _parser(verb).parse_args(words)
+        options = _parser(verb).parse_args(words)
     except SystemExit as stop:
         return int(stop.code or 0)
     if verb == "test":
-        return _test(asked)
-    return _merge(asked)
+        return _test(options)
+    return _merge(options)
 
 
-def _merge(asked: argparse.Namespace) -> int:
+def _merge(options: argparse.Namespace) -> int:
     from strop.run.merge.merge import merge
     from strop.run.merge.sources import CodeTrust
 
     made = merge(
-        asked.local_dir,
-        asked.target_dir,
-        base=asked.base,
-        dtype=asked.dtype,
-        keep_lora=asked.lora == "keep",
-        lora_alpha=asked.lora_alpha,
-        ema=asked.ema,
-        trust=CodeTrust(asked.trust_remote_code, asked.external_lib),
+        options.local_dir,
+        options.target_dir,
+        base=options.base,
+        dtype=options.dtype,
+        keep_lora=options.lora == "keep",
+        lora_alpha=options.lora_alpha,
+        ema=options.ema,
+        trust=CodeTrust(options.trust_remote_code, options.external_lib),
     )
-    what = "a peft adapter" if asked.lora == "keep" else "a folder for transformers"
+    what = "a peft adapter" if options.lora == "keep" else "a folder for transformers"
     sys.stdout.write(f"{made}: {what}\n")
     return 0
 
 
-def _test(asked: argparse.Namespace) -> int:
+def _test(options: argparse.Namespace) -> int:
     from strop.run.merge.merge import compare_with_folder, final_weights
     from strop.run.merge.sources import CodeTrust, read_source
 
     source = read_source(
-        asked.local_dir,
-        base=asked.base,
-        lora_alpha=asked.lora_alpha,
-        ema=asked.ema,
-        trust=CodeTrust(asked.trust_remote_code, asked.external_lib),
+        options.local_dir,
+        base=options.base,
+        lora_alpha=options.lora_alpha,
+        ema=options.ema,
+        trust=CodeTrust(options.trust_remote_code, options.external_lib),
     )
     weights = final_weights(source)
-    found = compare_with_folder(weights, asked.test_hf_dir, atol=asked.atol)
+    found = compare_with_folder(weights, options.test_hf_dir, atol=options.atol)
     if not found:
-        sys.stdout.write(f"{found.compared} tensors agree with {asked.test_hf_dir}.\n")
+        sys.stdout.write(f"{found.compared} tensors agree with {options.test_hf_dir}.\n")
         return 0
     sys.stdout.write(
-        "\n".join([f"{asked.local_dir} is not the model in {asked.test_hf_dir}:", *found.lines(), ""])
+        "\n".join([f"{options.local_dir} is not the model in {options.test_hf_dir}:", *found.lines(), ""])
     )
     return 1
 

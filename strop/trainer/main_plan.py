@@ -29,13 +29,13 @@ def run(arguments: Sequence[str]) -> int:
     root = ROOTS["ppo"]
     if rest and rest[0] in ROOTS:
         root = ROOTS[rest.pop(0)]
-    asked = parse(rest, switches=("--json",))
+    parsed = parse(rest, switches=("--json",))
     sizes = {"trainer.nnodes": "--nodes", "trainer.n_gpus_per_node": "--gpus-per-node"}
     devices: list[str] = []
     for key, option in sizes.items():
         if option in given:
             devices.append(f"{key}={_count(given, option)}")
-    loaded = load(root, [*asked.overrides, *devices], asked.config, asked.search)
+    loaded = load(root, [*parsed.overrides, *devices], parsed.config, parsed.search)
     clashes: list[str] = []
     for finding in check(loaded):
         if finding.level == "error" and finding.key.endswith(DIVIDING):
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     cluster = PlannedCluster(device_of(given.get("--gpu", OTHER)), trainer.nnodes, trainer.n_gpus_per_node)
     advice = advise(config, cluster)
     turned = alternatives(config, cluster)
-    if "--json" in asked.switches:
+    if "--json" in parsed.switches:
         sys.stdout.write(json.dumps(as_values(advice, turned), indent=2) + "\n")
     else:
         sys.stdout.write(as_text(advice, turned))

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Compose the configuration, examine it, train."""
-    asked = parse(arguments)
+    options = parse(arguments)
     root = "ppo_trainer"
-    if (asked.config or "").startswith("ppo_megatron_trainer"):
+    if (options.config or "").startswith("ppo_megatron_trainer"):
         root = "ppo_megatron_trainer"
-    loaded = load(root, asked.overrides, asked.config, asked.search)
+    loaded = load(root, options.overrides, options.config, options.search)
     from strop.preflight.examine import examine, require
     from strop.shared.start import TrainingProgram, start
 

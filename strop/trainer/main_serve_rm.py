@@ -14,8 +14,8 @@ from strop.shared.process_setup import prepare_process
 
 def run(arguments: Sequence[str]) -> int:
     """Compose, examine, serve until a signal stops the process."""
-    asked = parse(arguments)
-    loaded = load("reward_server", asked.overrides, asked.config, asked.search)
+    options = parse(arguments)
+    loaded = load("reward_server", options.overrides, options.config, options.search)
     from strop.preflight.examine import require
 
     require(loaded)

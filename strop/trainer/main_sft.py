@@ -32,8 +32,8 @@ if __name__ == "__main__":
 
 def run_supervised(root: str, arguments: Sequence[str]) -> int:
     """Run the program of `root`: sft_trainer, rm_trainer or dpo_trainer."""
-    asked = parse(arguments)
-    loaded = load(root, asked.overrides, asked.config, asked.search)
+    options = parse(arguments)
+    loaded = load(root, options.overrides, options.config, options.search)
     from strop.preflight.examine import examine, require
     from strop.shared.start import TrainingProgram, start
 

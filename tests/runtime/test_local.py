@@ -48,7 +48,7 @@ def test_a_rank_that_fails_ends_the_others(monkeypatch, capfd):
     assert time.monotonic() - start < 30
     said = capfd.readouterr().err
     assert re.search(
-        r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before it said where it is; the others were stopped",
+        r"Rank 1 of 2 \(host \S+\) was ended by SIGKILL before its first heartbeat; the others were stopped",
         said,
     )
 

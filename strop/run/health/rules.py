@@ -243,13 +243,13 @@ def value_failure(history: History) -> RuleFinding | None:
     if explained is None or spread is None or spread[0] == spread[1]:
         return None
     if explained < HARMFUL_CRITIC:
-        said = "it is worse than guessing the mean, and misleads the actor"
+        meaning = "it is worse than guessing the mean, and misleads the actor"
     elif history.steps >= PATIENCE and explained < USELESS_CRITIC:
-        said = "it has learned nothing about the returns"
+        meaning = "it has learned nothing about the returns"
     else:
         return None
     return RuleFinding(
-        f"The critic explains {explained:.2f} of the variance of returns: {said}.",
+        f"The critic explains {explained:.2f} of the variance of returns: {meaning}.",
         {"critic/vf_explained_var": explained},
     )
 
@@ -266,8 +266,8 @@ def rollout_mismatch(history: History) -> RuleFinding | None:
     if ages:
         young = [gap for gap, age in zip(gaps, ages) if age == 0]
     if young and (len(young) >= 3 or any(ages)) and (gap := median(young[-3:])) > MISMATCH_LIMIT:
-        said = "on average, for samples of the same weights" if any(ages) else "on average"
-        return _differ(gap, said, {name: gap})
+        meaning = "on average, for samples of the same weights" if any(ages) else "on average"
+        return _differ(gap, meaning, {name: gap})
     gap = history.recent(name, 3) or 0.0
     age = history.recent("staleness/mean", 3) or 0.0
     if not any(ages) or gap <= MISMATCH_LIMIT + MISMATCH_PER_UPDATE * age:
@@ -279,10 +279,10 @@ def rollout_mismatch(history: History) -> RuleFinding | None:
     )
 
 
-def _differ(gap: float, said: str, values: dict[str, float]) -> RuleFinding:
+def _differ(gap: float, meaning: str, values: dict[str, float]) -> RuleFinding:
     return RuleFinding(
         f"The engine that samples and the trainer that learns differ by {gap:.3g} in the probability of "
-        f"tokens, {said}.",
+        f"tokens, {meaning}.",
         values,
     )
 

@@ -99,8 +99,8 @@ def _rank_files(folder: Path) -> list[Path]:
 
 
 def _world_size(file: Path) -> int:
-    said = read_object(file)
-    world = said.get("world_size")
+    content = read_object(file)
+    world = content.get("world_size")
     if type(world) is not int or world < 1:
         raise ValueError(f"{file} has world_size={str(world)[:40]}; it must be a number of at least 1.")
     return world
@@ -109,12 +109,12 @@ def _world_size(file: Path) -> int:
 def read_object(file: Path) -> dict[str, object]:
     """A file of JSON that holds keys and values; ValueError if it does not."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {str(error)[:200]}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{file} holds a {type(said).__name__}; keys and values are needed.")
-    return said
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}; keys and values are needed.")
+    return content
 
 
 def _concatenate(name: str, shards: Sequence[Shard]) -> Tensor:
