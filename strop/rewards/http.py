@@ -1,18 +1,31 @@
-"""POST JSON to a server, with retries until a deadline."""
+"""POST JSON to a server, with retries until a deadline.
+
+A server that is not there (connection refused or reset, 408, 425, 429, 502, 503, 504) may be restarting: the
+request is sent again, with growing pauses, until its timeout. Other failures (500, a reply that is not JSON)
+are more likely a fault of the server, and are tried a few times only.
+"""
 
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
+import logging
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 
-MAX_TRIES = 5
-PAUSE = 1.0  # seconds between tries
-RETRYABLE_STATUS = (408, 425, 429)
+logger = logging.getLogger(__name__)
+
+MAX_FAULTS = 5
+"""Tries that a server may answer with 500 or with something that is not JSON."""
+PAUSE = 1.0
+"""Seconds before the second try; each further pause is twice as long."""
+MAX_PAUSE = 30.0
+UNAVAILABLE_STATUS = (408, 425, 429, 502, 503, 504)
+NOTICE_SECONDS = 60.0
+"""Between two warnings about the same server."""
 
 
 class RequestTooLarge(ConnectionError):
@@ -26,7 +39,7 @@ def post_json(
     what: str,
     timeout: float,
     headers: Mapping[str, str] | None = None,
-    tries: int = MAX_TRIES,
+    max_faults: int = MAX_FAULTS,
     pause: float = PAUSE,
     on_retry: Callable[[], None] = lambda: None,
 ) -> tuple[object, str]:
@@ -37,17 +50,59 @@ def post_json(
     """
     body = json.dumps(content, default=str).encode()
     deadline = time.monotonic() + timeout
-    for attempt in itertools.count(1):
+    faults = 0
+    attempt = 0
+    while True:
         url = next_url()
+        attempt += 1
         try:
-            return _post(url, body, headers or {}, deadline), url
+            reply = _post(url, body, headers or {}, deadline)
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            wait = max(pause, _retry_after(error))
-            if attempt == tries or not _is_retryable(error) or time.monotonic() + wait >= deadline:
+            faults += not _is_unavailable(error)
+            left = deadline - time.monotonic()
+            # Near the deadline the pauses get shorter, so that the timeout is used to its end.
+            wait = max(min(pause * 2 ** min(attempt - 1, 16), MAX_PAUSE, left / 2), _retry_after(error))
+            if faults >= max_faults or _is_refusal(error) or left < pause or wait >= left:
                 raise _explained(error, what, url, attempt) from error
+            _notices.failed(what, url, error, left)
+        else:
+            _notices.answered(what, url)
+            return reply, url
         on_retry()
         time.sleep(wait)
-    raise AssertionError("unreachable")
+
+
+class OutageNotices:
+    """Warns when a server does not answer, and says when it answers again; many requests fail at once, so
+    each server is named once per NOTICE_SECONDS."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._down: dict[str, tuple[float, float]] = {}
+        """By address: when the outage began, and when it was last logged."""
+
+    def failed(self, what: str, url: str, error: Exception, left: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            since, logged = self._down.get(url, (now, -NOTICE_SECONDS))
+            due = now - logged >= NOTICE_SECONDS
+            self._down[url] = (since, now if due else logged)
+        if due:
+            logger.warning(
+                "The %s %s does not answer (%s: %s). It is tried again for %.0f s.",
+                *(what, url, type(error).__name__, error, left),
+            )
+
+    def answered(self, what: str, url: str) -> None:
+        if url not in self._down:
+            return
+        with self._lock:
+            found = self._down.pop(url, None)
+        if found is not None:
+            logger.warning("The %s %s answers again, after %.1f s.", what, url, time.monotonic() - found[0])
+
+
+_notices = OutageNotices()
 
 
 def _post(url: str, body: bytes, headers: Mapping[str, str], deadline: float) -> object:
@@ -59,11 +114,18 @@ def _post(url: str, body: bytes, headers: Mapping[str, str], deadline: float) ->
     return content
 
 
-def _is_retryable(error: Exception) -> bool:
-    """Whether the same request may succeed later; not if the server understood and refused it."""
+def _is_unavailable(error: Exception) -> bool:
+    """Whether the server is not there, or has no time now."""
     if isinstance(error, urllib.error.HTTPError):
-        return error.code >= 500 or error.code in RETRYABLE_STATUS
-    return True
+        return error.code in UNAVAILABLE_STATUS
+    return isinstance(error, OSError | http.client.RemoteDisconnected | http.client.IncompleteRead)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server understood the request and refused it: the same request would be refused again."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return False
+    return error.code < 500 and error.code not in UNAVAILABLE_STATUS
 
 
 def _retry_after(error: Exception) -> float:

@@ -4,7 +4,7 @@
     -> {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}      the last two are optional
 
 Samples are distributed over the servers. A request that fails is sent again, to the next server, until it
-times out; one that a server finds too large is split in two.
+times out, so a server may restart; one that a server finds too large is split in two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from strop.concurrency import call_each
 from strop.rewards.base import RewardSample
-from strop.rewards.http import MAX_TRIES, PAUSE, RequestTooLarge, post_json
+from strop.rewards.http import MAX_FAULTS, PAUSE, RequestTooLarge, post_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,11 +36,11 @@ class RewardServerClient:
         *,
         timeout: float = 300.0,
         workers: int = 1,
-        tries: int = MAX_TRIES,
+        max_faults: int = MAX_FAULTS,
         pause: float = PAUSE,
     ):
         """At most `workers` concurrent requests, but at least one per server; `timeout` is for one
-        request."""
+        request, retries included."""
         if isinstance(urls, str):
             urls = [urls]
         self.urls = list(urls)
@@ -52,7 +52,7 @@ class RewardServerClient:
                 )
         self.tokenizer = tokenizer
         self.timeout = timeout
-        self.tries = tries
+        self.max_faults = max_faults
         self.pause = pause
         self.workers = max(workers, len(self.urls))
         self.retried = 0
@@ -83,7 +83,7 @@ class RewardServerClient:
                 self._body(samples),
                 what="reward server",
                 timeout=deadline - time.monotonic(),
-                tries=self.tries,
+                max_faults=self.max_faults,
                 pause=self.pause,
                 on_retry=self._count_retry,
             )

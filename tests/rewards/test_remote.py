@@ -21,7 +21,7 @@ Answer = Callable[[dict[str, Any]], tuple[int, Any]]
 class Server:
     """Answers with `answer(question)`: a status, and something to send as JSON (bytes are sent as they are)."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, port: int = 0):
         self.questions: list[dict[str, Any]] = []
         server = self
 
@@ -39,7 +39,7 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}/get_reward"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -53,8 +53,8 @@ class Server:
 def serve() -> Iterator[Callable[[Answer], Server]]:
     started: list[Server] = []
 
-    def start(answer: Answer) -> Server:
-        started.append(Server(answer))
+    def start(answer: Answer, port: int = 0) -> Server:
+        started.append(Server(answer, port))
         return started[-1]
 
     yield start
@@ -140,10 +140,44 @@ def test_refusals_are_not_retried(serve: Any) -> None:
     assert len(server.questions) == 1
 
 
-def test_tries_end(serve: Any) -> None:
-    server = serve(lambda _: (500, {}))
-    [error] = asked(RewardServerClient(server.url, TOKENIZER, tries=3, pause=0.01), ["a"])
+@pytest.mark.parametrize("reply", [(500, {}), (200, b"not json")])
+def test_a_fault_of_the_server_is_tried_a_few_times(serve: Any, reply: tuple[int, Any]) -> None:
+    server = serve(lambda _: reply)
+    [error] = asked(RewardServerClient(server.url, TOKENIZER, max_faults=3, pause=0.01), ["a"])
     assert "after 3 tries" in str(error) and len(server.questions) == 3
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_busy_server_is_tried_until_the_timeout(serve: Any, status: int) -> None:
+    replies = iter([(status, {})] * 12 + [(200, {"rewards": [2.0]})])
+    model = RewardServerClient(serve(lambda _: next(replies)).url, TOKENIZER, pause=0.0001, timeout=20)
+    assert asked(model, ["a"]) == [2.0] and model.retried == 12
+
+
+def test_a_server_that_restarts_is_waited_for(serve: Any, caplog: Any) -> None:
+    first = serve(lengths)
+    port = first.http.server_port
+    first.close()
+    # More tries than a fault is given, within the timeout.
+    model = RewardServerClient(first.url, TOKENIZER, timeout=20, max_faults=2, pause=0.02)
+    restart = threading.Timer(0.4, lambda: serve(lengths, port))
+    restart.start()
+    assert asked(model, ["a", "ab"]) == [15.0, 16.0] and model.retried > 2
+    restart.join()
+    notices = [record.getMessage() for record in caplog.records]
+    assert len(notices) == 2, notices
+    assert f"{first.url} does not answer" in notices[0] and "is tried again for" in notices[0]
+    assert f"{first.url} answers again, after" in notices[1]
+
+
+def test_a_server_that_stays_away_ends_at_the_timeout(serve: Any) -> None:
+    gone = serve(lengths)
+    gone.close()
+    start = time.monotonic()
+    model = RewardServerClient(gone.url, TOKENIZER, timeout=0.5, pause=0.02)
+    [error] = asked(model, ["a"])
+    assert isinstance(error, ConnectionError) and gone.url in str(error)
+    assert 0.4 < time.monotonic() - start < 1.5
 
 
 def test_a_hanging_server_costs_its_own_samples(serve: Any) -> None:

@@ -147,11 +147,10 @@ def test_a_port_that_is_taken(served):
 def test_a_server_that_is_not_there_stops_the_run_with_a_reason(overrides):
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-    with pytest.raises(
-        ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after 5 tries"
-    ):
+    with pytest.raises(ValueError, match=r"Scoring failed for all 32 samples.*gave no usable answer after"):
         run(
             overrides,
             f"reward_model.remote_url=http://127.0.0.1:{port}/get_reward",
+            "reward_model.timeout=1.5",
             "trainer.val_before_train=false",
         )
