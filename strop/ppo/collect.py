@@ -27,6 +27,13 @@ from strop.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
+FIRST_NOTICE = 3
+"""Draws in a row without a usable prompt after which dynamic sampling warns; again after twice as many."""
+MAX_EMPTY_DRAWS = 10
+"""Such draws, and multiples of the prompts of a step, after which it ends the run by default."""
+SHOWN_PROMPTS = 3
+SHOWN_SCORES = 8
+
 Draw = Callable[[], list[Prompt]]
 """Returns the next prompts of the training data."""
 
@@ -60,8 +67,8 @@ class GroupFilter:
 
     metric: str
     bounds: tuple[float, float] | None
-    max_draws: int
-    """0: no limit."""
+    max_draws: int | None
+    """None: no limit while some prompts are kept; see `EmptyDraws`. 0: no limit."""
 
     def keep(self, trajectories: Sequence[Trajectory]) -> list[bool]:
         """Whether to keep each trajectory. A prompt needs at least two samples with a score."""
@@ -90,6 +97,56 @@ class GroupFilter:
                 f"{known}."
             )
         return float(trajectory.extras[self.metric])
+
+
+@dataclass
+class EmptyDraws:
+    """Counts the draws in a row of which the filter kept no prompt."""
+
+    group_filter: GroupFilter
+    wanted: int
+    """Prompts of a step."""
+    draws: int = 0
+    prompts: int = 0
+    next_notice: int = FIRST_NOTICE
+
+    def count(self, prompts: int, kept: int, fresh: Sequence[Trajectory], *, found: int) -> None:
+        """Count a draw; warn after some empty ones, and end a run that would go on for ever. `found`: the
+        prompts that the step has."""
+        if kept:
+            self.draws = 0
+            self.prompts = 0
+            self.next_notice = FIRST_NOTICE
+            return
+        self.draws += 1
+        self.prompts += prompts
+        situation = (
+            f"Dynamic sampling kept none of the last {self.prompts} prompts ({self.draws} draws in a row); "
+            f"the step has {found} of {self.wanted}. Scores of the last ones: {shown_scores(fresh)}."
+        )
+        endless = self.draws >= MAX_EMPTY_DRAWS and self.prompts >= MAX_EMPTY_DRAWS * self.wanted
+        if endless and self.group_filter.max_draws is None:
+            raise ValueError(
+                f"{situation} Does the reward distinguish responses? Raise rollout.n, use easier or harder "
+                "prompts, or set algorithm.filter_groups.max_num_gen_batches (0: no limit)."
+            )
+        if self.draws >= self.next_notice:
+            self.next_notice = 2 * self.draws
+            log.warning("%s", situation)
+
+
+def shown_scores(trajectories: Sequence[Trajectory]) -> str:
+    """The scores of the last prompts, for messages."""
+    scores: dict[int, list[str]] = {}
+    rows: dict[int, int] = {}
+    for t in trajectories:
+        rows[t.group] = t.prompt.index
+        scores.setdefault(t.group, []).append("failed" if t.score is None else f"{t.score:g}")
+    parts = []
+    for group in list(scores)[-SHOWN_PROMPTS:]:
+        more = "" if len(scores[group]) <= SHOWN_SCORES else " ..."
+        parts.append(f"row {rows[group]}: {' '.join(scores[group][:SHOWN_SCORES])}{more}")
+    return "; ".join(parts) or "none"
 
 
 @dataclass
@@ -148,6 +205,7 @@ class Collector:
         groups: dict[int, None] = {}
         draws = 0
         drawn = 0
+        empty = EmptyDraws(group_filter, prompts)
         while len(groups) < prompts:
             if group_filter.max_draws and draws >= group_filter.max_draws:
                 raise ValueError(
@@ -156,10 +214,12 @@ class Collector:
                     "prompts."
                 )
             count, fresh = self._sample_and_score(draw, 1, step, drawn, record)
+            before = len(groups)
             for trajectory, keep in zip(fresh, group_filter.keep(fresh)):
                 if keep:
                     kept.append(trajectory)
                     groups[trajectory.group] = None
+            empty.count(count, len(groups) - before, fresh, found=len(groups))
             draws += 1
             drawn += count
         record.add({"train/num_gen_batches": draws, "train/filtered_groups": drawn - len(groups)})

@@ -43,8 +43,10 @@ class FilterGroupsConfig:
     """Value that must differ between samples: score, acc, or any key that the scorer returns."""
     range: list[float] | None = setting(None)
     """Keep prompts whose mean lies strictly between low and high, instead of prompts whose samples differ."""
-    max_num_gen_batches: int = setting(0, at_least=0)
-    """Fail after this many generation batches for one training batch. 0: no limit."""
+    max_num_gen_batches: int | None = setting(None, at_least=0)
+    """Fail after this many generation batches for one training batch. Null: fail after 10 batches in a row,
+    with at least 10 times data.train_batch_size prompts, of which no prompt was kept. 0: no limit. A warning
+    with the last scores comes after 3 such batches in every case."""
 
 
 @dataclass(eq=False)
