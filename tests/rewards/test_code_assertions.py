@@ -173,6 +173,12 @@ def test_a_program_cannot_deceive_assertions(name):
     assert compute_score(program, truth, sandbox=settings)["score"] == 0.0
 
 
+def test_what_a_test_prints_does_not_reach_the_next_one():
+    """The process of the next test is a copy of the one that reads the output."""
+    show = "import sys\nfor stream in (sys.stdout, sys.stderr):\n    print('assert f(1) == 1234567', file=stream, flush=True)\n"
+    assert score(READ_SELF, f"{show}assert f(1) == 1234567", "assert f(2) == 1234567") == 0.0
+
+
 def test_conditions_on_objects_of_the_program_fail():
     program = ALWAYS_EQUAL.format(base="") + "def f(): return Yes()\ndef lists(): return [Yes()]"
     assertions = [

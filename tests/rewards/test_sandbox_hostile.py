@@ -221,3 +221,11 @@ def test_a_weak_level_is_named_in_a_warning(caplog):
     launch._warn_of_weak_level.cache_clear()
     assert launch.choose_isolation("limits").level == launch.choose_isolation("limits").level == "limits"
     assert caplog.text.count("weak isolation") == 1 and "network is OPEN" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["an exception that cannot be shown", "a traceback that fails", "an interpreter without modules"]
+)
+def test_an_exception_is_a_failure_also_if_it_cannot_be_shown(name):
+    [outcome] = run_tests(f"print(3, flush=True)\n{SCRIPTS[name]}", [{"stdin": ""}], level=HERE[0])
+    assert outcome.status == "error" and outcome.stdout == "3\n"
