@@ -37,6 +37,7 @@ def add_adapters(
     A scalar head is trained whole: it is too small to adapt.
     """
     peft = require("peft", extra="lora", why="LoRA (lora_rank > 0)")
+    _check_rank(model, rank)
     if isinstance(getattr(model, HEAD, None), nn.Linear):
         exclude_modules = _with_head(exclude_modules)
     settings = peft.LoraConfig(
@@ -56,6 +57,27 @@ def add_adapters(
             f"({error})"
         ) from error
     return _train_head(adapted)
+
+
+def _check_rank(model: nn.Module, rank: int) -> None:
+    """Refuse a rank that is larger than the smaller side of every matrix: A and B would have more weights
+    than the matrices, can express nothing more, and take minutes to build."""
+    largest = 0
+    where = ""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and min(module.weight.shape) > largest:
+            largest = min(module.weight.shape)
+            where = f"{name} is {module.out_features} x {module.in_features}"
+    if largest and rank > largest:
+        raise ValueError(rank_message(rank, largest, where))
+
+
+def rank_message(rank: int, largest: int, where: str) -> str:
+    """Why a LoRA rank is too large."""
+    return (
+        f"lora_rank={rank} is larger than the smaller side of every matrix of the model ({where}). A rank "
+        f"over {largest} adds weights and can express nothing more. Use at most {largest}; 8 to 64 is usual."
+    )
 
 
 def _pattern_or_list(modules: str | Sequence[str] | None) -> str | list[str] | None:

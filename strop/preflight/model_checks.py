@@ -58,6 +58,23 @@ def local_model_config(model: ModelConfig) -> PreTrainedConfig | None:
     return config
 
 
+def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
+    """An error if lora_rank is larger than every matrix of a model on this machine. In a decoder one side of
+    each matrix is the hidden size or smaller."""
+    from strop.models.lora import rank_message
+
+    if model.lora_rank <= 0 or model.lora_adapter_path:
+        return []
+    try:
+        config = local_model_config(model)
+    except ValueError as problem:
+        return [error(f"{key}.path", str(problem))]
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(hidden, int) or model.lora_rank <= hidden:
+        return []
+    return [error(f"{key}.lora_rank", rank_message(model.lora_rank, hidden, f"its hidden size is {hidden}"))]
+
+
 def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:
     """Errors if the folder holds another kind of model than `wanted`, or a file of weights is incomplete."""
     from strop.models.heads import wrong_head

@@ -24,6 +24,7 @@ from strop.preflight.model_checks import (
     find_tokenizer,
     head_findings,
     local_model_config,
+    lora_findings,
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport
@@ -60,6 +61,9 @@ def examine_ppo(config: PpoConfig, report: PreflightReport) -> int | None:
     report.findings += _models(config, tokenizer is not None)
     if tokenizer is not None and report.ok:
         report.findings += _positions(config)
+        report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
+        if has_critic(config):
+            report.findings += lora_findings(config.critic.model, "critic.model")
     if config.algorithm.pretrain_files:
         report.findings += _pretrain_files(config.algorithm.pretrain_files, tokenizer)
     sources: dict[str, SourceReport] = {}

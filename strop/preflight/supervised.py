@@ -19,6 +19,7 @@ from strop.preflight.model_checks import (
     find_tokenizer,
     head_findings,
     local_model_config,
+    lora_findings,
 )
 from strop.preflight.report import PreflightReport
 
@@ -87,7 +88,7 @@ def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
             findings += head_findings(key, path, wanted)
         except ValueError as refused:
             findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
-    return findings
+    return findings or lora_findings(config.model, "model")
 
 
 def template_findings(config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, cast
 
@@ -22,6 +24,8 @@ from strop.config.schema.reward import SandboxFusionConfig
 from strop.registry import Entry, did_you_mean, load_attribute, nearest
 from strop.rewards.base import RewardSample
 from strop.rewards.timelimit import shared_pool
+
+log = logging.getLogger(__name__)
 
 TIME_LIMIT = 10.0  # seconds for one response, in scorers that can hang
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -224,10 +228,13 @@ class RewardFunction:
 
     def run(self, call: ScorerCall, timeout: float | None = None) -> object:
         """Make the call; an awaitable result is awaited on a background event loop."""
-        result = call.function(*call.args, **call.kwargs)
-        if inspect.isawaitable(result):
-            return self._loop.run(_as_coroutine(result), timeout or self.timeout)
-        return result
+        try:
+            result = call.function(*call.args, **call.kwargs)
+            if inspect.isawaitable(result):
+                return self._loop.run(_as_coroutine(result), timeout or self.timeout)
+            return result
+        finally:
+            reopen_streams(self.name)
 
     def close(self) -> None:
         """Stop the background event loop."""
@@ -277,6 +284,43 @@ class RewardFunction:
             f"{self.name} requires {', '.join(names)}, which it is not given by keyword. Arguments: "
             f"{', '.join(sorted(given))}; add your own with custom_reward_function.reward_kwargs.{hint}"
         )
+
+
+STREAMS = {"stdout": 1, "stderr": 2}
+"""Names in `sys` and file descriptors."""
+
+
+def reopen_streams(function: str) -> None:
+    """Open stdout and stderr again if a reward function closed them: the run writes to both, and a file that
+    is opened later would get the free descriptor and be written over."""
+    for name, number in STREAMS.items():
+        stream = getattr(sys, name)
+        lost = _reopen_descriptor(number)
+        if stream is not None and stream.closed:
+            again = getattr(sys, f"__{name}__")
+            if again is None or again.closed:
+                again = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            setattr(sys, name, again)
+            lost = True
+        if lost:
+            log.warning("The reward function %s closed %s, which was opened again.", function, name)
+
+
+def _reopen_descriptor(number: int) -> bool:
+    """Point a closed descriptor to the other stream, or to nothing; returns whether it was closed."""
+    try:
+        os.fstat(number)
+        return False
+    except OSError:
+        pass
+    try:
+        os.dup2(3 - number, number)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
+    return True
 
 
 def load_function(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import signal
 import socket
@@ -23,14 +24,20 @@ from typing import BinaryIO, cast
 import torch
 
 from strop.ranks import Ranks, SharedFailure
-from strop.run.heartbeat import worker_log_file
+from strop.run.heartbeat import read_worker_states, worker_log_file
 from strop.run.watchdog import HUNG
 from strop.runtime.failure import WAITED, RankFailure, describe, first_cause
 from strop.runtime.launch import LAUNCHED, OutputTail, omp_threads_per_rank
 
+log = logging.getLogger(__name__)
+
 GRACE_SECONDS = 10.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
 POLL_SECONDS = 0.05
+FIRST_REPORT_SECONDS = 5.0
+MAX_REPORT_SECONDS = 60.0
+MAX_PHASES = 8
+"""Of the reports while ranks start: the first, the longest pause, and how many ranks are named."""
 STACK_SECONDS = 0.5
 """Seconds in which ranks write their stacks."""
 LOST_CONNECTION = (
@@ -80,6 +87,7 @@ def run_ranks(
         LAUNCHED: str(os.getpid()),
         **(environment or {}),
     }
+    start = StartReport(world, directory)
     ranks = []
     for rank in range(world):
         variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -89,7 +97,7 @@ def run_ranks(
         stderr = cast(BinaryIO, process.stderr)
         tails.append(OutputTail(stderr, sys.stderr.write, worker_log_file(directory, rank)))
     try:
-        failure = _watch(ranks)
+        failure = _watch(ranks, start)
     finally:
         _end(ranks)
     if failure is None:
@@ -97,7 +105,48 @@ def run_ranks(
     return replace(failure, host=socket.gethostname(), last_lines=tails[failure.rank].last_lines())
 
 
-def _watch(ranks: Sequence[RankProcess]) -> RankFailure | None:
+class StartReport:
+    """Logs where the ranks are until one has begun a step: they import libraries and build models,
+    which can take minutes where processes share few cores."""
+
+    def __init__(self, world: int, directory: Path) -> None:
+        self._world = world
+        self._directory = directory
+        self._start = time.monotonic()
+        self._began = time.time()
+        self._next: float | None = FIRST_REPORT_SECONDS
+        cores = len(os.sched_getaffinity(0))
+        shared = ""
+        if cores < world:
+            shared = f" They share {cores} CPU core{'s' * (cores > 1)}, so this takes longer."
+        log.info(
+            "Starting %d ranks on this machine; each imports its libraries and builds its models.%s What "
+            "they write: %s",
+            world,
+            shared,
+            worker_log_file(directory, 0).parent,
+        )
+
+    def poll(self) -> None:
+        """Log a line if it is time for one."""
+        seconds = time.monotonic() - self._start
+        if self._next is None or seconds < self._next:
+            return
+        self._next = min(2 * self._next, self._next + MAX_REPORT_SECONDS)
+        phases: list[str] = []
+        for state in read_worker_states(self._directory):
+            if state.since >= self._began and state.rank < self._world:
+                phases.append(f"rank {state.rank} {state.phase}, step {state.step}")
+                if state.step >= 1:
+                    self._next = None  # from here on the steps themselves are logged
+        waiting = self._world - len(phases)
+        if waiting:
+            phases.append(f"{waiting} importing libraries")
+        if self._next is not None:
+            log.info("After %d s the ranks are starting: %s.", seconds, "; ".join(phases[:MAX_PHASES]))
+
+
+def _watch(ranks: Sequence[RankProcess], start: StartReport) -> RankFailure | None:
     """Wait until all ranks have ended, or one has failed and the others had time to end."""
     with _forward_signals(ranks) as signals:
         while True:
@@ -106,6 +155,7 @@ def _watch(ranks: Sequence[RankProcess]) -> RankFailure | None:
                 break
             if all(code == 0 for code in codes):
                 return None
+            start.poll()
             time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + GRACE_SECONDS
         while _running(ranks) and time.monotonic() < deadline:

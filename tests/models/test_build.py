@@ -36,3 +36,11 @@ def test_a_change_of_precision_is_logged_once(monkeypatch, caplog):
     build._warn_fp32.cache_clear()
     assert [build.compute_dtype("bfloat16", torch.device("cpu")) for _ in range(3)] == [torch.float32] * 3
     assert caplog.text.count("no bf16 instructions") == 1
+
+
+def test_adapters_larger_than_every_matrix_are_refused() -> None:
+    from strop.models.lora import add_adapters
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    with pytest.raises(ValueError, match=r"lora_rank=100000 .* \(0 is 16 x 8\).* Use at most 8"):
+        add_adapters(model, rank=100_000, alpha=1)

@@ -178,6 +178,21 @@ def test_sequences_longer_than_the_model(overrides):
     ).ok
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["actor_rollout_ref.model.lora_rank=100000"], "actor_rollout_ref.model.lora_rank"),
+        (["algorithm.adv_estimator=gae", "critic.model.lora_rank=33"], "critic.model.lora_rank"),
+    ],
+)
+def test_a_rank_of_adapters_over_every_matrix(overrides, more, key):
+    """The model has a hidden size of 32; a rank of 100,000 took more than a minute to build."""
+    found = errors(examined(overrides, *more))
+    assert list(found) == [key]
+    assert "hidden size is 32" in found[key] and "Use at most 32" in found[key]
+    assert examined(overrides, "actor_rollout_ref.model.lora_rank=32").ok
+
+
 def test_an_architecture_that_nobody_knows(overrides, task, tmp_path):
     shutil.copytree(task / "model", tmp_path / "odd")
     settings = json.loads((tmp_path / "odd" / "config.json").read_text())

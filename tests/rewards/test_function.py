@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 from strop.rewards.base import build_samples, parse_verdict
-from strop.rewards.function import RewardFunction, load_function
+from strop.rewards.function import RewardFunction, load_function, reopen_streams
 from tests.rewards.scene import TOKENIZER, ids, trajectory
 
 
@@ -149,3 +152,74 @@ def test_a_scorer_may_write_in_extra_info_without_touching_the_row() -> None:
     t = trajectory(extra_info={"level": 1})
     build_samples([t], TOKENIZER)[0].extra_info["level"] = 99
     assert t.prompt.extra_info == {"level": 1}
+
+
+CLOSES = """
+import os, sys
+from strop.rewards.function import RewardFunction
+from strop.rewards.base import build_samples
+from tests.rewards.scene import TOKENIZER, trajectory
+
+def closes(solution_str):
+    {body}
+    return 1.0
+
+score = RewardFunction(closes)(build_samples([trajectory("a")], TOKENIZER)[0])
+print("score", score)
+sys.stderr.write("still here\\n")
+file = open(os.devnull)
+assert file.fileno() > 2, "a file took the place of a stream"
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "sys.stdout.close()",
+        "sys.stderr.close()",
+        "sys.stdout.close(); sys.stderr.close(); sys.__stdout__.close()",
+        "os.close(1)",
+        "os.close(1); os.close(2)",
+        "sys.stdout.close(); raise ValueError('no score')",
+    ],
+)
+def test_a_function_that_closes_the_output(
+    body: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In a process of its own, forked from this one: the streams belong to the whole process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            for number in (1, 2):
+                os.dup2(os.open(tmp_path / str(number), os.O_WRONLY | os.O_CREAT), number)
+            code = CLOSES.format(body=body)
+            if "raise" in body:
+                code = code.replace(
+                    "score = Rew", "import contextlib\nwith contextlib.suppress(ValueError): Rew"
+                )
+                code = code.replace('"score", score', '"score", 1.0')
+            exec(code, {})
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException as error:  # noqa: BLE001 - the parent reads it
+            os.write(os.open(tmp_path / "error", os.O_WRONLY | os.O_CREAT), repr(error).encode())
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, (tmp_path / "error").read_text()
+    lost = body.startswith("os.close(1); os")
+    if not lost:
+        assert "score 1.0" in (tmp_path / "1").read_text() + (tmp_path / "2").read_text()
+        assert "still here" in (tmp_path / "1").read_text() + (tmp_path / "2").read_text()
+
+
+def test_the_closed_output_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    reopen_streams("compute_score")
+    assert not sys.stdout.closed
+    assert [record.getMessage() for record in caplog.records] == [
+        "The reward function compute_score closed stdout, which was opened again."
+    ]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from strop.backends.fsdp.shard import make_mesh
+from strop.run.heartbeat import Heartbeat
 from strop.runtime import local
 from tests.backends.ranks import pytest_as_ranks
 
@@ -115,3 +116,24 @@ def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
     assert done.returncode == 0, done.stderr[-3000:]
     one, many = run(overrides), metrics(tmp_path / "ranks")
     assert many[4]["actor/pg_loss"] == pytest.approx(one[4]["actor/pg_loss"], rel=1e-5, abs=1e-6)
+
+
+def test_ranks_that_start_slowly_say_where_they_are(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "strop")
+    monkeypatch.setattr(local, "FIRST_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    report = local.StartReport(3, tmp_path)
+    assert "Starting 3 ranks" in caplog.text and "They share 1 CPU core, so" in caplog.text
+    assert str(tmp_path / "workers") in caplog.text
+    workers = tmp_path / "workers"
+    workers.mkdir()
+    beat = Heartbeat(tmp_path, 1, 3)
+    beat.beat(0, "starting")
+    caplog.clear()
+    report.poll()
+    assert "rank 1 starting, step 0; 2 importing libraries" in caplog.text
+    beat.beat(1, "gen")
+    caplog.clear()
+    report.poll()
+    report.poll()
+    assert caplog.text == "", "from the first step on the steps are logged"
