@@ -153,6 +153,16 @@ def test_the_search_for_cycles_finds_one():
     assert shape().import_cycles(made) == [["b", "c"]]
 
 
+def test_a_program_begins_after_all_of_its_file_is_defined():
+    """`python -m` runs the block of `__main__` where it stands; what is defined below it does not exist yet."""
+    wrong = []
+    for file in files():
+        for node in parsed(file).body[:-1]:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+                wrong.append(f"{file.relative_to(REPOSITORY)}:{node.lineno} must be the end of the file")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_heavy_libraries_have_one_home():
     wrong = []
     for file in files():

@@ -299,7 +299,7 @@ def reopen_streams(function: str) -> None:
         if stream is not None and stream.closed:
             again = getattr(sys, f"__{name}__")
             if again is None or again.closed:
-                again = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                again = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
             setattr(sys, name, again)
             lost = True
         if lost:

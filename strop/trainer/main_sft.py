@@ -25,11 +25,6 @@ def run(arguments: Sequence[str]) -> int:
     return run_supervised("sft_trainer", arguments)
 
 
-if __name__ == "__main__":
-    prepare_process()
-    sys.exit(answer(lambda: run(sys.argv[1:])))
-
-
 def run_supervised(root: str, arguments: Sequence[str]) -> int:
     """Run the program of `root`: sft_trainer, rm_trainer or dpo_trainer."""
     options = parse(arguments)
@@ -48,3 +43,8 @@ def _train(loaded: Loaded[AnySupervisedConfig], ranks: Ranks, report: PreflightR
     if report is not None:
         datasets = report.datasets
     build_supervised_trainer(loaded, datasets, ranks).fit()
+
+
+if __name__ == "__main__":
+    prepare_process()
+    sys.exit(answer(lambda: run(sys.argv[1:])))
