@@ -32,6 +32,7 @@ CLOCKS = (
     "memory",
     "staleness/",
     "time",
+    "prefill_share",  # of the time of a rollout
 )
 """Parts of the names of metrics that depend on how long something took."""
 

@@ -132,7 +132,7 @@ def rises(overrides, *more: str) -> dict[int, dict[str, float]]:
 
 
 def test_the_reward_rises_in_float16(overrides, tmp_path, monkeypatch):
-    for where in ("ppo.roles", "ppo.build", "shared.build"):
+    for where in ("ppo.roles", "shared.build"):
         monkeypatch.setattr(f"strop.{where}.compute_dtype", lambda name, device: dtype_of(name))
     reward = tmp_path / "sevens.py"
     reward.write_text(SEVENS)
