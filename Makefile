@@ -74,10 +74,10 @@ test-kernels: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m kernels -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
 
 # All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
+# The result is written to benchmarks/results/gpu_suite.json.
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
-	$(GPU_PYTHON) -c "import torch; assert torch.cuda.is_available(), 'no CUDA device'; print(torch.__version__, torch.cuda.get_device_name())"
-	$(GPU_PYTHON) -m pytest -m 'gpu and not vllm' $$(grep -rl 'pytest.mark.gpu' tests --include=*.py)
+	$(GPU_PYTHON) benchmarks/gpu_suite.py
 
 test-loggers: $(LOGGERS)/.ready
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/run

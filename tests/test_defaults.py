@@ -34,7 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs[-1]["response"] = pairs[-1]["chosen"]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     tokenizer = tiny_tokenizer()
-    tiny_model(tokenizer, hidden=256, layers=2).save_pretrained(folder / "model")
+    tiny_model(tokenizer, hidden=256, layers=2, max_model_len=512).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder
 
@@ -84,6 +84,18 @@ PPO = {
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ],
+    "long answers": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "data.max_response_length=256",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+    ],
+    "fp16": [
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float16",
+        "actor_rollout_ref.rollout.dtype=float16",
     ],
 }
 
