@@ -89,13 +89,13 @@ def kl_penalty(
             f"log_probs {tuple(log_probs.shape)} and ref_log_probs {tuple(ref_log_probs.shape)} must have "
             "one shape."
         )
-    function = KL_ESTIMATORS.get(estimator)
-    if function is full:
+    if estimator.strip().removesuffix("+") == "full":
         raise ValueError(
             f"The KL estimator {estimator!r} needs the logits of both models, not the log-probs of the "
             f"sampled tokens (got {tuple(log_probs.shape)}). Call `full(logits, ref_logits)`, or choose k1, "
             "k2 or k3."
         )
+    function = KL_ESTIMATORS.get(estimator)
     value = function(log_probs, ref_log_probs, **limits)
     if not estimator.strip().endswith("+"):
         return value

@@ -342,9 +342,8 @@ def make_schedule(optimizer: Optimizer, settings: OptimConfig) -> LambdaLR:
             f"lr_warmup_steps_ratio={settings.lr_warmup_steps_ratio} is a share of total_training_steps, "
             f"which is not known ({total}). Set total_training_steps or lr_warmup_steps."
         )
-    warmup = warmup_length(
-        max(total, 0), steps=settings.lr_warmup_steps, ratio=settings.lr_warmup_steps_ratio
-    )
+    ratio = settings.lr_warmup_steps_ratio
+    warmup = warmup_length(max(total, 0), steps=settings.lr_warmup_steps, ratio=ratio)
     known = {"total_steps": total} if total >= 1 else {}
     return make_scheduler(
         optimizer,
@@ -352,6 +351,7 @@ def make_schedule(optimizer: Optimizer, settings: OptimConfig) -> LambdaLR:
         warmup_steps=warmup,
         min_ratio=settings.min_lr_ratio or 0.0,
         num_cycles=settings.num_cycles,
+        stable_ratio=settings.wsd_stable_ratio,
         **known,
     )
 

@@ -176,11 +176,11 @@ def _why(on_policy: bool, per_epoch: int, epochs: int, prompts: int) -> str:
 
 
 def micro_batch_size(section: object, name: str, sequences: int, ranks: int) -> int:
-    """Sequences per forward on one device: the key `{name}_per_gpu`, its old form over all devices (`name`),
-    or a default."""
+    """Sequences per forward on one device: the old key over all devices (`name`), `{name}_per_gpu`, or a
+    default. The old key comes first because the new one may follow another key."""
     per_gpu: int | None = getattr(section, f"{name}_per_gpu")
     over_all: int | None = getattr(section, name)
-    if per_gpu is None and over_all is not None:
+    if over_all is not None:
         per_gpu = max(1, over_all // ranks)
     return min(per_gpu or DERIVED_MICRO_BATCH, sequences)
 

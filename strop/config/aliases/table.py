@@ -18,3 +18,15 @@ VALUES: dict[tuple[str, object], object] = {
     ("engine.mixed_precision", False): None,
 }
 """(key, value in verl) -> value of the same key here. None: the default."""
+
+_FULL_KL = (
+    "full needs the logits of both models, which are never kept; verl refuses it too. Choose low_var_kl "
+    "(k3), k2 or k1"
+)
+REFUSED_VALUES: dict[tuple[str, object], str] = {
+    ("algorithm.kl_penalty", "full"): _FULL_KL,
+    ("algorithm.kl_penalty", "full+"): _FULL_KL,
+    ("actor_rollout_ref.actor.kl_loss_type", "full"): _FULL_KL,
+    ("actor_rollout_ref.actor.kl_loss_type", "full+"): _FULL_KL,
+}
+"""(key, value) that verl's documentation names and that does not exist -> the reason."""

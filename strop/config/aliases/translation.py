@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Mapping
 
 from strop.config.aliases.row import Alias
-from strop.config.aliases.table import ALIASES, VALUES
+from strop.config.aliases.table import ALIASES, REFUSED_VALUES, VALUES
 from strop.config.typed import ConfigError
 
 
@@ -54,6 +54,8 @@ def translate(
         value = _translate_links(_current_value(path, said), root)
         if value != said and not isinstance(said, bool) and (path, said) in VALUES:
             notices.append(f"{path}={said} is now {path}={value}.")
+        if isinstance(said, str) and (path, said) in REFUSED_VALUES:
+            raise ConfigError(f"{path}: {REFUSED_VALUES[path, said]}.")
         found = _find(path, value, root)
         if found is None:
             current[path] = value

@@ -60,22 +60,10 @@ def kl_terms(loaded: Loaded[PpoConfig]) -> Findings:
         for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
             if key in set_by_user:
                 yield warning(key, f"{set_by_user[key]} has no effect without {ACTOR}.use_kl_loss=true.")
-    if algorithm.use_kl_in_reward:
-        yield from _estimator_without_logits("algorithm.kl_penalty", algorithm.kl_penalty)
-    if actor.use_kl_loss:
-        yield from _estimator_without_logits(f"{ACTOR}.kl_loss_type", actor.kl_loss_type)
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield warning(
             "algorithm.use_kl_in_reward",
             f"the KL acts twice, in the reward and in the loss: {objective(loaded.config)}.",
-        )
-
-
-def _estimator_without_logits(key: str, estimator: str) -> Findings:
-    if estimator.removesuffix("+") == "full":
-        yield error(
-            key,
-            "full needs the logits of both models, which are never kept. Choose low_var_kl (k3), k2 or k1.",
         )
 
 
@@ -100,6 +88,24 @@ def unsupported_strategy(key: str, chosen: str) -> Findings:
     reason = UNSUPPORTED_STRATEGIES.get(chosen)
     if reason is not None:
         yield error(key, f"{chosen}: {reason}. Use fsdp (FSDP2), or single.")
+
+
+def dropout(loaded: Loaded[PpoConfig]) -> Findings:
+    """Models of the run are trained without dropout."""
+    group = loaded.config.actor_rollout_ref
+    yield from dropout_rates("actor_rollout_ref.model", group.model)
+    yield from dropout_rates("critic.model", loaded.config.critic.model)
+
+
+def dropout_rates(section: str, model: ModelConfig) -> Findings:
+    """The same for the model at `section`: the layers would not get the rate of the configuration."""
+    for name, rate in model.override_config.items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(rate, int | float) and rate > 0:
+            yield error(
+                f"{section}.override_config.{name}",
+                f"{rate:g}, but models are trained without dropout: with it, the policy that is trained "
+                "would not be the policy that sampled. Set 0; weight_decay and lora_dropout regularise.",
+            )
 
 
 def lora(loaded: Loaded[PpoConfig]) -> Findings:

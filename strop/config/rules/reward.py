@@ -21,6 +21,9 @@ def score_source(loaded: Loaded[PpoConfig]) -> Findings:
             "reward_model.model.path",
             "reward_model.enable=true needs reward_model.model.path or reward_model.remote_url.",
         )
+    path = "reward_model.model.path"
+    if loaded.set_by_user.get(path) and not reward.enable and not judge.enable:
+        yield warning(path, "no effect: reward_model.enable is false. Set it to true to score with it.")
     if judge.enable and (reward.enable or reward.remote_url):
         yield error(
             "reward_model.judge.enable",

@@ -33,12 +33,11 @@ def sampling(loaded: Loaded[PpoConfig]) -> Findings:
             f"temperature=0 is greedy, so n={val.n} and do_sample={str(val.do_sample).lower()} change "
             "nothing. Set val_kwargs.temperature to sample.",
         )
-    do_sample = f"{ROLLOUT}.val_kwargs.do_sample"
-    if val.temperature > 0 and not val.do_sample and do_sample in loaded.set_by_user:
+    if val.temperature > 0 and not val.do_sample:
         yield warning(
-            do_sample,
-            f"false, but val_kwargs.temperature={val.temperature:g} samples all the same. Set the "
-            "temperature to 0 for greedy.",
+            f"{ROLLOUT}.val_kwargs.do_sample",
+            f"false, but val_kwargs.temperature={val.temperature:g} samples all the same. Set "
+            "do_sample=true, or the temperature to 0 for greedy.",
         )
 
 

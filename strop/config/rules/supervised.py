@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.derived import device_count
-from strop.config.rules.actor import lora_scale, two_betas, unsupported_strategy
+from strop.config.rules.actor import dropout_rates, lora_scale, two_betas, unsupported_strategy
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.parallelism import tensor_parallel
 
@@ -75,6 +75,11 @@ def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 def _frequency(key: str, value: int | str) -> Findings:
     if isinstance(value, str) and value != "after_each_epoch":
         yield error(key, f"expected a number of steps or after_each_epoch, got {value!r}.")
+
+
+def dropout(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """The model is trained without dropout."""
+    yield from dropout_rates("model", loaded.config.model)
 
 
 def lora(loaded: Loaded[AnySupervisedConfig]) -> Findings:

@@ -52,7 +52,7 @@ class CriticConfig:
     """SEQUENCES per forward and backward on one device. Null: derived."""
     forward_micro_batch_size: int | None = setting(None, at_least=1)
     """Deprecated form of the next key, counted over all devices."""
-    forward_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
+    forward_micro_batch_size_per_gpu: int | None = link("critic.ppo_micro_batch_size_per_gpu", at_least=1)
     """Sequences per forward pass when values are computed. Null: derived."""
     use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill micro-batches by tokens instead of by sequences."""

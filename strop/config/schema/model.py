@@ -132,6 +132,8 @@ class OptimConfig:
     """Schedule after warm-up: constant, cosine, linear or wsd (warm-up, stable, decay)."""
     min_lr_ratio: float | None = setting(0.0, at_least=0, at_most=1)
     """Minimum of a decaying schedule, as a fraction of lr."""
+    wsd_stable_ratio: float = setting(0.9, at_least=0, at_most=1)
+    """wsd: share of the steps after warm-up at the full learning rate; the rest decays to the minimum."""
     num_cycles: float = setting(0.5, above=0)
     """Cosine periods over the run; 0.5 decays once from lr to the minimum."""
     weight_decay: float = setting(0.01, at_least=0)

@@ -231,7 +231,9 @@ class RolloutConfig:
     """Return the log-probs of sampled tokens. Rollout correction and the mismatch metrics need them."""
     log_prob_micro_batch_size: int | None = setting(None, at_least=1)
     """Deprecated form of the next key, counted over all devices."""
-    log_prob_micro_batch_size_per_gpu: int | None = setting(None, at_least=1)
+    log_prob_micro_batch_size_per_gpu: int | None = link(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", at_least=1
+    )
     """Sequences per forward pass when log-probs are recomputed. Null: derived."""
     log_prob_use_dynamic_bsz: bool = link("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill these forward passes by tokens instead of by sequences."""
