@@ -18,8 +18,6 @@ ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1}
 _advantages = "strop.algorithms.advantages"
 ADVANTAGES.declare("gae", f"{_advantages}.returns:gae", needs=("values",))
 ADVANTAGES.declare("reinforce", f"{_advantages}.returns:reinforce")
-for _name in ("reward", "none"):  # names of older guides: the return itself, with no baseline
-    ADVANTAGES.declare(_name, f"{_advantages}.returns:reinforce")
 ADVANTAGES.declare("reinforce_plus_plus", f"{_advantages}.returns:reinforce_plus_plus")
 ADVANTAGES.declare("remax", f"{_advantages}.returns:remax", needs=("greedy_baseline",))
 ADVANTAGES.declare("grpo", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
