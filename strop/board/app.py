@@ -34,6 +34,8 @@ MAX_POINTS = 2000
 MAX_CURVES = 400
 MAX_PAGE_SIZE = 100
 MAX_SEARCH_LENGTH = 200
+MAX_PATH_LENGTH = 2000
+MAX_NUMBER = 1 << 31
 FRESH = 1.0
 """Seconds for which a list of runs is reused."""
 HEADERS = {
@@ -199,7 +201,10 @@ class BoardRequest:
 
     def index(self, name: str) -> int:
         """A number in the path."""
-        return int(self._path[name])
+        value = int(self._path[name])
+        if value > MAX_NUMBER:
+            raise BadRequest(f"{name} is over {MAX_NUMBER}.")
+        return value
 
     def many(self, name: str) -> list[str]:
         return list(dict.fromkeys(self.query.getlist(name)))
@@ -210,7 +215,7 @@ class BoardRequest:
             raise BadRequest(f"{name} has {len(value)} characters, {max_length} are the most.")
         return value
 
-    def number(self, name: str, default: int, limit: int = 1 << 31) -> int:
+    def number(self, name: str, default: int, limit: int = MAX_NUMBER) -> int:
         text = self.query.get(name, str(default))
         if not text.isascii() or not text.isdigit() or len(text) > 12:
             raise BadRequest(f"{name}={text[:40]!r} must be a whole number from 0 on.")
@@ -307,6 +312,8 @@ class AccessGuard:
     def _refused(self, request: Request) -> Response | None:
         """The answer to a request that is not allowed; None where it is."""
         plain = self.responses.PlainTextResponse
+        if len(request.url.path) > MAX_PATH_LENGTH:
+            return cast("Response", plain(f"The path is longer than {MAX_PATH_LENGTH} characters.\n", 400))
         if self.token is None:
             host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
             if host in self.hosts:

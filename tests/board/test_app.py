@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -309,3 +310,54 @@ def test_how_a_run_stands_by_what_its_workers_last_said(tmp_path: Path) -> None:
             "over": ("finished", None),
             "bad": ("failed", None),
         }
+
+
+ROUTES = [
+    "/api/runs",
+    "/api/curves",
+    "/api/runs/{a}/metrics",
+    "/api/runs/{a}/config",
+    "/api/runs/{a}/alerts",
+    "/api/runs/{a}/checkpoints",
+    "/api/runs/{a}/samples",
+    "/api/runs/{a}/samples/{b}",
+    "/api/runs/{a}/samples/{b}/{c}/{d}",
+    "/api/runs/{a}/samples/{b}/{c}/{d}/{e}",
+    "/{a}/{b}",
+]
+VALUES = [
+    "one",
+    "train",
+    "-1",
+    "9" * 5000,
+    "NaN",
+    "1e999",
+    "%ED%A0%80",
+    "%FF",
+    "%00",
+    "../..",
+    "[" * 500,
+    "a" * 3000,
+    "",
+]
+KEYS = ["run", "metric", "points", "step", "split", "offset", "limit", "search", "sort", "from", "%FF", "a[]"]
+
+
+def test_random_requests_are_answered_or_refused(url: str) -> None:
+    """200 seeded requests: no answer is an error of the server, and each has a body that is UTF-8."""
+    run = runs(url)["one"]["id"]
+    for case in range(200):
+        chance = random.Random(case)
+        words = {letter: chance.choice(VALUES) for letter in "bcde"}
+        path = chance.choice(ROUTES).format(a=chance.choice([*[run] * len(VALUES), *VALUES]), **words)
+        query = "&".join(f"{chance.choice(KEYS)}={chance.choice(VALUES)}" for _ in range(chance.randrange(4)))
+        status, _, _ = ask(url, f"{path}?{query}")
+        assert status < 500, f"case {case}"
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize("route", ["samples/train/{n}/0", "samples/train/0/{n}", "samples/train/history/{n}"])
+def test_numbers_of_any_length_in_the_address(url: str, route: str, digits: int) -> None:
+    run = runs(url)["one"]["id"]
+    status, _, _ = ask(url, f"/api/runs/{run}/{route.format(n='9' * digits)}")
+    assert 400 <= status < 500, status
