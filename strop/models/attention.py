@@ -14,10 +14,13 @@ between two passes.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +28,14 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from strop.models import varlen
+from strop.models.lora import base_model, decoder_of
 from strop.models.packing import AttentionGroup, Packing
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 PACKED = "strop_packed"
 
@@ -57,7 +63,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -71,12 +77,16 @@ def packed_attention(
     A token sees itself and, with a sliding window W, the W - 1 tokens before it. A soft cap c bounds the
     scores: c tanh(s / c).
     """
-    assert attention_mask is None and query.shape[0] == 1, "a packed row is alone and needs no mask"
-    if s_aux is not None:
-        raise ValueError(
-            f"{type(module).__name__} uses attention sinks, which packed attention does not know; set "
-            "use_remove_padding=False."
-        )
+    assert query.shape[0] == 1, "a packed row is alone"
+    problem = None
+    if packing is None:
+        problem = "is not given the borders of packed sequences by its model"
+    elif attention_mask is not None:
+        problem = "masks keys by a rule of its own, which packed attention does not know"
+    elif s_aux is not None:
+        problem = "uses attention sinks, which packed attention does not know"
+    if packing is None or problem is not None:
+        raise ValueError(f"{type(module).__name__} {problem}; set use_remove_padding=False.")
     window = None
     if sliding_window is not None and sliding_window < packing.longest:
         window = sliding_window
@@ -200,21 +210,87 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options, cap: f
 AttentionInterface.register(PACKED, packed_attention)
 
 
+PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers (`layer_types` of a configuration) in which tokens meet in causal attention alone, with or
+without a window."""
+
+
+def other_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kinds of layers of a model in which tokens meet in another way: convolutions, recurrent states,
+    chunks, keys that an indexer selects."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    return sorted(set(kinds) - PLAIN_KINDS)
+
+
+_obstacles: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
 def packing_obstacle(model: PreTrainedModel) -> str | None:
     """Why sequences of this model cannot be packed into one row, or None."""
-    config = model.config.get_text_config()
+    if model not in _obstacles:
+        _obstacles[model] = _find_obstacle(model)
+    return _obstacles[model]
+
+
+def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = False) -> bool:
+    """Whether to pack, where use_remove_padding asks for it: a model with an obstacle runs padded, and a line in
+    the log says so."""
+    obstacle = packing_obstacle(model) if wanted else None
+    if obstacle is None:
+        return wanted
+    name = type(base_model(model)).__name__
+    if sequence_parallel:
+        raise ValueError(
+            f"{name} cannot run packed: {obstacle}. Sequence parallelism divides packed rows; set "
+            "ulysses_sequence_parallel_size=1."
+        )
+    _log_padded(name, padded_attention(model), obstacle)
+    return False
+
+
+@cache
+def _log_padded(name: str, attention: str, obstacle: str) -> None:
+    """Once, although every pass asks."""
+    log.info(
+        "%s runs with padded rows (use_remove_padding=False) and attn_implementation=%s: %s.",
+        name,
+        attention,
+        obstacle,
+    )
+
+
+def _find_obstacle(model: PreTrainedModel) -> str | None:
+    core = base_model(model)
+    kinds = ", ".join(other_kinds(model.config))
     if getattr(model, "_is_stateful", False):
         return "it carries a recurrent state along the row, which would run from one sequence into the next"
-    if getattr(config, "attention_chunk_size", None):
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
         return "it attends in chunks counted from the beginning of the row"
+    if kinds:
+        return f"packed attention does not know its layers of the kind {kinds}"
+    for name, part in decoder_of(model).named_modules():
+        if isinstance(part, _ALONG_THE_ROW):
+            return f"{name} ({type(part).__name__}) would run from one sequence into the next"
+        if isinstance(getattr(part, "sinks", None), Tensor):
+            return "it has attention sinks, which packed attention does not know"
     if not model._can_set_attn_implementation():
         return "its attention function cannot be exchanged"
+    if "position_ids" not in inspect.signature(core.forward).parameters:
+        return "it counts positions from the beginning of the row"
     return None
 
 
+_ALONG_THE_ROW = (nn.Conv1d, nn.RNNBase)
+"""Modules that mix neighbouring tokens of a row and know no borders between sequences."""
+
+
 def padded_attention(model: PreTrainedModel) -> str:
-    """The default attention function of the padded layout. sdpa ignores a soft cap of the scores."""
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+    """The default attention function of the padded layout: sdpa, or eager where sdpa would leave something out
+    (a soft cap of the scores, sinks); the model's own where it cannot be exchanged."""
+    if not model._can_set_attn_implementation():
+        return str(model.config._attn_implementation)
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    if capped or not base_model(model)._supports_sdpa:
         return "eager"
     return "sdpa"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from strop.config.schema.model import ModelConfig
-from strop.models.attention import packing_obstacle
+from strop.models.attention import runs_packed
 from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, base_model, load_adapters
@@ -182,12 +182,7 @@ def _prepare(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
         use_liger=settings.use_liger,
     )
     apply_patches(model, MODEL_PATCHES, context)
-    if settings.use_remove_padding:
-        obstacle = packing_obstacle(model)
-        if obstacle:
-            raise ValueError(
-                f"{type(model).__name__} cannot run packed: {obstacle}. Set model.use_remove_padding=False."
-            )
+    runs_packed(model, settings.use_remove_padding)  # says at the start where it does not
     return model
 
 

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
-from strop.models.attention import PACKED, packing_obstacle, padded_attention, set_attention
+from strop.models.attention import PACKED, padded_attention, runs_packed, set_attention
 from strop.models.heads import scalar_head
+from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
@@ -76,6 +77,7 @@ def response_outputs(
         )
     table = rectangle(batch.sequences)
     read = table if counted else without_last(table)
+    packed = runs_packed(model, packed, slicing is not None)
     inputs = lay_out(read, packed=packed, share=not counted, device=device)
     states, labels, cells = (part.to(device) for part in _response_states(batch, table, inputs.places))
     share = _RankShare(states, labels, inputs, slicing)
@@ -124,6 +126,7 @@ def sequence_scores(
 ) -> Tensor:
     """A reward model's score of each sequence [B], read at its last token."""
     device = next(model.parameters()).device
+    packed = runs_packed(model, packed, slicing is not None)
     inputs = lay_out(rectangle(sequences), packed=packed, device=device)
     ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
     last = inputs.places.gather(1, ends).squeeze(1).to(device)
@@ -189,11 +192,6 @@ def _run(
     """A forward pass whose output head is `head`: its outputs [n, outputs], and the model's output."""
     given: dict[str, Any] = dict(options)
     if inputs.packing is not None:
-        obstacle = packing_obstacle(model)
-        if obstacle:
-            raise ValueError(
-                f"{type(model).__name__} cannot run packed: {obstacle}. Set use_remove_padding=False."
-            )
         set_attention(model, PACKED)
         given["packing"] = inputs.packing
     else:
@@ -359,8 +357,7 @@ class _DecoderOutput:
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits [n, V] that the model itself makes of last hidden states [n, H], with every cap and scale it
     applies."""
-    decoder: nn.Module = model.get_decoder()
-    with forward_replaced(decoder, lambda *_, **__: _DecoderOutput(hidden[None])):
+    with forward_replaced(decoder_of(model), lambda *_, **__: _DecoderOutput(hidden[None])):
         token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         logits: Tensor = model(input_ids=token, use_cache=False).logits[0]
         return logits

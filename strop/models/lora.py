@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from strop.extras import require
 from strop.models.heads import HEAD
@@ -156,6 +157,16 @@ def base_model(model: Any) -> Any:
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
     return model
+
+
+def decoder_of(model: Any) -> PreTrainedModel:
+    """The language model without its output head."""
+    core = base_model(model)
+    decoder: PreTrainedModel = core.get_decoder()
+    if decoder is not core:
+        return decoder
+    # Llama4ForCausalLM names its decoder otherwise than transformers looks for it.
+    return next((part for part in core.children() if isinstance(part, PreTrainedModel)), decoder)
 
 
 @contextlib.contextmanager

@@ -135,14 +135,6 @@ def test_bad_requests_are_explained():
         response_outputs(model, batch, ["log_probs"], packed=False, attention="sdpaa")
 
 
-def test_recurrent_models_are_not_packed():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model("mamba", vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(ValueError, match=r"recurrent state.*use_remove_padding=False"):
-        response_outputs(AutoModelForCausalLM.from_config(config), tiny_batch(), ["log_probs"])
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_entropy_that_is_only_observed_has_the_same_numbers_and_no_slope(family, monkeypatch):
     """A gemma2 caps its logits, so its head is asked in another way."""

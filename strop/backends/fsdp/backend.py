@@ -26,6 +26,7 @@ from strop.backends.micro_batches import OutOfMemoryOnRanks, partition, shard_ro
 from strop.backends.optimizer import load_optimizer_state
 from strop.backends.single import ModuleBackend
 from strop.config.schema.model import FsdpConfig
+from strop.models.attention import runs_packed
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.lora import has_adapters, merged_weights
@@ -61,6 +62,7 @@ class FsdpBackend(ModuleBackend):
         super().__init__(module, settings, ranks)
         refuse_both(sequence_parallel, tensor_parallel)
         if sequence_parallel > 1:
+            runs_packed(module, True, sequence_parallel=True)
             self.slicing = sequence_slicing(ranks, sequence_parallel)
         self.ranks_per_row = sequence_parallel * tensor_parallel
         self._round_weights()

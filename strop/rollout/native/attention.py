@@ -64,10 +64,9 @@ def rollout_attention(
     """The attention function of transformers' interface. Queries, keys and values are [B, heads, T, D] with
     positions already applied; the result is [B, T, heads, D]."""
     if rollout is None:
-        raise ValueError(
-            "The module is borrowed by the native rollout engine; run other forward passes before or after "
-            "it."
-        )
+        raise ValueError("The module is borrowed by the native rollout engine; run it before or after that.")
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} masks keys by a rule of its own; set rollout.name=hf.")
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from strop.models import fused_modules
 from strop.models.changes import Change, SetAttention, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
+from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
@@ -72,6 +73,12 @@ def _on_gpu(model: nn.Module, context: PatchContext) -> bool:
 
 
 def _rollout_attention(model: nn.Module, context: PatchContext) -> list[Change]:
+    core = base_model(model)
+    if not core._can_set_attn_implementation():
+        raise ValueError(
+            f"The attention function of {type(core).__name__} cannot be exchanged, so the native engine cannot "
+            "drive it. Set rollout.name=hf."
+        )
     return done([SetAttention(model, NAME)])
 
 

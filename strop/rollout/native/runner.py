@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from strop.models.attention import other_kinds
+from strop.models.lora import base_model
 from strop.rollout.native.attention import (
     Decode,
     Prefill,
@@ -214,24 +216,21 @@ class Runner:
 
     def _build_cache(self) -> KVCache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
+        kinds = other_kinds(self.model.config)
+        if kinds:
+            raise self._refusal(f"has layers of the kind {', '.join(kinds)}")
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._forward(zero, zero, probe)
-        unsupported = set()
-        for kind in getattr(self.model.config.get_text_config(), "layer_types", None) or []:
-            if not kind.endswith("attention") or kind == "linear_attention":
-                unsupported.add(kind)
-        problem = None
-        if unsupported:
-            problem = f"has layers of the kind {', '.join(sorted(unsupported))}"
-        elif not probe.layers:
-            problem = "does not take a registered attention function"
-        if problem is not None:
-            raise ValueError(
-                f"{type(self.model).__name__} {problem}, so the native engine cannot drive it. Set "
-                "rollout.name=hf."
-            )
+        if not probe.layers:
+            raise self._refusal("does not take a registered attention function")
         return KVCache(probe.layers, dtype=probe.dtype, device=self.device)
+
+    def _refusal(self, problem: str) -> ValueError:
+        name = type(base_model(self.model)).__name__
+        return ValueError(
+            f"{name} {problem}, so the native engine cannot drive it. Set rollout.name=hf."
+        )
 
     def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: Tensor) -> Tensor:
         output = self.model(input_ids=ids, position_ids=positions, use_cache=False, rollout=step, **more)
