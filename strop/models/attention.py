@@ -233,7 +233,7 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = False) -> bool:
-    """Whether to pack, where use_remove_padding asks for it: a model with an obstacle runs padded, and a line in
+    """Whether to pack, where use_remove_padding asks for it. A model with an obstacle runs padded; a line of
     the log says so."""
     obstacle = packing_obstacle(model) if wanted else None
     if obstacle is None:
@@ -285,8 +285,8 @@ _ALONG_THE_ROW = (nn.Conv1d, nn.RNNBase)
 
 
 def padded_attention(model: PreTrainedModel) -> str:
-    """The default attention function of the padded layout: sdpa, or eager where sdpa would leave something out
-    (a soft cap of the scores, sinks); the model's own where it cannot be exchanged."""
+    """The default attention function of the padded layout: sdpa, or eager where sdpa leaves something out (a
+    soft cap of the scores, sinks); the model's own where it cannot be exchanged."""
     if not model._can_set_attn_implementation():
         return str(model.config._attn_implementation)
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)

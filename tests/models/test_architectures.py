@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strop.models import attention
 from strop.models.attention import packing_obstacle, padded_attention
 from strop.models.forward import response_outputs
-from strop.rollout.native.engine import NativeEngine
 from strop.rollout.base import Request, Sampling
+from strop.rollout.native.engine import NativeEngine
 from strop.types import Batch
 from tests.models.tiny import SIZE, tiny_batch, tiny_model
 
@@ -53,7 +53,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
     "qwen3_next": {"layer_types": _MIXED, **_EXPERTS, **_DELTA},
     "qwen3_5_text": {"layer_types": _MIXED, **_DELTA},
-    "kimi_linear": {"layer_types": _MIXED, "linear_head_dim": 8, "linear_num_heads": 4, **_EXPERTS, **_LATENT},
+    "kimi_linear": {
+        "layer_types": _MIXED,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        **_EXPERTS,
+        **_LATENT,
+    },
     "minimax": {"layer_types": _MIXED, "block_size": 8, **_EXPERTS},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA},
@@ -136,7 +142,7 @@ def test_a_mask_of_ones_own_is_refused_with_a_way_out(way: str) -> None:
     config = AutoConfig.for_model("doge", **SIZE)
     model = AutoModelForCausalLM.from_config(config).eval()
     if way == "train":
-        with pytest.raises(ValueError, match="rule of its own.*use_remove_padding=False"):
+        with pytest.raises(ValueError, match=r"rule of its own.*use_remove_padding=False"):
             response_outputs(model, tiny_batch(), ["log_probs"])
         return
     with pytest.raises(ValueError, match=r"rule of its own.*rollout\.name=hf"):
@@ -145,5 +151,5 @@ def test_a_mask_of_ones_own_is_refused_with_a_way_out(way: str) -> None:
 
 def test_a_model_that_does_not_pass_the_borders_on_is_refused_with_a_way_out() -> None:
     config = AutoConfig.for_model("stablelm", **SIZE)
-    with pytest.raises(ValueError, match="borders of packed sequences.*use_remove_padding=False"):
+    with pytest.raises(ValueError, match=r"borders of packed sequences.*use_remove_padding=False"):
         response_outputs(AutoModelForCausalLM.from_config(config), tiny_batch(), ["log_probs"])

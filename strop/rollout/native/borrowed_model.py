@@ -76,8 +76,8 @@ def _rollout_attention(model: nn.Module, context: PatchContext) -> list[Change]:
     core = base_model(model)
     if not core._can_set_attn_implementation():
         raise ValueError(
-            f"The attention function of {type(core).__name__} cannot be exchanged, so the native engine cannot "
-            "drive it. Set rollout.name=hf."
+            f"The attention function of {type(core).__name__} cannot be exchanged, so the native engine "
+            "cannot drive it. Set rollout.name=hf."
         )
     return done([SetAttention(model, NAME)])
 
