@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_suite.py [--commit HASH] [--out benchmarks/results/gpu_suite.json]
 
-`make test-gpu` runs this. The record has the date, the commit, the versions, the device, and per test file how
-many tests passed and failed and how long they took. docs/performance.md prints it.
+`make test-gpu` runs this. The record has the date, the commit, the versions, the device, and per test file
+how many tests passed and failed and how long they took. docs/performance.md prints it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("no CUDA device", file=sys.stderr)  # noqa: T201
+        print("no CUDA device", file=sys.stderr)
         return 2
     record = Record()
     start = time.perf_counter()
@@ -92,7 +92,7 @@ def main() -> int:
         rounded[name] = {**counts, "seconds": round(counts["seconds"], 1)}
     result["files"] = rounded
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{asked.out}: {result['passed']} passed, {result['failed']} failed")  # noqa: T201
+    print(f"{asked.out}: {result['passed']} passed, {result['failed']} failed")
     return int(code)
 
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.shared.backend_maker import device_of
-
 from strop.config.schema.model import ModelConfig
 from strop.data.chat import Chat, stop_ids
 from strop.data.files import open_rows
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
 from strop.rewards.rules.gsm8k import compute_score
 from strop.rollout.base import Request, Sampling, build_engine
+from strop.shared.build import device_of
 
 
 def accuracy(

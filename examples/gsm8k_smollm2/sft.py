@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from evaluate import accuracy
-from strop.shared.backend_maker import device_of
 
 from strop.config.compose import load
 from strop.config.schema.model import ModelConfig
 from strop.data.files import open_rows
 from strop.models.build import build_policy, build_tokenizer, compute_dtype
 from strop.preflight.examine import require
+from strop.shared.build import device_of
 from strop.supervised.build import build_supervised_trainer
 
 CONFIG = Path(__file__).parent / "sft.yaml"
