@@ -75,7 +75,7 @@ def test_manifests_that_are_no_manifests(checkpoint: Path, text: bytes) -> None:
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json cannot be read"):
         load(checkpoint)
     with pytest.raises(DamagedCheckpoint, match="resume_mode=disable"):
-        resume(checkpoint.parent)
+        resume(checkpoint.parent, mode="auto")
 
 
 def test_a_folder_in_the_place_of_the_manifest(checkpoint: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_hostile_copy_writes_nothing_outside(original: Path, tmp_path: Path) -
 @pytest.mark.parametrize("text", [b"", b"x", b"\xff\xfe", b"9" * 5000, b"-1", b"nan"])
 def test_a_tracker_file_without_a_step(checkpoint: Path, text: bytes) -> None:
     (checkpoint.parent / layout.LATEST).write_bytes(text)
-    found = resume(checkpoint.parent)
+    found = resume(checkpoint.parent, mode="auto")
     assert found is not None and found.step == 3
 
 
