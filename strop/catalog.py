@@ -14,36 +14,35 @@ from strop.registry import Registry
 # (several samples of one prompt are compared), "greedy_baseline" (one greedy rollout per prompt),
 # "sum_pi_squared" (from the old log-prob pass), "old_log_probs", "reward_components". min_group: the smallest
 # rollout.n that makes sense.
-ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1})
+# score_baseline: how its baseline can be taken from the scores before a KL penalty is charged: "plain", or
+# "whitened" where the result is normalised over the batch afterwards; None: it needs the rewards of tokens.
+ADVANTAGES = Registry("advantage estimator", facts={"needs": (), "min_group": 1, "score_baseline": None})
 _advantages = "strop.algorithms.advantages"
 ADVANTAGES.declare("gae", f"{_advantages}.returns:gae", needs=("values",))
 ADVANTAGES.declare("reinforce", f"{_advantages}.returns:reinforce")
 ADVANTAGES.declare("reinforce_plus_plus", f"{_advantages}.returns:reinforce_plus_plus")
 ADVANTAGES.declare("remax", f"{_advantages}.returns:remax", needs=("greedy_baseline",))
-ADVANTAGES.declare("grpo", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("grpo_vectorized", f"{_advantages}.outcome:grpo_vectorized", needs=("group",), min_group=2)
-ADVANTAGES.declare("grpo_passk", f"{_advantages}.outcome:grpo_passk", needs=("group",), min_group=2)
-ADVANTAGES.declare("dr_grpo", f"{_advantages}.outcome:dr_grpo", needs=("group",), min_group=2)
-ADVANTAGES.declare("rloo", f"{_advantages}.outcome:rloo", needs=("group",), min_group=2)
-ADVANTAGES.declare("rloo_vectorized", f"{_advantages}.outcome:rloo_vectorized", needs=("group",), min_group=2)
-ADVANTAGES.declare("opo", f"{_advantages}.outcome:opo", needs=("group",), min_group=2)
-ADVANTAGES.declare("gpg", f"{_advantages}.outcome:gpg", needs=("group",), min_group=2)
+_group = ("group",)
+for _name in ("grpo", "grpo_vectorized", "grpo_passk", "dr_grpo", "rloo", "rloo_vectorized"):
+    ADVANTAGES.declare(
+        _name, f"{_advantages}.outcome:{_name}", needs=_group, min_group=2, score_baseline="plain"
+    )
+ADVANTAGES.declare("opo", f"{_advantages}.outcome:opo", needs=_group, min_group=2)
+ADVANTAGES.declare("gpg", f"{_advantages}.outcome:gpg", needs=_group, min_group=2, score_baseline="plain")
 ADVANTAGES.declare("gdpo", f"{_advantages}.outcome:gdpo", needs=("group", "reward_components"), min_group=2)
+_centred = f"{_advantages}.outcome:reinforce_plus_plus_baseline"
 ADVANTAGES.declare(
-    "reinforce_plus_plus_baseline",
-    f"{_advantages}.outcome:reinforce_plus_plus_baseline",
-    needs=("group",),
-    min_group=2,
+    "reinforce_plus_plus_baseline", _centred, needs=_group, min_group=2, score_baseline="whitened"
 )
 for _name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
     _needs = ("group", "old_log_probs", "sum_pi_squared")
     ADVANTAGES.declare(_name, f"{_advantages}.returns:{_name}", needs=_needs, min_group=2)
 # OpenRLHF's names of the same estimators.
-ADVANTAGES.declare("group_norm", f"{_advantages}.outcome:grpo", needs=("group",), min_group=2)
 ADVANTAGES.declare(
-    "reinforce_baseline", f"{_advantages}.outcome:reinforce_plus_plus_baseline", needs=("group",), min_group=2
+    "group_norm", f"{_advantages}.outcome:grpo", needs=_group, min_group=2, score_baseline="plain"
 )
-ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce")
+ADVANTAGES.declare("reinforce_baseline", _centred, needs=_group, min_group=2, score_baseline="whitened")
+ADVANTAGES.declare("flash_reinforce", f"{_advantages}.outcome:flash_reinforce", score_baseline="plain")
 
 # --- Policy losses ------------------------------------------------------------------------------------------
 # aggregation: the only mode the formula is defined for, or None when `loss_agg_mode` decides; proportional:
@@ -95,7 +94,7 @@ for _name in ("constant", "cosine", "linear", "wsd"):
 
 # --- Pairwise and supervised losses -------------------------------------------------------------------------
 # needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same
-# of a frozen copy). length_normalised: the log-probs of an answer are averaged over its tokens, not summed.
+# of a frozen copy). length_normalised: by default, log-probs of an answer are averaged over its tokens.
 # terms: further settings it knows.
 PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False, "terms": ()})
 PREFERENCE_LOSSES.declare(
@@ -105,7 +104,9 @@ PREFERENCE_LOSSES.declare("logexp", "strop.algorithms.losses:reward_logexp", nee
 _policy = ("log_probs", "reference")
 _terms = ("label_smoothing", "target_margin", "nll_coef")
 PREFERENCE_LOSSES.declare("dpo", "strop.algorithms.losses:dpo", needs=_policy, terms=_terms)
-PREFERENCE_LOSSES.declare("ipo", "strop.algorithms.losses:ipo", needs=_policy, terms=("nll_coef",))
+PREFERENCE_LOSSES.declare(
+    "ipo", "strop.algorithms.losses:ipo", needs=_policy, length_normalised=True, terms=("nll_coef",)
+)
 PREFERENCE_LOSSES.declare(
     "simpo",
     "strop.algorithms.losses:simpo",

@@ -20,6 +20,7 @@ ROOT = REPOSITORY / "strop"
 # A folder imports folders of earlier lines only, never a folder of its own line or a later one.
 FLOORS = [
     {"registry", "extras", "errors", "concurrency", "__init__"},
+    {"compat"},
     {"catalog"},
     {"config"},
     {"types", "ranks", "planning"},

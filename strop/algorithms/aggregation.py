@@ -17,13 +17,13 @@ contribute exact zeros to the value and to the gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from strop.catalog import AGGREGATIONS
+from strop.compat import Compat, conventions
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,6 @@ def sequence_mean_token_sum_norm(per_token: Tensor, mask: Tensor, totals: Totals
 # in the value and in the gradient.
 
 EPS = 1e-8
-
-# The framework whose numbers to reproduce where the default deliberately differs; None: the default.
-Compat = Literal["verl", "openrlhf"] | None
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -185,12 +182,13 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, *, comp
         raise ValueError(
             f"Whitening needs at least 2 valid tokens, the mask {tuple(mask.shape)} has {int(count)}."
         )
+    keep_outside = conventions(compat).outside_mask == "kept"
     centred = _centred(values, mask)
     scale = (_variance(centred, count, unbiased=True) + EPS).rsqrt()
-    if shift_mean and compat != "verl":
+    if shift_mean and not keep_outside:
         return centred * scale
     mean = masked_mean(values, mask)
-    if compat == "verl":
+    if keep_outside:
         offset: Tensor | float = mean
         if shift_mean:
             offset = 0.0

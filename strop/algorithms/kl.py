@@ -14,12 +14,13 @@ A `+` after a name keeps the value and takes the gradient of k2 instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
 from strop.catalog import KL_ESTIMATORS
+from strop.compat import Conventions
 
 UNLIMITED = float("inf")
 
@@ -103,6 +104,23 @@ def kl_penalty(
     if old_log_probs is not None:
         surrogate = surrogate * (log_probs - old_log_probs).detach().exp().clamp(max=ratio_limit)
     return value.detach() + (surrogate - surrogate.detach())
+
+
+class KLLimits(TypedDict, total=False):
+    """Limits of an estimator."""
+
+    limit: float
+    exponent_limit: float
+
+
+def kl_limits(estimator: str, rules: Conventions) -> KLLimits:
+    """The limits of a named estimator, where the conventions differ from its defaults."""
+    limits: KLLimits = {}
+    if rules.kl_limit is not None:
+        limits["limit"] = rules.kl_limit
+        if KL_ESTIMATORS.get(estimator) is k3:
+            limits["exponent_limit"] = rules.k3_exponent_limit
+    return limits
 
 
 class KLController(Protocol):

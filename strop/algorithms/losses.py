@@ -42,12 +42,12 @@ def value_loss(
 ) -> ValueLoss:
     """½ max((V - G)², (V_c - G)²) with V_c = clip(V, V_old - c, V_old + c); without a clip range ½ (V - G)².
 
-    `values` [B, T] are the predictions that are trained, `old_values` those of the rollout, `returns` the
-    targets G.
+    With a range of 0, V_c is V_old. `values` [B, T] are the predictions that are trained, `old_values` those
+    of the rollout, `returns` the targets G.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    if clip_range is not None and not clip_range > 0:
-        raise ValueError(f"clip_range must be positive, got {clip_range}. Use None for no clipping.")
+    if clip_range is not None and not clip_range >= 0:
+        raise ValueError(f"clip_range must be 0 or more, got {clip_range}. Use None for no clipping.")
     values, old_values, returns = (masked_fill_zero(x, mask) for x in (values, old_values, returns))
     error = (values - returns).square()
     if clip_range is None:

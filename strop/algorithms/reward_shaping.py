@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import as_weights, masked_fill_zero, masked_mean
-from strop.algorithms.kl import kl_penalty
+from strop.algorithms.kl import kl_limits, kl_penalty
+from strop.compat import STROP, Conventions
 
 
 class KLShaped(NamedTuple):
@@ -27,15 +28,17 @@ def kl_in_reward(
     *,
     coef: float,
     estimator: str = "k1",
+    rules: Conventions = STROP,
 ) -> KLShaped:
-    """r_t = score_t - coef * KL_t on valid tokens; scores elsewhere stay as they are."""
+    """r_t = score_t - coef * KL_t on valid tokens; scores elsewhere stay. `rules` bound the KL."""
     shapes = {tuple(t.shape) for t in (scores, log_probs, ref_log_probs, mask)}
     if len(shapes) > 1:
         raise ValueError(
             f"scores {tuple(scores.shape)}, log_probs {tuple(log_probs.shape)}, ref_log_probs "
             f"{tuple(ref_log_probs.shape)} and mask {tuple(mask.shape)} must have one shape [batch, tokens]."
         )
-    kl = masked_fill_zero(kl_penalty(log_probs, ref_log_probs, estimator=estimator), mask)
+    per_token = kl_penalty(log_probs, ref_log_probs, estimator=estimator, **kl_limits(estimator, rules))
+    kl = masked_fill_zero(per_token, mask)
     mean = 0.0
     if len(kl):
         mean = float(masked_mean(kl, mask, dim=-1).mean())
@@ -77,6 +80,21 @@ def truncation_penalty(scores: Tensor, truncated: Tensor, *, coef: float) -> Ten
     if coef >= 0:
         penalised = scores * coef
     return torch.where(truncated.bool(), penalised, scores)
+
+
+def on_last_trained(scores: Tensor, mask: Tensor) -> Tensor:
+    """Token rewards [B, T] with the scores [B] on the last trained token of each row. A row without trained
+    tokens gets none: it is not trained."""
+    if scores.dim() != 1 or mask.dim() != 2 or len(scores) != len(mask):
+        raise ValueError(
+            f"scores {tuple(scores.shape)} must hold one entry per row of mask {tuple(mask.shape)}."
+        )
+    placed = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    if not mask.shape[1]:
+        return placed
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    last = (mask.bool() * columns).amax(dim=1)
+    return placed.scatter_(1, (last - 1).clamp(min=0)[:, None], (scores * (last > 0))[:, None])
 
 
 def move_to_trainable(rewards: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:

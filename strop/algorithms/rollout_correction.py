@@ -169,13 +169,14 @@ def correct_rollout(
     mask: Tensor,
     *,
     rollout_is: str | None = None,
-    rollout_is_threshold: float | str = 2.0,
+    rollout_is_threshold: float | str | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> Correction:
     """Weights and mask for the whole batch of a step, with all metrics. Without `rollout_is` and `rollout_rs`
-    only the metrics are computed."""
+    only the metrics are computed. A threshold of None turns `rollout_is` off, and criteria without a name
+    reject nothing."""
     require_same_shape(old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     if not bool(mask.any()):
         raise ValueError(
@@ -185,13 +186,13 @@ def correct_rollout(
     weights = None
     kept = mask
     metrics: Metrics = {}
-    if rollout_is:
+    if rollout_is and rollout_is_threshold is not None:
         band = parse_band(rollout_is_threshold)
         weights, found = importance_weights(
             log_ratio, mask, level=rollout_is, normalize=rollout_is_batch_normalize, **band._asdict()
         )
         metrics |= found
-    if rollout_rs:
+    if rollout_rs and rollout_rs.strip(", "):
         kept, found = rejection_mask(log_ratio, mask, criteria=rollout_rs, threshold=rollout_rs_threshold)
         metrics |= found
     metrics |= mismatch_metrics(old_log_probs, rollout_log_probs, mask)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from strop.compat import Compat
 from strop.config.schema.model import OptimConfig
 from strop.ranks import Ranks
 from strop.types import Batch
@@ -85,6 +86,8 @@ class BackendSettings:
     """Attention function of the padded layout; None: sdpa, or eager where sdpa would leave something out."""
     offload_activations: bool = False
     """Activations wait for the backward pass in host memory."""
+    compat: Compat = None
+    """The framework whose learning-rate schedules to follow."""
     on_out_of_memory: Callable[[], bool] = nothing_to_release
     """Called when a pass is out of memory: makes others release device memory, and says whether they did.
     Then the pass is retried as it is, before micro-batches get smaller."""

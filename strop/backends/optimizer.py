@@ -3,8 +3,8 @@ optimizer state by parameter name.
 
 A schedule is a pure function step -> factor of the base rate. `step` counts from 0: the factor at `step` is
 what the (step + 1)-th update uses. Warm-up rises as (step + 1) / warmup_steps, so the first update already
-moves the weights; `compat="verl"` gives step / warmup_steps (first update at `init_ratio`, which is 0) and
-lets the cosine rise again past `total_steps`, where ours stays at the floor.
+moves the weights. With a `compat` whose warm-up starts from 0 it is step / warmup_steps (first update at
+`init_ratio`, which is 0), and a cosine rises again past `total_steps`, where ours stays at the floor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from strop.catalog import SCHEDULES
+from strop.compat import Compat, conventions
 from strop.config.schema.model import OptimConfig
 from strop.registry import load_attribute
 
 # --- learning-rate schedules --------------------------------------------------------------------------------
 
 
-def constant(
-    step: int, *, warmup_steps: int = 0, init_ratio: float = 0.0, compat: Literal["verl"] | None = None
-) -> float:
+def constant(step: int, *, warmup_steps: int = 0, init_ratio: float = 0.0, compat: Compat = None) -> float:
     """Warm-up, then 1."""
     if step < warmup_steps:
         return _warmup(step, warmup_steps, init_ratio, compat)
@@ -44,13 +42,13 @@ def cosine(
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
     num_cycles: float = 0.5,
-    compat: Literal["verl"] | None = None,
+    compat: Compat = None,
 ) -> float:
     """Warm-up, then (1 + m)/2 + (1 - m)/2 · cos(2π · num_cycles · p), p the share of the steps after it, m =
     min_ratio."""
     if step < warmup_steps:
         return _warmup(step, warmup_steps, init_ratio, compat)
-    progress = _progress(step, warmup_steps, total_steps, bounded=compat != "verl")
+    progress = _progress(step, warmup_steps, total_steps, bounded=conventions(compat).warmup != "from 0")
     return _cosine(progress, min_ratio, num_cycles)
 
 
@@ -61,7 +59,7 @@ def linear(
     warmup_steps: int = 0,
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
-    compat: Literal["verl"] | None = None,
+    compat: Compat = None,
 ) -> float:
     """Warm-up, then a straight line from 1 to min_ratio at total_steps."""
     if step < warmup_steps:
@@ -78,7 +76,7 @@ def wsd(
     init_ratio: float = 0.0,
     stable_ratio: float = 0.9,
     num_cycles: float = 0.5,
-    compat: Literal["verl"] | None = None,
+    compat: Compat = None,
 ) -> float:
     """Warm-up, stable, decay (MiniCPM): 1 for `stable_ratio` of the steps after warm-up, then a cosine to
     min_ratio."""
@@ -92,23 +90,23 @@ def wsd(
     return _cosine(_progress(step, decay_from, total_steps), min_ratio, num_cycles)
 
 
-def warmup_length(total_steps: int, *, steps: int = -1, ratio: float = 0.0) -> int:
+def warmup_length(total_steps: int, *, steps: int = -1, ratio: float = 0.0, compat: Compat = None) -> int:
     """Warm-up steps: `steps` if it is not negative (0 means none), else that share of the whole run."""
     if steps >= 0:
         return steps
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(
-            f"The warm-up ratio must lie between 0 and 1, it is {ratio}; give steps with lr_warmup_steps "
-            "instead."
+            f"The warm-up ratio must lie between 0 and 1, it is {ratio}; or set lr_warmup_steps."
         )
+    if conventions(compat).warmup_length == "rounded up":
+        return math.ceil(ratio * total_steps)
     return int(ratio * total_steps)
 
 
-def make_scheduler(optimizer: Optimizer, name: str, *, last_step: int = -1, **settings: float) -> LambdaLR:
+def make_scheduler(optimizer: Optimizer, name: str, *, compat: Compat = None, **settings: float) -> LambdaLR:
     """A torch scheduler over the schedule `name`.
 
-    The settings are the keyword arguments of the built-in schedules (total_steps, warmup_steps, min_ratio,
-    ...). Those that this schedule does not take are ignored, so one configuration serves all schedules.
+    Settings that this schedule does not take are ignored, so one configuration serves all schedules.
     """
     for setting in ("min_ratio", "init_ratio", "stable_ratio"):
         if not 0.0 <= settings.get(setting, 0.0) <= 1.0:
@@ -125,12 +123,13 @@ def make_scheduler(optimizer: Optimizer, name: str, *, last_step: int = -1, **se
         raise ValueError(f"The schedule {name!r} takes {sorted(set(taken) - {'step'})}, not {strange}.")
     if "total_steps" in taken and "total_steps" not in settings:
         raise ValueError(f"The schedule {name!r} needs total_steps: the number of updates of the whole run.")
-    factor = partial(schedule, **{key: value for key, value in settings.items() if key in taken})
-    return LambdaLR(optimizer, factor, last_epoch=last_step)
+    chosen = {**settings, "compat": compat}
+    factor = partial(schedule, **{key: value for key, value in chosen.items() if key in taken})
+    return LambdaLR(optimizer, factor)
 
 
-def _warmup(step: int, warmup_steps: int, init_ratio: float, compat: Literal["verl"] | None) -> float:
-    if compat != "verl":
+def _warmup(step: int, warmup_steps: int, init_ratio: float, compat: Compat) -> float:
+    if conventions(compat).warmup == "from 1/n":
         step += 1
     done = step / max(1, warmup_steps)
     return init_ratio + (1.0 - init_ratio) * done
@@ -334,8 +333,8 @@ def make_optimizer(named: Mapping[str, Tensor], settings: OptimConfig) -> Optimi
         ) from error
 
 
-def make_schedule(optimizer: Optimizer, settings: OptimConfig) -> LambdaLR:
-    """The learning rate per trainer step."""
+def make_schedule(optimizer: Optimizer, settings: OptimConfig, compat: Compat = None) -> LambdaLR:
+    """The learning rate per trainer step, or per update where `compat` counts updates."""
     total = settings.total_training_steps
     if total < 1 and settings.lr_warmup_steps < 0 and settings.lr_warmup_steps_ratio > 0:
         raise ValueError(
@@ -343,11 +342,12 @@ def make_schedule(optimizer: Optimizer, settings: OptimConfig) -> LambdaLR:
             f"which is not known ({total}). Set total_training_steps or lr_warmup_steps."
         )
     ratio = settings.lr_warmup_steps_ratio
-    warmup = warmup_length(max(total, 0), steps=settings.lr_warmup_steps, ratio=ratio)
+    warmup = warmup_length(max(total, 0), steps=settings.lr_warmup_steps, ratio=ratio, compat=compat)
     known = {"total_steps": total} if total >= 1 else {}
     return make_scheduler(
         optimizer,
         settings.lr_scheduler_type,
+        compat=compat,
         warmup_steps=warmup,
         min_ratio=settings.min_lr_ratio or 0.0,
         num_cycles=settings.num_cycles,

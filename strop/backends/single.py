@@ -81,7 +81,7 @@ class ModuleBackend(ABC):
         optim = self.settings.optim
         if optim is not None:
             self.optimizer = make_optimizer(self.weights.masters, optim)
-            self.schedule = make_schedule(self.optimizer, optim)
+            self.schedule = make_schedule(self.optimizer, optim, self.settings.compat)
 
     # --- passes ---------------------------------------------------------------------------------------------
 

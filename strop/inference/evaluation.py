@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from strop.algorithms.metrics.validation import Estimate, best_of, bootstrap_mean, majority_of, subset_sizes
+from strop.compat import conventions
 from strop.config.schema.inference import EvaluationConfig, EvaluationSettingsConfig
 from strop.config.schema.reward import RewardModelConfig
 from strop.data.files import FileRows, Row, open_rows
@@ -92,7 +93,9 @@ class SourceResult:
 def evaluate(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[ScoredPrompt]:
     """Score every response of the file `path`, by default data.path."""
     scored_prompts = read_responses(config, path)
-    function: RewardFunction | RuleScorer = RuleScorer(config.evaluation.timeout)
+    function: RewardFunction | RuleScorer = RuleScorer(
+        config.evaluation.timeout, compat=conventions(config.evaluation.compat).scorers
+    )
     custom = config.custom_reward_function
     if custom.path:
         function = load_function(

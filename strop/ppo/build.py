@@ -14,6 +14,7 @@ from strop.algorithms.ema import EMA
 from strop.algorithms.kl import KLController, kl_controller
 from strop.backends.base import MicroBatching, Roles
 from strop.catalog import ENGINES
+from strop.compat import conventions
 from strop.config.arithmetic import Plan, micro_batch_size, plan_ppo
 from strop.config.compose import Loaded
 from strop.config.derived import (
@@ -329,7 +330,9 @@ def build_validator(
         collector.rollout.sampling, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p
     )
     prompts = build_prompts(config.data, tokenizer, split="val", listing=agents.listing())
-    return Validator(build_loader(config.data, prompts, split="val"), collector, sampling, val.n)
+    loader = build_loader(config.data, prompts, split="val")
+    best_of_n = conventions(config.algorithm.compat).best_of_n
+    return Validator(loader, collector, sampling, val.n, best_of_n)
 
 
 def micro_batches(config: PpoConfig, plan: Plan) -> dict[str, MicroBatching]:

@@ -341,6 +341,8 @@ class Validator:
     """Shares the engine and the scorer with training."""
     sampling: Sampling
     samples_per_prompt: int
+    best_of_n: str = "exact"
+    """How best@n is estimated: "exact" or "bootstrap"."""
 
     def run(self, step: int, record: StepRecord) -> list[Trajectory]:
         """Answer every validation prompt and add val-core/... and val-aux/... to the record."""
@@ -355,11 +357,11 @@ class Validator:
         report = self.collector.score(trajectories)
         record.add(report.metrics, prefix="val-aux/")
         record.add(self.collector.episode_metrics(), prefix="val-aux/")
-        record.add(summarise(trajectories))
+        record.add(summarise(trajectories, self.best_of_n))
         return trajectories
 
 
-def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
+def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[str, float]:
     """mean@N, best@N, maj@N ... of every number the scorer reported; failed samples are left out and
     counted."""
     scored = [t for t in trajectories if t.score is not None]
@@ -371,7 +373,8 @@ def summarise(trajectories: list[Trajectory]) -> dict[str, float]:
             if all(value is None or isinstance(value, numbers.Real | str) for value in values):
                 infos[name] = values
         sources = [t.prompt.data_source for t in scored]
-        metrics |= name_validation_metrics(validation_metrics(sources, [str(t.group) for t in scored], infos))
+        prompts = [str(t.group) for t in scored]
+        metrics |= name_validation_metrics(validation_metrics(sources, prompts, infos, estimator=best_of_n))
         turns = [t.num_turns for t in scored]
         metrics |= {
             "val-aux/num_turns/min": min(turns),

@@ -12,15 +12,17 @@ from typing import Literal, cast
 
 import torch
 
-from strop.algorithms.advantages.base import AdvantageResult, estimate
+from strop.algorithms.advantages.base import AdvantageResult, Normalisation, estimate
+from strop.algorithms.advantages.returns import reinforce
 from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.training import StepRecord, probability_drift
-from strop.algorithms.reward_shaping import kl_in_reward
+from strop.algorithms.reward_shaping import kl_in_reward, on_last_trained
 from strop.algorithms.rollout_correction import correct_rollout
 from strop.algorithms.selection import pf_ppo_weights, resample_rows
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.micro_batches import NonFiniteLoss, suspects
 from strop.catalog import ADVANTAGES
+from strop.compat import Conventions, conventions
 from strop.config.derived import (
     estimator_needs,
     needs_old_log_probs,
@@ -52,10 +54,27 @@ class ExperienceFacts:
     """algorithm.adv_kwargs."""
     min_group: int
     """Samples with a score that a prompt needs, so that the estimator can compare them."""
+    rules: Conventions
+    """Of algorithm.compat."""
+    score_baseline: str | None
+    """The baseline is subtracted from the scores before the KL is charged: "plain", or "whitened" if the
+    advantages are normalised over the batch afterwards. None: the estimator reads token rewards."""
+    reward_clip: tuple[float, float] | None
+    """Limits of the scores, where they apply after the baseline. Else the scorer applies them."""
 
     @staticmethod
     def of(config: PpoConfig, on_policy: bool) -> ExperienceFacts:
         actor = config.actor_rollout_ref.actor
+        algorithm = config.algorithm
+        entry = ADVANTAGES.entry(algorithm.adv_estimator)
+        rules = conventions(algorithm.compat)
+        limits = config.reward_model.clip_range
+        reward_clip = None
+        if limits is not None and rules.reward_clip == "after the baseline":
+            reward_clip = (limits[0], limits[1])
+        score_baseline = None
+        if rules.group_baseline == "before the KL":
+            score_baseline = entry.facts["score_baseline"]
         return ExperienceFacts(
             needs_old_log_probs=needs_old_log_probs(config, on_policy),
             old_from_engine=uses_engine_log_probs(config),
@@ -63,7 +82,10 @@ class ExperienceFacts:
             or "sum_pi_squared" in estimator_needs(config),
             correction=rollout_correction(config),
             estimator_kwargs=advantage_kwargs(config).converted(),
-            min_group=ADVANTAGES.entry(config.algorithm.adv_estimator).facts["min_group"],
+            min_group=entry.facts["min_group"],
+            rules=rules,
+            score_baseline=score_baseline,
+            reward_clip=reward_clip,
         )
 
 
@@ -121,23 +143,60 @@ def refuse_nonfinite(batch: Batch) -> None:
 
 
 def shape_rewards(
-    batch: Batch, algorithm: AlgorithmConfig, controller: KLController, record: StepRecord
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    facts: ExperienceFacts,
+    trajectories: Sequence[Trajectory],
+    controller: KLController,
+    record: StepRecord,
 ) -> Batch:
     """Rewards: the scores, minus a KL penalty to the reference if algorithm.use_kl_in_reward is set."""
+    scores = batch.scores
+    if facts.rules.reward_place == "last trained token":
+        scores = _terminal_rewards(batch, algorithm, facts, trajectories)
     if not algorithm.use_kl_in_reward:
-        return batch.replace(rewards=batch.scores)
-    assert batch.scores is not None and batch.old_log_probs is not None and batch.ref_log_probs is not None
+        return batch.replace(rewards=scores)
+    assert scores is not None and batch.old_log_probs is not None and batch.ref_log_probs is not None
     shaped = kl_in_reward(
-        batch.scores,
+        scores,
         batch.old_log_probs,
         batch.ref_log_probs,
         batch.mask,
         coef=controller.value,
         estimator=algorithm.kl_penalty,
+        rules=facts.rules,
     )
     record.add({"actor/reward_kl_penalty": shaped.kl, "actor/reward_kl_penalty_coeff": controller.value})
     controller.update(shaped.kl, len(batch))
     return batch.replace(rewards=shaped.rewards)
+
+
+def _terminal_rewards(
+    batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
+) -> torch.Tensor:
+    """One reward per row on its last trained token: the score, minus the baseline of its group if the
+    estimator has one, within `facts.reward_clip`."""
+    assert batch.scores is not None
+    scores = batch.scores.double().sum(-1)
+    if facts.score_baseline is not None:
+        compared = torch.zeros_like(scores)
+        rows = rows_to_compare(trajectories, facts.min_group)
+        if rows:
+            result = estimate(
+                algorithm.adv_estimator,
+                rewards=scores[rows, None],
+                mask=torch.ones(len(rows), 1),
+                groups=torch.unique(batch.groups[rows], return_inverse=True)[1],
+                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+                normalisation="none",
+                eps=facts.rules.group_eps,
+                hyperparameters=facts.estimator_kwargs,
+            )
+            compared[rows] = result.advantages[:, 0]
+        scores = compared
+    if facts.reward_clip is not None:
+        scores = scores.clamp(*facts.reward_clip)
+    return on_last_trained(scores.to(batch.scores.dtype), batch.mask)
 
 
 def correct_off_policy(batch: Batch, settings: RolloutCorrectionConfig, record: StepRecord) -> Batch:
@@ -168,11 +227,7 @@ def add_advantages(
     The estimator sees samples that have a score and whose prompt has at least `facts.min_group` of them. All
     other rows get advantage 0, so a missing score changes no baseline.
     """
-    peers = Counter(t.group for t in trajectories if t.score is not None)
-    rows: list[int] = []
-    for row, t in enumerate(trajectories):
-        if t.score is not None and peers[t.group] >= facts.min_group:
-            rows.append(row)
+    rows = rows_to_compare(trajectories, facts.min_group)
     if len(rows) == len(batch):
         result = _estimate(batch, algorithm, facts, trajectories)
         return batch.replace(advantages=result.advantages, returns=result.returns)
@@ -185,10 +240,25 @@ def add_advantages(
     return batch.replace(advantages=advantages, returns=returns)
 
 
+def rows_to_compare(trajectories: Sequence[Trajectory], min_group: int) -> list[int]:
+    """Rows that have a score and whose prompt has at least `min_group` of them."""
+    peers = Counter(t.group for t in trajectories if t.score is not None)
+    rows: list[int] = []
+    for row, t in enumerate(trajectories):
+        if t.score is not None and peers[t.group] >= min_group:
+            rows.append(row)
+    return rows
+
+
 def _estimate(
     batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
 ) -> AdvantageResult:
     """Call the estimator. It takes those of these arguments that it names."""
+    normalisation: Normalisation = "whiten" if algorithm.norm_adv_by_std else "centre"
+    if facts.score_baseline is not None:  # `shape_rewards` subtracted it; what is left is a sum over tokens
+        assert batch.rewards is not None
+        how = normalisation if facts.score_baseline == "whitened" else "none"
+        return reinforce(batch.rewards, batch.mask, normalisation=how, compat=algorithm.compat)
     weights = algorithm.gdpo_reward_weights
     return estimate(
         algorithm.adv_estimator,
@@ -205,7 +275,8 @@ def _estimate(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
         norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-        normalisation="whiten" if algorithm.norm_adv_by_std else "centre",
+        normalisation=normalisation,
+        eps=facts.rules.group_eps,
         compat=None if algorithm.compat == "strop" else algorithm.compat,
         hyperparameters=facts.estimator_kwargs,
     )

@@ -7,6 +7,7 @@ ranks hold a client for it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from strop.backends.base import Backend, Roles, nothing_to_release
 from strop.backends.single import ModuleBackend
 from strop.catalog import ENGINES
+from strop.compat import conventions
 from strop.config.derived import (
     async_plan,
     device_count,
@@ -29,6 +31,9 @@ from strop.config.derived import (
     resource_pools,
     uses_lora,
 )
+from strop.config.schema.actor import ActorConfig
+from strop.config.schema.critic import CriticConfig
+from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.models.build import allocate, build_critic, build_policy, build_reference, compute_dtype
 from strop.models.tensor_parallel import Divided, team_of
@@ -68,7 +73,7 @@ def build_roles(
     on_out_of_memory: Callable[[], bool] = nothing_to_release,
 ) -> Roles:
     """Actor, critic and reference, as the configuration needs them."""
-    make = BackendMaker(device, total_steps, ranks or Ranks(), temperature_of(config), on_out_of_memory)
+    make = backend_maker(config, device, total_steps, ranks or Ranks(), on_out_of_memory)
     roles = Roles(build_actor(config, make))
     if "critic" in resource_pools(config):
         roles.critic = remote_critic(config, make.ranks, make.temperature, total_steps)
@@ -80,6 +85,29 @@ def build_roles(
     return roles
 
 
+def backend_maker(
+    config: PpoConfig,
+    device: torch.device,
+    total_steps: int,
+    ranks: Ranks,
+    on_out_of_memory: Callable[[], bool] = nothing_to_release,
+) -> BackendMaker:
+    """Makes the models of this configuration."""
+    temperature = temperature_of(config)
+    return BackendMaker(device, total_steps, ranks, temperature, on_out_of_memory, config.algorithm.compat)
+
+
+def optim_of(config: PpoConfig, section: ActorConfig | CriticConfig, total_steps: int) -> OptimConfig:
+    """The optimizer of a model. A schedule that counts updates is as long as all updates of the run."""
+    optim = section.optim
+    counts_steps = conventions(config.algorithm.compat).schedule_unit == "step"
+    if counts_steps or optim.total_training_steps >= 1:
+        return optim
+    mini_batches = math.ceil(config.data.train_batch_size / section.ppo_mini_batch_size)
+    updates = total_steps * mini_batches * section.ppo_epochs
+    return dataclasses.replace(optim, total_training_steps=updates)
+
+
 def build_actor(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
     """The policy in training."""
     actor = config.actor_rollout_ref.actor
@@ -88,7 +116,7 @@ def build_actor(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
         config.actor_rollout_ref.model,
         actor.fsdp_config,
         actor.strategy,
-        actor.optim,
+        optim_of(config, actor, make.total_steps),
         actor.grad_clip,
         sequence_parallel=actor.ulysses_sequence_parallel_size,
         tensor_parallel=actor.tensor_parallel_size,
@@ -116,7 +144,7 @@ def local_critic(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
         critic.model,
         critic.model.fsdp_config,
         critic.strategy,
-        critic.optim,
+        optim_of(config, critic, make.total_steps),
         critic.grad_clip,
         sequence_parallel=critic.ulysses_sequence_parallel_size,
         tensor_parallel=critic.tensor_parallel_size,
@@ -260,7 +288,7 @@ def frozen_models(config: PpoConfig) -> dict[str, Callable[[], ModuleBackend | H
 
 def make_reference(config: PpoConfig) -> ModuleBackend:
     """The reference on a machine of its own."""
-    make = BackendMaker(device_of(config.trainer.device), 1, Ranks(), temperature_of(config))
+    make = backend_maker(config, device_of(config.trainer.device), 1, Ranks())
     return local_reference(config, make)
 
 
@@ -292,7 +320,7 @@ def learning_critic(config: PpoConfig, total_steps: int) -> Iterator[Backend]:
     device = device_of(config.trainer.device)
     world = device_count(config.critic)
     if world == 1:
-        yield local_critic(config, BackendMaker(device, total_steps, Ranks(), temperature_of(config)))
+        yield local_critic(config, backend_maker(config, device, total_steps, Ranks()))
         return
     with joined(world, device, timeout=float(config.actor_rollout_ref.nccl_timeout)) as ranks:
-        yield local_critic(config, BackendMaker(device, total_steps, ranks, temperature_of(config)))
+        yield local_critic(config, backend_maker(config, device, total_steps, ranks))

@@ -139,7 +139,7 @@ class PpoTrainer:
         algorithm = self.config.algorithm
         with record.phase("adv"):
             refuse_nonfinite(batch)
-            batch = shape_rewards(batch, algorithm, self.kl_controller, record)
+            batch = shape_rewards(batch, algorithm, self.facts, trajectories, self.kl_controller, record)
             batch = correct_off_policy(batch, self.facts.correction, record)
             return add_advantages(batch, algorithm, self.facts, trajectories)
 

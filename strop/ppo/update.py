@@ -6,17 +6,18 @@ The denominators of a loss are counted once per optimizer step and passed to all
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals, aggregate
-from strop.algorithms.kl import kl_penalty
+from strop.algorithms.kl import kl_limits, kl_penalty
 from strop.algorithms.losses import value_loss
 from strop.algorithms.policy_losses.clipped import policy_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import POLICY_LOSSES
+from strop.compat import conventions
 from strop.config.derived import clip_range
 from strop.config.hyperparameters import policy_loss_kwargs
 from strop.config.schema.actor import ActorConfig
@@ -72,7 +73,10 @@ class ActorUpdate:
         self.skips_zero_advantages = (
             self.actor.skip_zero_advantages and facts["proportional"] and not other_terms
         )
+        self.rules = conventions(self.config.algorithm.compat)
         low, high = clip_range(self.actor)
+        if self.loss_mode == "cispo" and self.rules.cispo_cap == "clip_ratio_high":
+            low, high = 1.0, high - 1.0  # ratios in [0, clip_ratio_high]
         self.fixed_arguments: dict[str, object] = {
             "clip_low": low,
             "clip_high": high,
@@ -113,10 +117,10 @@ class ActorUpdate:
     def loss(self, mini: Batch, active: Batch) -> Loss:
         """The loss of micro-batches of `active`, as parts of the loss of the whole mini-batch. Metrics are
         means over the rows of `active`."""
-        totals = Totals.of(mini.mask, width=self.width)
+        totals = self._totals(mini)
         active_totals = totals
         if active is not mini:
-            active_totals = Totals.of(active.mask, width=self.width)
+            active_totals = self._totals(active)
         all_tokens = sum(mini.lengths)
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -141,6 +145,16 @@ class ActorUpdate:
             return total, metrics
 
         return loss
+
+    def _totals(self, batch: Batch) -> Totals:
+        """What the loss of these rows is divided by."""
+        totals = Totals.of(batch.mask, width=self.width)
+        counted = self.rules.empty_rows == "counted"
+        if self.rules.empty_rows == "counted in geo_mean":
+            counted = self.loss_mode == "geo_mean"
+        if counted:
+            return replace(totals, sequences=len(batch))
+        return totals
 
     def _policy_loss(
         self, outputs: Outputs, micro: Batch, totals: Totals, active_totals: Totals
@@ -171,7 +185,9 @@ class ActorUpdate:
 
     def _kl_loss(self, outputs: Outputs, micro: Batch, totals: Totals) -> Tensor:
         assert outputs.log_probs is not None and micro.ref_log_probs is not None
-        per_token = kl_penalty(outputs.log_probs, micro.ref_log_probs, estimator=self.actor.kl_loss_type)
+        estimator = self.actor.kl_loss_type
+        limits = kl_limits(estimator, self.rules)
+        per_token = kl_penalty(outputs.log_probs, micro.ref_log_probs, estimator=estimator, **limits)
         return aggregate(per_token, micro.mask, self.aggregation, totals)
 
     def _capture(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> None:
@@ -291,6 +307,7 @@ def run_updates(
     seen: dict[str, list[float]] = {}
     oom_before = backend.out_of_memory
     seed = (section.data_loader_seed or 0) + step
+    schedule_unit = conventions(objective.config.algorithm.compat).schedule_unit
     for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
         if not bool(mini.mask.any()):  # every sample failed or was rejected: there is nothing to train on
             seen.setdefault(f"{name}/empty_updates", []).append(1.0)
@@ -305,9 +322,12 @@ def run_updates(
         metrics |= _optimizer_step(backend, name)
         for call in after_update:
             call()
+        if schedule_unit == "update":
+            backend.advance_schedule()
         for key, value in metrics.items():
             seen.setdefault(key, []).append(value)
-    backend.advance_schedule()
+    if schedule_unit == "step":
+        backend.advance_schedule()
     if backend.out_of_memory > oom_before:
         seen[f"{name}/out_of_memory"] = [float(backend.out_of_memory - oom_before)]
     return _summary(seen, summed=(f"{name}/empty_updates", f"{name}/skipped_updates"))

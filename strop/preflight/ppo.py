@@ -12,6 +12,7 @@ from strop.agents.parsers.base import parser_for
 from strop.agents.rendering import Rendering
 from strop.agents.runner import AgentSetup
 from strop.catalog import AGENT_LOOPS
+from strop.compat import conventions
 from strop.concurrency import call_each
 from strop.config.derived import has_critic
 from strop.config.rules import ConfigFinding, error, warning
@@ -208,7 +209,9 @@ def _rewards(
         except ValueError as problem:
             return [reward_file_finding(custom.path, problem)]
     else:
-        function = RuleScorer(reward.timeout, reward.sandbox_fusion, compat=config.algorithm.compat)
+        function = RuleScorer(
+            reward.timeout, reward.sandbox_fusion, compat=conventions(config.algorithm.compat).scorers
+        )
     findings: list[ConfigFinding] = []
     for name, source in sources.items():
         if source.example is not None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from strop.catalog import REWARD_MANAGERS
+from strop.compat import Conventions, conventions
 from strop.concurrency import call_each
 from strop.config.schema.fields import is_link
 from strop.config.schema.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
@@ -219,12 +220,13 @@ def build_scorer(
     or a judge (`judge.enable`); else from the rule of each row's data source. With a function and one of the
     models, the function reads the model's score in extra_info["rm_score"]. `reward_model` is the model if it
     is loaded already, `judge` a judge in this process. The overlong penalty ends at
-    reward_kwargs.max_resp_len, or else at `max_response_length`. `compat` is algorithm.compat, for the rules.
+    reward_kwargs.max_resp_len, or else at `max_response_length`. `compat` is algorithm.compat: it decides
+    how rules compare answers, how the overlong penalty ends, and whether the scorer clips scores.
     """
     options = dict(config.reward_kwargs)
     max_length = options.pop("max_resp_len", None) or max_response_length
     whole_transcript = bool(options.pop("whole_transcript", False))
-    shaping = _build_shaping(config, max_length)
+    shaping = _build_shaping(config, max_length, conventions(compat))
     model = _build_model(config, tokenizer, reward_model, judge)
     entry = _manager_entry(config, reward_manager)
     manager: RewardManager | None = None
@@ -287,7 +289,9 @@ def _build_manager(
             "take. It takes max_resp_len and whole_transcript; arguments of your function go to "
             "custom_reward_function.reward_kwargs."
         )
-    function: ScoringFunction = RuleScorer(config.timeout, config.sandbox_fusion, compat=compat)
+    function: ScoringFunction = RuleScorer(
+        config.timeout, config.sandbox_fusion, compat=conventions(compat).scorers
+    )
     if custom.path:
         function = load_function(
             custom.path,
@@ -304,12 +308,13 @@ def _build_manager(
     return manager
 
 
-def _build_shaping(config: RewardModelConfig, max_response_length: int | None) -> Shaping:
+def _build_shaping(config: RewardModelConfig, max_response_length: int | None, rules: Conventions) -> Shaping:
     clip = None
     if config.clip_range is not None:
         if len(config.clip_range) != 2:
             raise ValueError(f"reward_model.clip_range must be [low, high], it is {config.clip_range}.")
-        clip = (config.clip_range[0], config.clip_range[1])
+        if rules.reward_clip == "scores":
+            clip = (config.clip_range[0], config.clip_range[1])
     overlong = config.overlong_buffer
     overlong_buffer = None
     if overlong.enable:
@@ -317,6 +322,7 @@ def _build_shaping(config: RewardModelConfig, max_response_length: int | None) -
     return Shaping(
         overlong_buffer=overlong_buffer,
         overlong_factor=overlong.penalty_factor,
+        overlong_capped=rules.overlong_penalty == "capped",
         max_response_length=max_response_length,
         log_overlong=overlong.log,
         truncated=config.stop_properly_penalty_coef,

@@ -286,6 +286,8 @@ class Shaping:
     overlong_buffer: int | None = None
     """DAPO's penalty grows over this many tokens before `max_response_length`."""
     overlong_factor: float = 1.0
+    overlong_capped: bool = False
+    """Beyond `max_response_length` the penalty stays at the factor, instead of growing."""
     max_response_length: int | None = None
     log_overlong: bool = False
     """Report `overlong_reward` and `overlong` of each sample."""
@@ -331,6 +333,7 @@ class Shaping:
                 max_length=self.max_response_length,
                 buffer=self.overlong_buffer,
                 factor=self.overlong_factor,
+                capped=self.overlong_capped,
             )
             shaped = shaped + penalty
             if self.log_overlong:

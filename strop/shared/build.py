@@ -18,6 +18,7 @@ from strop.backends.base import (
     use_deterministic_kernels,
 )
 from strop.backends.single import ModuleBackend, SingleBackend
+from strop.compat import Compat
 from strop.config.derived import engine_name, holds_weights
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.config.schema.rollout import RolloutConfig
@@ -51,6 +52,8 @@ class BackendMaker:
     temperature: float = 1.0
     on_out_of_memory: Callable[[], bool] = nothing_to_release
     """Makes others release device memory when a pass is out of memory."""
+    compat: Compat = None
+    """The framework whose learning-rate schedules to follow."""
 
     def __call__(
         self,
@@ -106,6 +109,7 @@ class BackendMaker:
             attention=attention_of(model),
             offload_activations=model.enable_activation_offload,
             on_out_of_memory=self.on_out_of_memory,
+            compat=self.compat,
         )
 
     def _sharded(

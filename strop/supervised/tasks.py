@@ -181,7 +181,9 @@ class DpoTask:
         balance = _LoadBalance(self.aux_loss_coef, batch)
         entry = PREFERENCE_LOSSES.entry(settings.type)
         function = entry.load()
-        average = settings.length_normalized or entry.facts["length_normalised"]
+        average: bool = entry.facts["length_normalised"]
+        if settings.length_normalized is not None:
+            average = settings.length_normalized
 
         def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             assert outputs.log_probs is not None and isinstance(piece, PairBatch)

@@ -45,7 +45,8 @@ def test_the_example_plugin_runs_as_printed(tmp_path: Path) -> None:
     file = tmp_path / "centred_by_median.py"
     file.write_text(printed[1])
     load_plugins([str(file)])
-    assert ADVANTAGES.entry("centred-by-median").facts == {"needs": ("group",), "min_group": 2}
+    facts = ADVANTAGES.entry("centred-by-median").facts
+    assert facts == {"needs": ("group",), "min_group": 2, "score_baseline": None}
     rewards = torch.tensor([[0.0, 1.0], [0.0, 2.0], [6.0, 0.0]])
     mask = torch.tensor([[1, 1], [1, 1], [1, 0]])
     made = estimate(

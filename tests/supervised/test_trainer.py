@@ -81,9 +81,13 @@ def test_the_first_losses_of_pairs(task, tmp_path):
             {"reference_free": "true", "nll_coef": 0.5},
             lambda c, r: -F.logsigmoid(0.1 * (c.sum() - r.sum())) - 0.5 * c.mean(),
         ),
-        ({"reference_free": "true", "type": "ipo"}, lambda c, r: (c.sum() - r.sum() - 5.0).square()),
+        ({"reference_free": "true", "type": "ipo"}, lambda c, r: (c.mean() - r.mean() - 5.0).square()),
+        (
+            {"reference_free": "true", "type": "ipo", "length_normalized": "false"},
+            lambda c, r: (c.sum() - r.sum() - 5.0).square(),
+        ),
     ],
-    ids=["reference-free", "cdpo per token", "simpo", "nll", "ipo"],
+    ids=["reference-free", "cdpo per token", "simpo", "nll", "ipo", "ipo, summed"],
 )
 def test_a_loss_of_one_batch_is_the_formula(task, tmp_path, settings_, expected):
     more = [f"loss.{key}={value}" for key, value in settings_.items()]

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from strop.algorithms.aggregation import EPS, Compat, as_weights
+from strop.algorithms.aggregation import EPS, as_weights
 from strop.catalog import ADVANTAGES
+from strop.compat import Compat, conventions
 
 __all__ = ["AdvantageResult", "estimate"]
 
@@ -332,26 +333,31 @@ Normalisation = Literal["whiten", "population", "centre", "none"]
 def normalise(advantages: Tensor, mask: Tensor, how: Normalisation, *, compat: Compat = None) -> Tensor:
     """Normalise over the tokens of `mask` (bool), whole batch at once.
 
-    - "whiten": (A - mean) / sqrt(var + 1e-8), var with divisor n - 1 (verl)
-    - "population": (A - mean) / sqrt(max(var, 1e-8)), var with divisor n (OpenRLHF)
+    - "whiten": (A - mean) / sqrt(var + 1e-8), var with divisor n - 1; "population" with `compat="openrlhf"`
+    - "population": (A - mean) / sqrt(max(var, 1e-8)), var with divisor n
     - "centre": A - mean
     - "none": A
 
     Exactly equal advantages, a single one among them, become exactly 0. Positions outside the mask must be 0
-    and stay so; with `compat` they may be anything and are shifted and scaled like the others, and "verl"
-    refuses to whiten fewer than two tokens.
+    and stay so; for "verl" and "openrlhf" they may be anything and are shifted and scaled like the others,
+    and "verl" refuses to whiten fewer than two tokens.
     """
     if how not in get_args(Normalisation):
         raise ValueError(f"normalisation must be one of {', '.join(get_args(Normalisation))}, got {how!r}.")
     if how == "none":
         return advantages
+    rules = conventions(compat)
+    if how == "whiten" and rules.whitening == "n":
+        how = "population"
     count = int(mask.count_nonzero())
-    if compat == "verl" and how == "whiten" and count < 2:
+    if how == "whiten" and count < 2 and rules.whitening_one_token == "error":
         raise ValueError(
             f"Whitening needs at least 2 valid tokens, the mask {tuple(mask.shape)} has {count}."
         )
-    shifted, mean, squares = _centre(advantages, mask, count, keep_outside=compat is not None)
-    near_constant = compat is None and _may_be_constant(squares / max(count, 1), mean, advantages.dtype)
+    shifted, mean, squares = _centre(advantages, mask, count, keep_outside=rules.outside_mask == "kept")
+    near_constant = rules.outside_mask == "zero" and _may_be_constant(
+        squares / max(count, 1), mean, advantages.dtype
+    )
     if near_constant and _is_constant(advantages, mask):
         return torch.zeros_like(advantages)
     if how == "whiten":

@@ -27,7 +27,8 @@ from strop.algorithms.advantages.base import (
     group_sum,
     normalise,
 )
-from strop.algorithms.aggregation import Compat, as_weights
+from strop.algorithms.aggregation import as_weights
+from strop.compat import Compat, conventions
 
 Singleton = Literal["score", "zero"]
 
@@ -184,7 +185,10 @@ def gdpo(
         if reward_components is None
         else checked_finite("reward_components", reward_components)
     )
-    parts = parts.to(rewards.dtype if compat == "verl" else torch.float64)
+    precision = torch.float64
+    if conventions(compat).components == "float32":
+        precision = rewards.dtype
+    parts = parts.to(precision)
     if parts.dim() != 2 or len(parts) != len(rewards):
         raise ValueError(
             f"reward_components {tuple(parts.shape)} must be [batch, components] for rewards "

@@ -24,12 +24,18 @@ from strop.algorithms.advantages.base import (
     reopen_holes,
     row_chunks,
 )
-from strop.algorithms.aggregation import EPS, Compat, as_weights
+from strop.algorithms.aggregation import EPS, as_weights
 from strop.algorithms.reward_shaping import move_to_trainable
+from strop.compat import Compat, Conventions, conventions
 
 
 def returns_to_go(
-    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, skip_gaps: bool = True, compat: Compat = None
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    skip_gaps: bool | None = None,
+    compat: Compat = None,
 ) -> Tensor:
     """G_t = r_t + gamma G_{t+1} over the valid tokens, 0 elsewhere.
 
@@ -38,22 +44,43 @@ def returns_to_go(
     """
     rewards, mask = checked_rewards(rewards, mask)
     returns = torch.empty_like(rewards)
+    rules = conventions(compat)
+    skip = _skips_gaps(skip_gaps, rules)
     for rows in row_chunks(rewards):
         weights = as_weights(mask[rows], rewards.dtype)
-        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, gamma, skip_gaps, compat)
+        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, gamma, skip, rules)
     return returns
 
 
+def _skips_gaps(skip_gaps: bool | None, rules: Conventions) -> bool:
+    if skip_gaps is None:
+        return rules.gaps == "skipped"
+    return skip_gaps
+
+
+def _kept_rewards(rewards: Tensor, mask: Tensor, weights: Tensor, rules: Conventions) -> Tensor:
+    """Rewards that are 0 outside the mask."""
+    if rules.stray_rewards == "lost":
+        return rewards * weights
+    return move_to_trainable(rewards, mask, weights)
+
+
 def _fill_returns(
-    out: Tensor, rewards: Tensor, mask: Tensor, weights: Tensor, gamma: float, skip_gaps: bool, compat: Compat
+    out: Tensor,
+    rewards: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    gamma: float,
+    skip_gaps: bool,
+    rules: Conventions,
 ) -> None:
-    kept = rewards * weights if compat else move_to_trainable(rewards, mask, weights)
+    kept = _kept_rewards(rewards, mask, weights, rules)
     if skip_gaps and gamma != 1.0 and has_holes(weights):
         ranks = rank_among_valid(weights)
         summed = reopen_holes(discounted_sums(close_holes(kept, ranks), gamma), ranks)
     else:
         summed = discounted_sums(kept, gamma)
-    torch.mul(summed, 1.0 if compat else weights, out=out)
+    torch.mul(summed, 1.0 if rules.outside_mask == "kept" else weights, out=out)
 
 
 def reinforce(
@@ -62,7 +89,7 @@ def reinforce(
     *,
     gamma: float = 1.0,
     normalisation: Normalisation = "none",
-    skip_gaps: bool = True,
+    skip_gaps: bool | None = None,
     compat: Compat = None,
 ) -> AdvantageResult:
     """REINFORCE (Williams, 1992): A_t = G_t, optionally normalised over the tokens of the batch."""
@@ -71,16 +98,21 @@ def reinforce(
 
 
 def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, compat: Compat = None
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    normalisation: Normalisation = "whiten",
+    compat: Compat = None,
 ) -> AdvantageResult:
-    """REINFORCE++ (Hu, 2025): G_t whitened over the tokens of the batch.
+    """REINFORCE++ (Hu, 2025): G_t whitened over the tokens of the batch, or only centred.
 
     `compat="verl"` drops rewards outside the mask and raises an error for fewer than two valid tokens.
     """
     returns = returns_to_go(rewards, mask, gamma=gamma, compat=compat)
     weights = as_weights(mask, returns.dtype)
     return AdvantageResult(
-        normalise(returns, mask.bool(), "whiten", compat=compat) * weights, returns * weights
+        normalise(returns, mask.bool(), normalisation, compat=compat) * weights, returns * weights
     )
 
 
@@ -96,9 +128,10 @@ def remax(
     baselines = checked_rows("reward_baselines", reward_baselines, rewards).to(rewards.dtype)
     advantages = torch.empty_like(rewards)
     returns = torch.empty_like(rewards)
+    rules = conventions(compat)
     for rows in row_chunks(rewards):
         weights = as_weights(mask[rows], rewards.dtype)
-        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, 1.0, True, compat)
+        _fill_returns(returns[rows], rewards[rows], mask[rows], weights, 1.0, True, rules)
         torch.addcmul(returns[rows], weights, -baselines[rows, None], out=advantages[rows])
     return AdvantageResult(advantages, returns)
 
@@ -114,14 +147,14 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
     normalisation: Normalisation = "whiten",
-    skip_gaps: bool = True,
+    skip_gaps: bool | None = None,
     compat: Compat = None,
 ) -> AdvantageResult:
     """A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t; returns = A + V, before A is
     normalised.
 
     t + 1 is the next *valid* token, so tokens that the policy did not sample are neither discounted nor given
-    a value. `skip_gaps=False` treats such gaps as tokens of value 0 (OpenRLHF).
+    a value. `skip_gaps=False` treats such gaps as tokens of value 0, which `compat="openrlhf"` does too.
 
     A reward outside the mask is added to the last valid token before it. With `compat` it is dropped instead,
     and positions outside the mask are not set to 0: "verl" keeps the next valid advantage there, "openrlhf"
@@ -131,17 +164,18 @@ def gae(
     finite_values = checked_like("values", values, rewards, mask)
     advantages = torch.empty_like(rewards)
     returns = torch.empty_like(rewards)
+    rules = conventions(compat)
+    skip = _skips_gaps(skip_gaps, rules)
     for rows in row_chunks(rewards):
         weights = as_weights(mask[rows], rewards.dtype)
         kept_values = finite_values[rows] * weights
-        kept_rewards = (
-            rewards[rows] * weights if compat else move_to_trainable(rewards[rows], mask[rows], weights)
-        )
-        made = _recursion(kept_rewards, kept_values, weights, gamma, lam, skip_gaps)
-        torch.mul(made, 1.0 if compat else weights, out=advantages[rows])
-        torch.add(
-            advantages[rows], values[rows].detach() if compat == "verl" else kept_values, out=returns[rows]
-        )
+        kept_rewards = _kept_rewards(rewards[rows], mask[rows], weights, rules)
+        made = _recursion(kept_rewards, kept_values, weights, gamma, lam, skip)
+        torch.mul(made, 1.0 if rules.outside_mask == "kept" else weights, out=advantages[rows])
+        added_values = kept_values
+        if rules.gap_returns == "with values":
+            added_values = values[rows].detach()
+        torch.add(advantages[rows], added_values, out=returns[rows])
     return AdvantageResult(normalise(advantages, mask, normalisation, compat=compat), returns)
 
 
@@ -258,7 +292,7 @@ def _baseline(returns: Tensor, energy: Tensor, alive: Tensor, groups: Tensor) ->
 
 def _only_one_valid(alive: Tensor, groups: Tensor, compat: Compat) -> Tensor:
     """[B, T]: where fewer than two members of the row's group have a valid token."""
-    if compat != "verl":
+    if conventions(compat).zero_tail == "one member left":
         return (group_sum(alive, groups) < 2)[groups]
     lengths = alive.sum(-1)
     second = group_second(lengths, groups)[groups]

@@ -73,7 +73,7 @@ def bypass_mode(
     *,
     loss_type: str = "ppo_clip",
     rollout_is: str | None = None,
-    rollout_is_threshold: float | str = 2.0,
+    rollout_is_threshold: float | str | None = 2.0,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
@@ -106,7 +106,7 @@ def bypass_mode(
         )
     else:
         weights = None
-        if rollout_is:
+        if rollout_is and rollout_is_threshold is not None:
             band = parse_band(rollout_is_threshold)
             weights, _ = importance_weights(
                 d, mask, level=rollout_is, normalize=rollout_is_batch_normalize, **band._asdict()

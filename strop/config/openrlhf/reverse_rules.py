@@ -13,6 +13,7 @@ from strop.config.openrlhf.table import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     SCHEDULES,
+    TRANSFORMS,
     ConvertValue,
     NoEquivalentError,
     about_critic,
@@ -219,16 +220,14 @@ def reward(draft: ReverseDraft) -> None:
         draft.set_flag("reward.remote_url", file)
         if name != "reward_func":
             draft.notes.append(
-                f"{file}: OpenRLHF calls reward_func(queries, prompts, labels) with lists; {name} has to be "
-                "wrapped."
+                f"{file}: OpenRLHF calls reward_func(queries, prompts, labels) with lists; wrap {name}."
             )
     elif url is not None:
         draft.set_flag("reward.remote_url", join_commas(url))
 
 
 def overlong(draft: ReverseDraft) -> None:
-    length = draft.get("reward_model.overlong_buffer.len")
-    factor = draft.get("reward_model.overlong_buffer.penalty_factor")
+    length, factor = (draft.get(f"reward_model.overlong_buffer.{key}") for key in ("len", "penalty_factor"))
     if draft.get("reward_model.overlong_buffer.enable"):
         draft.set_flag("reward.overlong_buffer_len", length)
         draft.set_flag("reward.overlong_penalty_factor", factor)
@@ -385,12 +384,17 @@ def sft_template(draft: ReverseDraft) -> None:
         draft.set_flag("data.input_template", "{}")  # without the flag OpenRLHF uses its own template
 
 
+def dpo_loss(draft: ReverseDraft) -> None:
+    if draft.get("loss.type") == "ipo" and draft.get("loss.length_normalized") is not False:
+        draft.report("loss.length_normalized", "IPO sums log-probs there")
+    named(draft, "model.ipo_enable", TRANSFORMS["dpo_loss"].to_openrlhf, "loss.type")
+
+
 REVERSE_RULES: dict[str, Callable[[ReverseDraft], None]] = {
     rule.__name__: rule
     for rule in (
         placement, batch, lengths, kl, clip, policy_loss, estimator, critic_model, reward, overlong, ptx,
-        filter_groups,
-        correction, evaluation, dynamic_batch, sequence_parallel, schedule, checkpoint, logger,
-        sup_length, columns, sft_template,
+        filter_groups, correction, evaluation, dynamic_batch, sequence_parallel, schedule, checkpoint, logger,
+        sup_length, columns, sft_template, dpo_loss,
     )
 }  # fmt: skip

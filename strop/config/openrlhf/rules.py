@@ -345,6 +345,15 @@ def correction(draft: ConversionDraft) -> None:
         )
 
 
+def dpo_loss(draft: ConversionDraft) -> None:
+    flag = "model.ipo_enable"
+    if not draft.given(flag):
+        return
+    draft.put("loss.type", "ipo" if draft.value(flag) else "dpo", flag)
+    if draft.value(flag):
+        draft.put("loss.length_normalized", False, flag, why="IPO on summed log-probs there, averaged here")
+
+
 RULES: dict[str, Callable[[ConversionDraft], None]] = {
     rule.__name__: rule
     for rule in (
@@ -360,5 +369,6 @@ RULES: dict[str, Callable[[ConversionDraft], None]] = {
         ptx,
         filter_groups,
         correction,
+        dpo_loss,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.catalog import ADVANTAGES, KL_ESTIMATORS
+from strop.compat import FRAMEWORKS
 from strop.config.schema.fields import FreeForm, section, setting
 
 
@@ -55,8 +56,9 @@ class RolloutCorrectionConfig:
 
     rollout_is: str | None = setting(None, choices=("token", "sequence", None))
     """Importance weights per token or per sequence. Null: none."""
-    rollout_is_threshold: float | str = setting(2.0)
-    """Weights are truncated at this value. `low_high` sets weights outside the band to 0."""
+    rollout_is_threshold: float | str | None = setting(2.0)
+    """Weights are truncated at this value. `low_high` sets weights outside the band to 0. Null: no
+    weights."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
@@ -110,6 +112,6 @@ class AlgorithmConfig:
     """Text files for a language-modelling loss that is added to the policy loss (ptx)."""
     ptx_coef: float = setting(0.05, at_least=0)
     """Weight of the language-modelling loss."""
-    compat: str = setting("strop", choices=("strop", "verl", "openrlhf"))
-    """Reproduce the numbers of verl or OpenRLHF where Strop's default deliberately differs.
-    docs/algorithms.md lists each case."""
+    compat: str = setting("strop", choices=tuple(FRAMEWORKS))
+    """Reproduce the numbers of verl, OpenRLHF or TRL where Strop's default deliberately differs.
+    docs/compat.md lists what each value changes."""

@@ -68,7 +68,7 @@ class CriticConfig:
     """Seed of the shuffle."""
     grad_clip: float = setting(1.0, above=0)
     """Gradients are clipped to this norm."""
-    cliprange_value: float = setting(0.5, above=0)
+    cliprange_value: float = setting(0.5, at_least=0)
     """Clip range of the value loss: largest change from the old value."""
     loss_agg_mode: str = link("actor_rollout_ref.actor.loss_agg_mode", one_of=AGGREGATIONS)
     """How token losses are reduced to one number."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.catalog import DATASETS
+from strop.compat import FRAMEWORKS
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
 from strop.config.schema.model import _FUSED, FsdpConfig, ModelConfig
@@ -156,6 +157,9 @@ class EvaluationSettingsConfig:
     """Number of scoring processes."""
     timeout: float = setting(30.0, above=0)
     """Timeout per response, in seconds."""
+    compat: str = setting("strop", choices=tuple(FRAMEWORKS))
+    """Score as this framework does: verl compares answers of mathematics as texts. As algorithm.compat in
+    training."""
     k: list[int] | None = setting(None)
     """Values of k for pass@k, best@k and maj@k. Null: the powers of 2, and the number of responses."""
     bootstrap: int = setting(1000, at_least=0)

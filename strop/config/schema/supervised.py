@@ -183,8 +183,9 @@ class DpoLossConfig:
     """Strength of the KL regularisation towards the reference."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
     """Probability that a label is wrong (cDPO)."""
-    length_normalized: bool = False
-    """Average log-probs over tokens instead of summing them."""
+    length_normalized: bool | None = setting(None)
+    """Average log-probs over tokens instead of summing them. Null: ipo (as in TRL) and simpo average, dpo
+    sums."""
     reference_free: bool = False
     """Use no reference model."""
     nll_coef: float = setting(0.0, at_least=0)
