@@ -75,6 +75,13 @@ def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
     return [error(f"{key}.lora_rank", rank_message(model.lora_rank, hidden, f"its hidden size is {hidden}"))]
 
 
+def native_obstacles(config: PreTrainedConfig) -> list[str]:
+    """Kinds of layers that the native engine cannot sample from."""
+    from strop.models.attention import other_kinds
+
+    return other_kinds(config)
+
+
 def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:
     """Errors if the folder holds another kind of model than `wanted`, or a file of weights is incomplete."""
     from strop.models.heads import wrong_head

@@ -14,7 +14,7 @@ from strop.agents.runner import AgentSetup
 from strop.catalog import AGENT_LOOPS
 from strop.compat import conventions
 from strop.concurrency import call_each
-from strop.config.derived import has_critic
+from strop.config.derived import engine_name, has_critic
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.ppo import PpoConfig
 from strop.data.prompts import ToolListing, build_chat
@@ -26,6 +26,7 @@ from strop.preflight.model_checks import (
     head_findings,
     local_model_config,
     lora_findings,
+    native_obstacles,
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport
@@ -152,6 +153,11 @@ def _positions(config: PpoConfig) -> list[ConfigFinding]:
         model_config = local_model_config(config.actor_rollout_ref.model)
     except ValueError as problem:
         return [error("actor_rollout_ref.model.path", str(problem))]
+    if model_config is not None and engine_name(rollout) == "native":
+        kinds = native_obstacles(model_config)
+        if kinds:
+            message = f"the native engine does not know layers of the kind {', '.join(kinds)}; set it to hf."
+            return [error("actor_rollout_ref.rollout.name", message)]
     limit = getattr(model_config, "max_position_embeddings", None)
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if not limit or tokens <= limit:

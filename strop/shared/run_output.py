@@ -13,7 +13,8 @@ from strop.algorithms.metrics.training import StepRecord, memory_metrics
 from strop.backends.base import Backend
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.catalog import TRACKERS
-from strop.config.schema.model import CheckpointConfig
+from strop.config.schema.model import CheckpointConfig, FsdpConfig
+from strop.config.schema.ppo import PpoConfig
 from strop.ranks import Ranks, SharedFailure
 from strop.run.checkpoint.contents import (
     capture_random_states,
@@ -191,7 +192,10 @@ class RunOutput:
         # The preflight has reported the names that are left out here.
         self.trackers = start([name for name in wanted if name in TRACKERS], run)
         if settings.health:
-            self.health = HealthMonitor(self.directory, resumed_from)
+            precision = FsdpConfig.dtype
+            if isinstance(self.config, PpoConfig):
+                precision = self.config.actor_rollout_ref.actor.fsdp_config.dtype
+            self.health = HealthMonitor(self.directory, resumed_from, precision)
 
     def _find_checkpoint(self) -> ResumePoint | None:
         """The checkpoint to resume from. Rank 0 chooses and verifies it. With several ranks, or a model on

@@ -172,6 +172,34 @@ def test_advice_names_keys_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "gap", "correlation", "cause"),
+    [
+        ("fp32", 0.06, 0.97, "temperature"),
+        ("float32", 0.15, 0.4, "other weights"),
+        ("bfloat16", 0.15, 0.999, "quantization"),
+        ("bf16", 0.11, None, "did not load"),
+        ("fp32", 0.04, 0.97, None),
+        ("bfloat16", 0.09, 0.97, None),
+        ("float16", 0.09, 0.97, None),
+    ],
+)
+def test_a_large_difference_in_the_first_step_names_its_likely_cause(
+    precision: str, gap: float, correlation: float | None, cause: str | None
+) -> None:
+    metrics = {"training/rollout_logprobs_diff_mean": gap}
+    if correlation is not None:
+        metrics["training/rollout_actor_probs_pearson_corr"] = correlation
+    monitor = RuleMonitor(precision=precision)
+    found = monitor.add({**step(), **metrics}, 1)
+    assert [alert.name for alert in found] == ["first_step_mismatch"] * (cause is not None)
+    if cause is not None:
+        assert cause in found[0].message and f"{gap:.3g}" in found[0].message
+    late = RuleMonitor(precision=precision)
+    late.add(step(), 1)
+    assert late.add({**step(), **metrics}, 2) == []
+
+
+@pytest.mark.parametrize(
     ("name", "course"),
     [
         ("clip_fraction", lambda i: {"actor/pg_clipfrac": 0.1 if i < 10 else 0.45}),

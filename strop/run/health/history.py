@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from strop.config.schema.model import FsdpConfig
+
 FIRST = 10
 """Values kept from the beginning."""
 LAST = 32
@@ -74,7 +76,9 @@ class Series:
 class History:
     """The series of all metrics; a query answers for metrics that the current step has a value of."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str = FsdpConfig.dtype) -> None:
+        self.precision = precision
+        """What the trained model computes in."""
         self.step = 0
         self.steps = 0
         """Training steps seen."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from strop.config.schema.model import FsdpConfig
 from strop.run.health.history import History
 from strop.run.health.rules import RULES, Rule
 from strop.run.trackers.files import append, begin
@@ -43,10 +44,15 @@ class Alert:
 class RuleMonitor:
     """Applies the rules to a history and groups what they find into episodes. Reads and writes no files."""
 
-    def __init__(self, rules: Sequence[Rule] = RULES, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        rules: Sequence[Rule] = RULES,
+        clock: Callable[[], float] = time.time,
+        precision: str = FsdpConfig.dtype,
+    ):
         self.rules = rules
         self.clock = clock
-        self.history = History()
+        self.history = History(precision)
         self.open_episodes: dict[str, int] = {}
         """Rule of each open episode -> training step, counted from the start, of its last finding."""
 
@@ -80,11 +86,11 @@ class RuleMonitor:
 class HealthMonitor:
     """Monitors a run, writes its alerts, and continues its history when the run resumes."""
 
-    def __init__(self, directory: Path, resumed_from: int | None = None):
+    def __init__(self, directory: Path, resumed_from: int | None = None, precision: str = FsdpConfig.dtype):
         self.path = directory / ALERTS
         directory.mkdir(parents=True, exist_ok=True)
         begin(self.path, resumed_from)
-        self.monitor = RuleMonitor()
+        self.monitor = RuleMonitor(precision=precision)
         if resumed_from is not None:
             for metrics, step in read_metrics(directory / "metrics.jsonl", resumed_from):
                 self.monitor.add(metrics, step)

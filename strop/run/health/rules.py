@@ -11,7 +11,6 @@ from statistics import median
 
 from strop.run.health.history import (
     GAINED,
-    LAST,
     SETTLED,
     History,
     RuleFinding,
@@ -22,6 +21,7 @@ from strop.run.health.history import (
     rising,
     stalled_phase,
 )
+from strop.run.health.mismatch import first_step_mismatch, rollout_mismatch
 
 ENTROPY_LEFT = 0.15
 ENTROPY_LEFT_FOR_NOTHING = 0.3
@@ -51,10 +51,6 @@ USELESS_CRITIC = 0.01
 """Explained variance: below the first the critic misleads; below the second, after PATIENCE steps, it has
 learned nothing."""
 PATIENCE = 30
-MISMATCH_LIMIT = 0.01
-"""Mean difference of probabilities between engine and trainer; rounding of bfloat16 stays below 0.005."""
-MISMATCH_PER_UPDATE = 0.1
-"""What each weight update between sampling and training may add to it."""
 
 Look = Callable[[History], RuleFinding | None]
 
@@ -254,39 +250,6 @@ def value_failure(history: History) -> RuleFinding | None:
     )
 
 
-def rollout_mismatch(history: History) -> RuleFinding | None:
-    """Engine and trainer disagree about probabilities, more than staleness explains.
-
-    Off-policy samples differ because the weights have changed since; on-policy samples show a real mismatch.
-    """
-    name = "training/rollout_probs_diff_mean"
-    gaps = history.last(name, LAST)
-    ages = history.last("staleness/mean", LAST)
-    young = gaps
-    if ages:
-        young = [gap for gap, age in zip(gaps, ages) if age == 0]
-    if young and (len(young) >= 3 or any(ages)) and (gap := median(young[-3:])) > MISMATCH_LIMIT:
-        meaning = "on average, for samples of the same weights" if any(ages) else "on average"
-        return _differ(gap, meaning, {name: gap})
-    gap = history.recent(name, 3) or 0.0
-    age = history.recent("staleness/mean", 3) or 0.0
-    if not any(ages) or gap <= MISMATCH_LIMIT + MISMATCH_PER_UPDATE * age:
-        return None
-    return _differ(
-        gap,
-        f"on average, which samples that are {age:.2g} updates old do not explain",
-        {name: gap, "age": age},
-    )
-
-
-def _differ(gap: float, meaning: str, values: dict[str, float]) -> RuleFinding:
-    return RuleFinding(
-        f"The engine that samples and the trainer that learns differ by {gap:.3g} in the probability of "
-        f"tokens, {meaning}.",
-        values,
-    )
-
-
 RULES = (
     Rule(
         "entropy_collapse",
@@ -372,6 +335,14 @@ RULES = (
         "See that the engine gets new weights and the same temperature and precision (rollout.dtype); else "
         "correct for it (algorithm.rollout_correction.rollout_is=token), which is also the cure for rollouts "
         "that run ahead.",
+    ),
+    Rule(
+        "first_step_mismatch",
+        "error",
+        first_step_mismatch,
+        "Stop and run one step with rollout.name=hf: if the difference goes away, the engine computes the "
+        "model otherwise than transformers. Compare rollout.temperature, rollout.dtype and "
+        "actor.fsdp_config.dtype, and see that the engine loaded actor_rollout_ref.model.path.",
     ),
     Rule(
         "idle_device",
