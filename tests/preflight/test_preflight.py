@@ -91,13 +91,14 @@ def test_what_would_fail_later_fails_now(overrides, change, key, words):
         assert word in found[key]
 
 
-def test_layers_that_the_native_engine_does_not_know_are_refused(overrides):
-    model = "+actor_rollout_ref.model.override_config"
-    kinds = f"{model}.layer_types=[full_attention,deepseek_sparse_attention]"
-    found = errors(examined(overrides, kinds, f"{model}.num_hidden_layers=2"))
-    assert "deepseek_sparse_attention; set it to hf" in found["actor_rollout_ref.rollout.name"], found
-    hf = "actor_rollout_ref.rollout.name=hf"
-    assert "actor_rollout_ref.rollout.name" not in errors(examined(overrides, kinds, hf))
+def test_layers_that_the_native_engine_does_not_know_are_refused(overrides, tmp_path):
+    config = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    other = f"actor_rollout_ref.model.hf_config_path={tmp_path}"
+    found = errors(examined(overrides, other))
+    assert "of the kind conv; set it to hf" in found["actor_rollout_ref.rollout.name"], found
+    found = errors(examined(overrides, other, "actor_rollout_ref.rollout.name=hf"))
+    assert "actor_rollout_ref.rollout.name" not in found
 
 
 def reward_file(tmp_path: Path, body: str) -> str:
