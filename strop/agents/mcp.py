@@ -123,8 +123,8 @@ class McpServer:
         self.tools = [McpTool(self, tool) for tool in listed]
 
     def close(self) -> None:
-        """Close the connection; errors are ignored."""
-        with contextlib.suppress(Exception):
+        """Close the connection, or give up after a while."""
+        with contextlib.suppress(TimeoutError):
             self.loop.run(self._disconnect(), CLOSING_SECONDS)
 
     async def call(self, name: str, arguments: JsonObject) -> CallResult:
@@ -160,8 +160,7 @@ class McpServer:
         self._forget_connection()
         if closing is not None and connection is not None:
             closing.set()
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.shield(connection), CLOSING_SECONDS)
+            await asyncio.wait([connection], timeout=CLOSING_SECONDS)  # raises none of its errors
 
     async def _hold_connection(self, ready: asyncio.Future[McpClient], closing: asyncio.Event) -> None:
         """Open the connection, and close it when `closing` is set."""

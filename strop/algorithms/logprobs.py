@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strop.extras import MissingExtra, require
+from strop.extras import MissingExtra, kernel_errors, require
 
 CHUNK = 1024
 CACHED = 1 << 18  # numbers that stay in a CPU cache over several operations
@@ -179,7 +179,7 @@ def _tried(device: torch.device) -> ModuleType | None:
         reason = "they do not give the numbers of plain torch on this device"
     except MissingExtra as error:
         reason = str(error)
-    except Exception as error:  # noqa: BLE001 - a compiler may refuse in many ways; plain torch always works
+    except kernel_errors() as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     warnings.warn(
         f"The kernels of the output head are off, which makes updates slower: {reason}.", stacklevel=3

@@ -6,31 +6,13 @@ gradient checkpointing raise exceptions of their own to steer the pass.
 
 from __future__ import annotations
 
-import subprocess
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-
-def _kernel_errors() -> tuple[type[Exception], ...]:
-    """What compiling or launching a kernel raises where the GPU, the driver or the compiler does not fit."""
-    expected: tuple[type[Exception], ...] = (
-        RuntimeError,  # CUDA errors, out of memory, no C compiler, NotImplementedError
-        OSError,  # a missing compiler or an unwritable kernel cache
-        subprocess.SubprocessError,  # a compiler that failed
-        ValueError,  # an unsupported shape or dtype
-        TypeError,
-        AttributeError,  # an operator that this torch or Triton does not have
-        KeyError,
-        AssertionError,
-    )
-    try:
-        from triton.errors import TritonError
-    except ImportError:
-        return expected
-    return (*expected, TritonError)
+from strop.extras import kernel_errors
 
 
 def same(plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Tensor]]) -> bool:
@@ -41,7 +23,7 @@ def same(plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Te
         expected = plain()
     try:
         found = kernel()
-    except _kernel_errors() as error:
+    except kernel_errors() as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(f"A kernel does not run here, plain torch does its work: {reason}", stacklevel=2)
         return False

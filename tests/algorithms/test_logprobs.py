@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
+from asyncio import CancelledError
+from subprocess import CalledProcessError
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import _StopRecomputationError
 
 from strop.algorithms.logprobs import token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import (
@@ -253,18 +258,40 @@ def test_the_kernels_of_the_head_agree_with_plain_torch() -> None:
     assert kernels_agree(row_kernels, torch.device("cuda"))
 
 
-def test_a_head_whose_kernels_do_not_compile_is_computed_by_plain_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def _try_kernels(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
+    """What is used for the output head where the check of its kernels raises `error`."""
     from strop.algorithms import logprobs
 
-    class Refused(Exception):
-        """What compilers raise need not be a RuntimeError, nor say anything."""
-
     def refuse(*_: object) -> bool:
-        raise Refused
+        raise error
 
     monkeypatch.setattr(logprobs, "require", lambda *_, **__: logprobs)
     monkeypatch.setattr(logprobs, "kernels_agree", refuse)
-    with pytest.warns(UserWarning, match="kernels of the output head are off.*: Refused"):
-        assert logprobs._tried.__wrapped__(torch.device("cpu")) is None
+    return logprobs._tried.__wrapped__(torch.device("cpu"))
+
+
+class TritonError(Exception):
+    """The base of Triton's errors, which is no RuntimeError and need not say anything."""
+
+
+@pytest.mark.parametrize(
+    "error", [TritonError(), RuntimeError("no C compiler"), CalledProcessError(1, "ptxas"), KeyError("arch")]
+)
+def test_a_head_whose_kernels_do_not_compile_is_computed_by_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    triton = ModuleType("triton.errors")
+    triton.TritonError = TritonError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.errors", triton)
+    name = type(error).__name__
+    with pytest.warns(UserWarning, match=f"kernels of the output head are off.*: {name}"):
+        assert _try_kernels(monkeypatch, error) is None
+
+
+@pytest.mark.parametrize("error", [_StopRecomputationError(), KeyboardInterrupt(), CancelledError()])
+def test_an_exception_that_steers_a_pass_is_no_broken_kernel(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    with pytest.raises(type(error)):
+        _try_kernels(monkeypatch, error)
