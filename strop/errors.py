@@ -12,6 +12,8 @@ REFUSED = 1
 """Exit code of a user error: the message says what to set. A retry would fail again."""
 CRASHED = 70
 """Exit code of an unexpected error. A retry may succeed."""
+STOPPED = 79
+"""Exit code of a run that a signal ended after it had saved its state: the same command goes on from it."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from strop.errors import REFUSED, exit_code
+from strop.stopping import StopRequested, droppable, first_request
 
 T = TypeVar("T")
 
@@ -73,24 +74,34 @@ class Ranks:
 
         return int(_get_default_store().add(f"strop/claim/{name}", 1)) == 1
 
-    def run_or_raise_on_all(self, work: Callable[[], T], doing: str) -> T:
+    def run_or_raise_on_all(self, work: Callable[[], T], doing: str, *, can_drop: bool = False) -> T:
         """The result of `work` on this rank. If it raises on any rank, all ranks raise, and the message names
         the rank.
 
-        `work` must contain no collective operation.
+        `work` must contain no collective operation. `can_drop`: a signal that ends the run interrupts it,
+        and all ranks raise StopRequested.
         """
         if self.world == 1:
-            return work()
+            with droppable(can_drop):
+                return work()
         result: Any = None
         problem: Exception | None = None
+        stop: int | None = None
         try:
-            result = work()
+            with droppable(can_drop):
+                result = work()
+        except StopRequested as request:
+            stop = request.number
         except Exception as error:  # noqa: BLE001 - raised again below, on every rank
             problem = error
         report = None
         if problem is not None:
             report = (f"{type(problem).__name__}: {problem}", exit_code(problem))
-        reports = self.all_gather_object(report)
+        gathered = self.all_gather_object((report, stop))
+        asked = first_request([number for _, number in gathered])
+        if asked is not None:
+            raise StopRequested(asked)
+        reports = [found for found, _ in gathered]
         failed = [(rank, *found) for rank, found in enumerate(reports) if found is not None]
         if failed:
             rank, text, code = failed[0]

@@ -21,7 +21,7 @@ ROOT = REPOSITORY / "strop"
 FLOORS = [
     {"registry", "extras", "errors", "concurrency", "__init__"},
     {"compat"},
-    {"catalog"},
+    {"catalog", "stopping"},
     {"config"},
     {"types", "ranks", "planning"},
     {"algorithms", "data", "models", "rewards"},

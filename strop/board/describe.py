@@ -25,7 +25,7 @@ from strop.run.checkpoint.layout import (
     step_of,
     verify,
 )
-from strop.run.heartbeat import FINISHED, read_worker_states
+from strop.run.heartbeat import FINISHED, STOPPED_BY_SIGNAL, read_worker_states
 from strop.run.sample_table import FOLDER
 
 T = TypeVar("T")
@@ -120,6 +120,8 @@ def _state(run: RunFolder, metrics: dict[str, Any], total: int | None) -> dict[s
         return {"state": "failed", "phase": None}
     if workers and all(worker.phase == FINISHED for worker in workers):
         return {"state": "finished", "phase": None}
+    if workers and all(worker.phase == STOPPED_BY_SIGNAL for worker in workers):
+        return {"state": "stopped", "phase": None}
     if not workers and total is not None and (metrics["step"] or 0) >= total:
         return {"state": "finished", "phase": None}
     last_sign = max([metrics["updated"] or 0.0, *(worker.since for worker in workers)])

@@ -54,7 +54,9 @@ class RankSampler:
                 mine = mine[:limit]
                 waiting = WaitingPrompts(self.ranks, str(call), beyond).claim()
         local = self.ranks.run_or_raise_on_all(
-            lambda: self.sampler.generate(mine, sampling, n, step, waiting), "sampling"
+            lambda: self.sampler.generate(mine, sampling, n, step, waiting),
+            "sampling",
+            can_drop=self.tensor_parallel == 1,  # with more, ranks sample by collective operations
         )
         gathered = all_gather_trajectories(
             local.trajectories, dict(prompts), self.ranks, self.tensor_parallel
@@ -228,12 +230,12 @@ class RankScorer:
         """Fill in `score` and `extras` of all trajectories, on every rank."""
         mine = self._places_of_this_rank(trajectories)
         shard = [trajectories[place] for place in mine]
-        report, failure = self.ranks.run_or_raise_on_all(lambda: self._try(shard), "scoring")
+        report, failure = self.ranks.run_or_raise_on_all(lambda: self._try(shard), "scoring", can_drop=True)
         scores = [(place, t.score, t.turn_rewards, t.extras) for place, t in zip(mine, shard)]
         gathered = self.ranks.all_gather_object((scores, report, failure))
         failures = [reason for _, _, reason in gathered if reason is not None]
         if failures and all(reason is not None or not scores for scores, _, reason in gathered):
-            raise SharedFailure(failures[0])
+            raise BrokenOnAllRanks(*failures[0])
         for scores, _, _ in gathered:
             for place, score, turn_rewards, extras in scores:
                 trajectory = trajectories[place]
@@ -253,13 +255,21 @@ class RankScorer:
         rank = self.ranks.rank
         return [place for place, t in enumerate(trajectories) if order[t.group] % world == rank]
 
-    def _try(self, shard: Sequence[Trajectory]) -> tuple[ScoreReport, str | None]:
+    def _try(self, shard: Sequence[Trajectory]) -> tuple[ScoreReport, tuple[str, int] | None]:
         """All samples of one rank may fail by chance. The scorer is broken only if this happens on all
         ranks."""
         try:
             return self.scorer.score(shard), None
         except BrokenScorer as problem:
-            return problem.report, str(problem)
+            return problem.report, (str(problem), problem.exit_code)
+
+
+class BrokenOnAllRanks(SharedFailure, BrokenScorer):
+    """No rank could score any sample."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def merge_reports(reports: Sequence[ScoreReport]) -> ScoreReport:

@@ -127,7 +127,7 @@ class AsyncRollout:
         batch = self._queue[0]
         self._start(batch, batch.not_started)
         self._start_ahead(draw, prompts, step)
-        local = self.ranks.run_or_raise_on_all(lambda: self._wait_for(batch), "sampling")
+        local = self.ranks.run_or_raise_on_all(lambda: self._wait_for(batch), "sampling", can_drop=True)
         self._queue.popleft()
         for earlier in [other for other in self._numbered if other < step]:
             del self._numbered[earlier]

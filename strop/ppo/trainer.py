@@ -30,7 +30,9 @@ from strop.ppo.experience import (
     shape_rewards,
 )
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
+from strop.shared.dropped_step import LoopState, drop_unfinished, drop_validation, end_if_stopped
 from strop.shared.run_output import RunOutput
+from strop.stopping import deferred, droppable
 from strop.types import Batch, Prompt, Trajectory, batch_of
 
 
@@ -80,7 +82,7 @@ class PpoTrainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.output, closing(self):
+        with self.output, closing(self), deferred():
             self.resume()
             if self.config.trainer.val_only:
                 return
@@ -90,19 +92,32 @@ class PpoTrainer:
                 with record.phase("step"):
                     trajectories, batch = self.train_step(record)
                 self.report(record, trajectories, batch)
+                state = LoopState.of(self, self.step)
                 self.validate_if_due(record)
                 self.save_and_log(record)
+                end_if_stopped(self.output, self, record, state)
 
     def resume(self) -> None:
         """Load the latest checkpoint, give the weights to the engine, and validate if asked for."""
         self.step = self.output.resume(self)
         self.sync_weights(self.step)
+        if self.output.validation_dropped:
+            self.validate_again()
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             record = self.output.record(self.step)
             self.validate(record)
             if self.validator is not None:
                 self.output.log(record, self.step)
+
+    def validate_again(self) -> None:
+        """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
+        record = self.output.record(self.step)
+        state = LoopState.of(self, self.step)
+        self.validate(record)
+        self.output.validation_dropped = False
+        self.output.save(self, record, state)
+        self.output.log(record, self.step)
 
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, update."""
@@ -118,7 +133,9 @@ class PpoTrainer:
 
     def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
         """The scored samples of the next prompts."""
-        return self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
+        alone = self.output.ranks.world == 1  # several ranks must drop the step together
+        with drop_unfinished(self.output, self, record), droppable(alone):
+            return self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
 
     def run_models(self, batch: Batch, record: StepRecord) -> Batch:
         """Add old log-probs, reference log-probs and values, where they are needed."""
@@ -220,16 +237,19 @@ class PpoTrainer:
         return self.step == self.total_steps
 
     def validate_if_due(self, record: StepRecord) -> None:
-        """Validate every trainer.test_freq steps and after the last one."""
+        """Validate every trainer.test_freq steps and after the last one. A signal ends the validation; the
+        resumed run does it again."""
         every = self.config.trainer.test_freq
         if every > 0 and (self.is_last_step or self.step % every == 0):
-            self.validate(record)
+            with drop_validation(self.output):
+                self.validate(record)
 
     def validate(self, record: StepRecord) -> None:
         """Sample and score the validation prompts; the metrics go into the record."""
         if self.validator is None:
             return
-        with record.phase("testing"):
+        alone = self.output.ranks.world == 1
+        with record.phase("testing"), droppable(alone):
             samples = self.validator.run(self.step, record)
         self.output.log_validation(samples, record, self.step)
 

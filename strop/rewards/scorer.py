@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from strop.errors import CRASHED, REFUSED
 from strop.rewards.base import RewardSample, Verdict, build_samples, parse_verdict
 from strop.types import Trajectory
 
@@ -76,6 +77,7 @@ class BrokenScorer(ValueError):
     """No sample could be scored. With several ranks this may hold for one of them only; see `report`."""
 
     report: ScoreReport
+    exit_code: int = REFUSED
 
 
 class Scorer:
@@ -218,10 +220,16 @@ def _check_failures(samples: Sequence[RewardSample], outcomes: Sequence[Outcome]
     sample, error = errors[0]
     where = f"row {sample.index} of {sample.data_source}"
     if len(errors) == len(samples):
-        raise BrokenScorer(
-            f"Scoring failed for all {len(samples)} samples, so the scorer itself must be broken. The first, "
-            f"{where}: {_describe(error)}"
-        ) from error
+        unreachable = all(isinstance(problem, ConnectionError | TimeoutError) for _, problem in errors)
+        cause = "so the scorer itself must be broken"
+        if unreachable:
+            cause = "none of them within reward_model.timeout"
+        broken = BrokenScorer(
+            f"Scoring failed for all {len(samples)} samples, {cause}. The first, {where}: {_describe(error)}"
+        )
+        if unreachable:  # a restart may find the server again
+            broken.exit_code = CRASHED
+        raise broken from error
     logger.warning(
         "Scoring failed for %d of %d samples, which are masked. The first, %s: %s",
         len(errors),

@@ -4,9 +4,9 @@ The heartbeat is rewritten whenever the phase of a worker changes:
 
     {"rank": 1, "world": 4, "host": "node7", "pid": 4711, "step": 12, "phase": "gen", "since": 1767225600.0}
 
-`since` is the Unix time at which the phase began. After the run, the phase is `finished` or `failed in
-PHASE`. A worker that gets SIGUSR1 appends the stacks of all its threads to `workers/rank_N.stacks`, even when
-Python itself is stuck.
+`since` is the Unix time at which the phase began. After the run, the phase is `finished`, `stopped` (by a
+signal) or `failed in PHASE`. A worker that gets SIGUSR1 appends the stacks of all its threads to
+`workers/rank_N.stacks`, even when Python itself is stuck.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from strop.stopping import requested
+
 log = logging.getLogger(__name__)
 
 # Phases that are not phases of a step; FAILED is a prefix.
 STARTING = "starting"
 BETWEEN_PHASES = "between phases"
 FINISHED = "finished"
+STOPPED_BY_SIGNAL = "stopped"
 FAILED = "failed in "
 
 
@@ -47,7 +50,7 @@ class WorkerState:
 
     @property
     def over(self) -> bool:
-        return self.phase == FINISHED or self.failed
+        return self.phase in (FINISHED, STOPPED_BY_SIGNAL) or self.failed
 
     @property
     def failed(self) -> bool:
@@ -146,7 +149,7 @@ def start_heartbeat(directory: Path, rank: int = 0, world: int = 1) -> Iterator[
         heart.beat(heart.last.step, f"{FAILED}{heart.last.phase}")
         raise
     else:
-        heart.beat(heart.last.step, FINISHED)
+        heart.beat(heart.last.step, FINISHED if requested() is None else STOPPED_BY_SIGNAL)
     finally:
         _active.remove(heart)
 

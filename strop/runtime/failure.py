@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CRASHED, REFUSED
+from strop.errors import CRASHED, REFUSED, STOPPED
 from strop.run.checkpoint.layout import LATEST, read_latest
 from strop.run.heartbeat import FAILED, WorkerState, read_worker_states, stacks_file
 from strop.run.watchdog import HUNG, ORPHANED
@@ -42,7 +42,7 @@ class RankFailure:
 
     @property
     def restartable(self) -> bool:
-        return not self.interrupted and self.code != REFUSED
+        return not self.interrupted and self.code not in (REFUSED, STOPPED)
 
     @property
     def exit_code(self) -> int:
@@ -79,7 +79,7 @@ def _severity(code: int) -> int:
 
 def describe(failure: RankFailure, directory: Path) -> list[str]:
     """Return the lines to print about a failure; none when the rank has printed everything itself."""
-    if failure.interrupted or failure.code == REFUSED:
+    if failure.interrupted or failure.code in (REFUSED, STOPPED):
         return []
     if failure.code == HUNG:
         return [_describe_hang(failure, directory)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from strop.run.heartbeat import read_worker_states, worker_log_file
 from strop.run.watchdog import HUNG
 from strop.runtime.failure import WAITED, RankFailure, describe, first_cause
 from strop.runtime.launch import LAUNCHED, OutputTail, omp_threads_per_rank
+from strop.stopping import SignalLog
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +72,15 @@ def launch(command: Sequence[str], world: int, *, environment: Mapping[str, str]
 
 
 def run_ranks(
-    command: Sequence[str], world: int, directory: Path, *, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    world: int,
+    directory: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    grace: float = 0.0,
 ) -> RankFailure | None:
     """Run `command` as `world` ranks and wait; the failure that came first, or None. `directory` is the run's
-    folder."""
+    folder; `grace`: the seconds that ranks may take to end after a signal."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -97,7 +104,7 @@ def run_ranks(
         stderr = cast(BinaryIO, process.stderr)
         tails.append(OutputTail(stderr, sys.stderr.write, worker_log_file(directory, rank)))
     try:
-        failure = _watch(ranks, start)
+        failure = _watch(ranks, start, grace)
     finally:
         _end(ranks)
     if failure is None:
@@ -146,9 +153,11 @@ class StartReport:
             log.info("After %d s the ranks are starting: %s.", seconds, "; ".join(phases[:MAX_PHASES]))
 
 
-def _watch(ranks: Sequence[RankProcess], start: StartReport) -> RankFailure | None:
-    """Wait until all ranks have ended, or one has failed and the others had time to end."""
+def _watch(ranks: Sequence[RankProcess], start: StartReport, grace: float) -> RankFailure | None:
+    """Wait until all ranks have ended, or one has failed and the others had time to end. After a signal they
+    have `grace` seconds to save their state; a second one kills them."""
     with _forward_signals(ranks) as signals:
+        last = math.inf
         while True:
             codes = [process.poll() for process in ranks]
             if any(codes):
@@ -156,8 +165,15 @@ def _watch(ranks: Sequence[RankProcess], start: StartReport) -> RankFailure | No
             if all(code == 0 for code in codes):
                 return None
             start.poll()
+            if signals and last == math.inf:
+                last = time.monotonic() + grace + GRACE_SECONDS
+            if len(signals) > 1 or time.monotonic() > last:
+                for process in _running(ranks):
+                    process.kill()
             time.sleep(POLL_SECONDS)
         deadline = time.monotonic() + GRACE_SECONDS
+        if signals and last < math.inf:
+            deadline = last
         while _running(ranks) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         failed: dict[int, int] = {}
@@ -167,7 +183,10 @@ def _watch(ranks: Sequence[RankProcess], start: StartReport) -> RankFailure | No
     cause = first_cause(failed)
     if failed[cause] == HUNG:
         _dump_stacks(ranks)
-    return RankFailure(cause, len(ranks), failed[cause], interrupted=bool(signals))
+    code = failed[cause]
+    if signals and code == -signal.SIGKILL:
+        code = -signals[0]  # they were killed here, because of the signal
+    return RankFailure(cause, len(ranks), code, interrupted=bool(signals))
 
 
 def _running(ranks: Sequence[RankProcess]) -> list[RankProcess]:
@@ -185,16 +204,16 @@ def _dump_stacks(ranks: Sequence[RankProcess]) -> None:
 def _forward_signals(ranks: Sequence[RankProcess]) -> Iterator[list[int]]:
     """Forward SIGINT and SIGTERM to all ranks, which close their files themselves. Yields the signals that
     came."""
-    received: list[int] = []
+    received = SignalLog()
 
     def forward(number: int, _: object) -> None:
-        received.append(number)
-        for process in _running(ranks):
-            process.send_signal(number)
+        if received.add(number) and len(received.numbers) == 1:
+            for process in _running(ranks):
+                process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield received.numbers
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

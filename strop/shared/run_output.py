@@ -40,10 +40,12 @@ from strop.run.samples import (
 )
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
+from strop.stopping import first_request, requested
 from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import TrainingConfig
+    from strop.shared.dropped_step import LoopState
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +97,12 @@ class RunOutput:
     samples: SampleWriter | None = None
     """Keeps some samples of each step for the board."""
     longest_step: float = 0.0
+    saved_step: int | None = None
+    """Step of the newest checkpoint."""
+    validation_dropped: bool = False
+    """Whether a signal ended the validation of the latest step; a resumed run does it again."""
+    stop_signal: int | None = None
+    """The signal that asks the run to end after this step, the same on all ranks."""
 
     def __post_init__(self) -> None:
         trainer = self.config.trainer
@@ -166,6 +174,8 @@ class RunOutput:
     def _after_resume(self, found: ResumePoint) -> None:
         settings = self.config.trainer
         self.ranks.all_gather_object(None)  # all ranks have read it
+        if found.path.parent == self.directory and not settings.del_local_ckpt_after_load:
+            self.saved_step = found.step
         if settings.del_local_ckpt_after_load and self.ranks.is_rank0:
             delete_checkpoint(found.path)
         log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
@@ -225,11 +235,25 @@ class RunOutput:
             return mine
         return ResumePoint(*chosen, load(chosen[0], only=only, later=later, check=False))
 
-    def save(self, loop: Loop, record: StepRecord) -> None:
-        """Save a checkpoint."""
+    def save(self, loop: Loop, record: StepRecord, start: LoopState | None = None) -> None:
+        """Save a checkpoint; with `start`, its states of the loader and of random generators."""
         with record.phase("save_checkpoint"):
             parts = self.state(loop, {role: list(self.contents[role].save_contents) for role in self.models})
+            if start is not None:
+                parts["data"] = start.data
+                parts["trainer"]["random"] = start.random
             self.checkpoints.save(loop.step, parts, exports=self.exports(), metrics=self.validation)
+        self.saved_step = loop.step
+
+    def save_if_missing(self, loop: Loop, record: StepRecord, start: LoopState) -> bool:
+        """Save the last finished step before the run ends, and wait until it is written; whether there is a
+        checkpoint of it."""
+        if self.save_freq <= 0:
+            return False
+        if loop.step and self.saved_step != loop.step:
+            self.save(loop, record, start)
+        self.ranks.run_or_raise_on_all(self.checkpoints.wait, "writing a checkpoint")
+        return bool(loop.step)
 
     def state(self, loop: Loop, contents: Mapping[str, list[str]]) -> dict[str, Any]:
         """The parts of a checkpoint; `contents` says what to save of each model."""
@@ -240,6 +264,7 @@ class RunOutput:
                 "step": loop.step,
                 "program": program_name(self.config),
                 "random": capture_random_states(),
+                "validation_dropped": self.validation_dropped,
                 **{name: part.state_dict() for name, part in self.stateful.items()},
             },
         }
@@ -270,12 +295,13 @@ class RunOutput:
                 )
             part.load_state_dict(state[name])
         restore_random_states(state["random"])
+        self.validation_dropped = bool(state.get("validation_dropped"))
 
     def _load_contents(self, role: str) -> list[str]:
         return list(self.contents[role].load_contents or self.contents[role].save_contents)
 
     def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
-        """Whether to save after this step; the same on all ranks."""
+        """Whether to save after this step; the same on all ranks, which also agree about a signal here."""
         self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
         due = save_is_due(
             step,
@@ -284,7 +310,9 @@ class RunOutput:
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )
-        return self.ranks.broadcast_object(due)  # clocks differ
+        gathered = self.ranks.all_gather_object((due, requested()))  # clocks differ
+        self.stop_signal = first_request([number for _, number in gathered])
+        return gathered[0][0] and not self.validation_dropped  # then the end of the run saves
 
     def log(self, record: StepRecord, step: int) -> None:
         """Send the metrics of a step to the trackers."""

@@ -24,6 +24,7 @@ from strop.run.profile.capture import NSYS_VARIABLE, restart_under_nsys
 from strop.run.watchdog import WatchdogLimits, start_watchdog
 from strop.runtime.failure import RankFailure, supervise
 from strop.runtime.local import LAUNCHED, is_rank, joined, run_ranks
+from strop.stopping import StopRequested, handle_stop_signals
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import TrainingConfig
@@ -107,12 +108,15 @@ def _run_locally(
             "on each of them."
         )
     if devices == 1 and not trainer.max_restarts:
-        with start_heartbeat(directory) as heart, start_watchdog(heart, _limits(trainer)):
-            _train_and_restore(loaded, program, Ranks(), report)
-        return 0
+        with (
+            handle_stop_signals(trainer.grace_seconds),
+            start_heartbeat(directory) as heart,
+            start_watchdog(heart, _limits(trainer)),
+        ):
+            return _train_and_restore(loaded, program, Ranks(), report)
 
     def attempt(more: Sequence[str]) -> RankFailure | None:
-        return run_ranks([*command, *more], devices, directory)
+        return run_ranks([*command, *more], devices, directory, grace=trainer.grace_seconds)
 
     return supervise(attempt, directory, trainer.max_restarts)
 
@@ -140,39 +144,45 @@ def _run_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report]) 
     rank = int(os.environ["RANK"])
     holds_lock = rank == 0 and LAUNCHED not in os.environ
     with (
+        handle_stop_signals(trainer.grace_seconds),
         run_lock(directory) if holds_lock else nullcontext(),
         start_heartbeat(directory, rank, devices) as heart,
         start_watchdog(heart, _limits(trainer), _starter_pid()),
     ):
         try:
             with joined(devices, device, timeout=_collective_timeout(loaded.config)) as ranks:
-                _train_rank(loaded, program, ranks)
+                return _train_rank(loaded, program, ranks)
         except (ValueError, OSError):
             raise
         except Exception:  # noqa: BLE001 - reported by the exit code
             # The exit code says that this is a crash, not an error in the configuration.
             traceback.print_exc()
             raise SystemExit(CRASHED) from None
-    return 0
 
 
-def _train_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report], ranks: Ranks) -> None:
+def _train_rank(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report], ranks: Ranks) -> int:
     if not ranks.is_rank0:  # rank 0 logs what all ranks do
         logging.getLogger("strop").setLevel(logging.ERROR)
     if LAUNCHED not in os.environ:
         preflight = program.require if ranks.is_rank0 else program.examine
         ranks.run_or_raise_on_all(lambda: preflight(loaded), "examining the run")
-    _train_and_restore(loaded, program, ranks, None)
+    return _train_and_restore(loaded, program, ranks, None)
 
 
 def _train_and_restore(
     loaded: Loaded[TrainingConfig], program: TrainingProgram[Report], ranks: Ranks, report: Report | None
-) -> None:
-    """Train, then undo the patches of all models (strop/models/patches.py)."""
-    program.train(loaded, ranks, report)
+) -> int:
+    """Train, then undo the patches of all models (strop/models/patches.py). The exit code says whether a
+    signal ended the run."""
+    code = 0
+    try:
+        program.train(loaded, ranks, report)
+    except StopRequested as stop:
+        code = stop.exit_code
     from strop.models.patches import undo_all_patches
 
     undo_all_patches()
+    return code
 
 
 def _starter_pid() -> int | None:

@@ -15,7 +15,9 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import SupervisedPlan
 from strop.data.loader import Loader
 from strop.models.heads import RewardStatistics
+from strop.shared.dropped_step import LoopState, drop_validation, end_if_stopped, raise_if_stopped
 from strop.shared.run_output import RunOutput
+from strop.stopping import deferred
 from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference
 from strop.types import Batch
 
@@ -132,7 +134,7 @@ class SupervisedTrainer:
 
     def fit(self) -> None:
         """Train until the last step."""
-        with self.output, closing(self):
+        with self.output, closing(self), deferred():
             self.resume()
             if self.config.trainer.val_only:
                 return
@@ -143,19 +145,33 @@ class SupervisedTrainer:
                 with record.phase("step"):
                     batch = self.train_step(record)
                 self.report(record, batch)
+                state = LoopState.of(self, self.step)
                 if self.is_last_step or self.step % self.test_freq == 0:
-                    self.validate(record)
+                    with drop_validation(self.output):
+                        self.validate(record)
                 self.save_and_log(record)
+                end_if_stopped(self.output, self, record, state)
 
     def resume(self) -> None:
         """Load the latest checkpoint; validate where the configuration says so."""
         self.step = self.output.resume(self)
         trainer = self.config.trainer
+        if self.output.validation_dropped:
+            self.validate_again()
         wanted = trainer.val_only or (self.step == 0 and trainer.val_before_train)
         if wanted and self.validation is not None:
             record = self.output.record(self.step)
             self.validate(record)
             self.output.log(record, self.step)
+
+    def validate_again(self) -> None:
+        """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
+        record = self.output.record(self.step)
+        state = LoopState.of(self, self.step)
+        self.validate(record)
+        self.output.validation_dropped = False
+        self.output.save(self, record, state)
+        self.output.log(record, self.step)
 
     @property
     def is_last_step(self) -> bool:
@@ -220,6 +236,7 @@ class SupervisedTrainer:
         skipped = 0.0
         with record.phase("testing"):
             for items in self.validation:
+                raise_if_stopped(self.output)
                 batch = self.collect(items)
                 skipped += sum(not is_trainable(item) for item in items)
                 if batch is None:

@@ -122,6 +122,11 @@ class TrainerConfig:
     """Asynchronous training."""
     max_restarts: int = setting(0, at_least=0)
     """Number of automatic restarts from the last checkpoint after a worker died or hung."""
+    grace_seconds: float = setting(120.0, at_least=0)
+    """Seconds that a run has, after SIGTERM or SIGINT, to drop or finish its step, write a checkpoint (if
+    save_freq is above 0) and end with exit code 79. Then, or on a second signal, it ends at once. Set it
+    below the time that the machine leaves (Kubernetes terminationGracePeriodSeconds and Slurm KillWait: 30 by
+    default). 0: signals end the run at once."""
     phase_warning: float = setting(1800.0, at_least=0)
     """Seconds after which a phase that is still running is reported, with the stacks of its worker in
     workers/. 0: never."""

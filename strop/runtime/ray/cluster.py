@@ -130,7 +130,8 @@ class RayCluster:
                 machines = self._check_machines(launchers, group)
                 variables = {**replica_variables, **model_variables}
                 runs = self._start_ranks(launchers, machines, program, arguments, variables)
-                return RankWatcher(self._ray, launchers, machines, runs).watch()
+                grace = self._trainer.grace_seconds
+                return RankWatcher(self._ray, launchers, machines, runs, grace).watch()
         except errors.RayActorError as error:  # a machine was lost before its rank had started
             return RankFailure(0, self.world_size, MACHINE_LOST, detail=short_error(error))
         except errors.RayError as error:

@@ -36,6 +36,7 @@ from strop.runtime.ray.connection import (
     ObjectRef,
     short_error,
 )
+from strop.stopping import SignalLog
 
 PACKAGES = ("strop", "torch", "transformers")
 """Packages whose versions must be the same on all machines."""
@@ -133,6 +134,11 @@ class RankLauncher:
             self._buffered = []
             return lines
 
+    def send_signal(self, signal_number: int) -> None:
+        """Send a signal to the rank, which ends by itself."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal_number)
+
     def stop(self, signal_number: int = signal.SIGTERM) -> None:
         """Send a signal to the rank; kill it when it does not end in time."""
         if self.process is None or self.process.poll() is not None:
@@ -169,8 +175,11 @@ class RankWatcher:
         launchers: Sequence[ActorHandle],
         machines: Sequence[Machine],
         runs: Sequence[ObjectRef],
+        grace: float = 0.0,
     ) -> None:
-        """`runs`: the running calls of `RankLauncher.run`."""
+        """`runs`: the running calls of `RankLauncher.run`. `grace`: the seconds that ranks may take to end
+        after a signal."""
+        self._grace = grace
         self._ray = ray
         self._launchers = launchers
         self._machines = machines
@@ -183,7 +192,8 @@ class RankWatcher:
     def watch(self) -> RankFailure | None:
         """Wait for all ranks; the failure that came first, or None.
 
-        After a failure, the other ranks have PEER_GRACE_SECONDS to end; then they are stopped.
+        After a failure, the other ranks have PEER_GRACE_SECONDS to end; then they are stopped. After a
+        signal to this process all ranks have the grace period too; a second signal stops them.
         """
         head = ClusterHead(self._ray.get_runtime_context().gcs_address)
         deadline = math.inf
@@ -198,10 +208,14 @@ class RankWatcher:
                 if lead_was_running:
                     self._show_output()
                 failed = any(end.code for end in self._ended.values())
-                if deadline == math.inf and (signals or failed):
+                if deadline == math.inf and signals:
+                    deadline = time.monotonic() + self._grace + PEER_GRACE_SECONDS
+                    self._forward(signals[0])
+                if deadline == math.inf and failed:
                     deadline = time.monotonic() + PEER_GRACE_SECONDS
-                    if signals:
-                        self._stop(signals[0])
+                if len(signals) > 1:
+                    self._stop(signal.SIGKILL)
+                    break
             self._stop(signal.SIGTERM)
         return self._failure(signals)
 
@@ -232,6 +246,11 @@ class RankWatcher:
             target = sys.stdout if stream == STDOUT else sys.stderr
             target.write(line)
         sys.stdout.flush()
+
+    def _forward(self, signal_number: int) -> None:
+        for rank, launcher in enumerate(self._launchers):
+            if rank not in self._ended:
+                launcher.send_signal.remote(signal_number)
 
     def _stop(self, signal_number: int) -> None:
         """Stop the ranks that still run."""
@@ -264,14 +283,14 @@ class RankWatcher:
 def collect_signals() -> Iterator[list[int]]:
     """Yield the list of SIGINT and SIGTERM that arrive in the block; Ray's own handlers would leave ranks
     running."""
-    received: list[int] = []
+    received = SignalLog()
 
     def receive(number: int, _: object) -> None:
-        received.append(number)
+        received.add(number)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield received.numbers
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,117 @@
+"""Ends a run without a loss: the state before an unfinished step is saved.
+
+While a step samples and scores, the models are those of the step before. So when a signal ends the run, or no
+sample can be scored, the step is dropped, and a checkpoint of the step before is written with the loader and
+the random states as they were. The resumed run does the step again, with the same result.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strop.algorithms.metrics.training import StepRecord
+from strop.ranks import SharedFailure
+from strop.rewards.scorer import BrokenScorer
+from strop.run.checkpoint.contents import capture_random_states
+from strop.run.checkpoint.tensor_files import Tree
+from strop.stopping import StopRequested, first_request, mark_saved, requested
+
+if TYPE_CHECKING:
+    from strop.shared.run_output import Loop, RunOutput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What changes while a step samples and scores."""
+
+    step: int
+    """The last step that is finished."""
+    data: Tree
+    """State of the loader."""
+    random: dict[str, Tree]
+
+    @staticmethod
+    def of(loop: Loop, step: int) -> LoopState:
+        return LoopState(step, copy.deepcopy(loop.loader.state_dict()), capture_random_states())
+
+
+@contextmanager
+def drop_unfinished(output: RunOutput, loop: Loop, record: StepRecord) -> Iterator[None]:
+    """Around the sampling and scoring of a step, before anything is updated."""
+    start = LoopState.of(loop, loop.step - 1)
+    try:
+        yield
+    except StopRequested as stop:
+        save_before_end(output, loop, record, start, stop)
+        raise
+    except BrokenScorer:
+        loop.step = start.step
+        if output.save_if_missing(loop, record, start):
+            log.error(
+                "Step %d is dropped; the checkpoint of step %d is complete, and the same command goes on "
+                "from it.",
+                *(start.step + 1, start.step),
+            )
+        raise
+    except Exception as error:  # raised again, as what a signal has caused if one came
+        number = requested()
+        if number is None or (output.ranks.world > 1 and not isinstance(error, SharedFailure)):
+            raise
+        # A signal for all processes of a run also ends its helpers: data workers, scorers, engines.
+        log.warning("Sampling failed after the signal: %s: %s", type(error).__name__, error)
+        caused = StopRequested(number)
+        save_before_end(output, loop, record, start, caused)
+        raise caused from error
+
+
+def save_before_end(
+    output: RunOutput, loop: Loop, record: StepRecord, state: LoopState, stop: StopRequested
+) -> None:
+    """Save `state` because of a signal, unless it is saved; says whether the run can go on from it."""
+    dropped = f"Step {loop.step} is dropped. " if loop.step > state.step else ""
+    loop.step = state.step
+    stop.resumable = state.step == 0 or output.save_if_missing(loop, record, state)
+    if stop.resumable:
+        mark_saved()
+        log.warning(
+            "%sThe state after step %d is saved; the same command goes on from it.", dropped, state.step
+        )
+    else:
+        log.warning(
+            "%strainer.save_freq=%d: no checkpoint is written; steps since the last one are lost.",
+            *(dropped, output.save_freq),
+        )
+
+
+def raise_if_stopped(output: RunOutput) -> None:
+    """Raise StopRequested on all ranks if a signal came to any of them. A collective operation."""
+    number = first_request(output.ranks.all_gather_object(requested()))
+    if number is not None:
+        raise StopRequested(number)
+
+
+@contextmanager
+def drop_validation(output: RunOutput) -> Iterator[None]:
+    """Around a validation. A signal ends it, and the resumed run does it again."""
+    try:
+        yield
+    except StopRequested:
+        output.validation_dropped = True
+        output.validation = {}
+
+
+def end_if_stopped(output: RunOutput, loop: Loop, record: StepRecord, state: LoopState) -> None:
+    """After a step: if a signal came, save `state` and raise StopRequested."""
+    if output.stop_signal is None:
+        return
+    if loop.step < output.total_steps or output.validation_dropped:
+        stop = StopRequested(output.stop_signal)
+        save_before_end(output, loop, record, state, stop)
+        raise stop
