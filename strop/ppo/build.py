@@ -68,7 +68,8 @@ from strop.shared.build import (
     tokenizer_of,
 )
 from strop.shared.export import average_of, exports, masters_of
-from strop.shared.run_output import RunOutput, Stateful
+from strop.shared.loop_state import Stateful
+from strop.shared.run_output import RunOutput
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,39 +7,18 @@ the random states as they were. The resumed run does the step again, with the sa
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from strop.algorithms.metrics.training import StepRecord
 from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
-from strop.run.checkpoint.contents import capture_random_states
-from strop.run.checkpoint.tensor_files import Tree
+from strop.shared.loop_state import Loop, LoopState
+from strop.shared.run_output import RunOutput
 from strop.stopping import StopRequested, first_request, mark_saved, requested
 
-if TYPE_CHECKING:
-    from strop.shared.run_output import Loop, RunOutput
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """What changes while a step samples and scores."""
-
-    step: int
-    """The last step that is finished."""
-    data: Tree
-    """State of the loader."""
-    random: dict[str, Tree]
-
-    @staticmethod
-    def of(loop: Loop, step: int) -> LoopState:
-        return LoopState(step, copy.deepcopy(loop.loader.state_dict()), capture_random_states())
 
 
 @contextmanager

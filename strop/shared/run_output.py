@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from strop.algorithms.metrics.training import StepRecord, memory_metrics
 from strop.backends.base import Backend
@@ -40,33 +40,16 @@ from strop.run.samples import (
 )
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
+from strop.shared.loop_state import Loop, LoopState, Stateful
 from strop.stopping import first_request, requested
 from strop.types import Batch, Trajectory
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import TrainingConfig
-    from strop.shared.dropped_step import LoopState
 
 log = logging.getLogger(__name__)
 
 SHOWN_GENERATIONS_SEED = 42
-
-
-class Stateful(Protocol):
-    """Something with a state that belongs into a checkpoint."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
-class Loop(Protocol):
-    """The parts of a training loop that belong into a checkpoint, apart from its models."""
-
-    step: int
-
-    @property
-    def loader(self) -> Stateful: ...
 
 
 @dataclass

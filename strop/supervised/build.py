@@ -29,7 +29,8 @@ from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
 from strop.shared.build import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
-from strop.shared.run_output import RunOutput, Stateful
+from strop.shared.loop_state import Stateful
+from strop.shared.run_output import RunOutput
 from strop.supervised.tasks import (
     DpoTask,
     Forward,
