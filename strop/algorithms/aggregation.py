@@ -49,10 +49,7 @@ class Totals:
                 f"width (loss_scale_factor) must be positive, got {width}. Leave it out to use the padded "
                 "length."
             )
-        if mask.dtype == torch.bool:
-            counts = as_weights(mask, torch.float32).sum(-1)
-        else:
-            counts = mask.sum(-1)
+        counts = as_weights(mask, torch.float32).sum(-1)
         tokens = int(counts.sum())
         sequences = int((counts > 0).sum())
         return cls(max(tokens, 1), max(sequences, 1), float(width or max(mask.shape[-1], 1)))

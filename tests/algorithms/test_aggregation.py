@@ -129,8 +129,8 @@ def test_value_loss_without_a_clip_range_is_half_the_squared_error() -> None:
     one = torch.ones(2, 2)
     result = value_loss(3 * one, one, one, one, clip_range=None)
     assert (result.per_token == 2.0).all()
-    with pytest.raises(ValueError, match="clip_range must be positive, got 0"):
-        value_loss(one, one, one, one, clip_range=0)
+    with pytest.raises(ValueError, match="clip_range must be 0 or more, got -"):
+        value_loss(one, one, one, one, clip_range=-0.5)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])

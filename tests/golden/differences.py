@@ -8,17 +8,31 @@ under an entry here, every entry must be needed by some case, and the switch mus
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Difference(NamedTuple):
     functions: str  # pattern of the peer's function
-    tag: str  # of the cases it is about; "" for all of them
+    tag: str  # of the cases it is about, or several with | between them; "" for all of them
     here: str  # what ours is called
     switch: str  # reproduces the peer's number
     reason: str
+    setting: tuple[str, object] | None = None  # only cases with this keyword argument
+    outside: bool = False  # trained tokens are equal: only values outside the mask differ
 
 
+class Unrecorded(NamedTuple):
+    """A difference that no recorded case shows; a test of `test_unrecorded.py` does."""
+
+    here: str
+    peer: str
+    reason: str
+    switch: str
+    test: str
+
+
+_ANY_GAP = "holes|holes_tail|leading_gap"
 _VERL = '`compat="verl"`'
 _OPENRLHF = '`compat="openrlhf"`'
 _GAPS = '`skip_gaps=False, compat="openrlhf"`'
@@ -36,7 +50,7 @@ _ROUNDING = "summed from exp(z - max z), so a small entropy keeps its precision;
 DIFFERENCES = (
     Difference("*.compute_gae_advantage_return", "leaky", "advantage gae", _VERL, _STRAY),
     Difference("*.compute_gae_advantage_return", "one_valid_token", "advantage gae", _VERL, _LONE),
-    Difference("*.compute_gae_advantage_return", "", "advantage gae", _VERL, _ZERO),
+    Difference("*.compute_gae_advantage_return", "", "advantage gae", _VERL, _ZERO, outside=True),
     Difference(
         "*.compute_reinforce_plus_plus_outcome_advantage",
         "leaky",
@@ -52,12 +66,25 @@ DIFFERENCES = (
         _LONE,
     ),
     Difference("*.compute_remax_outcome_advantage", "leaky", "advantage remax", _VERL, _STRAY),
-    Difference("*.compute_remax_outcome_advantage", "holes", "advantage remax", _VERL, _ZERO),
+    Difference("*.compute_remax_outcome_advantage", _ANY_GAP, "advantage remax", _VERL, _ZERO, outside=True),
     Difference(
         "*optimal_token_baseline_advantage", "leaky", "advantage (tir_)optimal_token_baseline", _VERL, _STRAY
     ),
     Difference(
-        "*optimal_token_baseline_advantage", "holes", "advantage (tir_)optimal_token_baseline", _VERL, _ZERO
+        "*.compute_optimal_token_baseline_advantage",
+        _ANY_GAP,
+        "`handle_zero_tail` of optimal_token_baseline",
+        _VERL,
+        "the baseline is 0 where a single member of the group has a trained token; the peer counts tokens, not positions, so with gaps its tail begins too early",
+        setting=("handle_zero_tail", True),
+    ),
+    Difference(
+        "*optimal_token_baseline_advantage",
+        _ANY_GAP,
+        "advantage (tir_)optimal_token_baseline",
+        _VERL,
+        _ZERO,
+        outside=True,
     ),
     Difference(
         "*.compute_gdpo_outcome_advantage",
@@ -201,11 +228,48 @@ DIFFERENCES = (
 )
 
 
-def difference_of(function: str, tags: list[str]) -> Difference | None:
-    """The first entry that a case of this function with these tags falls under."""
+UNRECORDED = (
+    Unrecorded(
+        "`overlong_buffer` beyond the longest response",
+        "OpenRLHF",
+        "the penalty goes on growing, as in verl; the peer stops at the factor",
+        _OPENRLHF,
+        "test_the_overlong_penalty_beyond_the_limit",
+    ),
+    Unrecorded(
+        "`gamma_weights` of loss vespo",
+        "TRL",
+        "rollout weights of padding and tool output are not part of the weight of a sequence",
+        "put the product of the other weights on one token of the row",
+        "test_gamma_weights_have_the_limits_of_the_peer",
+    ),
+    Unrecorded(
+        "masks with fractions",
+        "verl, OpenRLHF, TRL",
+        "a mask says which tokens count: anything but 0 is 1, also in denominators; the peers multiply with it",
+        "give weights as `rollout_weights`",
+        "test_a_fraction_in_a_mask_counts_as_one",
+    ),
+    Unrecorded(
+        '`rollout_rs=""`',
+        "verl",
+        "no criterion rejects nothing; the peer raises an error",
+        "none",
+        "test_no_criterion_rejects_nothing",
+    ),
+)
+
+
+def difference_of(function: str, tags: list[str], settings: Mapping[str, object]) -> Difference | None:
+    """The first entry that a case of this function with these tags and keyword arguments falls under."""
     for difference in DIFFERENCES:
-        if fnmatch.fnmatch(function, difference.functions) and (not difference.tag or difference.tag in tags):
-            return difference
+        if not fnmatch.fnmatch(function, difference.functions):
+            continue
+        if difference.tag and not set(difference.tag.split("|")) & set(tags):
+            continue
+        if difference.setting and settings.get(difference.setting[0]) != difference.setting[1]:
+            continue
+        return difference
     return None
 
 
@@ -216,8 +280,9 @@ def table() -> str:
         "| here | peer | our default, and why | switch for the peer's number |",
         "| --- | --- | --- | --- |",
     ]
+    every = [*rows, *((u.here, u.peer, u.reason, u.switch) for u in UNRECORDED)]
     return "\n".join(
-        lines + [f"| {here} | {peer} | {reason} | {switch} |" for here, peer, reason, switch in rows]
+        lines + [f"| {here} | {peer} | {reason} | {switch} |" for here, peer, reason, switch in every]
     )
 
 

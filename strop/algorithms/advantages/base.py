@@ -143,10 +143,8 @@ def checked_groups(groups: Tensor | Sequence[object] | np.ndarray, rewards: Tens
     if not isinstance(groups, Tensor):
         groups = group_ids(groups)
     checked_rows("groups", groups, rewards)
-    if groups.is_floating_point() or groups.is_complex():
-        raise ValueError(
-            f"groups must be integer labels, got {groups.dtype}; `group_ids` makes them from prompt uids."
-        )
+    if groups.is_complex():
+        raise ValueError(f"groups must be labels that can be sorted, got {groups.dtype}.")
     return torch.unique(groups.to(rewards.device), return_inverse=True)[1]
 
 
@@ -166,7 +164,7 @@ def group_ids(uids: Sequence[object] | np.ndarray | Tensor, *, compact: bool = T
     """Group ids [B] from prompt uids of any kind: equal uid, equal id; ids follow the sorted order of the
     uids.
 
-    With `compact=False` integer uids are taken as the ids they are, gaps included.
+    With `compact=False` integer uids, also written as floats, are taken as the ids they are, gaps included.
     """
     if isinstance(uids, Tensor):
         uids = uids.detach().cpu().numpy()
@@ -178,6 +176,8 @@ def group_ids(uids: Sequence[object] | np.ndarray | Tensor, *, compact: bool = T
             labels = np.asarray(labels.tolist())
         else:
             labels = labels.astype(str)
+    if not compact and np.issubdtype(labels.dtype, np.floating) and np.allclose(labels, np.rint(labels)):
+        labels = np.rint(labels).astype(np.int64)
     if not compact and np.issubdtype(labels.dtype, np.integer):
         return torch.as_tensor(labels.astype(np.int64))
     return torch.from_numpy(np.unique(labels, return_inverse=True)[1].astype(np.int64))

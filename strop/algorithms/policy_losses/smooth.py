@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from strop.algorithms.policy_losses.clipped import (
     safe_factor,
     sign_choice,
 )
+
+SMALLEST_WEIGHT = 1e-8
+"""Of a sequence in vespo, and of a rollout weight in it."""
 
 
 def cispo(
@@ -132,10 +137,11 @@ def gamma_weights(
     k and λ are chosen by the sign of `row_advantages` [B, 1]. φ(1) = 1, and φ falls to 0 when the sequence
     becomes far more or far less likely than it was.
     """
+    per_token = log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if rollout_weights is not None:
         (weights,) = inside(mask, rollout_weights=rollout_weights)
-        log_ratios = log_ratios + weights.clamp(min=1e-8).log() * mask
-    log_w = (log_ratios.detach() * mask).sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        per_token = per_token + weights.clamp(min=SMALLEST_WEIGHT).log().clamp(max=LOG_RATIO_LIMIT)
+    log_w = (per_token * mask).sum(-1, keepdim=True).clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_LIMIT)
     positive = row_advantages >= 0
     k = torch.where(positive, k_pos, k_neg)
     rate = torch.where(positive, lambda_pos, lambda_neg)
