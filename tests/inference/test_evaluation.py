@@ -238,3 +238,9 @@ def test_a_half_written_file(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"out\.parquet cannot be read as parquet"):
         run([f"data.path={path}"])
+
+
+def test_compat_selects_the_scorers_of_verl(tmp_path):
+    path = write(tmp_path / "out.parquet", [row("a", "4", ["#### 4", "#### 4.0"])])
+    assert results(path)[0][0].scores == [1, 1]
+    assert results(path, "evaluation.compat=verl")[0][0].scores == [1, 0]  # verl compares texts
