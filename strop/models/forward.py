@@ -355,10 +355,15 @@ class _DecoderOutput:
 
 
 def own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits [n, V] that the model itself makes of last hidden states [n, H], with every cap and scale it
-    applies."""
-    with forward_replaced(decoder_of(model), lambda *_, **__: _DecoderOutput(hidden[None])):
-        token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+    """The logits [n, V] that the model itself makes where its head is given [n, H], with every cap and scale
+    that it applies to them. What it does to hidden states before the head is not done again."""
+    head = cast(nn.Linear, model.get_output_embeddings())
+    project = head.forward
+    token = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
+    with (
+        forward_replaced(decoder_of(model), lambda *_, **__: _DecoderOutput(hidden[None])),
+        forward_replaced(head, lambda _: project(hidden[None])),
+    ):
         logits: Tensor = model(input_ids=token, use_cache=False).logits[0]
         return logits
 

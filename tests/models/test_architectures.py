@@ -153,3 +153,31 @@ def test_a_model_that_does_not_pass_the_borders_on_is_refused_with_a_way_out() -
     config = AutoConfig.for_model("stablelm", **SIZE)
     with pytest.raises(ValueError, match=r"borders of packed sequences.*use_remove_padding=False"):
         response_outputs(AutoModelForCausalLM.from_config(config), tiny_batch(), ["log_probs"])
+
+
+@pytest.mark.parametrize("change", [{}, {"final": 0.5}], ids=["scaled", "scaled_and_capped"])
+@torch.no_grad()
+def test_what_a_model_does_to_states_before_its_head_is_done_once(change: dict[str, float]) -> None:
+    """MiniCPM3 divides the last hidden states before the head."""
+    sizes = {**SIZE, **_LATENT, "dim_model_base": 8}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minicpm3", **sizes)).eval()
+    model.lm_head.weight.mul_(20)
+    if change:
+        cap_logits(model, change["final"])
+    batch = tiny_batch()
+    expected = plain_log_probs(model, batch)
+    found = response_outputs(model, batch, ["log_probs"])["log_probs"]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def cap_logits(model: Any, cap: float) -> None:
+    """The model's logits become cap tanh(logits / cap)."""
+    own = model.forward
+
+    def forward(*given: Any, **options: Any) -> Any:
+        output = own(*given, **options)
+        output.logits = cap * torch.tanh(output.logits / cap)
+        return output
+
+    model.forward = forward
