@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from strop.ppo.roles import optim_of
 from strop.ppo.update import ActorUpdate, run_updates
 from strop.rewards.managers import build_scorer
 from strop.types import Prompt, Trajectory, batch_of
+from tests.ppo.runs import run
 from tests.rewards.scene import TOKENIZER
 
 ACTOR = "actor_rollout_ref.actor"
@@ -107,3 +109,16 @@ def test_empty_rows_count_where_the_framework_counts_them(compat: str, sequences
     keys = [f"algorithm.compat={compat}", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]
     objective = ActorUpdate(load("ppo_trainer", keys).config, width=2.0)
     assert objective._totals(batch_of([sample(0, 1.0), sample(0, 0.0, (0, 0))])).sequences == sequences
+
+
+@pytest.mark.parametrize(
+    ("compat", "estimator"), [("verl", "gae"), ("openrlhf", "group_norm"), ("trl", "grpo")]
+)
+def test_a_run_with_each_framework(overrides: list[str], compat: str, estimator: str) -> None:
+    keys = [
+        "algorithm.use_kl_in_reward=true",
+        "reward_model.clip_range=[-5,5]",
+        "trainer.total_training_steps=1",
+    ]
+    steps = run(overrides, f"algorithm.compat={compat}", f"algorithm.adv_estimator={estimator}", *keys)
+    assert all(math.isfinite(value) for value in steps[1].values())

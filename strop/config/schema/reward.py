@@ -175,7 +175,7 @@ class RewardModelConfig:
     normalize: bool = setting(False)
     """Normalise the model's scores with the mean and standard deviation that are saved with it."""
     clip_range: list[float] | None = setting(None)
-    """Clamp scores to [low, high]."""
+    """Clamp scores to [low, high]; with algorithm.compat=openrlhf, after the baseline of the group."""
     stop_properly_penalty_coef: float | None = setting(None, at_most=1)
     """For responses that hit the length limit: 0 to 1 scales their score, a negative number replaces it."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
