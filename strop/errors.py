@@ -15,6 +15,9 @@ CRASHED = 70
 STOPPED = 79
 """Exit code of a run that a signal ended after it had saved its state: the same command goes on from it."""
 
+ERROR_PREFIX = "strop: error: "
+"""Begins each line of a message about an error."""
+
 
 def exit_code(error: BaseException) -> int:
     """Exit code of a process that ends with this error: the error's own `exit_code`, or that of its type."""
@@ -34,7 +37,7 @@ def answer(program: Callable[[], int]) -> int:
             traceback.print_exc()
         if not getattr(error, "reported_by_other_rank", False):
             for line in str(error).splitlines() or [type(error).__name__]:
-                sys.stderr.write(f"strop: error: {line}\n")
+                sys.stderr.write(f"{ERROR_PREFIX}{line}\n")
         return exit_code(error)
     except KeyboardInterrupt:
         sys.stderr.write("strop: interrupted\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -22,7 +23,11 @@ from strop.rollout.base import EngineDied
 if TYPE_CHECKING:
     import httpx
 
-_LOG_TAIL_LINES = 25
+_MAX_SHOWN = 200
+"""Characters of an output line in a message."""
+_ERROR_LINE = re.compile(r"\b(\w*Error|\w*Exception|error|fatal|killed|out of memory)\b", re.IGNORECASE)
+_kept_in: list[Path] = []
+"""The folder for the output of processes that died; the last entry counts."""
 _TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
 
@@ -117,9 +122,13 @@ def _error_message(reply: httpx.Response) -> str:
     return str(found)
 
 
+def keep_output_in(folder: Path) -> None:
+    """Processes that die leave their output in this folder; without it, in that of temporary files."""
+    _kept_in[:] = [folder]
+
+
 class HostProcess:
-    """A subprocess that hosts an engine. Its output goes to a file, so that an error can show the last
-    lines."""
+    """A subprocess that hosts an engine. Its output goes to a file, which is kept when it dies."""
 
     def __init__(
         self,
@@ -132,6 +141,7 @@ class HostProcess:
         self._command = list(command)
         self._folder = tempfile.TemporaryDirectory(prefix=f"strop-{name}-")
         self._log = Path(self._folder.name) / "output.log"
+        self._kept: Path | None = None
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 self._command,
@@ -152,7 +162,7 @@ class HostProcess:
         return self._process.poll() is None
 
     def describe_exit(self) -> str:
-        """Process id, exit code, last lines of output and command."""
+        """How the process ended and its most telling line of output, then where its whole output is."""
         try:
             code: int | None = self._process.wait(timeout=_TERMINATE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -161,12 +171,22 @@ class HostProcess:
         if code is not None and code < 0:
             with contextlib.suppress(ValueError):
                 ended += f" ({signal.Signals(-code).name})"
-        output = "It printed nothing."
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        if lines:
-            output = "\n".join(["Its last output:", *lines])
-        command = shlex.join(self._command)
-        return f"The {self.name} process (id {self.pid}) {ended}. {output}\nIts command was: {command}"
+        lines = self._log.read_text(errors="replace").splitlines()
+        output = f"Its command and its output ({len(lines)} lines) are in {self._keep_output(lines)}."
+        return f"The {self.name} process (id {self.pid}) {ended}; {telling_line(lines)}\n{output}"
+
+    def _keep_output(self, lines: Sequence[str]) -> Path:
+        """Write the command and the output to a file that outlives this object; its path."""
+        if self._kept is None:
+            text = "\n".join([f"$ {shlex.join(self._command)}", *lines, ""])
+            for folder in [*_kept_in, Path(tempfile.gettempdir())]:
+                path = folder / f"{self.name}_{self.pid}.log"
+                with contextlib.suppress(OSError):  # a folder that is full or not writable
+                    folder.mkdir(parents=True, exist_ok=True)
+                    path.write_text(text)
+                    self._kept = path
+                    break
+        return self._kept or self._log
 
     def close(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -183,3 +203,14 @@ class HostProcess:
         (Path(self._folder.name) / "strop").symlink_to(package, target_is_directory=True)
         inherited = os.environ.get("PYTHONPATH")
         return os.pathsep.join(filter(None, [self._folder.name, inherited]))
+
+
+def telling_line(lines: Sequence[str]) -> str:
+    """The last line of an output that looks like an error, or else its last line, for a message."""
+    filled = [line.strip() for line in lines if line.strip()]
+    if not filled:
+        return "it printed nothing."
+    errors = [line for line in filled if _ERROR_LINE.search(line)]
+    if errors:
+        return f"its last error: {errors[-1][:_MAX_SHOWN]}"
+    return f"its last line: {filled[-1][:_MAX_SHOWN]}"

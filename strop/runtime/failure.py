@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.errors import CRASHED, REFUSED, STOPPED
+from strop.errors import CRASHED, ERROR_PREFIX, REFUSED, STOPPED
 from strop.run.checkpoint.layout import LATEST, read_latest
-from strop.run.heartbeat import FAILED, WorkerState, read_worker_states, stacks_file
+from strop.run.heartbeat import FAILED, WorkerState, read_worker_states, stacks_file, worker_log_file
 from strop.run.watchdog import HUNG, ORPHANED
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class RankFailure:
     """What is known beyond the exit code."""
     interrupted: bool = False
     """Whether the user ended the run."""
+    shown: bool = False
+    """Whether its output was printed as it came."""
 
     @property
     def restartable(self) -> bool:
@@ -83,6 +85,8 @@ def describe(failure: RankFailure, directory: Path) -> list[str]:
         return []
     if failure.code == HUNG:
         return [_describe_hang(failure, directory)]
+    if failure.shown and failure.last_lines and failure.last_lines[-1].startswith(ERROR_PREFIX):
+        return []
     beat = _heartbeat_of(failure.rank, directory)
     lines = [
         f"Rank {failure.rank} of {failure.world_size} ({_place(failure, beat)}) "
@@ -90,7 +94,10 @@ def describe(failure: RankFailure, directory: Path) -> list[str]:
     ]
     if failure.detail:
         lines += failure.detail.strip().splitlines()[:MAX_DETAIL_LINES]
-    if failure.last_lines:
+    log_file = worker_log_file(directory, failure.rank)
+    if failure.shown and log_file.exists():
+        lines.append(f"Its output is in {log_file}.")
+    elif failure.last_lines:
         lines.append("Its last lines:")
         for line in failure.last_lines:
             lines.append(f"  {line}")
@@ -196,7 +203,7 @@ def supervise(attempt: Attempt, directory: Path, max_restarts: int) -> int:
         if failure is None:
             return 0
         for line in describe(failure, directory):
-            sys.stderr.write(f"strop: error: {line}\n")
+            sys.stderr.write(f"{ERROR_PREFIX}{line}\n")
         if not failure.restartable or not restarts_left:
             return failure.exit_code
         if _newest_checkpoint(directory) != before:

@@ -109,7 +109,8 @@ def run_ranks(
         _end(ranks)
     if failure is None:
         return None
-    return replace(failure, host=socket.gethostname(), last_lines=tails[failure.rank].last_lines())
+    last_lines = tails[failure.rank].last_lines()
+    return replace(failure, host=socket.gethostname(), last_lines=last_lines, shown=True)
 
 
 class StartReport:

@@ -19,7 +19,8 @@ from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.errors import CRASHED
 from strop.ranks import Ranks
-from strop.run.heartbeat import run_lock, start_heartbeat
+from strop.rollout.external_host import keep_output_in
+from strop.run.heartbeat import run_lock, start_heartbeat, workers_folder
 from strop.run.profile.capture import NSYS_VARIABLE, restart_under_nsys
 from strop.run.watchdog import WatchdogLimits, start_watchdog
 from strop.runtime.failure import RankFailure, supervise
@@ -175,6 +176,7 @@ def _train_and_restore(
     """Train, then undo the patches of all models (strop/models/patches.py). The exit code says whether a
     signal ended the run."""
     code = 0
+    keep_output_in(workers_folder(Path(loaded.config.trainer.default_local_dir).expanduser()))
     try:
         program.train(loaded, ranks, report)
     except StopRequested as stop:

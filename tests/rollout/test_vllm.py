@@ -81,7 +81,7 @@ def test_a_process_that_dies_in_the_middle_of_a_batch_is_named_with_its_last_wor
     started = time.monotonic()
     with pytest.raises(
         EngineDied,
-        match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*command",
+        match=rf"(?s)unanswered.*process \(id {pid}\) ended with exit code -9 \(SIGKILL\).*Its command and its output",
     ):
         engine.generate([Request(PROMPT, n=200) for _ in range(50)], Sampling(max_tokens=120))
     with pytest.raises(EngineDied, match=f"id {pid}"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import strop
+from strop.errors import CRASHED, answer
+from strop.rollout import external_host
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.buckets import Buckets, read_bucket
 from strop.rollout.external import model_source, named_weights
 from strop.rollout.external_host import HostProcess
 from strop.rollout.vllm.driver import Driver
+from strop.rollout.vllm.engine import Remote
 from strop.rollout.vllm.extension import Extension
 from strop.rollout.vllm.server import read_choices
 from strop.rollout.vllm.wire import Wire, pack_completions, pack_request, unpack_completions, unpack_request
@@ -215,7 +221,65 @@ def test_a_process_that_ends_tells_how() -> None:
     process = HostProcess("vllm", ["sh", "-c", "echo so long; kill -KILL $$"])
     assert (
         "The vllm process (id" in process.describe_exit()
-        and "(SIGKILL). Its last output:\nso long" in process.describe_exit()
+        and "(SIGKILL); its last line: so long\nIts command and its output (1 lines)"
+        in process.describe_exit()
     )
     assert not process.alive
     process.close()
+
+
+WORKER = """#!{python}
+# Started in the place of a Python with vLLM, with `-m strop.rollout.vllm.worker FD`.
+import os, socket, sys
+sys.path.insert(0, {root!r})
+from strop.rollout.vllm.wire import Wire
+wire = Wire(socket.socket(fileno=int(sys.argv[-1])))
+wire.receive()
+wire.send({{"ready": "processed"}})
+for number in range(58):
+    print(f"WARNING 11-16 10:00:00 [envs.py:{{number}}] something of no importance", flush=True)
+print("torch.OutOfMemoryError: CUDA out of memory.", flush=True)
+print("[rank0]: a last word", flush=True)
+wire.receive()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_worker_that_dies_is_described_in_two_lines_and_a_file(tmp_path: Path, capsys: Any) -> None:
+    python = tmp_path / "python"
+    python.write_text(WORKER.format(python=sys.executable, root=str(Path(strop.__file__).parent.parent)))
+    python.chmod(0o755)
+    external_host.keep_output_in(tmp_path / "workers")
+
+    def program() -> int:
+        remote = Remote(str(python), {"model": "m"})
+        try:
+            remote.call("set_version", 1).result()
+        finally:
+            remote.close()
+        return 0
+
+    assert answer(program) == CRASHED
+    said = capsys.readouterr().err.splitlines()
+    [file] = (tmp_path / "workers").glob("vllm_*.log")
+    assert len(said) == 2, said
+    assert "The vllm engine has gone with 1 of its requests unanswered." in said[0]
+    assert "exit code -9 (SIGKILL); its last error: torch.OutOfMemoryError: CUDA out of memory." in said[0]
+    assert said[1] == f"strop: error: Its command and its output (60 lines) are in {file}."
+    kept = file.read_text()
+    assert kept.startswith(f"$ {python} -m strop.rollout.vllm.worker ") and kept.count("WARNING") == 58
+    external_host._kept_in.clear()
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        ([], "it printed nothing."),
+        (["  ", ""], "it printed nothing."),
+        (["a", "b ", ""], "its last line: b"),
+        (["ValueError: wrong", "cleaning up"], "its last error: ValueError: wrong"),
+        (["x" * 900], "its last line: " + "x" * 200),
+    ],
+)
+def test_the_line_that_says_most(lines: list[str], shown: str) -> None:
+    assert external_host.telling_line(lines) == shown

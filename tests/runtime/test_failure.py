@@ -13,7 +13,14 @@ import pytest
 
 from strop.errors import CRASHED, REFUSED
 from strop.run.checkpoint.layout import write_latest
-from strop.run.heartbeat import Heartbeat, WorkerState, stacks_file, start_heartbeat, workers_folder
+from strop.run.heartbeat import (
+    Heartbeat,
+    WorkerState,
+    stacks_file,
+    start_heartbeat,
+    worker_log_file,
+    workers_folder,
+)
 from strop.run.watchdog import HUNG, ORPHANED
 from strop.runtime.failure import (
     MACHINE_LOST,
@@ -62,6 +69,14 @@ def test_a_loss_is_told_with_place_phase_and_last_lines(tmp_path):
     )
     assert said[1:] == ["Its last lines:", "  almost", "  there"]
     assert describe(RankFailure(1, 2, REFUSED), tmp_path) == []  # it has told its mistake itself
+    own = ("a warning", "strop: error: The vllm engine has gone.")
+    assert describe(RankFailure(1, 2, 70, "node7", own, shown=True), tmp_path) == []  # printed already
+    assert describe(RankFailure(1, 2, 70, "node7", own), tmp_path)[1:] == [
+        "Its last lines:", "  a warning", "  strop: error: The vllm engine has gone."]  # fmt: skip
+    log_file = worker_log_file(tmp_path, 1)
+    log_file.write_text("almost\nthere\n")
+    said = describe(RankFailure(1, 2, -9, "node7", ("almost", "there"), shown=True), tmp_path)
+    assert said[1:] == [f"Its output is in {log_file}."]
     assert (
         "was lost with its machine"
         in describe(RankFailure(0, 2, MACHINE_LOST, detail="The node died."), tmp_path)[0]

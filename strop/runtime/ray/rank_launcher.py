@@ -276,6 +276,7 @@ class RankWatcher:
             self._ended[cause].lines,
             detail=self._details[cause],
             interrupted=bool(signals),
+            shown=cause == 0,
         )
 
 
