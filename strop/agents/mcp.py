@@ -2,8 +2,9 @@
 
 In the tools YAML: `mcp: {command, args, env, cwd}` or `mcp: {url, headers}`. verl's form is read too: `mcp:
 {mcp_servers_config_path: servers.json, tool_selected_list: [...]}`, where the file has `mcpServers`. A
-connection lives on the event loop of the tools for the whole run, and all episodes share it; a broken
-connection is opened again by the next call.
+connection lives on the event loop of the tools for the whole run, and all episodes share it. When the server
+dies, it is started (or connected to) again. Calls in flight of tools that declare readOnlyHint or
+idempotentHint are repeated; others fail, because they may have had an effect.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,8 @@ from strop.agents.tools import NotText, StatelessTool, ToolResult, ToolSchema
 from strop.concurrency import BackgroundLoop
 from strop.extras import require
 from strop.registry import did_you_mean
+
+log = logging.getLogger(__name__)
 
 WHY = "An MCP server as a tool"
 KEYS = (
@@ -38,6 +42,19 @@ PING_SECONDS = 5.0
 """Seconds for a server to show that it still answers."""
 CLOSING_SECONDS = 10.0
 """Seconds for a server to end."""
+RESTART_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Seconds before each attempt to reach a server again."""
+
+
+class ServerLost(ConnectionError):
+    """The server died during a call, or cannot be reached any more."""
+
+
+class ToolHints(Protocol):
+    """What a server says about a tool."""
+
+    read_only_hint: bool | None
+    idempotent_hint: bool | None
 
 
 class ListedTool(Protocol):
@@ -46,6 +63,7 @@ class ListedTool(Protocol):
     name: str
     description: str | None
     input_schema: JsonObject
+    annotations: ToolHints | None
 
 
 class ContentBlock(Protocol):
@@ -127,18 +145,46 @@ class McpServer:
         with contextlib.suppress(TimeoutError):
             self.loop.run(self._disconnect(), CLOSING_SECONDS)
 
-    async def call(self, name: str, arguments: JsonObject) -> CallResult:
-        """Call a tool. After an error, a server that does not answer any more is disconnected."""
-        client = await self._connected_client()
-        try:
-            return await client.call_tool(name, arguments)
-        except Exception:
-            if not await _answers(client):
-                await self._disconnect()
-            raise
+    async def call(self, name: str, arguments: JsonObject, *, repeatable: bool = False) -> CallResult:
+        """Call a tool. A server that died is started again, and the call is repeated if that does no harm.
+
+        The timeout of the tool limits all attempts together.
+        """
+        problem: Exception | None = None
+        for pause in (0.0, *RESTART_PAUSES):
+            if problem is not None:
+                await asyncio.sleep(pause)
+            try:
+                client, connection = await self._connect()
+            except Exception as error:  # noqa: BLE001 - whatever the client raises: nothing was sent yet
+                problem = error
+                continue
+            try:
+                return await client.call_tool(name, arguments)
+            except Exception as error:
+                if await _answers(client):
+                    raise  # an error of the call, not of the connection
+                problem = error
+                await self._drop(connection, error)
+                if not repeatable:
+                    raise ServerLost(
+                        f"the MCP server {self.name} died during this call and is started again. The call "
+                        "may have had an effect, so it was not repeated"
+                    ) from error
+        assert problem is not None
+        raise ServerLost(
+            f"the MCP server {self.name} died and cannot be reached again ({_innermost(problem)})"
+        ) from problem
+
+    async def _drop(self, connection: asyncio.Task[None] | None, error: Exception) -> None:
+        """Close a connection of a dead server; of many calls in flight only the first one does it."""
+        if connection is None or self._connection is not connection:
+            return
+        log.warning("The MCP server %s died (%s). It is started again.", self.name, _innermost(error))
+        await self._disconnect()
 
     async def _list_tools(self) -> list[ListedTool]:
-        client = await self._connected_client()
+        client, _ = await self._connect()
         tools: list[ListedTool] = []
         page = await client.list_tools()
         tools += page.tools
@@ -147,12 +193,14 @@ class McpServer:
             tools += page.tools
         return tools
 
-    async def _connected_client(self) -> McpClient:
+    async def _connect(self) -> tuple[McpClient, asyncio.Task[None] | None]:
+        """The client, and the task that holds its connection."""
         if self._client is None:
             self._client = asyncio.get_running_loop().create_future()
             self._closing = asyncio.Event()
             self._connection = asyncio.ensure_future(self._hold_connection(self._client, self._closing))
-        return await asyncio.shield(self._client)
+        connection = self._connection  # another call may replace it during the wait
+        return await asyncio.shield(self._client), connection
 
     async def _disconnect(self) -> None:
         connection = self._connection
@@ -187,6 +235,8 @@ class McpTool(StatelessTool):
 
     def __init__(self, server: McpServer, listed: ListedTool) -> None:
         self.server = server
+        hints = listed.annotations
+        self.repeatable = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
         function = {
             "name": listed.name,
             "description": listed.description,
@@ -197,7 +247,7 @@ class McpTool(StatelessTool):
         )
 
     async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
-        result = await self.server.call(self.schema.name, arguments)
+        result = await self.server.call(self.schema.name, arguments, repeatable=self.repeatable)
         return ToolResult(_text(result), failed=bool(result.is_error))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from typing import Any
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import ToolAnnotations
 
 server = MCPServer("for tests")
 
@@ -40,6 +42,46 @@ def picture() -> Any:
 
 @server.tool()
 def leave() -> str:
+    """End the server."""
+    os._exit(1)
+
+
+dying = threading.Event()
+
+
+async def _die_once(mark: str) -> None:
+    """The first call of all ends this server a moment later, when other calls have arrived too."""
+    if not os.path.exists(mark):
+        os.close(os.open(mark, os.O_CREAT))
+        dying.set()
+        threading.Timer(0.5, os._exit, [1]).start()
+    if dying.is_set():
+        await asyncio.sleep(60)
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+async def look(word: str, mark: str) -> str:
+    """Read something."""
+    await _die_once(mark)
+    return f"{word} of {os.getpid()}"
+
+
+@server.tool(annotations=ToolAnnotations(idempotent_hint=True))
+async def put(word: str, mark: str) -> str:
+    """Write something that may be written twice."""
+    await _die_once(mark)
+    return f"{word} of {os.getpid()}"
+
+
+@server.tool()
+async def order(word: str, mark: str) -> str:
+    """Order something."""
+    await _die_once(mark)
+    return f"{word} ordered"
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def leave_always() -> str:
     """End the server."""
     os._exit(1)
 

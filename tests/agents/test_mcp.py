@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from strop.agents import mcp
 from strop.agents.parsers.base import ToolCall
 from strop.agents.tool_set import ToolSet
 
@@ -71,7 +72,8 @@ def stdio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ToolSet]:
 
 def test_tools_of_a_server_have_their_schemas(stdio):
     schemas = {schema["function"]["name"]: schema["function"] for schema in stdio.schemas}
-    assert set(schemas) == {"add", "wait", "fail", "picture", "leave", "secret"}
+    plain = {"add", "wait", "fail", "picture", "leave", "secret"}
+    assert set(schemas) == plain | {"look", "put", "order", "leave_always"}
     assert schemas["add"]["description"] == "Add two numbers."
     assert schemas["add"]["parameters"]["properties"]["a"]["type"] == "integer"
     assert schemas["add"]["parameters"]["required"] == ["a"]
@@ -112,6 +114,32 @@ def test_calls_wait_together(stdio):
 def test_a_server_that_dies_is_started_again(stdio):
     [gone], counts = told(stdio, ToolCall("leave"))
     assert gone.failed and counts["tool_failures"] == 1
+    [again], _ = told(stdio, ToolCall("add", {"a": 1}))
+    assert again.text == "2"
+
+
+def test_calls_in_flight_are_repeated_where_that_does_no_harm(stdio, tmp_path, caplog):
+    """Three kinds of calls are in flight when the server dies."""
+    mark = str(tmp_path / "mark")
+    words = {"look": "seen", "put": "done", "order": "pizza"}
+    calls = [ToolCall(name, {"word": word, "mark": mark}) for name, word in words.items()]
+    [seen, done, ordered], counts = told(stdio, *calls)
+    assert seen.text.startswith("seen of") and done.text.startswith("done of")
+    assert seen.text.split()[-1] == done.text.split()[-1]  # one new server, not two
+    assert ordered.failed and counts["tool_failures"] == 1
+    assert "died during this call and is started again" in ordered.text
+    assert "may have had an effect, so it was not repeated" in ordered.text
+    assert [r.message.partition(" (")[0] for r in caplog.records if "MCP" in r.message] == [
+        f"The MCP server {sys.executable} died"
+    ]
+    [again], _ = told(stdio, calls[2])
+    assert again.text == "pizza ordered"
+
+
+def test_a_server_that_dies_of_every_call_is_given_up(stdio, monkeypatch):
+    monkeypatch.setattr(mcp, "RESTART_PAUSES", (0.01,))
+    [gone], _ = told(stdio, ToolCall("leave_always"))
+    assert gone.failed and "died and cannot be reached again" in gone.text
     [again], _ = told(stdio, ToolCall("add", {"a": 1}))
     assert again.text == "2"
 
