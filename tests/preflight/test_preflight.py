@@ -75,11 +75,6 @@ def test_json_for_machines(overrides, capsys):
             "algorithm.pretrain_files",
             ["/nowhere/texts.jsonl"],
         ),
-        (
-            "algorithm.use_kl_in_reward=true algorithm.kl_penalty=full",
-            "algorithm.kl_penalty",
-            ["low_var_kl"],
-        ),
         ("algorithm.gdpo_reward_weights=[1,2]", "algorithm.gdpo_reward_weights", ["2 weights for 1 parts"]),
     ],
 )
