@@ -293,6 +293,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 def reopen_streams(function: str) -> None:
     """Open stdout and stderr again if a reward function closed them: the run writes to both, and a file that
     is opened later would get the free descriptor and be written over."""
+    reopened: list[str] = []
     for name, number in STREAMS.items():
         stream = getattr(sys, name)
         lost = _reopen_descriptor(number)
@@ -303,7 +304,9 @@ def reopen_streams(function: str) -> None:
             setattr(sys, name, again)
             lost = True
         if lost:
-            log.warning("The reward function %s closed %s, which was opened again.", function, name)
+            reopened.append(name)
+    for name in reopened:  # only now: logging writes to stderr, which may be the second stream
+        log.warning("The reward function %s closed %s, which was opened again.", function, name)
 
 
 def _reopen_descriptor(number: int) -> bool:

@@ -400,6 +400,6 @@ def test_what_is_written_is_read_back(form, calls):
     "piece", ["<tool_call>", "<function=f>", "[TOOL_CALLS]", "{}", "[f(", " ", "<|eot_id|>", '{"name": "f"};']
 )
 def test_long_texts_are_read_in_little_time(form, piece):
-    start = time.perf_counter()
+    start = time.thread_time()  # not the wall clock: other processes may have the processor
     parse(form, piece * (100_000 // len(piece)))
-    assert time.perf_counter() - start < 3.0
+    assert time.thread_time() - start < 3.0

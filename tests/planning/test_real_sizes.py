@@ -17,7 +17,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from strop.algorithms import logprobs
 from strop.backends.optimizer import MasterWeights
-from strop.models import forward, fused_modules, heads
+from strop.models import forward, fused_modules
 from strop.models.attention import PACKED, packed_attention
 from strop.models.build import checkpoint_activations
 from strop.models.packing import lay_out, rectangle, without_last
@@ -130,7 +130,7 @@ def peak_of_update(config: dict, *, checkpointed: bool, rows: int, micro_batches
     widen_residual(model)
     if checkpointed:
         checkpoint_activations(model)
-    heads._plain[model.get_output_embeddings()] = True
+    forward._plain[model.get_output_embeddings()] = True
     weights = MasterWeights(model, compute=torch.bfloat16, master=torch.float32)
     choose_patches(
         model, ["rms_norm", "gated_mlp", "rotary"]

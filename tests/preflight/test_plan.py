@@ -76,9 +76,9 @@ def test_the_preflight_warns_of_micro_batches_and_refuses_what_cannot_run():
         )
     )
     assert [finding.level for finding in large] == ["warning"]
-    assert (
-        large[0].key.endswith("ppo_micro_batch_size_per_gpu") and "Set actor_rollout_ref" in large[0].message
-    )
+    # Passes without gradients follow the size of the actor's.
+    assert large[0].key == "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=" in large[0].message
     hopeless = memory_findings(advice("h100", per_node=1))
     assert [finding.level for finding in hopeless] == ["error"] and "would do" in hopeless[0].message
     assert [finding.level for finding in memory_findings(advice("cpu", per_node=1))] == ["warning"]

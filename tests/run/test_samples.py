@@ -162,7 +162,7 @@ def test_a_disk_that_refuses_is_told_once_and_training_goes_on(
         for step in (1, 2, 3):
             samples.submit("train", step, [trajectory(0)])
         samples.close()
-    assert len(caplog.records) == 1 and "Training goes on" in caplog.text
+    assert len(caplog.records) == 1 and "Training continues" in caplog.text
 
 
 def test_a_slow_disk_loses_samples_and_not_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

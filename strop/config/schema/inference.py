@@ -10,7 +10,12 @@ from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
 from strop.config.schema.model import _FUSED, FsdpConfig, ModelConfig
 from strop.config.schema.reward import CustomRewardFunctionConfig
-from strop.config.schema.rollout import CheckpointEngineConfig, MultiTurnConfig, RolloutConfig
+from strop.config.schema.rollout import (
+    CheckpointEngineConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    ValKwargsConfig,
+)
 from strop.config.schema.trainer import RayKwargsConfig
 
 _NO_TRAINING = "nothing is trained here"
@@ -64,6 +69,20 @@ class GenerationMultiTurnConfig(MultiTurnConfig):
 
 
 @dataclass(eq=False)
+class GenerationValKwargsConfig(ValKwargsConfig):
+    temperature: float = inert(0.0, _NO_TRAINING)
+    """A key of training runs."""
+    top_k: int = inert(-1, _NO_TRAINING)
+    """A key of training runs."""
+    top_p: float = inert(1.0, _NO_TRAINING)
+    """A key of training runs."""
+    n: int = inert(1, _NO_TRAINING)
+    """A key of training runs."""
+    do_sample: bool = inert(False, _NO_TRAINING)
+    """A key of training runs."""
+
+
+@dataclass(eq=False)
 class GenerationRolloutConfig(RolloutConfig):
     temperature: float = setting(1.0, at_least=0)
     """Sampling temperature. 0 is greedy and needs n_samples=1."""
@@ -79,6 +98,8 @@ class GenerationRolloutConfig(RolloutConfig):
     """Strings that end a response."""
     multi_turn: GenerationMultiTurnConfig = section(GenerationMultiTurnConfig)
     """Tools and multi-turn conversations."""
+    val_kwargs: GenerationValKwargsConfig = section(GenerationValKwargsConfig)
+    """Sampling in validation."""
     checkpoint_engine: GenerationCheckpointEngineConfig = section(GenerationCheckpointEngineConfig)
     """How the engine gets the weights."""
     calculate_log_probs: bool = inert(True, _NO_TRAINING)
