@@ -122,9 +122,11 @@ def _error_message(reply: httpx.Response) -> str:
     return str(found)
 
 
-def keep_output_in(folder: Path) -> None:
-    """Processes that die leave their output in this folder; without it, in that of temporary files."""
-    _kept_in[:] = [folder]
+def keep_output_in(folder: Path | None) -> None:
+    """Processes that die leave their output in this folder; with None, in that of temporary files."""
+    _kept_in.clear()
+    if folder is not None:
+        _kept_in.append(folder.absolute())
 
 
 class HostProcess:

@@ -181,6 +181,8 @@ def _train_and_restore(
         program.train(loaded, ranks, report)
     except StopRequested as stop:
         code = stop.exit_code
+    finally:
+        keep_output_in(None)
     from strop.models.patches import undo_all_patches
 
     undo_all_patches()

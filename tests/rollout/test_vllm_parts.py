@@ -268,7 +268,7 @@ def test_a_worker_that_dies_is_described_in_two_lines_and_a_file(tmp_path: Path,
     assert said[1] == f"strop: error: Its command and its output (60 lines) are in {file}."
     kept = file.read_text()
     assert kept.startswith(f"$ {python} -m strop.rollout.vllm.worker ") and kept.count("WARNING") == 58
-    external_host._kept_in.clear()
+    external_host.keep_output_in(None)
 
 
 @pytest.mark.parametrize(

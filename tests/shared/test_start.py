@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from strop.cli import dispatch
 from strop.config.compose import load
+from strop.ppo.trainer import PpoTrainer
 from strop.preflight.examine import examine
 from strop.preflight.report import lines
+from strop.rollout import external_host
 from strop.shared.process_setup import OneLine
 from tests.forked import Forked
 from tests.ppo.runs import run
@@ -94,3 +97,17 @@ def test_a_run_says_where_it_goes_on_and_when_nothing_is_left(overrides, caplog)
         steps = run(overrides)
     assert "step 4 of 4" in caplog.text and "All steps are done" in caplog.text
     assert set(steps) == {0, 1, 2, 3, 4}  # and nothing that was there is lost
+
+
+def test_output_of_dead_engines_goes_to_the_run_only_while_it_lasts(overrides, monkeypatch):
+    folders = []
+    ended = PpoTrainer.fit
+
+    def fit(trainer):
+        folders.extend(external_host._kept_in)
+        return ended(trainer)
+
+    monkeypatch.setattr(PpoTrainer, "fit", fit)
+    assert dispatch(["ppo", *overrides, "trainer.total_training_steps=1"]) == 0
+    assert len(folders) == 1 and folders[0].is_absolute() and folders[0].name == "workers"
+    assert external_host._kept_in == []
