@@ -136,11 +136,15 @@ def test_retries_ask_again_only_those_that_failed(tmp_path: Path) -> None:
 ASYNC = """
 import asyncio
 loops, most, running = set(), 0, 0
-async def compute_score(solution_str, delay=0.05):
+async def compute_score(solution_str, delay=0.05, together=1):
     global most, running
     loops.add(id(asyncio.get_running_loop()))
     running += 1
     most = max(most, running)
+    for _ in range(1000):  # on a busy machine the last call starts late
+        if most >= together:
+            break
+        await asyncio.sleep(0.01)
     await asyncio.sleep(30 if solution_str == "slow" else delay)
     running -= 1
     return {"score": len(solution_str), "most": most, "loops": len(loops)}
@@ -149,7 +153,7 @@ async def compute_score(solution_str, delay=0.05):
 
 @pytest.mark.parametrize(("name", "most"), [("naive", 20), ("rate_limited", 3)])
 def test_async_functions_wait_together_on_one_loop(name: str, most: int, tmp_path: Path) -> None:
-    made = scorer(tmp_path, ASYNC, reward_manager=name, max_concurrent=3)
+    made = scorer(tmp_path, ASYNC, kwargs={"together": most}, reward_manager=name, max_concurrent=3)
     answers = [trajectory("a" * i) for i in range(20)]
     made.score(answers)
     assert [t.score for t in answers] == list(range(20))

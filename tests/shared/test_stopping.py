@@ -77,11 +77,14 @@ def test_the_grace_period_ends(monkeypatch):
 
 
 def test_a_forked_child_dies_of_the_signal():
+    ready, say_ready = os.pipe()
     with handle_stop_signals(60), deferred():
         child = os.fork()
         if not child:
+            os.write(say_ready, b"1")
             time.sleep(30)
             os._exit(0)
+        os.read(ready, 1)  # Python drops signals that reach a child before fork() has returned in it
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert requested() is None
