@@ -52,6 +52,7 @@ prepare
                 strop plan key=value ... --gpu h100 --gpus-per-node 8
   config        strop config show NAME [key=value ...] | explain KEY | docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
+                | strop convert trl SCRIPT.py
   data          write ready-made data sets:
                 strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
 
@@ -205,6 +206,10 @@ def convert(arguments: list[str]) -> int:
             from strop.config.openrlhf.convert import convert as from_openrlhf
 
             print(from_openrlhf(command).render(), end="")
+        case ["trl", "--", *words] | ["trl", *words] if words:
+            from strop.config.trl.convert import convert_trl
+
+            print(convert_trl(words).render(), end="")
         case ["verl", "--to", "openrlhf", *rest]:
             from strop.config.commandline import parse
             from strop.config.compose import load
@@ -216,7 +221,7 @@ def convert(arguments: list[str]) -> int:
         case _:
             raise ValueError(
                 "Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf "
-                "key=value ..."
+                "key=value ... | strop convert trl SCRIPT.py | strop convert trl -- grpo --learning_rate ..."
             )
     return 0
 

@@ -32,12 +32,13 @@ ROOT_OF_VERB = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", 
 
 @dataclass
 class Conversion:
-    """An OpenRLHF command as overrides of our configuration."""
+    """A run of another framework as overrides of our configuration."""
 
     verb: str
     overrides: list[Override]
     unmapped: list[tuple[str, str, str]]  # flag, value, reason
     notes: list[str] = field(default_factory=list)
+    framework: str = "OpenRLHF"
 
     def arguments(self) -> list[str]:
         """Hydra overrides, one word each."""
@@ -49,14 +50,15 @@ class Conversion:
         implied = [override for override in self.overrides if override.implied]
         lines = [f"# strop {self.verb} with these overrides", *_listing(typed)]
         lines += block(
-            "OpenRLHF's defaults that differ from ours, written out so that the run means the same",
+            f"{self.framework}'s defaults that differ from ours, written out so that the run means the same",
             _listing(implied),
         )
         missing = []
         for flag, value, reason in self.unmapped:
             typed_flag = f"{flag} {value}" if value else flag
             missing.append(_one_line(f"# {typed_flag}: {reason}"))
-        lines += block("Flags without equivalent", missing)
+        what = "Flags" if self.framework == "OpenRLHF" else "Arguments"
+        lines += block(f"{what} without equivalent", missing)
         lines += block("Good to know", [f"# - {_one_line(note)}" for note in self.notes])
         return "\n".join(lines) + "\n"
 
@@ -217,7 +219,7 @@ def _listing(overrides: list[Override]) -> list[str]:
     for override in overrides:
         comment = override.flag
         if override.reason:
-            comment = f"{override.flag}: {override.reason}"
+            comment = f"{override.flag}: {override.reason}".removeprefix(": ")
         lines.append((shell_word(hydra_argument(override.key, override.value)), comment))
     return with_comments(lines)
 
@@ -248,7 +250,8 @@ def hydra_value(value: object) -> str:
 
 def hydra_argument(key: str, value: object) -> str:
     """`key=value`; a key of a free-form dictionary gets `++`, which adds it."""
-    prefix = "++" if ".override_config." in key else ""
+    free_form = ".override_config." in key or ".kwargs." in key
+    prefix = "++" if free_form else ""
     return f"{prefix}{key}={hydra_value(value)}"
 
 

@@ -1,0 +1,162 @@
+"""`strop convert trl`: scripts and commands of TRL become the same run here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from strop.cli import dispatch
+from strop.config.compose import load
+from strop.config.openrlhf.convert import Conversion
+from strop.config.schema import ROOTS as SCHEMAS
+from strop.config.schema.reflect import keys
+from strop.config.trl.convert import convert_trl
+from strop.config.trl.table import ALL, ARGUMENTS, COMBINED, MISSING
+
+ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
+SCRIPT = """
+from peft import LoraConfig
+import trl
+
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+def by_length(completions, **columns):
+    return [-abs(20 - len(text)) for text in completions]
+args = trl.GRPOConfig(
+    output_dir="out", per_device_train_batch_size=16, gradient_accumulation_steps=2,
+    steps_per_generation=4, num_generations=8, num_iterations=2, max_completion_length=256,
+    learning_rate=1e-5, beta=0.04, loss_type="dr_grpo", scale_rewards=False, bf16=True, max_steps=200,
+    epsilon_high=0.28, lr_scheduler_type="cosine", warmup_ratio=0.1, report_to="wandb", logging_steps=1,
+    temperature=read_temperature(), nonsense=3,
+)
+trainer = trl.GRPOTrainer(
+    MODEL, by_length, args=args, train_dataset=rows(), peft_config=LoraConfig(r=32, task_type="CAUSAL_LM"),
+)
+raise SystemExit("the script was executed")
+"""
+
+
+def keys_of(conversion: Conversion) -> dict[str, object]:
+    return {override.key: override.value for override in conversion.overrides}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_script_of_grpo_becomes_the_same_run(script: Path):
+    """32 completions per update, 64 per generation, twice over: 4 updates per step."""
+    conversion = convert_trl([str(script)])
+    found = keys_of(conversion)
+    expected = {
+        "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct",
+        "actor_rollout_ref.model.lora_rank": 32,
+        "actor_rollout_ref.model.lora_alpha": 8,
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 16,
+        "actor_rollout_ref.actor.ppo_epochs": 2,
+        "trainer.total_training_steps": 50,
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.04,
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.optim.weight_decay": 0.0,
+        "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "bfloat16",
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.compat": "trl",
+        "trainer.logger": ["console", "file", "wandb"],
+    }
+    assert {key: found[key] for key in expected} == expected
+    reasons = {name: reason for name, _, reason in conversion.unmapped}
+    assert reasons["temperature"] == "its value is known only when the script runs"
+    assert "no such argument" in reasons["nonsense"]
+    text = conversion.render()
+    assert "strop.grpo('Qwen/Qwen2.5-0.5B-Instruct', train=rows(), reward=by_length, **keys)" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "grpo --model_name_or_path m --use_vllm --top_k 20 --loss_type vespo --vespo_k_pos 3 --save_strategy no",
+        "rloo --model_name_or_path m --num_generations 4 --reward_clip_range (-1,1)",
+        "sft --model_name_or_path m --use_peft --packing --completion_only_loss false --max_length 64",
+        "dpo --model_name_or_path m --loss_type ipo --truncation_mode keep_end --fp16",
+        "reward --model_name_or_path m --eval_strategy steps --eval_steps 10 --warmup_steps 5",
+    ],
+)
+def test_what_a_command_becomes_composes(words: str):
+    """Every key exists and every value has its type."""
+    conversion = convert_trl(words.split())
+    loaded = load(ROOTS[conversion.verb], conversion.arguments())
+    assert loaded.config.trainer.total_epochs == 3
+
+
+def test_losses_of_dpo_with_weights():
+    found = keys_of(convert_trl(["dpo", "--loss_type", "sigmoid", "sft", "--loss_weights", "1.0", "0.2"]))
+    assert found["loss.type"] == "dpo"
+    assert found["loss.nll_coef"] == 0.2
+
+
+def test_every_argument_of_trl_is_known():
+    """1.16.0: each has a key, or a reason why not."""
+    lines = Path(__file__).with_name("trl_arguments.tsv").read_text().splitlines()
+    unknown = []
+    for line in lines[1:]:
+        trainer, name = line.split("\t")
+        assert trainer in ALL
+        single = any(row.name == name and trainer in row.trainers for row in ARGUMENTS)
+        if not single and name not in COMBINED and name not in MISSING:
+            unknown.append(line)
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import trl\n", "builds no trainer of TRL"),
+        ("SFTTrainer('m')\nDPOTrainer('m')\n", "several trainers"),
+        ("GRPOTrainer(\n", "cannot be parsed|can be parsed"),
+        ("GRPOTrainer('m', f, args=GRPOConfig(num_generations=3))\n", "num_generations=3 does not divide"),
+        ("GRPOTrainer('m', f, args=GRPOConfig(loss_type='dapoo'))\n", "Did you mean 'dapo'"),
+        ("GRPOTrainer('m', f, args=GRPOConfig(epsilon='big'))\n", "epsilon must be a number"),
+        ("GRPOTrainer('m', f, args, rows)\n", "write those after the first 2 by name"),
+    ],
+)
+def test_a_script_that_cannot_be_converted_says_why(text: str, message: str, tmp_path: Path):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        convert_trl([str(path)])
+
+
+def test_the_command_line_prints_it(script: Path, capsys: pytest.CaptureFixture):
+    assert dispatch(["convert", "trl", str(script)]) == 0
+    assert "# Arguments without equivalent" in capsys.readouterr().out
+    assert dispatch(["convert", "trl", "--", "trl", "sft", "--learning_rate=2e-4"]) == 0
+    assert "optim.lr=0.0002" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="got: train"):
+        dispatch(["convert", "trl", "train"])
+
+
+def test_the_keys_of_the_porting_page_exist():
+    page = (Path(__file__).parents[2] / "docs/porting_trl.md").read_text()
+    known = [key.path for root in ROOTS.values() for key in keys(SCHEMAS[root])]
+    checked = 0
+    for line in page.splitlines():
+        cells = line.strip("|").split("|")
+        if not line.startswith("| ") or len(cells) != 3:
+            continue
+        for name in re.findall(r"`((?:[a-z_0-9]+\.)+[a-z_]+)", cells[2]):
+            if not name.startswith("strop."):
+                checked += 1
+                assert any(path == name or path.endswith(f".{name}") for path in known), name
+    assert checked > 35
