@@ -4,7 +4,7 @@ checks of requests, weight updates by name, and continuing a completion that was
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -61,6 +61,8 @@ class Request:
     of the same request with n=1 and first=i."""
     on_tokens: OnTokens | None = field(default=None, compare=False)
     """Called with (sample, ids, log-probs) as tokens are sampled, by engines that can stream."""
+    adapter: str | None = None
+    """The loaded LoRA adapter to sample with (AdapterEngine); None: the model as it is."""
 
 
 MoreRequests = Callable[[int], Sequence[Request]]
@@ -83,6 +85,10 @@ class Completion:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Spans (version, number of tokens), in order, if the weights were updated during sampling. Empty: all
     tokens have `version`."""
+    adapter_version: int = 0
+    """Which `load_adapter` call of the engine gave the adapter that sampled it, counted from 1; 0: no
+    adapter. A request has one from its begin to its end; parts of a continued completion may have several,
+    of which this is the newest."""
 
 
 class EngineDied(ChildProcessError):
@@ -155,6 +161,23 @@ class Engine(Protocol):
         ...
 
 
+class AdapterEngine(Engine, Protocol):
+    """An engine that samples with several LoRA adapters over one model, in one batch (Request.adapter)."""
+
+    def load_adapter(self, name: str, weights: Mapping[str, Tensor], scale: float) -> None:
+        """Copy an adapter: for each adapted linear module, its path in the Hugging Face model with `.lora_A`
+        ([rank, in]) and `.lora_B` ([out, rank]). The module adds scale * B A x.
+
+        A name that is loaded already gets the new weights: requests from now on use them, and requests that
+        are in the engine finish with the weights that they began with. Waits for a step that is running.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests from now on cannot name it; requests that are in the engine finish with it."""
+        ...
+
+
 if TYPE_CHECKING:
     NamedWeights = Iterable[tuple[str, Tensor]]
 
@@ -175,10 +198,25 @@ def completion_limit(request: Request, sampling: Sampling) -> int:
     return request.max_tokens
 
 
-def check_request(request: Request, vocab_size: int, max_model_len: int, sampling: Sampling) -> str | None:
+def check_request(
+    request: Request,
+    vocab_size: int,
+    max_model_len: int,
+    sampling: Sampling,
+    adapters: Collection[str] | None = None,
+) -> str | None:
     """Why a request cannot be served, or None. Engines answer such a request with finish=error and serve the
-    rest of the batch."""
+    rest of the batch. `adapters`: names of the loaded adapters; None: the engine has no adapters at all."""
     limit = completion_limit(request, sampling)
+    if request.adapter is not None:
+        if adapters is None:
+            return (
+                f"the request names the adapter {request.adapter!r}, and this engine samples with the "
+                "weights of its model only; set rollout.name=native"
+            )
+        if request.adapter not in adapters:
+            loaded = ", ".join(sorted(adapters)) or "none"
+            return f"no adapter {request.adapter!r} is loaded; loaded are: {loaded}"
     if not request.ids:
         return "the prompt is empty"
     if limit < 1:
@@ -307,6 +345,7 @@ def join_completions(before: Completion, after: Completion) -> Completion:
         version=after.version,
         error=after.error,
         versions=spans if len(spans) > 1 else [],
+        adapter_version=after.adapter_version,
     )
 
 

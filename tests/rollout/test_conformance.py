@@ -174,6 +174,17 @@ def test_bad_requests_fail_alone(name: str) -> None:
         assert part in (group[0].error or "")
 
 
+def test_an_adapter_that_the_engine_does_not_have_fails_its_request_alone(name: str) -> None:
+    model = engines.model(name)
+    engine = engines.build(name, model)
+    requests = [Request([1, 2], n=2, adapter="poet"), Request(PROMPTS[0])]
+    answers = engine.generate(requests, Sampling(temperature=0, max_tokens=5))
+    assert [(c.ids, c.finish) for c in answers[0]] == [([], "error")] * 2
+    reason = "no adapter 'poet' is loaded" if name == "native" else "set rollout.name=native"
+    assert reason in (answers[0][0].error or "") and "'poet'" in (answers[0][0].error or "")
+    assert answers[1][0].ids == tiny.plain_greedy(model, PROMPTS[0], 5)
+
+
 def test_new_weights_take_effect_and_stamp_their_version(name: str) -> None:
     model = engines.model(name)
     engine = engines.build(name, model)

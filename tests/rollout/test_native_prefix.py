@@ -199,6 +199,20 @@ def test_crowds_of_conversations_get_what_each_would_get_alone(seed: int) -> Non
         same(answer, plain.generate([request], sampling)[0][0])
 
 
+def test_beginnings_of_other_adapters_are_not_found() -> None:
+    prefixes = PrefixCache()
+    tokens = tuple(range(40))
+    for adapter in (0, 3):
+        hashes = block_hashes(tokens, adapter)
+        prefixes.add_finished(CachedPrefix(adapter, tokens, hashes, adapter=adapter))
+    for adapter in (0, 3):
+        match = prefixes.find(tokens, block_hashes(tokens, adapter), adapter)
+        assert match is not None and match.prefix.adapter == adapter
+    assert prefixes.find(tokens, block_hashes(tokens, 4), 4) is None
+    # Also where hashes of two adapters are the same by chance.
+    assert prefixes.find(tokens, block_hashes(tokens, 3), 4) is None
+
+
 def test_the_longest_beginning_is_found() -> None:
     draw = random.Random(1)
     prefixes = PrefixCache()

@@ -238,7 +238,7 @@ class NativeEngine:
             state = RequestState(number, request, on_done)
             scheduler = self._ready().scheduler
             limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
-            reason = check_request(request, self.vocab_size, self.max_model_len, sampling)
+            reason = check_request(request, self.vocab_size, self.max_model_len, sampling, ())
             reason = reason or scheduler.over_budget(limit)
             if reason is not None:
                 for index, completion in enumerate(error_completions(request, reason, self.version)):

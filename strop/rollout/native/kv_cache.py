@@ -29,6 +29,7 @@ from strop.extras import MissingExtra, require
 BLOCK = 16
 """Tokens per hash of a prefix."""
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
+_ADAPTER_BASE = 0xD6E8FEB86659FD93
 _SAFE_SHARE = 0.9
 """Share of the free memory that the cache may take."""
 _HOST_FRACTION = 4
@@ -180,12 +181,13 @@ def _powers(size: int) -> np.ndarray:
     return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
 
 
-def block_hashes(tokens: Sequence[int]) -> list[int]:
-    """Hashes of the first 16, 32, 48 ... tokens."""
+def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
+    """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
     size = len(tokens) // BLOCK * BLOCK
     powers = _powers(1 << size.bit_length())[:size]
     values = np.array(tokens[:size], dtype=np.uint64) + np.uint64(1)
-    hashes: list[int] = np.cumsum(values * powers, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    sums = np.cumsum(values * powers, dtype=np.uint64)[BLOCK - 1 :: BLOCK]
+    hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
     return hashes
 
 
@@ -199,6 +201,8 @@ class CachedPrefix:
     multi_turn: bool = False
     """It is a conversation, which may continue."""
     last_used: int = 0
+    adapter: int = 0
+    """The adapter that computed them: see ScheduledSample."""
 
 
 @dataclass(frozen=True)
@@ -219,13 +223,13 @@ class PrefixCache:
         """Finished sequences that a running one contains; removed at the next `make_room`."""
         self._clock = 0
 
-    def find(self, tokens: Sequence[int], hashes: Sequence[int]) -> PrefixMatch | None:
+    def find(self, tokens: Sequence[int], hashes: Sequence[int], adapter: int = 0) -> PrefixMatch | None:
         """The row with the longest common prefix, if that is a block or more. `hashes` are those of
-        `tokens`."""
+        `tokens` under `adapter`."""
         for i in range(len(hashes), 0, -1):
             prefix = self._by_hash.get(hashes[i - 1])
             common = i * BLOCK
-            if prefix is None or prefix.tokens[:common] != tokens[:common]:
+            if prefix is None or prefix.adapter != adapter or prefix.tokens[:common] != tokens[:common]:
                 continue
             limit = min(len(prefix.tokens), len(tokens))
             while common < limit and prefix.tokens[common] == tokens[common]:

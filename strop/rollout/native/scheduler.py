@@ -38,6 +38,9 @@ class ScheduledSample:
     """Called with new tokens and their log-probs."""
     multi_turn: bool = False
     """It is a turn of a conversation, which may continue."""
+    adapter: int = 0
+    """The load of a LoRA adapter that samples it, 0: none. Keys and values of different adapters, and of
+    different loads of one adapter, are never shared."""
     tokens: list[int] = field(default_factory=list)
     """Sampled tokens when they were last read from the device."""
     log_probs: list[float] = field(default_factory=list)
@@ -154,27 +157,28 @@ class Scheduler:
         for row, sample in enumerate(self.running[:first]):
             if not sample.decode_prefill_len:
                 siblings[sample.request] = row
-        first_with: dict[tuple[int, ...], Admission] = {}
+        first_with: dict[tuple[int, tuple[int, ...]], Admission] = {}
         admitted_now = PrefixCache()
         admissions = []
         for row in range(first, len(self.running)):
             sample = self.running[row]
             sequence = tuple(sample.sequence)
-            if sequence in first_with:
-                same = first_with[sequence]
+            key = (sample.adapter, sequence)
+            if key in first_with:
+                same = first_with[key]
                 admissions.append(Admission(sample, row, second_pass=same.second_pass, duplicate_of=same.row))
                 continue
-            prefix = CachedPrefix(row, sequence, block_hashes(sequence), sample.multi_turn)
+            prefix = _prefix(sample, row, sequence)
             admission = self._find_source(sample, prefix, siblings.get(sample.request), admitted_now)
             admissions.append(admission)
             if admission.decode_prefill:
                 sample.decode_prefill_len = len(sequence)
                 # Other sequences cannot copy what decode steps have not computed yet.
                 computed = sequence[: admission.num_cached_tokens]
-                prefix = CachedPrefix(row, computed, block_hashes(computed), sample.multi_turn)
+                prefix = _prefix(sample, row, computed)
             else:
                 sample.decode_prefill_len = 0
-                first_with[sequence] = admission
+                first_with[key] = admission
             sample.prefix = prefix
             if not admission.second_pass:
                 admitted_now.add(prefix)
@@ -193,13 +197,13 @@ class Scheduler:
         second_pass = False
         if sibling is not None:
             num_cached = len(sample.prompt)
-        match = self.prefix_cache.find(prefix.tokens, prefix.hashes)
+        match = self.prefix_cache.find(prefix.tokens, prefix.hashes, prefix.adapter)
         if match is not None and match.num_tokens > num_cached:
             source = match.prefix.row
             num_cached = match.num_tokens
             if num_cached == len(match.prefix.tokens):
                 self.prefix_cache.superseded.append(match.prefix)  # the new row holds the same and more
-        match = admitted_now.find(prefix.tokens, prefix.hashes)
+        match = admitted_now.find(prefix.tokens, prefix.hashes, prefix.adapter)
         if match is not None and match.num_tokens >= num_cached + _MIN_SECOND_PASS:
             source = match.prefix.row
             num_cached = match.num_tokens
@@ -263,10 +267,7 @@ class Scheduler:
             sample = self.running[row]
             self._remove_prefix(sample)
             if row in reusable:
-                tokens = reusable[row]
-                self.prefix_cache.add_finished(
-                    CachedPrefix(new_row[row], tokens, block_hashes(tokens), sample.multi_turn)
-                )
+                self.prefix_cache.add_finished(_prefix(sample, new_row[row], reusable[row]))
         for source, target in zip(movers, gaps):
             sample = self.running[source]
             self.running[target] = sample
@@ -311,3 +312,8 @@ class Scheduler:
 
     def _rounded(self, tokens: int) -> int:
         return -(-tokens // self.block) * self.block
+
+
+def _prefix(sample: ScheduledSample, row: int, tokens: Sequence[int]) -> CachedPrefix:
+    hashes = block_hashes(tokens, sample.adapter)
+    return CachedPrefix(row, tokens, hashes, sample.multi_turn, adapter=sample.adapter)

@@ -345,7 +345,9 @@ class StepLoop:
         _stream_new_tokens(sample)
         self._meter.tokens += len(sample.tokens)
         versions = sample.versions if len(sample.versions) > 1 else []
-        completion = Completion(sample.tokens, sample.log_probs, finish, self.version, error, versions)
+        completion = Completion(
+            sample.tokens, sample.log_probs, finish, self.version, error, versions, sample.adapter
+        )
         self._on_finished(sample, completion)
 
     def _read_tokens(self, rows: Iterable[int]) -> None:
