@@ -22,6 +22,7 @@ from strop.agents.tool_schema import JsonObject
 from strop.agents.tools import NotText, StatelessTool, ToolResult, ToolSchema
 from strop.concurrency import BackgroundLoop
 from strop.extras import require
+from strop.http_replies import MAX_REPLY_BYTES, limit_replies
 from strop.registry import did_you_mean
 
 log = logging.getLogger(__name__)
@@ -257,12 +258,15 @@ async def _open_client(target: JsonObject) -> AsyncIterator[McpClient]:
     async with contextlib.AsyncExitStack() as stack:
         if target.get("command"):
             place = mcp.StdioServerParameters(**target)
-        elif target.get("headers"):
-            http = require("mcp.client.streamable_http", extra="mcp", why=WHY)
-            sender = await stack.enter_async_context(http.create_mcp_http_client(headers=target["headers"]))
-            place = http.streamable_http_client(target["url"], http_client=sender)
         else:
-            place = target["url"]
+            http = require("mcp.client.streamable_http", extra="mcp", why=WHY)
+            sender = http.create_mcp_http_client(headers=target["headers"] or None)
+            # The error of its HTTP library, because the client hands that one to the call.
+            limit_replies(http.httpx2, sender, http.httpx2.StreamError)
+            await stack.enter_async_context(sender)
+            place = http.streamable_http_client(
+                target["url"], http_client=sender, max_sse_event_size=MAX_REPLY_BYTES
+            )
         yield await stack.enter_async_context(mcp.Client(place))
 
 

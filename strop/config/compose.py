@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
 from strop.config.commandline import plain_values
 from strop.config.derived import ASYNC_LENGTHS, fill_async_lengths
+from strop.config.references import refuse_growth
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 from strop.config.typed import ConfigError, accepts_null, build, unknown_key
-from strop.config.yaml_files import BAD_VALUES, read_limited, refuse_growth
+from strop.config.yaml_files import BAD_VALUES, read_limited
 from strop.registry import did_you_mean, load_plugins
 
 if TYPE_CHECKING:
@@ -345,9 +346,8 @@ _INSIDE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 def resolve(tree: dict[str, object]) -> dict[str, object]:
     """Replace `${a.b}` by the value it names. Other interpolations (relative, oc.env ...) are left to
     OmegaConf."""
-    leaves = flatten(tree)
-    refuse_growth(leaves)
-    if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in leaves.values()):
+    refuse_growth(tree)
+    if any(isinstance(v, str) and "${" in _INSIDE.sub("", v) for v in flatten(tree).values()):
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 

@@ -7,21 +7,13 @@ file, before anything is built from them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
-
-from strop.config.typed import ConfigError
 
 MAX_DEPTH = 50
 MAX_NODES = 200_000
 """Keys, values and list items, where an alias counts as often as what it repeats."""
-MAX_REFERENCES = 10_000
-"""Values that one value may refer to by ${key}, over other keys."""
-MAX_CHAIN = 50
 BAD_VALUES = (ValueError, LookupError, AttributeError, TypeError, OverflowError)
 """What PyYAML raises for numbers, dates and tagged values (`!!int ''`) that Python does not take."""
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 def read_yaml(file: Path, where: str) -> object:
@@ -94,26 +86,3 @@ def limit_exceeded(text: str) -> str | None:
     except yaml.YAMLError:
         return None
     return None
-
-
-def refuse_growth(leaves: Mapping[str, object]) -> None:
-    """Refuse text that refers to text that refers to text, where each step doubles it."""
-    counted: dict[str, int] = {}
-
-    def references(key: str, above: tuple[str, ...]) -> int:
-        if key in counted or key in above:  # a circle is reported where it is resolved
-            return counted.get(key, 0)
-        if len(above) > MAX_CHAIN:
-            raise ConfigError(f"{above[0]} refers to a chain of more than {MAX_CHAIN} keys.")
-        total = 1
-        value = leaves.get(key)
-        if isinstance(value, str):
-            total += sum(references(name, (*above, key)) for name in _REFERENCE.findall(value))
-        if total > MAX_REFERENCES:
-            raise ConfigError(f"{key} refers, over other keys, to more than {MAX_REFERENCES:,} values.")
-        counted[key] = total
-        return total
-
-    for key, value in leaves.items():
-        if isinstance(value, str) and "${" in value:
-            references(key, ())

@@ -2,11 +2,13 @@
 
 A server that is not there (connection refused or reset, 408, 425, 429, 502, 503, 504) may be restarting: the
 request is sent again, with growing pauses, until its timeout. Other failures (500, a reply that is not JSON)
-are more likely a fault of the server, and are tried a few times only.
+are more likely a fault of the server, and are tried a few times only. Sizes of replies are limited by
+`strop.http_replies`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import logging
@@ -15,6 +17,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+
+from strop.http_replies import ReplyTooLarge, read_reply
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ def post_json(
     """Return the parsed reply, and the URL that it came from; each try goes to `next_url()`.
 
     If no try succeeds within `timeout` seconds: TimeoutError or ConnectionError, which name the server as
-    `what`. RequestTooLarge is raised at once.
+    `what`. RequestTooLarge and ReplyTooLarge are raised at once.
     """
     body = json.dumps(content, default=str).encode()
     deadline = time.monotonic() + timeout
@@ -109,8 +113,14 @@ def _post(url: str, body: bytes, headers: Mapping[str, str], deadline: float) ->
     request = urllib.request.Request(
         url, data=body, headers={"Content-Type": "application/json", **headers}, method="POST"
     )
-    with urllib.request.urlopen(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
-        content: object = json.loads(reply.read())
+    content: object = json.loads(read_reply(request, deadline))
+    return content
+
+
+def get_json(url: str, headers: Mapping[str, str], *, timeout: float) -> object:
+    """Return what GET of an address gives, without retries; OSError or ValueError if that fails."""
+    request = urllib.request.Request(url, headers=dict(headers))
+    content: object = json.loads(read_reply(request, time.monotonic() + timeout))
     return content
 
 
@@ -122,7 +132,10 @@ def _is_unavailable(error: Exception) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the server understood the request and refused it: the same request would be refused again."""
+    """Whether the same request would end in the same way: the server understood and refused it, or its reply
+    is too large."""
+    if isinstance(error, ReplyTooLarge):
+        return True
     if not isinstance(error, urllib.error.HTTPError):
         return False
     return error.code < 500 and error.code not in UNAVAILABLE_STATUS
@@ -146,9 +159,12 @@ def _explained(error: Exception, what: str, url: str, attempts: int) -> Exceptio
     if isinstance(error, urllib.error.URLError):
         cause = error.reason
     if isinstance(error, urllib.error.HTTPError):
-        message += f". It said: {error.read(200).decode(errors='replace')}"
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the reason may not arrive in time
+            message += f". It said: {error.read(200).decode(errors='replace')}"
         if error.code == http.client.REQUEST_ENTITY_TOO_LARGE:
             return RequestTooLarge(message)
     if isinstance(cause, TimeoutError):
         return TimeoutError(message)
+    if isinstance(cause, ReplyTooLarge):
+        return ReplyTooLarge(message)
     return ConnectionError(message)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import strop
 from strop.extras import require
+from strop.http_replies import limit_replies
 from strop.rollout.base import EngineDied
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ Json = Any
 
 
 class ServerRefused(ValueError):
-    """The server answered a request with an HTTP error."""
+    """The server answered a request with an HTTP error, or with a reply that cannot be used."""
 
 
 class JsonClient:
@@ -62,6 +63,7 @@ class JsonClient:
         # http:// needs no certificates, and loading them is slow.
         transport = self._http.AsyncHTTPTransport(verify=url.startswith("https://"), limits=limits, retries=3)
         self._client = self._http.AsyncClient(base_url=self._url, timeout=None, transport=transport)
+        limit_replies(self._http, self._client, ServerRefused)
 
     def send(self, method: str, path: str, body: object = None) -> Future[Json]:
         """The decoded reply. Fails with ServerRefused for an HTTP error, EngineDied if the server is

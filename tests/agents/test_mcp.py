@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from strop import http_replies
 from strop.agents import mcp
 from strop.agents.parsers.base import ToolCall
 from strop.agents.tool_set import ToolSet
@@ -209,3 +213,46 @@ def test_two_servers_with_a_tool_of_one_name(url, tmp_path):
     entry = f"  - mcp: {{url: '{url}'}}\n    tools: [add]\n"
     with pytest.raises(ValueError, match="Two tools are called 'add'"):
         box_of(tmp_path, entry + entry)
+
+
+class EndlessReplies(BaseHTTPRequestHandler):
+    """An MCP server whose results never end."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        results = {
+            "initialize": {
+                "protocolVersion": "2025-06-18",
+                "capabilities": {},
+                "serverInfo": {"name": "endless", "version": "1"},
+            },
+            "tools/list": {"tools": [{"name": "read", "inputSchema": {"type": "object"}}]},
+        }
+        if request["method"] in results:
+            reply = {"jsonrpc": "2.0", "id": request["id"], "result": results[request["method"]]}
+            self.wfile.write(json.dumps(reply).encode())
+            return
+        with contextlib.suppress(OSError):
+            while request["method"] == "tools/call":
+                self.wfile.write(b" " * 65536)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_result_without_end_fails_its_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(http_replies, "MAX_REPLY_BYTES", 1 << 20)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EndlessReplies)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        box = box_of(tmp_path, f"  - mcp: {{url: 'http://127.0.0.1:{server.server_port}/mcp'}}\n")
+        [result], _ = told(box, ToolCall("read", {}))
+        assert result.failed and "more than 1,048,576 bytes" in result.text
+        box.close()
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -11,8 +11,9 @@ import pytest
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.tool_set import read_entries
-from strop.config.compose import load
-from strop.config.yaml_files import MAX_DEPTH, limit_exceeded, read_yaml, refuse_growth
+from strop.config.compose import load, resolve
+from strop.config.references import refuse_growth
+from strop.config.yaml_files import MAX_DEPTH, limit_exceeded, read_yaml
 
 
 def aliases(levels: int, width: int = 9) -> str:
@@ -90,14 +91,81 @@ def test_deep_values_on_the_command_line(value: str) -> None:
         load("ppo_trainer", [f"data.train_files={value}"])
 
 
-def test_references_that_double() -> None:
-    doubled = {f"k{level}": f"${{k{level + 1}}}${{k{level + 1}}}" for level in range(40)}
-    with pytest.raises(ValueError, match=r"to more than 10,000 values"):
-        refuse_growth({**doubled, "k40": "x"})
-    chain = {f"k{level}": f"${{k{level + 1}}}" for level in range(2000)}
+def doubled(text: str, levels: int = 40) -> dict[str, object]:
+    """Keys k0 ... of which each holds `text` with the next key for NEXT; the last one is a text."""
+    keys: dict[str, object] = {f"k{level}": text.replace("NEXT", f"k{level + 1}") for level in range(levels)}
+    return {**keys, f"k{levels}": "x"}
+
+
+def as_lists(keys: dict[str, object]) -> dict[str, object]:
+    return {key: [value, value] for key, value in keys.items()}
+
+
+def as_sections(keys: dict[str, object]) -> dict[str, object]:
+    return {key: {"a": value, "b": value} for key, value in keys.items()}
+
+
+DOUBLING: dict[str, dict[str, object]] = {
+    "absolute": doubled("${NEXT}${NEXT}"),
+    "relative": {"section": doubled("${.NEXT}${.NEXT}")},
+    "with spaces": {"section": doubled("${ .NEXT }-${ .NEXT }")},
+    "from below": as_sections(doubled("${..NEXT}")),
+    "brackets": {"section": doubled("${section[NEXT]}${.[NEXT]}")},
+    "lists": as_lists(doubled("${NEXT}")),
+    "relative in lists": {"section": as_lists(doubled("${..NEXT}"))},
+    "sections": as_sections(doubled("${NEXT}")),
+    "select": doubled("${oc.select:NEXT,1}${oc.select:NEXT}"),
+    "inside a function": {"section": doubled("${oc.env:NONE,${.NEXT}${.NEXT}}")},
+    "fallback of select": {"section": doubled("${oc.select:none,${.NEXT}${.NEXT}}")},
+    "long text": {**doubled("${NEXT}${NEXT}", 10), "k10": "x" * 100_000},
+    "many keys": {"text": "x" * 1_000_000, "all": {f"k{at}": "${text}" for at in range(1000)}},
+}
+
+
+@pytest.mark.parametrize("tree", DOUBLING.values(), ids=DOUBLING.keys())
+def test_references_that_double(tree: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"to more values than a configuration may have \(200,000"):
+        resolve(tree)
+
+
+@pytest.mark.parametrize("text", ["${${name}}${${name}}", "${oc.decode:${a}${b}}", "${oc.create:${a}}"])
+def test_computed_references_are_few(text: str) -> None:
+    with pytest.raises(ValueError, match=r"references whose key is computed.* at most 12 are allowed"):
+        refuse_growth(doubled(text, 13))
+    refuse_growth(doubled(text, 4))
+
+
+def test_references_of_ordinary_configurations_are_resolved() -> None:
+    tree: dict[str, object] = {
+        "files": ["a", "b"],
+        "again": "${files}",
+        "name": "x",
+        "section": {"x": 3, "next": "${.x}", "other": {"up": "${..x}", "named": "${section.${name}}"}},
+        "select": "${oc.select:section.next,5}",
+    }
+    found = resolve(tree)
+    assert found["again"] == tree["files"] and found["select"] == 3
+    assert found["section"] == {"x": 3, "next": 3, "other": {"up": 3, "named": 3}}
+
+
+def test_a_long_list_may_be_named_twice() -> None:
+    files = ["a"] * 50_000
+    assert resolve({"files": files, "again": "${files}"})["again"] == files
+
+
+def test_chains_and_circles_of_references() -> None:
+    chain: dict[str, object] = {f"k{level}": f"${{k{level + 1}}}" for level in range(2000)}
     with pytest.raises(ValueError, match="chain of more than"):
         refuse_growth(chain)
     refuse_growth({"a": "${b}", "b": "${a}", "c": "${a}${b}"})  # circles have a message of their own
+
+
+def test_a_file_whose_references_double(tmp_path: Path) -> None:
+    lines = [f"k{level}: '${{.k{level + 1}}}${{.k{level + 1}}}'" for level in range(40)]
+    inside = "\n".join(f"    {line}" for line in [*lines, "k40: x"])
+    (tmp_path / "mine.yaml").write_text(f"data:\n  apply_chat_template_kwargs:\n{inside}\n")
+    with pytest.raises(ValueError, match=r"data\.apply_chat_template_kwargs\.k\d+ refers, over other keys"):
+        load("ppo_trainer", [], str(tmp_path / "mine.yaml"))
 
 
 def test_ordinary_aliases_and_depth_are_read(tmp_path: Path) -> None:
