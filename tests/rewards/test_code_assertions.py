@@ -263,6 +263,19 @@ def write_all(descriptor: int, content: bytes) -> None:
             os.close(pipe.detach().detach())
 
 
+HUMAN_EVAL = """
+METADATA = {'author': 'x'}
+
+def check(candidate):
+    \"\"\"Tests.\"\"\"
+    assert candidate([1.0, 2.0], 0.3) == True, "first"
+    assert abs(candidate([3.5], 1) - 0.25) < 1e-6
+    assert True
+
+check(close)
+"""
+
+
 # --- assertions on a sandbox server -------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +290,12 @@ def write_all(descriptor: int, content: bytes) -> None:
         ("assert f()\nassert not f()", "[1, 0]", True),
         ("assert Solution().f([1]) == (1, {2})", "[(1, {2})]", True),
         ("assert f(1) == 3", "[3, 3]", False),
+        ("assert abs(f(1) - 0.5) < 1e-6", "[0.5000001]", True),
+        ("assert abs(f(1) - 0.5) < 1e-6", "[0.6]", False),
+        ("assert abs(f(1) - 0.5) < 1e-6", "['x']", False),
+        ("assert abs(f(1) - 0.5) < 1e-6", f"[1{'0' * 400}]", False),
+        (HUMAN_EVAL, "[True, 0.25]", True),
+        (HUMAN_EVAL, "[False, 0.25]", False),
         ("assert f(1) == 3", "Yes()", False),
         ("assert f(1) == 3", "", False),
     ],
@@ -296,6 +315,12 @@ def test_assertions_with_literals_are_compared_here(source, values, holds):
         "assert f(1) == f(2)",
         "if",
         "assert f(1) is 3",
+        "assert f(1) < 3",
+        "assert abs(f(1) - g(1)) < 3",
+        "def check(candidate):\n    for x in (1, 2):\n        assert candidate(x) == x\ncheck(f)",
+        "def check(candidate, other):\n    assert candidate(1) == 1\ncheck(f)",
+        "def check(candidate):\n    assert candidate(1) == 1\ncheck(lambda x: 1)",
+        "def check(candidate):\n    assert candidate(1) == 1\n",
     ],
 )
 def test_other_assertions_are_not_split(source):
@@ -310,6 +335,18 @@ def test_what_a_program_prints_behind_its_value_is_no_error(text):
     }
     outcome = parse_outcome(reply, "MARK", {"function": "f", "arguments": []})
     assert outcome.status == "ok" and not outcome.returned
+
+
+def test_a_check_of_humaneval_calls_the_program_by_its_name():
+    script = build_script("", {"assertions": HUMAN_EVAL}, "MARK")
+    assert "[close([1.0, 2.0], 0.3), close([3.5], 1)]" in script and "0.25" not in script
+
+
+def test_assertions_that_would_run_with_the_program_are_refused():
+    """A program that ends with `class int: ...` or an `__eq__` of its own would pass them on a server."""
+    sandbox = SandboxFusionConfig(url="http://127.0.0.1:9/run_code")
+    with pytest.raises(ValueError, match=r"assert len\(f\(1\)\) == 3.*shared_assertions=true"):
+        compute_score("```python\ndef f(x): pass\n```", "assert len(f(1)) == 3", sandbox=sandbox)
 
 
 def test_the_script_for_a_server_holds_no_expected_value():

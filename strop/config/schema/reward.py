@@ -105,6 +105,10 @@ class SandboxFusionConfig:
 
     url: str | None = None
     """Address of a SandboxFusion server (.../run_code). Null: the local sandbox."""
+    shared_assertions: bool = False
+    """On a server, run assertions that are not of the form `assert f(literals) == literal` in the process of
+    the program, which can deceive them. False: they are refused. The local sandbox runs all assertions in a
+    process of their own."""
     max_concurrent: int = setting(64, at_least=1)
     """Concurrent programs on the server. The local sandbox runs one program per CPU core."""
     memory_limit_mb: int = setting(1024, at_least=1)

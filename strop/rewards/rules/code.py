@@ -114,7 +114,12 @@ def _run(
     )
     if settings.url:
         return run_remote_tests(
-            program, tests, limits, url=settings.url, max_concurrent=settings.max_concurrent
+            program,
+            tests,
+            limits,
+            url=settings.url,
+            max_concurrent=settings.max_concurrent,
+            shared_assertions=settings.shared_assertions,
         )
     return run_tests(program, tests, limits, level=choose_isolation(settings.isolation).level)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import secrets
 import threading
 import time
@@ -20,8 +19,9 @@ from strop.rewards.http import post_json
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits
 from strop.rewards.sandbox.literal_calls import all_hold, split_assertions, values_script
 
-logger = logging.getLogger(__name__)
 GRACE = 10.0  # seconds for the network
+MAX_SHOWN = 200
+"""Characters of a test in a message."""
 
 
 @functools.cache
@@ -37,8 +37,14 @@ def run_remote_tests(
     *,
     url: str,
     max_concurrent: int,
+    shared_assertions: bool = False,
 ) -> list[ProgramOutcome]:
-    """Do the same as `launch.run_tests` on the server at `url`; SandboxError if it does not answer."""
+    """Do the same as `launch.run_tests` on the server at `url`; SandboxError if it does not answer.
+
+    `shared_assertions`: assertions that cannot be split run in the process of the program; else ValueError.
+    """
+    if not shared_assertions:
+        _refuse_shared_assertions(tests)
     deadline = time.monotonic() + limits.total_seconds
     outcomes = []
     for test in tests:
@@ -77,18 +83,22 @@ def build_script(program: str, test: Mapping[str, object], marker: str) -> str:
         split = split_assertions(str(test["assertions"]))
         if split:
             return f"{program}\n\n{values_script(split, marker)}\n"
-        _warn_of_shared_process()
         return f"{program}\n\n{test['assertions']}\nprint('\\n{marker}true')\n"
     return program
 
 
-@functools.cache
-def _warn_of_shared_process() -> None:
-    logger.warning(
-        "Assertions that are not of the form `assert f(literals) == literal` run in the process of the "
-        "program on a sandbox server, where a program can deceive them. The local sandbox runs them in "
-        "another process."
-    )
+def _refuse_shared_assertions(tests: Sequence[Mapping[str, object]]) -> None:
+    for test in tests:
+        text = str(test.get("assertions", ""))
+        if text and split_assertions(text) is None:
+            raise ValueError(
+                "A sandbox server runs one script per test, so these assertions would run in the process of "
+                f"the program, which can deceive them: {text[:MAX_SHOWN]!r}. Only the forms `assert "
+                "f(literals) == literal` and `assert abs(f(literals) - number) < number` are compared "
+                "outside. Unset reward_model.sandbox_fusion.url to use the local sandbox, which runs all "
+                "assertions in a process of their own, or set "
+                "reward_model.sandbox_fusion.shared_assertions=true."
+            )
 
 
 def parse_outcome(reply: object, marker: str, test: Mapping[str, object]) -> ProgramOutcome:
