@@ -39,6 +39,11 @@ def pytest_as_ranks(world: int, arguments: Sequence[str], timeout: float = 300) 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the meeting point is ours
+        # All ranks must go through the same tests in the same order: plugins that shuffle, and options that
+        # load them, are for the process that starts the ranks.
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTEST_PLUGINS": "",
+        "PYTEST_ADDOPTS": "",
     }
     words = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryDirectory() as folder:

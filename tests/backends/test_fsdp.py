@@ -14,6 +14,16 @@ CENTRAL = (
 )
 
 
+def test_ranks_go_through_their_tests_in_one_order(tmp_path, monkeypatch):
+    """A plugin that shuffles tests is not loaded by ranks, which would wait for each other in different tests."""
+    file = tmp_path / "test_plugins.py"
+    file.write_text(
+        "def test_none(pytestconfig):\n    assert not pytestconfig.pluginmanager.list_plugin_distinfo()\n"
+    )
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing_has_this_name")
+    pytest_as_ranks(1, [str(file), "--rootdir", str(tmp_path)])
+
+
 def test_two_ranks_do_what_a_backend_must_do():
     pytest_as_ranks(2, [str(HERE / "test_conformance.py"), "-k", f"({CENTRAL}) and not padded"])
 
