@@ -178,6 +178,8 @@ class Batch:
     """Targets of the critic."""
     rollout_weights: Tensor | None = tokens()
     """Importance weights of rollout correction."""
+    weights: Tensor | None = tokens()
+    """Weights of the tokens in a weighted cross entropy."""
     baselines: Tensor | None = rows()
     """Score of the greedy response to the same prompt."""
     row_ids: Tensor | None = rows()

@@ -29,6 +29,7 @@ FLOORS = [
     {"runtime"},
     {"shared"},
     {"ppo", "supervised", "inference"},
+    {"policy"},
     {"preflight", "replay"},
     {"quickstart", "board"},
     {"trainer"},

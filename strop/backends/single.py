@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,6 +39,7 @@ from strop.backends.optimizer import (
     optimizer_state,
     set_schedule,
 )
+from strop.backends.updates import StepSettings, overridden, quiet_about_order
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.lora import adapters_off, has_adapters, merged_weights
@@ -179,9 +179,18 @@ class ModuleBackend(ABC):
 
     # --- updates --------------------------------------------------------------------------------------------
 
-    def step(self) -> StepInfo:
-        """Clip, update, clear gradients."""
+    def step(self, settings: StepSettings | None = None) -> StepInfo:
+        """Clip, update, clear gradients. `settings`: other hyperparameters for this update."""
         assert self.optimizer is not None, "a frozen model takes no steps"
+        if settings is None:
+            settings = StepSettings()
+        grad_clip = self.settings.grad_clip
+        if settings.grad_clip is not None:
+            grad_clip = settings.grad_clip or None
+        with overridden(self.optimizer, settings):
+            return self._step(self.optimizer, grad_clip)
+
+    def _step(self, optimizer: Optimizer, grad_clip: float | None) -> StepInfo:
         lr = self.learning_rate
         scale = None
         if self.scaling is not None:
@@ -190,8 +199,8 @@ class ModuleBackend(ABC):
         norm = self.weights.gradient_norm()
         usable = math.isfinite(norm)
         if usable:
-            self.weights.clip(norm, self.settings.grad_clip)
-            self.optimizer.step()
+            self.weights.clip(norm, grad_clip)
+            optimizer.step()
             self.weights.publish()
         if self.scaling is not None:
             self.scaling.stepped() if usable else self.scaling.shrink()
@@ -207,7 +216,7 @@ class ModuleBackend(ABC):
     def advance_schedule(self) -> None:
         """Once per trainer step: the learning rate of the next one."""
         assert self.schedule is not None, "a frozen model has no schedule"
-        with _quiet_about_order():
+        with quiet_about_order():
             self.schedule.step()
 
     def reference(self) -> AbstractContextManager[None]:
@@ -383,12 +392,3 @@ class SingleBackend(ModuleBackend):
         if self.optimizer is not None and "optimizer" in state:
             load_optimizer_state(self.optimizer, self.weights.masters, state["optimizer"])
         self._load_progress(state)
-
-
-@contextlib.contextmanager
-def _quiet_about_order() -> Iterator[None]:
-    """A skipped update (or a trainer step without one, as in critic warm-up) makes torch warn about the order
-    of optimizer and scheduler."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-        yield

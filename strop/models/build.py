@@ -77,6 +77,11 @@ def build_policy(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, w
     return _finish(_language_model(settings, dtype, weights), settings, weights)
 
 
+def adopt_policy(model: PreTrainedModel, settings: ModelConfig) -> Any:
+    """The same of a module that the caller has loaded. It is changed in place; `undo_patches` restores it."""
+    return _finish(_prepare(model, settings), settings)
+
+
 def build_reference(
     settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True
 ) -> Any:

@@ -7,6 +7,7 @@ With the adapters off the model is what it was before training, so it is its own
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -145,6 +146,61 @@ def _train_head(adapted: Any) -> Any:
     if isinstance(head, nn.Linear):
         head.requires_grad_(True)
     return adapted
+
+
+# --- several adapters over one model ------------------------------------------------------------------------
+
+FIRST_ADAPTER = "default"
+"""The name that `add_adapters` gives to an adapter."""
+_ADAPTER_WEIGHT = re.compile(r"\.(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.([^.]+)")
+
+
+def adapter_names(model: Any) -> list[str]:
+    """The adapters of a model, in the order in which they were added."""
+    return list(model.peft_config)
+
+
+def add_adapter(model: Any, name: str, *, rank: int, alpha: float, seed: int) -> None:
+    """Add another adapter on the modules of the first one. `seed` alone decides about its first weights."""
+    _check_rank(model, rank)
+    settings = copy.deepcopy(model.peft_config[FIRST_ADAPTER])
+    settings.r = rank
+    settings.lora_alpha = alpha
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.add_adapter(name, settings)
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Delete an adapter that is not active."""
+    model.delete_adapter(name)
+
+
+def activate_adapter(model: Any, name: str) -> None:
+    """From now on the model computes with this adapter, and only its weights have gradients."""
+    model.set_adapter(name)
+
+
+def without_adapter_name(weight: str) -> str:
+    """The name of a weight of an adapter, without the name of the adapter.
+
+    >>> without_adapter_name("base_model.model.q_proj.lora_A.mine.weight")
+    'base_model.model.q_proj.lora_A.weight'
+    """
+    return _ADAPTER_WEIGHT.sub(r".\1", weight)
+
+
+def adapter_scale(model: Any, name: str) -> float:
+    """What the product B A of an adapter is multiplied by."""
+    settings = model.peft_config[name]
+    return float(settings.lora_alpha) / int(settings.r)
+
+
+def write_adapter_config(model: Any, name: str, folder: Path) -> None:
+    """Write the adapter_config.json that peft reads."""
+    settings = copy.deepcopy(model.peft_config[name])
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
 
 
 def has_adapters(model: nn.Module) -> bool:

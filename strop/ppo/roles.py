@@ -108,11 +108,13 @@ def optim_of(config: PpoConfig, section: ActorConfig | CriticConfig, total_steps
     return dataclasses.replace(optim, total_training_steps=updates)
 
 
-def build_actor(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
-    """The policy in training."""
+def build_actor(
+    config: PpoConfig, make: BackendMaker, build: Callable[..., PreTrainedModel] = build_policy
+) -> ModuleBackend:
+    """The policy in training. `build` makes its module."""
     actor = config.actor_rollout_ref.actor
     return make(
-        build_policy,
+        build,
         config.actor_rollout_ref.model,
         actor.fsdp_config,
         actor.strategy,

@@ -1,0 +1,1 @@
+"""The primitives of training for one's own loop: sample, log-probs, forward and backward, optimizer step."""

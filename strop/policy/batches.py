@@ -1,0 +1,204 @@
+"""What a researcher's loop passes to the policy: prompts in several forms, and rows of tokens to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from strop.data.chat import Chat
+from strop.types import Batch, Prompt, Trajectory, batch_of, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+PromptLike = Prompt | str | Sequence[int] | Sequence[Message]
+"""A prompt: rendered, a text, token ids, or messages for the chat template."""
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence to train on. The lists belong to the response tokens, one number each."""
+
+    prompt: Sequence[int]
+    """Token ids that are read and not trained; at least one."""
+    response: Sequence[int]
+    """Token ids that are trained where the mask is set."""
+    mask: Sequence[float] | None = None
+    """1 on tokens that are trained. None: those with a weight other than 0, or all."""
+    weights: Sequence[float] | None = None
+    """Weights of the tokens, for cross_entropy."""
+    advantages: Sequence[float] | None = None
+    """For policy losses."""
+    log_probs: Sequence[float] | None = None
+    """Log-probs of the policy that sampled the tokens, for policy losses."""
+
+
+TokenRows = Batch | Sequence[Datum] | Sequence[Trajectory] | Sequence[Sequence[Trajectory]]
+"""What can be trained on."""
+Pairs = Sequence[Trajectory] | Sequence[Datum] | Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Prompts with responses whose log-probs are asked for."""
+
+
+@dataclass
+class StepOutput:
+    """The result of a forward (and backward) pass over a batch."""
+
+    loss: float
+    """The loss of the whole batch."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the loss reports; the names are those of a training run."""
+    log_probs: list[Tensor | None] = field(default_factory=list)
+    """Of the response tokens of each row. None: the row has no gradient and was not computed (see
+    actor.skip_zero_advantages)."""
+
+
+# --- prompts ------------------------------------------------------------------------------------------------
+
+
+def prompt_of(given: PromptLike, tokenizer: PreTrainedTokenizerBase, index: int) -> Prompt:
+    """A prompt in any of its forms, rendered. A text is tokenized as it stands; messages go through the chat
+    template."""
+    if isinstance(given, Prompt):
+        return given
+    if isinstance(given, str):
+        ids = Chat(tokenizer, plain=True).encode(given, start=True)
+        return Prompt(index, ids, [{"role": "user", "content": given}], data_source="policy")
+    items = list(given)
+    if items and all(isinstance(item, int) for item in items):
+        return Prompt(index, [int(item) for item in items if isinstance(item, int)], [], data_source="policy")
+    messages = [dict(item) for item in items if isinstance(item, Mapping)]
+    if not items or len(messages) != len(items):
+        raise ValueError(
+            f"Prompt {index} is {str(given)[:80]!r}. Give a text, a list of token ids, or a list of messages "
+            '({"role": ..., "content": ...}).'
+        )
+    return Prompt(index, Chat(tokenizer).ids(messages), messages, data_source="policy")
+
+
+# --- rows to train on ---------------------------------------------------------------------------------------
+
+
+def training_batch(rows: TokenRows) -> Batch:
+    """The batch of rows in any of their forms."""
+    if isinstance(rows, Batch):
+        if not len(rows):
+            raise ValueError("The batch is empty.")
+        return rows
+    flat = flat_rows(rows)
+    data = [row for row in flat if isinstance(row, Datum)]
+    if data and len(data) == len(flat):
+        return _batch_of_data(data)
+    trajectories = [row for row in flat if isinstance(row, Trajectory)]
+    if trajectories and len(trajectories) == len(flat):
+        return batch_of(trajectories)
+    kinds = sorted({type(row).__name__ for row in flat})
+    raise ValueError(
+        "A batch is a Batch, or a list of Datum or Trajectory; this list holds "
+        f"{', '.join(kinds) or 'nothing'}."
+    )
+
+
+def flat_rows(rows: Sequence[Datum] | Sequence[Trajectory] | Sequence[Sequence[Trajectory]]) -> list[object]:
+    """Rows, or groups of rows, as one list."""
+    flat: list[object] = []
+    for row in rows:
+        if isinstance(row, list | tuple):
+            flat += row
+        else:
+            flat.append(row)
+    return flat
+
+
+def pairs_batch(pairs: Pairs) -> Batch:
+    """A batch of prompts and responses, of which only the log-probs are asked for."""
+    data = []
+    for pair in pairs:
+        if isinstance(pair, Trajectory):
+            data.append(Datum(pair.prompt.ids, pair.response))
+        elif isinstance(pair, Datum):
+            data.append(Datum(pair.prompt, pair.response))
+        else:
+            prompt, response = pair
+            data.append(Datum(prompt, response))
+    return _batch_of_data(data)
+
+
+def _batch_of_data(data: Sequence[Datum]) -> Batch:
+    width = 0
+    for row, datum in enumerate(data):
+        if not len(datum.prompt) or not len(datum.response):
+            raise ValueError(
+                f"Row {row} has {len(datum.prompt)} prompt and {len(datum.response)} response tokens; each "
+                "needs at least one."
+            )
+        width = max(width, len(datum.response))
+    return Batch(
+        sequences=[torch.tensor([*datum.prompt, *datum.response]) for datum in data],
+        prompt_lengths=torch.tensor([len(datum.prompt) for datum in data]),
+        mask=rows_of([_mask(datum) for datum in data], width),
+        groups=torch.arange(len(data)),
+        weights=_table(data, "weights", width),
+        advantages=_table(data, "advantages", width),
+        rollout_log_probs=_table(data, "log_probs", width),
+        row_ids=torch.arange(len(data)),
+    )
+
+
+def _mask(datum: Datum) -> Sequence[float]:
+    if datum.mask is not None:
+        return datum.mask
+    if datum.weights is not None:
+        return [float(weight != 0) for weight in datum.weights]
+    return [1.0] * len(datum.response)
+
+
+def _table(data: Sequence[Datum], name: str, width: int) -> Tensor | None:
+    """One field of all rows; None if no row has it."""
+    values = [getattr(datum, name) for datum in data]
+    missing = [row for row, value in enumerate(values) if value is None]
+    if len(missing) == len(values):
+        return None
+    if missing:
+        raise ValueError(
+            f"Row {missing[0]} has no {name}, but other rows of the batch have. Give it to all or none."
+        )
+    for row, (datum, value) in enumerate(zip(data, values, strict=True)):
+        if len(value) != len(datum.response):
+            raise ValueError(
+                f"Row {row} has {len(value)} {name} for {len(datum.response)} response tokens; each token "
+                "needs one."
+            )
+    return rows_of(values, width)
+
+
+def check_batch(batch: Batch, vocabulary: int, longest: int) -> Batch:
+    """Refuse what a model cannot read, or what would train nothing; number the rows."""
+    for row, sequence in enumerate(batch.sequences):
+        low, high = int(sequence.min()), int(sequence.max())
+        if low < 0 or high >= vocabulary:
+            wrong = high if high >= vocabulary else low
+            raise ValueError(
+                f"Row {row} has the token id {wrong}, which is outside the vocabulary of {vocabulary}."
+            )
+        if len(sequence) > longest:
+            raise ValueError(f"Row {row} has {len(sequence)} tokens; the model takes at most {longest}.")
+    return batch.replace(row_ids=torch.arange(len(batch)))
+
+
+def check_trains(batch: Batch) -> None:
+    """Refuse a batch without a trained token."""
+    if not bool(batch.mask.any()):
+        raise ValueError(
+            "No token of this batch is trained: its mask is 0 everywhere. Rows without a score are masked: "
+            "set trajectory.score."
+        )
+
+
+def split_rows(table: Tensor, batch: Batch) -> list[Tensor]:
+    """[B, T] as one tensor per row, without padding."""
+    return [row[:length] for row, length in zip(table, batch.response_lengths.tolist(), strict=True)]

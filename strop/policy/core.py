@@ -1,0 +1,309 @@
+"""The policy in one process: a backend, the engine that samples from its module, and adapters.
+
+With several ranks every rank has a `PolicyCore`, and all of them run the same operations in the same order.
+The parts are those of a training run (`ppo/roles.py`, `ppo/sampler.py`, `ppo/update.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from strop.backends.adapters import AdapterSet
+from strop.backends.base import MicroBatching, Outputs
+from strop.backends.micro_batches import partition
+from strop.backends.single import ModuleBackend
+from strop.backends.updates import StepSettings
+from strop.config.arithmetic import micro_batch_size
+from strop.config.derived import holds_weights
+from strop.config.schema.ppo import PpoConfig
+from strop.models.build import adopt_policy, build_policy
+from strop.models.lora import base_model, has_adapters
+from strop.models.patches import undo_patches
+from strop.policy.batches import StepOutput
+from strop.policy.losses import (
+    TOTAL,
+    Objective,
+    OwnLoss,
+    Seen,
+    in_original_order,
+    linear_loss,
+    named_objective,
+)
+from strop.policy.state import read_state, write_sampling_folder, write_state
+from strop.ppo.rank_sharing import RankSampler
+from strop.ppo.roles import EngineMemory, backend_maker, build_actor, rollout_module
+from strop.ppo.sampler import NumberedPrompt, PromptSampler, Sampler
+from strop.ranks import Ranks
+from strop.registry import load_plugins
+from strop.rollout.base import Completion, Request, Sampling, resolve_max_model_len
+from strop.shared.build import device_of, engine_for, max_model_len, tensor_parallel_size
+from strop.types import Batch, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyFacts:
+    """What a caller needs to know of the model."""
+
+    vocabulary: int
+    longest: int
+    """Maximum tokens of a sequence."""
+    end_ids: tuple[int, ...]
+    """Tokens that end a response, of the model's generation_config."""
+    weights: int
+    """Trained weights."""
+
+
+class PolicyCore:
+    """One rank of a policy."""
+
+    def __init__(
+        self, config: PpoConfig, ranks: Ranks | None = None, module: PreTrainedModel | None = None
+    ) -> None:
+        """`module`: a model that the caller has loaded, instead of that of model.path."""
+        self.ranks = ranks or Ranks()
+        load_plugins(config.plugins)
+        torch.manual_seed(config.trainer.seed)
+        self.device = device_of(config.trainer.device)
+        memory = EngineMemory()
+        total_steps = config.trainer.total_training_steps or 0
+        make = backend_maker(config, self.device, total_steps, self.ranks, memory.release)
+        if module is None:
+            self.backend: ModuleBackend = build_actor(config, make, build_policy)
+        else:
+            given = module
+            self.backend = build_actor(config, make, lambda settings: adopt_policy(given, settings))
+        self.config = _with_model_limit(config, self.backend.module)
+        self.adapters = AdapterSet(self.backend)
+        rollout = self.config.actor_rollout_ref.rollout
+        sampled = rollout_module(self.config, self.backend, self.device)
+        self._copies = sampled is not self.backend.module or holds_weights(rollout)
+        self.engine = engine_for(rollout, sampled)
+        memory.engine = self.engine
+        self.updates = 0
+        """Optimizer steps of all adapters; the version of the weights."""
+        self._synced: tuple[int, str] | None = None
+        """Updates and adapter that the engine samples with."""
+        self._update_of: dict[str, int] = {}
+
+    def facts(self) -> PolicyFacts:
+        core = base_model(self.backend.module)
+        generation = getattr(core, "generation_config", None)
+        ends = getattr(generation, "eos_token_id", None)
+        if ends is None:
+            ends = []
+        if isinstance(ends, int):
+            ends = [ends]
+        return PolicyFacts(
+            vocabulary=int(cast("nn.Embedding", core.get_input_embeddings()).num_embeddings),
+            longest=max_model_len(self.config.actor_rollout_ref.rollout),
+            end_ids=tuple(ends),
+            weights=sum(master.numel() for master in self.backend.weights.masters.values()),
+        )
+
+    # --- adapters -------------------------------------------------------------------------------------------
+
+    def adapter_names(self) -> list[str]:
+        return self.adapters.names
+
+    def add_adapter(self, name: str, rank: int, alpha: float, seed: int) -> None:
+        self.adapters.add(name, rank=rank, alpha=alpha, seed=seed)
+
+    def remove_adapter(self, name: str) -> None:
+        self.adapters.remove(name)
+        self._update_of.pop(name, None)
+
+    # --- sampling -------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: Sequence[NumberedPrompt],
+        sampling: Sampling,
+        n: int,
+        seed: int,
+        call: int,
+        adapter: str,
+    ) -> list[Trajectory]:
+        """n responses to each prompt, in order."""
+        self._prepare_engine(adapter)
+        rollout = self.config.actor_rollout_ref.rollout
+        sampler: PromptSampler = Sampler(self.engine, seed, max_model_len(rollout))
+        if self.ranks.world > 1:
+            assert isinstance(sampler, Sampler)
+            sampler = RankSampler(sampler, self.ranks, tensor_parallel_size(rollout))
+        self.engine.wake()
+        found = sampler.generate(prompts, sampling, n, call).trajectories
+        if rollout.free_cache_engine:
+            self.engine.sleep()
+        return found
+
+    async def asample(self, request: Request, sampling: Sampling, adapter: str) -> list[Completion]:
+        """The completions of one request; those of other coroutines share its batches."""
+        self._prepare_engine(adapter)
+        return await self.engine.agenerate(request, sampling)
+
+    def _prepare_engine(self, adapter: str) -> None:
+        """Sample with this adapter and the newest weights."""
+        self.adapters.activate(adapter)
+        wanted = (self.updates, adapter)
+        if self._synced == wanted:
+            return
+        weights = self.backend.export_weights() if self._copies else ()
+        self.engine.update_weights(weights, self.updates)
+        self._synced = wanted
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, want: Sequence[str], adapter: str, reference: bool = False) -> Outputs:
+        """Outputs of the model without gradients. `reference`: without the adapter."""
+        self.adapters.activate(adapter)
+        if not reference:
+            return self.backend.forward(batch, want, self._micro(batch, "log_prob"))
+        with self.backend.reference():
+            return self.backend.forward(batch, want, self._micro(batch, "log_prob"))
+
+    def evaluate(
+        self,
+        batch: Batch,
+        loss: str,
+        settings: Mapping[str, object],
+        aggregation: str | None,
+        adapter: str,
+    ) -> StepOutput:
+        """The loss by name, without gradients."""
+        objective = named_objective(self.config, batch, loss, settings, aggregation)
+        outputs = self.forward(batch, objective.want, adapter)
+        with torch.no_grad():
+            value, report = objective.loss(outputs, objective.whole)
+        metrics = {name: float(number) for name, number in report.items()}
+        assert outputs.log_probs is not None
+        lengths = batch.response_lengths.tolist()
+        rows: list[Tensor | None] = []
+        for row, length in zip(outputs.log_probs, lengths, strict=True):
+            rows.append(row[:length])
+        return StepOutput(float(value), metrics, rows)
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss: str,
+        settings: Mapping[str, object],
+        aggregation: str | None,
+        adapter: str,
+    ) -> StepOutput:
+        """The loss by name; gradients are added to those of earlier calls."""
+        self.adapters.activate(adapter)
+        objective = named_objective(self.config, batch, loss, settings, aggregation)
+        output = self._learn(batch, objective)
+        if objective.update is not None:
+            output.metrics["actor/active_rows"] = len(objective.rows) / len(batch)
+            known = objective.update.known(batch, self.ranks)
+            if known is not None and batch.rollout_log_probs is not None:
+                output.metrics |= objective.update.drift(batch, known)
+        return output
+
+    def backward_own(
+        self, batch: Batch, want: Sequence[str], loss: OwnLoss, adapter: str
+    ) -> StepOutput | None:
+        """A user's loss in one pass. None: the batch has several micro-batches or ranks, so it needs two."""
+        parts = partition(batch, self._micro(batch, "actor"))
+        if self.ranks.world > 1 or len(parts) > 1:
+            return None
+        self.adapters.activate(adapter)
+        return self._learn(batch, Objective(list(want), batch, batch, in_original_order(loss)))
+
+    def backward_gradients(self, batch: Batch, gradients: Mapping[str, Tensor], adapter: str) -> StepOutput:
+        """Gradients of the model from those of its outputs [B, T]."""
+        self.adapters.activate(adapter)
+        return self._learn(batch, Objective(list(gradients), batch, batch, linear_loss(gradients)))
+
+    def _learn(self, batch: Batch, objective: Objective) -> StepOutput:
+        seen = Seen(objective.loss)
+        micro = self._micro(objective.rows, "actor")
+        report = self.backend.forward_backward(objective.rows, objective.want, seen, micro)
+        total = report.pop(TOTAL)
+        return StepOutput(total, report, seen.rows(batch, self.ranks))
+
+    def _micro(self, batch: Batch, role: str) -> MicroBatching:
+        """How a pass over a batch is cut; it never changes a result."""
+        actor = self.config.actor_rollout_ref.actor
+        rollout = self.config.actor_rollout_ref.rollout
+        world = self.ranks.world
+        if role == "actor":
+            rows = micro_batch_size(actor, "ppo_micro_batch_size", len(batch), world)
+            return MicroBatching(rows, actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None)
+        rows = micro_batch_size(rollout, "log_prob_micro_batch_size", len(batch), world)
+        tokens = rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None
+        return MicroBatching(rows, tokens)
+
+    # --- updates --------------------------------------------------------------------------------------------
+
+    def optim_step(self, settings: StepSettings, adapter: str) -> dict[str, float]:
+        """Update the weights of an adapter; its gradients are gone afterwards."""
+        self.adapters.activate(adapter)
+        if not self.backend.weights.gradients:
+            raise ValueError(
+                f"optim_step without gradients of {adapter!r}: call forward_backward first, for this adapter."
+            )
+        info = self.backend.step(settings)
+        self.backend.advance_schedule()
+        self.updates += 1
+        self._update_of[adapter] = self._update_of.get(adapter, 0) + 1
+        found = {"grad_norm": info.grad_norm, "lr": info.lr, "skipped": float(info.skipped)}
+        if info.loss_scale is not None:
+            found["loss_scale"] = info.loss_scale
+        return found
+
+    def drop_gradients(self, adapter: str) -> None:
+        """Forget accumulated gradients."""
+        self.adapters.activate(adapter)
+        self.backend.weights.clear_gradients()
+
+    # --- state ----------------------------------------------------------------------------------------------
+
+    def save_state(self, path: Path, adapter: str, counters: Mapping[str, int]) -> None:
+        self.adapters.activate(adapter)
+        own = {"updates": self.updates, "adapter_updates": self._update_of.get(adapter, 0)}
+        write_state(path, self.backend, {**counters, **own})
+
+    def load_state(self, path: Path, adapter: str) -> dict[str, int]:
+        """Returns the saved counters."""
+        self.adapters.activate(adapter)
+        counters = read_state(path, self.backend)
+        # A version is never used twice for different weights.
+        self.updates = max(self.updates + 1, counters["updates"]) if self.updates else counters["updates"]
+        self._update_of[adapter] = counters["adapter_updates"]
+        self._synced = None
+        return counters
+
+    def save_for_sampling(self, path: Path, adapter: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.adapters.activate(adapter)
+        write_sampling_folder(path, self.backend, adapter, tokenizer)
+
+    def close(self) -> None:
+        """Close the engine, and restore the module."""
+        self.engine.close()
+        undo_patches(self.backend.module)
+
+
+def _with_model_limit(config: PpoConfig, module: nn.Module) -> PpoConfig:
+    """Sequences may be as long as the model allows, unless rollout.max_model_len is set."""
+    whole = config.actor_rollout_ref
+    if whole.rollout.max_model_len:
+        return config
+    core = base_model(module)
+    rollout = dataclasses.replace(whole.rollout, max_model_len=resolve_max_model_len(core.config, None))
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(whole, rollout=rollout))
+
+
+def has_lora(core: PolicyCore) -> bool:
+    """Whether the policy trains adapters."""
+    return has_adapters(core.backend.module)

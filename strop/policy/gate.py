@@ -1,0 +1,89 @@
+"""Who may use the model: many samples at once, or one training operation alone.
+
+The engine and the trainer share one module, so a pass of training must not run while the engine samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+
+class Gate:
+    """Admits samples that agree on a key together; a training operation waits for them, and they for it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sampling: Counter[asyncio.AbstractEventLoop] = Counter()
+        self._key: object = None
+        """What running samples have in common."""
+        self._training = False
+        self._trainers_waiting = 0
+        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Alone in the block. Samples that come later wait."""
+        with self._changed:
+            self._refuse_own_loop()
+            self._trainers_waiting += 1
+            self._changed.wait_for(lambda: not self._training and not self._sampling.total())
+            self._trainers_waiting -= 1
+            self._training = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._training = False
+                self._wake()
+
+    @asynccontextmanager
+    async def sampling(self, key: object) -> AsyncIterator[None]:
+        """In the block with other samples of the same key."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                running = self._sampling.total()
+                blocked = self._training or self._trainers_waiting
+                if not blocked and (not running or key == self._key):
+                    self._sampling[loop] += 1
+                    self._key = key
+                    break
+                sleeper: asyncio.Future[None] = loop.create_future()
+                self._sleepers.append((loop, sleeper))
+            await sleeper
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._sampling[loop] -= 1
+                if not self._sampling.total():
+                    self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        sleepers = self._sleepers
+        self._sleepers = []
+        for loop, sleeper in sleepers:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_finish, sleeper)
+
+    def _refuse_own_loop(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # this thread runs no event loop
+            return
+        if self._sampling[loop]:
+            raise ValueError(
+                "A training operation was called in an event loop whose samples are still running: they "
+                "could never finish. Await them first, or await the operation in another thread: "
+                "await asyncio.to_thread(policy.forward_backward, ...)."
+            )
+
+
+def _finish(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)

@@ -1,0 +1,53 @@
+"""Which loaded models belong to a policy: two of them must not train one module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from strop.models.lora import has_adapters
+from strop.models.patches import applied_patches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_owned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+def own_module(module: PreTrainedModel, device: str) -> str:
+    """Take a loaded model for a policy; returns the kind of its device. Refuses a model that cannot be
+    trained here, or that somebody else trains."""
+    devices = sorted({parameter.device.type for parameter in module.parameters()})
+    if "meta" in devices:
+        raise ValueError("The model has weights on the meta device, which hold no numbers. Load it first.")
+    if len(devices) != 1:
+        raise ValueError(
+            f"The model is on several kinds of devices ({', '.join(devices)}). Move it to one of them."
+        )
+    if device != "auto" and device != devices[0]:
+        raise ValueError(
+            f"The model is on {devices[0]}, and device={device} was asked for. Move it by "
+            f"model.to({device!r}), or give device='auto'."
+        )
+    if module in _owned or applied_patches(module):
+        raise ValueError(
+            "The model belongs to another policy or to a run. Close that first, or load the model a second "
+            "time."
+        )
+    if any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError(
+            "The model has gradients: somebody else trains it. Finish that training, or call "
+            "model.zero_grad(set_to_none=True) first."
+        )
+    if has_adapters(module):
+        raise ValueError(
+            "The model has adapters of peft already. Give the model without them, and lora_rank or "
+            "lora_adapter_path."
+        )
+    _owned.add(module)
+    return devices[0]
+
+
+def release_module(module: PreTrainedModel) -> None:
+    """The model belongs to its owner again."""
+    _owned.discard(module)

@@ -1,0 +1,384 @@
+"""`Policy`: a language model with the primitives of training, for one's own loop.
+
+    policy = Policy("Qwen/Qwen2.5-0.5B-Instruct", lr=1e-6)
+    groups = policy.sample(prompts, n=8, max_tokens=256)
+    for trajectory in itertools.chain(*groups):
+        trajectory.score = my_reward(policy.text(trajectory))
+    policy.forward_backward(policy.batch(groups, advantages="grpo"), "vanilla")
+    policy.optim_step()
+
+The parts are those of a training run, so the numbers are too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from strop.backends.updates import StepSettings
+from strop.data.chat import stop_ids
+from strop.models.lora import FIRST_ADAPTER
+from strop.policy.batches import (
+    Pairs,
+    PromptLike,
+    StepOutput,
+    TokenRows,
+    check_batch,
+    check_trains,
+    flat_rows,
+    pairs_batch,
+    prompt_of,
+    split_rows,
+    training_batch,
+)
+from strop.policy.core import PolicyCore
+from strop.policy.gate import Gate
+from strop.policy.keys import policy_config
+from strop.policy.losses import OwnLoss, output_gradients, own_value
+from strop.policy.ownership import own_module, release_module
+from strop.ppo.experience import ExperienceFacts, add_advantages
+from strop.ppo.sampler import single_turn_trajectory
+from strop.rollout.base import Request, Sampling, stream_seed
+from strop.shared.build import tokenizer_of
+from strop.types import Batch, Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT = FIRST_ADAPTER
+Stops = Sequence[str | int]
+
+
+class Policy:
+    """A model that samples and learns. All operations take the adapter that they work on; a policy without
+    LoRA has one entry, "default", for all of its weights."""
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        device: str = "auto",
+        seed: int = 0,
+        **keys: object,
+    ) -> None:
+        """`model`: a folder, a name, or a loaded model of transformers, which is trained in place and belongs
+        to this policy until `close`. `keys`: any key of a training run, by its full name or last word."""
+        given: dict[str, object] = {"trainer.seed": seed, "trainer.device": device, **keys}
+        given["actor_rollout_ref.model.lora_rank"] = lora_rank
+        if lora_alpha is not None:
+            given["actor_rollout_ref.model.lora_alpha"] = lora_alpha
+        self._module: PreTrainedModel | None = None
+        if isinstance(model, str | Path):
+            given["actor_rollout_ref.model.path"] = str(model)
+        else:
+            given["trainer.device"] = own_module(model, device)
+            self._module = model
+        self.config = policy_config(given)
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer or self._find_tokenizer()
+        self.seed = seed
+        self.calls = 0
+        """How often `sample` and `asample` drew with a seed of the policy."""
+        self._gate = Gate()
+        self._closed = False
+        self._core = PolicyCore(self.config, module=self._module)
+        self.config = self._core.config
+        self._facts = self._core.facts()
+
+    def _find_tokenizer(self) -> PreTrainedTokenizerBase:
+        model = self.config.actor_rollout_ref.model
+        if self._module is not None and not model.tokenizer_path:
+            path = self._module.config.name_or_path
+            if not path:
+                raise ValueError(
+                    "Policy(model, tokenizer): a loaded model needs its tokenizer, and none was given."
+                )
+            model = dataclasses.replace(model, tokenizer_path=path)
+        found: PreTrainedTokenizerBase = tokenizer_of(model)
+        return found
+
+    # --- adapters -------------------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of all adapters."""
+        return self._core.adapter_names()
+
+    def add_adapter(
+        self, name: str, *, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> None:
+        """Add a LoRA adapter with an optimizer of its own. Rank and alpha are by default those of the policy;
+        `seed` alone (by default that of the policy) decides about its first weights."""
+        model = self.config.actor_rollout_ref.model
+        with self._gate.training():
+            self._core.add_adapter(
+                name,
+                model.lora_rank if rank is None else rank,
+                model.lora_alpha if alpha is None else alpha,
+                self.seed if seed is None else seed,
+            )
+
+    def remove_adapter(self, name: str) -> None:
+        """Delete an adapter and its optimizer state."""
+        with self._gate.training():
+            self._core.remove_adapter(name)
+
+    # --- sampling -------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        prompts: Sequence[PromptLike],
+        n: int = 1,
+        *,
+        max_tokens: int,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Stops = (),
+        seed: int | None = None,
+        adapter: str = DEFAULT,
+    ) -> list[list[Trajectory]]:
+        """n responses to each prompt.
+
+        `temperature`: by default that of the policy (rollout.temperature), at which `log_probs` and losses
+        are computed too. `stop`: token ids or texts that end a response, besides the end token of the model.
+        `seed`: the same seed gives the same responses; without one, each call draws others.
+        """
+        sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
+        numbered = []
+        for place, prompt in enumerate(prompts):
+            numbered.append((place, prompt_of(prompt, self.tokenizer, place)))
+        with self._gate.training():
+            base, call = self._stream(seed)
+            found = self._core.sample(numbered, sampling, n, base, call, adapter)
+        groups: list[list[Trajectory]] = [[] for _ in prompts]
+        for trajectory in found:
+            groups[trajectory.group].append(self._cut(trajectory, stop))
+        return groups
+
+    async def asample(
+        self,
+        prompt: PromptLike,
+        n: int = 1,
+        *,
+        max_tokens: int,
+        temperature: float | None = None,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: Stops = (),
+        seed: int | None = None,
+        adapter: str = DEFAULT,
+    ) -> list[Trajectory]:
+        """n responses to one prompt. Many coroutines may wait at once: their samples share batches."""
+        sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
+        rendered = prompt_of(prompt, self.tokenizer, 0)
+        base, call = self._stream(seed)
+        room = self._facts.longest - len(rendered.ids)
+        request = Request(
+            rendered.ids,
+            n,
+            seed=stream_seed(base, call, rendered.index, 0),
+            max_tokens=min(max_tokens, room),
+        )
+        async with self._gate.sampling(adapter):
+            completions = await self._core.asample(request, sampling, adapter)
+        return [self._cut(single_turn_trajectory(rendered, 0, found), stop) for found in completions]
+
+    def _stream(self, seed: int | None) -> tuple[int, int]:
+        """Where the random numbers of a call begin. The n-th call without a seed draws as the n-th step of a
+        training run."""
+        if seed is not None:
+            return seed, 0
+        self.calls += 1
+        return self.seed, self.calls
+
+    def _sampling(
+        self, max_tokens: int, temperature: float | None, top_k: int, top_p: float, stop: Stops
+    ) -> Sampling:
+        if temperature is None:
+            temperature = self.config.actor_rollout_ref.rollout.temperature
+        ends = {
+            *stop_ids(self.tokenizer, self._facts.end_ids),
+            *(item for item in stop if isinstance(item, int)),
+        }
+        return Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_tokens=max_tokens,
+            stop_ids=tuple(sorted(ends)),
+        )
+
+    def _cut(self, trajectory: Trajectory, stop: Stops) -> Trajectory:
+        """End a response after the token that completes one of the texts in `stop`."""
+        texts = [item for item in stop if isinstance(item, str) and item]
+        if not texts or not any(text in self._decoded(trajectory.response) for text in texts):
+            return trajectory
+        end = len(trajectory.response)
+        while any(text in self._decoded(trajectory.response[: end - 1]) for text in texts):
+            end -= 1
+        return dataclasses.replace(
+            trajectory,
+            response=trajectory.response[:end],
+            mask=trajectory.mask[:end],
+            log_probs=trajectory.log_probs[:end],
+            finish="stop",
+        )
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def text(self, trajectory: Trajectory) -> str:
+        """The response of a trajectory as text, without special tokens."""
+        return str(self.tokenizer.decode(trajectory.response, skip_special_tokens=True))
+
+    def prompt(self, given: PromptLike, *, index: int = 0, **extra_info: object) -> Prompt:
+        """A rendered prompt. `index` is part of the random stream of its samples, and is the row number in a
+        training run; `extra_info` is kept with it."""
+        return dataclasses.replace(prompt_of(given, self.tokenizer, index), extra_info=extra_info)
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def batch(self, rows: TokenRows, *, advantages: str | None = None) -> Batch:
+        """Trajectories (or groups of them, as `sample` returns) as tensors; rows without a score are masked.
+
+        `advantages`: an estimator by name (grpo, rloo, reinforce_plus_plus ...), with the settings of the
+        `algorithm` section.
+        """
+        batch = check_batch(training_batch(rows), self._facts.vocabulary, self._facts.longest)
+        if advantages is None:
+            return batch
+        if isinstance(rows, Batch) or batch.scores is None:
+            raise ValueError(f"advantages={advantages!r} are estimated from scored trajectories; give these.")
+        flat = [row for row in flat_rows(rows) if isinstance(row, Trajectory)]
+        algorithm = dataclasses.replace(self.config.algorithm, adv_estimator=advantages)
+        facts = ExperienceFacts.of(dataclasses.replace(self.config, algorithm=algorithm), on_policy=True)
+        return add_advantages(batch.replace(rewards=batch.scores), algorithm, facts, flat)
+
+    def log_probs(self, sequences: Pairs, *, adapter: str = DEFAULT, reference: bool = False) -> list[Tensor]:
+        """The log-probs of the response tokens of each trajectory, or of each pair (prompt ids, response
+        ids). `reference`: of the model without its adapter."""
+        batch = check_batch(pairs_batch(sequences), self._facts.vocabulary, self._facts.longest)
+        with self._gate.training():
+            outputs = self._core.forward(batch, ["log_probs"], adapter, reference)
+        assert outputs.log_probs is not None
+        return split_rows(outputs.log_probs, batch)
+
+    def forward(
+        self,
+        batch: TokenRows,
+        loss: str | OwnLoss,
+        *,
+        adapter: str = DEFAULT,
+        want: Sequence[str] = ("log_probs",),
+        aggregation: str | None = None,
+        **settings: object,
+    ) -> StepOutput:
+        """What `forward_backward` returns, without gradients."""
+        rows = check_batch(training_batch(batch), self._facts.vocabulary, self._facts.longest)
+        with self._gate.training():
+            if isinstance(loss, str):
+                return self._core.evaluate(rows, loss, settings, aggregation, adapter)
+            outputs = self._core.forward(rows, want, adapter)
+            assert outputs.log_probs is not None
+            value = float(own_value(loss, outputs, rows, gradient=False))
+            return StepOutput(value, {}, list(split_rows(outputs.log_probs, rows)))
+
+    def forward_backward(
+        self,
+        batch: TokenRows,
+        loss: str | OwnLoss,
+        *,
+        adapter: str = DEFAULT,
+        want: Sequence[str] = ("log_probs",),
+        aggregation: str | None = None,
+        **settings: object,
+    ) -> StepOutput:
+        """Add the gradients of a loss to those of the adapter.
+
+        `loss`: a policy loss by name (vanilla, gspo, cispo ...), "cross_entropy", "importance_sampling",
+        "ppo", or a function (outputs, batch) -> scalar of the whole batch, where `want` names the outputs
+        that it needs. `settings` are keyword arguments of a named loss (clip_low, clip_high ...);
+        `aggregation` replaces actor.loss_agg_mode. A loss that is not finite is refused, and
+        accumulated gradients are dropped.
+        """
+        rows = check_batch(training_batch(batch), self._facts.vocabulary, self._facts.longest)
+        with self._gate.training():
+            if isinstance(loss, str):
+                return self._core.forward_backward(rows, loss, settings, aggregation, adapter)
+            if settings or aggregation:
+                raise ValueError(
+                    "A loss function takes no settings; bind them, for instance by functools.partial."
+                )
+            check_trains(rows)
+            return self._own_loss(rows, loss, list(want), adapter)
+
+    def _own_loss(self, rows: Batch, loss: OwnLoss, want: list[str], adapter: str) -> StepOutput:
+        found = self._core.backward_own(rows, want, loss, adapter)
+        if found is not None:
+            return found
+        outputs = self._core.forward(rows, want, adapter)
+        value, gradients = output_gradients(loss, outputs, rows, want)
+        learned = self._core.backward_gradients(rows, gradients, adapter)
+        return dataclasses.replace(learned, loss=value)
+
+    # --- updates and state ----------------------------------------------------------------------------------
+
+    def optim_step(
+        self,
+        *,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        grad_clip: float | None = None,
+        adapter: str = DEFAULT,
+    ) -> dict[str, float]:
+        """Update the adapter by its accumulated gradients, and forget them. What is not given comes from the
+        configuration and its schedule; grad_clip=0 clips nothing."""
+        settings = StepSettings(lr, betas, eps, weight_decay, grad_clip)
+        with self._gate.training():
+            return self._core.optim_step(settings, adapter)
+
+    def drop_gradients(self, *, adapter: str = DEFAULT) -> None:
+        """Forget the accumulated gradients of an adapter."""
+        with self._gate.training():
+            self._core.drop_gradients(adapter)
+
+    def save_state(self, path: str | Path, *, adapter: str = DEFAULT) -> None:
+        """Save weights, optimizer, schedule, accumulated gradients and random streams into a folder."""
+        with self._gate.training():
+            self._core.save_state(Path(path).expanduser(), adapter, {"calls": self.calls})
+
+    def load_state(self, path: str | Path, *, adapter: str = DEFAULT) -> None:
+        """Go on exactly where `save_state` was called."""
+        with self._gate.training():
+            counters = self._core.load_state(Path(path).expanduser(), adapter)
+            self.calls = counters["calls"]
+
+    def save_for_sampling(self, path: str | Path, *, adapter: str = DEFAULT) -> None:
+        """Write a folder that transformers loads, or an adapter of peft where the policy has LoRA."""
+        with self._gate.training():
+            self._core.save_for_sampling(Path(path).expanduser(), adapter, self.tokenizer)
+
+    def close(self) -> None:
+        """Free the engine and give a loaded model back to its owner, without patches."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._gate.training():
+            self._core.close()
+        if self._module is not None:
+            release_module(self._module)
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

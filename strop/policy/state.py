@@ -1,0 +1,131 @@
+"""The state of a policy on the disk: to go on exactly (a checkpoint), and to sample from elsewhere (a folder
+of Hugging Face or peft)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from strop.backends.fsdp.sharded import shard_like, whole
+from strop.backends.single import ModuleBackend
+from strop.models.lora import has_adapters, without_adapter_name, write_adapter_config
+from strop.run.atomic_files import flush_folder, flush_tree
+from strop.run.checkpoint import layout
+from strop.run.checkpoint.contents import (
+    capture_random_states,
+    restore_random_states,
+    role_parts,
+    role_state,
+)
+from strop.run.checkpoint.layout import candidates
+from strop.run.checkpoint.retention import RetentionPolicy
+from strop.run.checkpoint.store import Checkpoints, load
+from strop.run.checkpoint.tensor_files import write_tensors
+from strop.shared.export import exported, folder_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLE = "actor"
+CONTENTS = ("model", "optimizer", "extra")
+GRADIENTS = "gradients"
+
+
+# --- exact state --------------------------------------------------------------------------------------------
+
+
+def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int]) -> None:
+    """Save weights, optimizer, schedule, accumulated gradients, random states and counters.
+
+    `path/global_step_<updates>` is complete or absent; an older one is deleted when it is complete. Names of
+    weights do not contain the name of the adapter, so that another adapter can load them.
+    """
+    state = backend.state_dict()
+    plain: dict[str, Any] = {**state}
+    for part in ("model", "optimizer"):
+        plain[part] = {without_adapter_name(name): value for name, value in state[part].items()}
+    gradients: dict[str, Tensor] = {}
+    for name, master in backend.weights.masters.items():
+        if master.grad is not None:
+            gradients[without_adapter_name(name)] = master.grad
+    plain[GRADIENTS] = gradients
+    parts = role_parts(ROLE, plain, CONTENTS)
+    parts["random"] = capture_random_states()
+    parts["policy"] = dict(counters)
+    keep = RetentionPolicy(newest=1)
+    with Checkpoints(path, background=False, keep=keep, ranks=backend.ranks) as checkpoints:
+        checkpoints.save(counters["updates"], parts)
+
+
+def read_state(path: Path, backend: ModuleBackend) -> dict[str, int]:
+    """Load what `write_state` saved; returns the counters."""
+    folders = candidates(path) if layout.step_of(path) is None else [path]
+    if not folders:
+        raise ValueError(f"There is no saved state in {path}: no folder global_step_... is in it.")
+    sharded = backend.ranks.world > 1
+    parts = load(folders[0], later=lambda part: sharded and part.startswith(ROLE))
+    names = {without_adapter_name(name): name for name in backend.weights.masters}
+    state = role_state(ROLE, parts, CONTENTS)
+    gradients = state.pop(GRADIENTS)
+    for part in ("model", "optimizer"):
+        state[part] = {names.get(name, name): value for name, value in state[part].items()}
+    backend.load_state_dict(state)
+    backend.weights.clear_gradients()
+    for name, gradient in gradients.items():
+        master = backend.weights.masters[names[name]]
+        master.grad = shard_like(gradient, master).to(master.device)
+    restore_random_states(parts["random"])
+    return {name: int(value) for name, value in parts["policy"].items()}
+
+
+# --- folders for sampling -----------------------------------------------------------------------------------
+
+
+def write_sampling_folder(
+    path: Path, backend: ModuleBackend, adapter: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write a folder that transformers loads, or peft where an adapter is trained. It appears whole; a folder
+    of that name is replaced."""
+    lora = has_adapters(backend.module)
+    if lora:
+        weights = adapter_tensors(backend)
+    else:
+        weights = exported(backend)
+    if not backend.ranks.is_rank0:
+        backend.ranks.all_gather_object(None)
+        return
+    staged = path.with_name(f".{path.name}.new")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    if lora:
+        write_adapter_config(backend.module, adapter, staged)
+        tokenizer.save_pretrained(str(staged))
+        write_tensors(staged / "adapter_model.safetensors", weights)
+    else:
+        folder_of(backend, tokenizer).write_files(staged)
+        write_tensors(staged / "model.safetensors", weights)
+    flush_tree(staged)
+    if path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+        os.rename(staged, path)
+        shutil.rmtree(old)
+    else:
+        os.rename(staged, path)
+    flush_folder(path.parent)
+    backend.ranks.all_gather_object(None)
+
+
+def adapter_tensors(backend: ModuleBackend) -> dict[str, Tensor]:
+    """The weights of the active adapter by the names of peft's files, in master precision. All ranks take
+    part."""
+    found: dict[str, Tensor] = {}
+    for name, master in backend.weights.masters.items():
+        found[without_adapter_name(name)] = whole(master.detach())
+    return found

@@ -1,0 +1,401 @@
+"""The primitives of `Policy` on one device: sampling, losses, updates, adapters, state, and bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from strop.backends.base import Outputs
+from strop.backends.micro_batches import NonFiniteLoss
+from strop.policy.batches import Datum, StepOutput
+from strop.policy.policy import Policy
+from strop.types import Batch, Trajectory
+
+PROMPTS = ["1+2=", "3+4=", "5+5="]
+FAST: dict[str, object] = {"dtype": "float32", "lr": 1e-2, "enable_gradient_checkpointing": False}
+
+
+def make(task: Path, **keys: object) -> Policy:
+    return Policy(task / "model", **{**FAST, **keys})  # type: ignore[arg-type] # any key
+
+
+@pytest.fixture
+def policy(task: Path) -> Iterator[Policy]:
+    with make(task) as made:
+        yield made
+
+
+@pytest.fixture
+def adapted(task: Path) -> Iterator[Policy]:
+    with make(task, lora_rank=4) as made:
+        yield made
+
+
+def rows(policy: Policy, seed: int = 0, adapter: str = "default") -> list[Datum]:
+    """Samples with advantages that depend on the tokens."""
+    found = []
+    for t in itertools.chain(*policy.sample(PROMPTS, n=4, max_tokens=5, seed=seed, adapter=adapter)):
+        advantages = [float(token % 3 - 1) for token in t.response]
+        found.append(Datum(t.prompt.ids, t.response, advantages=advantages, log_probs=t.log_probs))
+    return found
+
+
+def masters(policy: Policy, adapter: str = "default") -> dict[str, Tensor]:
+    policy._core.adapters.activate(adapter)
+    return {name: weight.detach().clone() for name, weight in policy._core.backend.weights.masters.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def mean_loss(outputs: Outputs, batch: Batch) -> Tensor:
+    assert outputs.log_probs is not None and batch.advantages is not None
+    return -(outputs.log_probs * batch.advantages * batch.mask).sum() / batch.mask.sum()
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+def test_sampled_log_probs_are_those_of_the_model(policy: Policy) -> None:
+    groups = policy.sample(PROMPTS, n=3, max_tokens=5)
+    assert [len(group) for group in groups] == [3, 3, 3]
+    samples = [t for group in groups for t in group]
+    for t, log_probs in zip(samples, policy.log_probs(samples), strict=True):
+        torch.testing.assert_close(torch.tensor(t.log_probs), log_probs, rtol=1e-5, atol=1e-5)
+    assert policy.sample(PROMPTS, n=3, max_tokens=5) != groups
+    assert policy.sample(PROMPTS, max_tokens=5, seed=3) == policy.sample(PROMPTS, max_tokens=5, seed=3)
+
+
+def test_coroutines_get_the_samples_of_their_seeds(policy: Policy) -> None:
+    async def all_at_once() -> list[list[Trajectory]]:
+        calls = [policy.asample(prompt, n=2, max_tokens=5, seed=7) for prompt in PROMPTS]
+        return list(await asyncio.gather(*calls))
+
+    for prompt, found in zip(PROMPTS, asyncio.run(all_at_once()), strict=True):
+        (alone,) = policy.sample([prompt], n=2, max_tokens=5, seed=7)
+        assert [t.response for t in found] == [t.response for t in alone]
+
+
+def test_a_training_operation_waits_for_samples_of_another_thread(policy: Policy) -> None:
+    async def both() -> tuple[list[Trajectory], StepOutput]:
+        data = rows(policy)
+        sampling = asyncio.ensure_future(policy.asample(PROMPTS[0], n=4, max_tokens=20, seed=1))
+        await asyncio.sleep(0)
+        training = asyncio.to_thread(policy.forward_backward, data, "ppo")
+        return await asyncio.gather(sampling, training)
+
+    samples, output = asyncio.run(both())
+    assert samples == [*policy.sample(PROMPTS[:1], n=4, max_tokens=20, seed=1)[0]]
+    assert output.loss == pytest.approx(policy.forward(rows(policy), "ppo").loss)
+
+
+def test_a_training_operation_in_the_loop_of_its_samples_is_refused(policy: Policy) -> None:
+    async def both() -> None:
+        sampling = asyncio.ensure_future(policy.asample(PROMPTS[0], max_tokens=5))
+        await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="to_thread"):
+            policy.log_probs([([1], [2])])
+        await sampling
+
+    asyncio.run(both())
+
+
+def test_texts_and_tokens_end_a_response(policy: Policy) -> None:
+    (plain,) = policy.sample(PROMPTS[:1], max_tokens=8, seed=5)[0]
+    token = plain.response[2]
+    text = policy.tokenizer.decode([token])
+    first = plain.response.index(token) + 1
+    for stop in ([token], [text]):
+        (cut,) = policy.sample(PROMPTS[:1], max_tokens=8, seed=5, stop=stop)[0]
+        assert cut.response == plain.response[:first] and cut.finish == "stop"
+        assert len(cut.mask) == len(cut.log_probs) == first
+
+
+def test_prompts_are_texts_tokens_or_messages(policy: Policy) -> None:
+    messages = [{"role": "user", "content": "1+2="}]
+    for prompt in ("1+2=", [5, 6, 7], messages, policy.prompt(messages, index=3)):
+        assert policy.sample([prompt], max_tokens=2)[0][0].response
+    with pytest.raises(ValueError, match="Prompt 0"):
+        policy.sample([[]], max_tokens=2)
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+def test_losses_by_name_are_their_formulas(task: Path) -> None:
+    policy = make(task, skip_zero_advantages=False)
+    data = rows(policy)
+    log_probs = torch.cat(policy.log_probs(data))
+    old = torch.cat([torch.tensor(d.log_probs) for d in data]) - 0.3
+    shifted = [Datum(d.prompt, d.response, log_probs=[x - 0.3 for x in d.log_probs or []],
+                     advantages=d.advantages, weights=d.advantages, mask=[1] * len(d.response))
+               for d in data]  # fmt: skip
+    advantages = torch.cat([torch.tensor(d.advantages) for d in data])
+    ratio = (log_probs - old).exp()
+    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.2) * advantages)
+    expected = {
+        "cross_entropy": -(advantages * log_probs).sum(),
+        "importance_sampling": -(ratio * advantages).sum(),
+        "ppo": -clipped.sum(),
+    }
+    for name, value in expected.items():
+        settings = {"clip_low": 0.1} if name == "ppo" else {}
+        output = policy.forward_backward(shifted, name, aggregation="token-sum", **settings)
+        assert output.loss == pytest.approx(float(value), rel=1e-4), name
+        torch.testing.assert_close(torch.cat([row for row in output.log_probs if row is not None]), log_probs)
+        forward = policy.forward(shifted, name, aggregation="token-sum", **settings)
+        assert forward.loss == pytest.approx(output.loss)
+        policy.drop_gradients()
+
+
+@pytest.mark.parametrize("micro", [1, 5, 100])
+def test_an_own_loss_sees_the_whole_batch_whatever_the_micro_batches(task: Path, micro: int) -> None:
+    with make(task, ppo_micro_batch_size_per_gpu=micro, skip_zero_advantages=False) as policy:
+        data = rows(policy)
+        own = policy.forward_backward(data, mean_loss)
+        norm = policy.optim_step()["grad_norm"]
+        with make(task) as other:
+            named = other.forward_backward(data, "gpg")
+            assert own.loss == pytest.approx(named.loss, rel=1e-5)
+            assert norm == pytest.approx(other.optim_step()["grad_norm"], rel=1e-4)
+            a, b = masters(policy), masters(other)
+            for name in a:
+                torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-3)
+
+
+def test_an_own_loss_gets_rows_in_their_order(policy: Policy) -> None:
+    data = sorted(rows(policy), key=lambda d: len(d.prompt))
+    seen = []
+
+    def loss(outputs: Outputs, batch: Batch) -> Tensor:
+        assert outputs.log_probs is not None
+        seen.append([s.tolist() for s in batch.sequences])
+        return outputs.log_probs.sum()
+
+    policy.forward_backward(data[:6], loss)
+    assert seen == [[[*d.prompt, *d.response] for d in data[:6]]]
+
+
+def test_hyperparameters_of_one_step_hold_for_that_step(policy: Policy) -> None:
+    data = rows(policy)
+    policy.forward_backward(data, "ppo")
+    before = masters(policy)
+    assert policy.optim_step(lr=0.0, weight_decay=0.0)["lr"] == 0.0
+    assert same(before, masters(policy))
+    policy.forward_backward(data, "ppo")
+    assert policy.optim_step()["lr"] == 1e-2
+    assert not same(before, masters(policy))
+
+
+# --- adapters -----------------------------------------------------------------------------------------------
+
+
+def trained(policy: Policy, adapter: str, steps: int = 1) -> list[float]:
+    found = []
+    for step in range(steps):
+        found.append(policy.forward_backward(rows(policy, step, adapter), "ppo", adapter=adapter).loss)
+        found.append(policy.optim_step(adapter=adapter)["grad_norm"])
+    return found
+
+
+def test_adapters_in_turn_get_the_numbers_that_each_has_alone(task: Path) -> None:
+    names = {"default": 0, "b": 11, "c": 12}
+    with make(task, lora_rank=4) as together:
+        for name, seed in list(names.items())[1:]:
+            together.add_adapter(name, rank=2 + seed % 2, seed=seed)
+        assert together.adapters == list(names)
+        seen: dict[str, list[float]] = {name: [] for name in names}
+        for name in [*names, *reversed(names), *names]:
+            seen[name] += trained(together, name)
+        for name, seed in names.items():
+            with make(task, lora_rank=4) as alone:
+                if name != "default":
+                    alone.add_adapter(name, rank=2 + seed % 2, seed=seed)
+                numbers: list[float] = []
+                for _ in range(3):
+                    numbers += trained(alone, name)
+                assert numbers == seen[name]
+                assert same(masters(alone, name), masters(together, name))
+    assert len({tuple(numbers) for numbers in seen.values()}) == 3
+
+
+def test_adapters_accumulate_gradients_of_their_own(task: Path) -> None:
+    with make(task, lora_rank=4) as policy, make(task, lora_rank=4) as alone:
+        data = rows(alone)
+        policy.add_adapter("b")
+        policy.forward_backward(data, "ppo")
+        policy.forward_backward(data, "cross_entropy", adapter="b")
+        with pytest.raises(ValueError, match="no adapter 'd'"):
+            policy.forward_backward(data, "ppo", adapter="d")
+        policy.optim_step(adapter="b")
+        with pytest.raises(ValueError, match="without gradients of 'b'"):
+            policy.optim_step(adapter="b")
+        policy.optim_step()
+        alone.forward_backward(data, "ppo")
+        alone.optim_step()
+        assert same(masters(policy), masters(alone))
+
+
+def test_an_adapter_can_be_removed(adapted: Policy) -> None:
+    adapted.add_adapter("b")
+    trained(adapted, "b")
+    adapted.remove_adapter("b")
+    assert adapted.adapters == ["default"]
+    with pytest.raises(ValueError, match="no adapter 'b'"):
+        adapted.sample(PROMPTS, max_tokens=2, adapter="b")
+    with pytest.raises(ValueError, match="cannot be removed"):
+        adapted.remove_adapter("default")
+    with pytest.raises(ValueError, match="already"):
+        adapted.add_adapter("default")
+    with pytest.raises(ValueError, match="cannot name"):
+        adapted.add_adapter("a.b")
+    trained(adapted, "default")
+
+
+# --- state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_a_resumed_policy_has_the_numbers_of_one_that_went_on(
+    task: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    keys = {"lora_rank": lora_rank, "lr_scheduler_type": "cosine", "total_training_steps": 10}
+
+    def step(policy: Policy) -> tuple[object, ...]:
+        groups = policy.sample(PROMPTS, n=2, max_tokens=4)
+        for t in itertools.chain(*groups):
+            t.score = float(sum(t.response) % 5)
+        output = policy.forward_backward(policy.batch(groups, advantages="grpo"), "vanilla")
+        return groups, output.loss, policy.optim_step()
+
+    with make(task, **keys) as policy:
+        step(policy)
+        policy.forward_backward(rows(policy), "ppo")  # gradients that are not applied yet
+        policy.save_state(tmp_path / "state")
+        after = [step(policy), step(policy)]
+        end = masters(policy)
+    with make(task, **keys) as resumed:
+        resumed.load_state(tmp_path / "state")
+        assert [step(resumed), step(resumed)] == after
+        assert same(masters(resumed), end)
+
+
+def test_another_adapter_can_load_a_state(adapted: Policy, tmp_path: Path) -> None:
+    trained(adapted, "default", 2)
+    adapted.save_state(tmp_path / "state")
+    adapted.add_adapter("b", seed=5)
+    adapted.load_state(tmp_path / "state", adapter="b")
+    assert trained(adapted, "b") == trained(adapted, "default")
+    with pytest.raises(ValueError, match="no saved state"):
+        adapted.load_state(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_folder_for_sampling_loads_elsewhere(task: Path, tmp_path: Path, lora_rank: int) -> None:
+    with make(task, lora_rank=lora_rank) as policy:
+        trained(policy, "default", 2)
+        for _ in range(2):  # the second one replaces the first
+            policy.save_for_sampling(tmp_path / "out")
+        data = rows(policy)
+        expected = policy.log_probs(data)
+    folder = task / "model" if lora_rank else tmp_path / "out"
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if lora_rank:
+        peft = pytest.importorskip("peft")
+        plain = peft.PeftModel.from_pretrained(plain, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").vocab_size == policy.tokenizer.vocab_size
+    for datum, log_probs in zip(data, expected, strict=True):
+        ids = torch.tensor([[*datum.prompt, *datum.response]])
+        logits = plain(ids).logits[0].log_softmax(-1)
+        found = logits[len(datum.prompt) - 1 : -1].gather(-1, torch.tensor(datum.response)[:, None])[:, 0]
+        torch.testing.assert_close(found, log_probs, rtol=1e-4, atol=1e-4)
+
+
+# --- a loaded model, and bad input --------------------------------------------------------------------------
+
+
+def test_a_loaded_model_is_trained_in_place_and_given_back(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    before = model.lm_head.weight.detach().clone()
+    with Policy(model, tokenizer, **FAST) as policy, make(task) as other:  # type: ignore[arg-type]
+        data = rows(policy)
+        assert [d.response for d in rows(other)] == [d.response for d in data]
+        assert trained(policy, "default", 2) == trained(other, "default", 2)
+        with pytest.raises(ValueError, match="belongs to another policy"):
+            Policy(model, tokenizer)
+        inside = policy.log_probs(data)
+    assert not torch.equal(before, model.lm_head.weight)
+    with Policy(model, tokenizer, **FAST) as again:  # type: ignore[arg-type]
+        for a, b in zip(inside, again.log_probs(data), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_models_that_cannot_be_trained_are_refused(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    with pytest.raises(ValueError, match=r"on cpu, and device=cuda"):
+        Policy(model, tokenizer, device="cuda")
+    with pytest.raises(ValueError, match="meta device"):
+        Policy(AutoModelForCausalLM.from_config(model.config).to("meta"), tokenizer)
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    with pytest.raises(ValueError, match="somebody else trains it"):
+        Policy(model, tokenizer)
+
+
+BAD_CALLS = {
+    "There is no loss 'vanila'. Did you mean 'vanilla'": lambda p: p.forward_backward(rows(p), "vanila"),
+    "outside the vocabulary": lambda p: p.forward_backward([Datum([1], [9999])], "cross_entropy"),
+    "token id -1": lambda p: p.log_probs([([1], [-1])]),
+    "at least one": lambda p: p.log_probs([([1], [])]),
+    "needs advantages": lambda p: p.forward_backward([Datum([1], [2])], "vanilla"),
+    "needs the log-probs": lambda p: p.forward_backward([Datum([1], [2], advantages=[1.0])], "ppo"),
+    "1 weights for 2": lambda p: p.forward_backward([Datum([1], [2, 3], weights=[1.0])], "cross_entropy"),
+    "mask is 0": lambda p: p.forward_backward([Datum([1], [2], weights=[0.0])], "cross_entropy"),
+    "without gradients": lambda p: p.optim_step(),
+    "no adapter 'defalt'. Did you mean 'default'": lambda p: p.sample(PROMPTS, max_tokens=2, adapter="defalt"),
+    "lora_rank > 0": lambda p: p.add_adapter("b"),
+    "with one number": lambda p: p.forward_backward(rows(p), lambda outputs, batch: outputs.log_probs),
+    "has no gradient": lambda p: p.forward_backward(rows(p), lambda o, b: o.log_probs.detach().sum()),
+    "takes no settings": lambda p: p.forward_backward(rows(p), "cross_entropy", clip_low=0.1),
+    "clip_lo": lambda p: p.forward_backward(rows(p), "ppo", clip_lo=0.1),
+    "must not be negative": lambda p: p.optim_step(lr=-1.0),
+    "holds nothing": lambda p: p.forward_backward([], "ppo"),
+    "are estimated from scored": lambda p: p.batch([Datum([1], [2])], advantages="grpo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_calls_say_what_is_wrong(policy: Policy, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        BAD_CALLS[message](policy)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_setting_names_the_nearest(task: Path) -> None:
+    with pytest.raises(ValueError, match="lora_dropout"):
+        Policy(task / "model", lora_dropot=0.1)
+
+
+@pytest.mark.parametrize("micro", [2, 100])
+def test_a_loss_that_is_not_finite_moves_nothing(task: Path, micro: int) -> None:
+    with make(task, ppo_micro_batch_size_per_gpu=micro) as policy:
+        data = rows(policy)
+        before = masters(policy)
+        with pytest.raises(NonFiniteLoss, match="rows 0"):
+            policy.forward_backward([Datum([1], [2], weights=[float("nan")]), Datum([1], [3], weights=[1.0])],
+                                    "cross_entropy")  # fmt: skip
+        with pytest.raises(NonFiniteLoss):
+            policy.forward_backward(data, lambda outputs, batch: outputs.log_probs.sum() * float("nan"))
+        with pytest.raises(ValueError, match="without gradients"):
+            policy.optim_step()
+        assert same(before, masters(policy))
+        trained(policy, "default")
