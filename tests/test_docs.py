@@ -90,7 +90,7 @@ def test_commands_are_found() -> None:
 
 FILES = [
     path.relative_to(ROOT)
-    for folder in ("strop", "tests", "benchmarks", "examples")
+    for folder in ("strop", "tests", "benchmarks", "examples", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 ]
 OF_THE_READER = {"my_reward.py", "centred_by_median.py"}
