@@ -1,7 +1,7 @@
 """Which files of the package read a key, computed from the source code.
 
 `strop config explain` prints the answer, and a test refuses a key that no file reads. Nothing else imports
-this module: it parses the whole package, which takes about two seconds.
+this module: it parses every file in which the name of the key occurs.
 
 A read is an attribute access `x.name` (or `getattr(x, "name")`). The section that `x` stands for comes from
 its annotation, from the assignment that made it, or from its own name: `config.trainer` is a trainer section,
@@ -15,12 +15,13 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import Key, keys
-from strop.config.source_reads import Read, SchemaIndex, Section, reads_of
+from strop.config.source_reads import Read, SchemaIndex, Section, reads_of, reads_whole_sections
 
 PACKAGE = Path(__file__).parents[1]
 NOT_READERS = ("config/schema/", "config/openrlhf/", "config/readers.py", "config/source_reads.py")
@@ -58,7 +59,7 @@ def _followers(root: str) -> Mapping[str, list[Key]]:
 def _direct_readers(key: Key, root: str) -> set[str]:
     certain: set[str] = set()
     possible: set[str] = set()
-    for read in package_reads().get(key.name, ()):
+    for read in _reads_of_name(key.name):
         if not _runs_for(read.path, root):
             continue
         if read.sections is None:
@@ -87,17 +88,42 @@ def _runs_for(path: str, root: str) -> bool:
     return True
 
 
+def _reads_of_name(name: str) -> Iterator[Read]:
+    """Every read of an attribute of this name in the package."""
+    for path, names in _names_in_files().items():
+        if names is None or name in names:
+            yield from _reads_in_file(path).get(name, ())
+    if name.endswith("_per_gpu"):  # getattr(section, f"{name}_per_gpu")
+        for read in _reads_of_name(name.removesuffix("_per_gpu")):
+            if read.sections is None:
+                yield read
+
+
 @functools.cache
-def package_reads() -> Mapping[str, list[Read]]:
-    """Every read in the package, by the name of the attribute."""
-    found: dict[str, list[Read]] = defaultdict(list)
-    index = SchemaIndex()
+def _names_in_files() -> Mapping[str, AbstractSet[str] | None]:
+    """File -> the names that it may read: what follows a dot or a quote. None: any name, for it reads whole
+    sections. So a file that does not name a key need not be parsed."""
+    found: dict[str, AbstractSet[str] | None] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(PACKAGE).as_posix()
         if path.startswith(NOT_READERS):
             continue
-        for read in reads_of(path, file.read_text(encoding="utf-8"), index):
-            found[read.name].append(read)
-    for name in list(found):  # getattr(section, f"{name}_per_gpu")
-        found[f"{name}_per_gpu"] += [read for read in found[name] if read.sections is None]
+        source = file.read_text(encoding="utf-8")
+        found[path] = None
+        if not reads_whole_sections(source):
+            found[path] = set(re.findall(r"""[."'](\w+)""", source))
     return found
+
+
+@functools.cache
+def _reads_in_file(path: str) -> Mapping[str, list[Read]]:
+    """The reads in one file, by the name of the attribute."""
+    found: dict[str, list[Read]] = defaultdict(list)
+    for read in reads_of(path, (PACKAGE / path).read_text(encoding="utf-8"), _schema_index()):
+        found[read.name].append(read)
+    return found
+
+
+@functools.cache
+def _schema_index() -> SchemaIndex:
+    return SchemaIndex()

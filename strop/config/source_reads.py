@@ -41,8 +41,18 @@ class Read:
 def reads_of(path: str, source: str, index: SchemaIndex) -> Iterator[Read]:
     """The reads in one file."""
     visitor = _Visitor(path, index)
-    visitor.visit(ast.parse(source))
+    module = ast.parse(source)
+    if "getattr(" in source:
+        visitor.loop_names = _loops_over_strings(module)
+    if reads_whole_sections(source):
+        visitor.whole_readers = _readers_of_whole_sections(module)
+    visitor.visit(module)
     yield from visitor.reads
+
+
+def reads_whole_sections(source: str) -> bool:
+    """Whether the code may read every field of a section, without naming them."""
+    return "asdict(" in source or "vars(" in source
 
 
 class SchemaIndex:
@@ -130,8 +140,6 @@ class _Visitor(ast.NodeVisitor):
 
     def visit_Module(self, node: ast.Module) -> None:
         self._bind_statements(node)
-        self.loop_names = _loops_over_strings(node)
-        self.whole_readers = _readers_of_whole_sections(node)
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
