@@ -98,7 +98,7 @@ def run_ranks(
     ranks = []
     for rank in range(world):
         variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(subprocess.Popen(command, env=variables, stderr=subprocess.PIPE))
+        ranks.append(start_rank(command, variables))
     tails = []
     for rank, process in enumerate(ranks):
         stderr = cast(BinaryIO, process.stderr)
@@ -111,6 +111,11 @@ def run_ranks(
         return None
     last_lines = tails[failure.rank].last_lines()
     return replace(failure, host=socket.gethostname(), last_lines=last_lines, shown=True)
+
+
+def start_rank(command: Sequence[str], variables: Mapping[str, str]) -> RankProcess:
+    """Start one rank with these environment variables; the launcher reads its error output."""
+    return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE)
 
 
 class StartReport:
