@@ -13,11 +13,11 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "board.py"
 def test_fifty_readers_and_one_writer(tmp_path: Path) -> None:
     asked = [
         "--samples",
-        "20000",
+        "5000",
         "--readers",
         "50",
         "--seconds",
-        "5",
+        "2",
         "--pause",
         "1",
         "--work",
