@@ -55,7 +55,6 @@ def prepare(
     size: int = 6000,
     test_size: int = 200,
     updates: int = 300,
-    batch_rows: int = 64,
     share: float = 0.15,
     seed: int = 1,
 ) -> None:
@@ -65,8 +64,7 @@ def prepare(
     questions = [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in made["train"]]
     tokenizer = tiny_tokenizer(WORDS, TEMPLATE)
     model = tiny_model(tokenizer, hidden=64, seed=seed)
-    pairs = examples(questions, share, seed)
-    for update in teach(model, tokenizer, pairs, seed=seed, rows=batch_rows, lr=4e-3):
+    for update in teach(model, tokenizer, examples(questions, share, seed), seed=seed, lr=4e-3):
         if update == updates:
             break
     model.save_pretrained(out / "model")

@@ -110,7 +110,7 @@ def load(
     if said is None:
         said = flatten(_compose(root, overrides, config, search))
     set_values = {path: value for path, value in said.items() if value not in ("???", {})}
-    schema = schema_keys(kind)
+    schema = schema_keys(root)
     spoken = {text.lstrip("+").partition("=")[0] for text in overrides}
     leaves, notices = translate(set_values, root, spoken)
     notices += fill_async_lengths(leaves)
@@ -119,7 +119,7 @@ def load(
     plugins = leaves.get("plugins")
     if isinstance(plugins, list):  # they may register names that `build` checks
         load_plugins(str(path) for path in plugins)
-    tree = resolve(_merge(_defaults(kind), nest(leaves)))
+    tree = resolve(_merge(_defaults(root), nest(leaves)))
     made = build(kind, tree)
     for key in schema.keys:
         if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
@@ -157,15 +157,15 @@ class SchemaKeys:
 
 
 @cache
-def schema_keys(root: type) -> SchemaKeys:
+def schema_keys(root: str) -> SchemaKeys:
     """One for each root: to find the keys takes longer than to read a command line."""
-    return SchemaKeys(root)
+    return SchemaKeys(ROOTS[root])
 
 
 @cache
-def _defaults(root: type) -> dict[str, object]:
+def _defaults(root: str) -> dict[str, object]:
     """The defaults of a root as nested dictionaries. Shared: `_merge` and `resolve` make new ones."""
-    return asdict(root())
+    return asdict(ROOTS[root]())
 
 
 def _dots(path: str) -> Iterable[int]:
@@ -177,7 +177,7 @@ def reload(root: str, tree: Mapping[str, object], changes: Mapping[str, object])
     default."""
     kind = ROOTS[root]
     changed = nest({**flatten(dict(tree)), **changes})
-    return Loaded(root, build(kind, resolve(_merge(_defaults(kind), changed))), {})
+    return Loaded(root, build(kind, resolve(_merge(_defaults(root), changed))), {})
 
 
 GROUP_WORDS = {name.partition("/")[0] for name in GROUPS} - {"", "data", "critic", "algorithm"}
@@ -201,7 +201,7 @@ def _clean(text: str) -> str:
 
 def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
     """Typos on the command line are answered before Hydra is even imported."""
-    schema = schema_keys(ROOTS[root])
+    schema = schema_keys(root)
     problems = []
     for text in overrides:
         if not text.startswith("++"):
