@@ -14,6 +14,9 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+from strop.config.schema import ROOTS
+from strop.config.schema.reflect import keys
+
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "strop"
 
@@ -331,3 +334,46 @@ def test_an_installed_package_brings_every_file() -> None:
     packed = {path for pattern in declared for path in ROOT.glob(pattern)}
     own = {path for path in ROOT.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert own <= packed, f"not in [tool.setuptools.package-data]: {sorted(map(str, own - packed))}"
+
+
+TRIVIAL = ("", 0, 1, -1)
+"""Defaults that say too little to be a repetition."""
+OWN_DEFAULTS = {
+    ("policy/policy.py", "device"): "a public signature, which shows its defaults",
+    ("rewards/remote.py", "timeout"): "of a client; the key with this default is that of the server",
+}
+
+
+def literal_defaults(file: Path) -> list[tuple[int, str, object]]:
+    """(line, name, value) of the parameters and class fields of a file whose default is a literal."""
+    given: list[tuple[str, ast.expr]] = []
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.arguments):
+            positional = [*node.posonlyargs, *node.args]
+            pairs = [*zip(positional[::-1], node.defaults[::-1]), *zip(node.kwonlyargs, node.kw_defaults)]
+            given += [(argument.arg, value) for argument, value in pairs if value is not None]
+        elif isinstance(node, ast.ClassDef):
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    given.append((statement.target.id, statement.value or ast.Tuple([])))
+    return [(node.lineno, name, node.value) for name, node in given if isinstance(node, ast.Constant)]
+
+
+def test_a_default_stands_once_in_the_schema():
+    """What has the name of a key does not repeat its default: it takes it from the schema, as in
+    `RolloutConfig.max_num_seqs`, or has none. Formulas (algorithms/) state the values of their papers."""
+    defaults: dict[str, set[object]] = {}
+    for root in ROOTS.values():
+        for key in keys(root):
+            if isinstance(key.default, str | int | float) and key.default not in TRIVIAL:
+                defaults.setdefault(key.name, set()).add(key.default)
+    assert 512 in defaults["max_prompt_length"]
+    repeated = []
+    for file in files():
+        path = file.relative_to(ROOT).as_posix()
+        if room(file) in ("config", "algorithms"):
+            continue
+        for line, name, value in literal_defaults(file):
+            if value in defaults.get(name, ()) and (path, name) not in OWN_DEFAULTS:
+                repeated.append(f"strop/{path}:{line}: {name}={value!r}")
+    assert not repeated

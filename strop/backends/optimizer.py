@@ -41,7 +41,7 @@ def cosine(
     warmup_steps: int = 0,
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
-    num_cycles: float = 0.5,
+    num_cycles: float = OptimConfig.num_cycles,
     compat: Compat = None,
 ) -> float:
     """Warm-up, then (1 + m)/2 + (1 - m)/2 · cos(2π · num_cycles · p), p the share of the steps after it, m =
@@ -75,7 +75,7 @@ def wsd(
     min_ratio: float = 0.0,
     init_ratio: float = 0.0,
     stable_ratio: float = 0.9,
-    num_cycles: float = 0.5,
+    num_cycles: float = OptimConfig.num_cycles,
     compat: Compat = None,
 ) -> float:
     """Warm-up, stable, decay (MiniCPM): 1 for `stable_ratio` of the steps after warm-up, then a cosine to

@@ -80,8 +80,8 @@ class PromptDataset(Sequence[Prompt]):
         chat: Chat,
         *,
         keys: ColumnKeys | None = None,
-        max_prompt_length: int = 512,
-        truncation: str = "error",
+        max_prompt_length: int = DataConfig.max_prompt_length,
+        truncation: str = DataConfig.truncation,
         indices: Indices | None = None,
         listing: ToolListing | None = None,
     ):

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strop.config.schema.model import ModelConfig
 from strop.extras import require
 from strop.models.heads import HEAD
 
@@ -31,7 +32,7 @@ def add_adapters(
     rank: int,
     alpha: float,
     dropout: float = 0.0,
-    target_modules: str | Sequence[str] = "all-linear",
+    target_modules: str | Sequence[str] = ModelConfig.target_modules,
     exclude_modules: str | Sequence[str] | None = None,
 ) -> Any:
     """`model` with new adapters (B = 0, so it computes the same at first); everything but them is frozen.

@@ -55,6 +55,7 @@ from strop.rewards.managers import build_scorer
 from strop.rewards.model import HeadModel
 from strop.rollout.base import Engine
 from strop.rollout.interruptible import Interruptible
+from strop.run.checkpoint.contents import Stateful
 from strop.run.checkpoint.retention import retention_from_trainer
 from strop.run.sample_table import TokenTexts
 from strop.run.samples import SampleWriter
@@ -68,7 +69,6 @@ from strop.shared.build import (
     tokenizer_of,
 )
 from strop.shared.export import average_of, exports, masters_of
-from strop.shared.loop_state import Stateful
 from strop.shared.run_output import RunOutput
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from strop.ppo.experience import (
     shape_rewards,
 )
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
+from strop.run.checkpoint.contents import LoopState
 from strop.shared.dropped_step import drop_unfinished, drop_validation, end_if_stopped
-from strop.shared.loop_state import LoopState
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred, droppable
 from strop.types import Batch, Prompt, Trajectory, batch_of

@@ -248,6 +248,9 @@ class CriticUpdate:
     width: float
     observe: Observe | None = None
 
+    def __post_init__(self) -> None:
+        self.rules = conventions(self.config.algorithm.compat)
+
     def want(self) -> list[str]:
         """The outputs of the model that the loss needs."""
         return ["values"]
@@ -307,7 +310,7 @@ def run_updates(
     seen: dict[str, list[float]] = {}
     oom_before = backend.out_of_memory
     seed = (section.data_loader_seed or 0) + step
-    schedule_unit = conventions(objective.config.algorithm.compat).schedule_unit
+    schedule_unit = objective.rules.schedule_unit
     for mini in mini_batches(batch, rows, section.ppo_epochs, section.shuffle, seed):
         if not bool(mini.mask.any()):  # every sample failed or was rejected: there is nothing to train on
             seen.setdefault(f"{name}/empty_updates", []).append(1.0)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from strop.algorithms.metrics.training import StepRecord
 from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
-from strop.shared.loop_state import Loop, LoopState
+from strop.run.checkpoint.contents import Loop, LoopState
 from strop.shared.run_output import RunOutput
 from strop.stopping import StopRequested, first_request, mark_saved, requested
 

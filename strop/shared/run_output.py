@@ -17,6 +17,9 @@ from strop.config.schema.model import CheckpointConfig, FsdpConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.ranks import Ranks, SharedFailure
 from strop.run.checkpoint.contents import (
+    Loop,
+    LoopState,
+    Stateful,
     capture_random_states,
     part_selector,
     restore_random_states,
@@ -40,7 +43,6 @@ from strop.run.samples import (
 )
 from strop.run.trackers.base import TrackedRun, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
-from strop.shared.loop_state import Loop, LoopState, Stateful
 from strop.stopping import first_request, requested
 from strop.types import Batch, Trajectory
 

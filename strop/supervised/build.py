@@ -25,11 +25,11 @@ from strop.models.heads import pad_token_other_than_eos, set_reward_statistics
 from strop.models.lora import has_adapters
 from strop.ranks import Ranks
 from strop.registry import load_plugins
+from strop.run.checkpoint.contents import Stateful
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
 from strop.shared.build import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
-from strop.shared.loop_state import Stateful
 from strop.shared.run_output import RunOutput
 from strop.supervised.tasks import (
     DpoTask,

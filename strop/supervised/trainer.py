@@ -15,8 +15,8 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import SupervisedPlan
 from strop.data.loader import Loader
 from strop.models.heads import RewardStatistics
+from strop.run.checkpoint.contents import LoopState
 from strop.shared.dropped_step import drop_validation, end_if_stopped, raise_if_stopped
-from strop.shared.loop_state import LoopState
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred
 from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference

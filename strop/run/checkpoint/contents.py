@@ -1,12 +1,15 @@
 """The contents of a checkpoint: which parts of a model are saved and loaded (model, optimizer, extra,
-hf_model), and all random states of a process (Python's, NumPy's, torch's on the CPU and on each CUDA
-device) as one tree."""
+hf_model), the state of a training loop apart from its models, and all random states of a process (Python's,
+NumPy's, torch's on the CPU and on each CUDA device) as one tree."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -127,3 +130,35 @@ def restore_random_states(state: dict[str, Tree]) -> None:
         )
     for device, cuda_state in enumerate(state["cuda"][:devices]):
         torch.cuda.set_rng_state(cuda_state, device)
+
+
+class Stateful(Protocol):
+    """Something with a state that belongs into a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Loop(Protocol):
+    """The parts of a training loop that belong into a checkpoint, apart from its models."""
+
+    step: int
+
+    @property
+    def loader(self) -> Stateful: ...
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """What changes while a step samples and scores."""
+
+    step: int
+    """The last step that is finished."""
+    data: Tree
+    """State of the loader."""
+    random: dict[str, Tree]
+
+    @staticmethod
+    def of(loop: Loop, step: int) -> LoopState:
+        return LoopState(step, copy.deepcopy(loop.loader.state_dict()), capture_random_states())

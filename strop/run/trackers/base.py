@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from strop.catalog import TRACKERS
+from strop.config.schema.trainer import TrainerConfig
 from strop.run.atomic_files import replace_text
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class TrackedRun:
 
     directory: Path
     """Folder of the run."""
-    project: str = "strop"
-    experiment: str = "default"
+    project: str = TrainerConfig.project_name
+    experiment: str = TrainerConfig.experiment_name
     config: Mapping[str, object] = field(default_factory=dict)
     """The resolved configuration, as plain values."""
     resumed_from: int | None = None
