@@ -1,7 +1,7 @@
-"""Numbers of other frameworks: the one table of what `algorithm.compat` changes.
+"""Numbers of other frameworks: the one table of what `algorithm.compat` (sft, rm, dpo: `compat`) changes.
 
-Strop's defaults differ from verl, OpenRLHF and TRL where a difference is deliberate. `algorithm.compat` names
-a framework whose numbers a run reproduces; `conventions` gives what that means, field by field. Code asks for
+Strop's defaults differ from verl, OpenRLHF and TRL where a difference is deliberate. The switch names a
+framework whose numbers a run reproduces; `conventions` gives what that means, field by field. Code asks for
 a field, never for a framework, so this file is the only place that knows who does what. The table of
 docs/compat.md is `table()`.
 """
@@ -15,9 +15,13 @@ Compat = str | None
 """A value of algorithm.compat. None is "strop": our own conventions."""
 
 
-def _rule(default: Any, what: str) -> Any:
-    """A convention with Strop's own value, and what it decides, for the table."""
-    return field(default=default, metadata={"what": what})
+POLICY = "ppo"
+EVERY_TASK = "all"
+
+
+def _rule(default: Any, what: str, tasks: str = POLICY) -> Any:
+    """A convention with Strop's own value; for the table, what it decides and in which tasks."""
+    return field(default=default, metadata={"what": what, "tasks": tasks})
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,9 @@ class Conventions:
     """Each field is one choice between conventions; the defaults are Strop's."""
 
     scorers: Literal["strop", "verl"] = _rule(
-        "strop", "rule scorers of mathematics: answers compared by value, or with verl's text rules"
+        "strop",
+        "rule scorers of mathematics: answers compared by value, or with verl's text rules",
+        "ppo, eval",
     )
     overlong_penalty: Literal["open", "capped"] = _rule(
         "open", "overlong penalty beyond max_response_length: the line goes on, or stays at penalty_factor"
@@ -73,18 +79,34 @@ class Conventions:
     empty_rows: Literal["left out", "counted in geo_mean", "counted"] = _rule(
         "left out", "sequences without a trained token in means over sequences"
     )
+    rejection: Literal["leaves the mask", "zero weight"] = _rule(
+        "leaves the mask",
+        "what rollout correction rejects: no part of advantages and denominators, or of both with loss 0",
+    )
     cispo_cap: Literal["1 + clip_ratio_high", "clip_ratio_high"] = _rule(
         "1 + clip_ratio_high", "largest ratio in cispo; the second form has no lower limit"
     )
     warmup: Literal["from 1/n", "from 0"] = _rule(
         "from 1/n",
         "learning rate of the first update of a warm-up; from 0: a cosine rises again after its end",
+        EVERY_TASK,
     )
     warmup_length: Literal["rounded down", "rounded up"] = _rule(
-        "rounded down", "lr_warmup_steps_ratio times the length of the run"
+        "rounded down", "lr_warmup_steps_ratio times the length of the run", EVERY_TASK
     )
     schedule_unit: Literal["step", "update"] = _rule(
         "step", "what learning-rate schedules count, lr_warmup_steps too"
+    )
+    validation_loss: Literal["tokens", "batches", "rows"] = _rule(
+        "tokens",
+        "val/loss: mean over all tokens, or of the means of batches, which count once or by rows",
+        "sft",
+    )
+    ipo_log_probs: Literal["averaged", "summed"] = _rule(
+        "averaged", "log-probs of an answer in ipo, if loss.length_normalized is not set", "dpo"
+    )
+    chosen_nll: Literal["answers", "micro-batch"] = _rule(
+        "answers", "loss.nll_coef: mean of the answers' means, or over the tokens of a micro-batch", "dpo"
     )
     best_of_n: Literal["exact", "bootstrap"] = _rule(
         "exact", "best@n, worst@n and maj@n of validation: over all subsets, or 1000 draws with replacement"
@@ -102,6 +124,7 @@ VERL = Conventions(
     components="float32",
     empty_rows="counted in geo_mean",
     warmup="from 0",
+    validation_loss="batches",
     best_of_n="bootstrap",
 )
 OPENRLHF = Conventions(
@@ -116,9 +139,12 @@ OPENRLHF = Conventions(
     gaps="steps",
     stray_rewards="lost",
     outside_mask="kept",
+    rejection="zero weight",
     warmup="from 0",
     warmup_length="rounded up",
     schedule_unit="update",
+    validation_loss="batches",
+    ipo_log_probs="summed",
 )
 TRL = Conventions(
     kl_limit=float("inf"),
@@ -129,6 +155,8 @@ TRL = Conventions(
     warmup="from 0",
     warmup_length="rounded up",
     schedule_unit="update",
+    validation_loss="rows",
+    chosen_nll="micro-batch",
 )
 FRAMEWORKS = {"strop": STROP, "verl": VERL, "openrlhf": OPENRLHF, "trl": TRL}
 
@@ -145,8 +173,8 @@ def conventions(compat: str | None) -> Conventions:
 def table() -> str:
     """What each value of algorithm.compat changes, as a Markdown table. An empty cell is Strop's value."""
     lines = [
-        "| convention | what it decides | strop | verl | openrlhf | trl |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| convention | tasks | what it decides | strop | verl | openrlhf | trl |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in fields(Conventions):
         ours = getattr(STROP, each.name)
@@ -154,5 +182,6 @@ def table() -> str:
         for peer in (VERL, OPENRLHF, TRL):
             theirs = getattr(peer, each.name)
             cells.append("" if theirs == ours else str(theirs))
-        lines.append(f"| `{each.name}` | {each.metadata['what']} | {' | '.join(cells)} |")
+        facts = each.metadata
+        lines.append(f"| `{each.name}` | {facts['tasks']} | {facts['what']} | {' | '.join(cells)} |")
     return "\n".join(lines)

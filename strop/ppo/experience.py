@@ -199,8 +199,9 @@ def _terminal_rewards(
     return on_last_trained(scores.to(batch.scores.dtype), batch.mask)
 
 
-def correct_off_policy(batch: Batch, settings: RolloutCorrectionConfig, record: StepRecord) -> Batch:
+def correct_off_policy(batch: Batch, facts: ExperienceFacts, record: StepRecord) -> Batch:
     """Importance weights and rejections where the rollout policy differs from the trained one."""
+    settings = facts.correction
     if batch.old_log_probs is None or batch.rollout_log_probs is None:
         return batch
     if settings.bypass_mode or not bool(batch.mask.any()):
@@ -216,6 +217,11 @@ def correct_off_policy(batch: Batch, settings: RolloutCorrectionConfig, record: 
         rollout_rs_threshold=settings.rollout_rs_threshold,
     )
     record.add({name: float(value) for name, value in correction.metrics.items()})
+    if settings.rollout_rs and facts.rules.rejection == "zero weight":
+        weights = correction.mask.to(batch.mask.dtype)
+        if correction.weights is not None:
+            weights = weights * correction.weights
+        return batch.replace(rollout_weights=weights)
     return batch.replace(rollout_weights=correction.weights, mask=correction.mask)
 
 

@@ -158,7 +158,7 @@ class PpoTrainer:
         with record.phase("adv"):
             refuse_nonfinite(batch)
             batch = shape_rewards(batch, algorithm, self.facts, trajectories, self.kl_controller, record)
-            batch = correct_off_policy(batch, self.facts.correction, record)
+            batch = correct_off_policy(batch, self.facts, record)
             return add_advantages(batch, algorithm, self.facts, trajectories)
 
     def update(self, batch: Batch, record: StepRecord) -> None:

@@ -13,6 +13,7 @@ from strop.algorithms.ema import EMA
 from strop.backends.base import MicroBatching, Outputs
 from strop.backends.single import ModuleBackend
 from strop.catalog import PREFERENCE_LOSSES
+from strop.compat import conventions
 from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedTrainerConfig
@@ -69,7 +70,7 @@ def build_supervised_trainer(
     train_rows, val_rows = open_datasets(config, tokenizer, datasets or {})
     plan = plan_supervised(config, rows=len(train_rows))
     assert plan.total_steps is not None and plan.steps_per_epoch is not None
-    make = BackendMaker(device_of(config.trainer.device), plan.total_steps, ranks)
+    make = BackendMaker(device_of(config.trainer.device), plan.total_steps, ranks, compat=config.compat)
     model = build_model(config, make)
     micro = micro_batching(config, plan, task)
     train_items: Sequence[Item] = train_rows
@@ -175,8 +176,8 @@ def build_task(config: AnySupervisedConfig) -> Task:
     if isinstance(config, RmConfig):
         return RewardModelTask(config.loss)
     if isinstance(config, DpoConfig):
-        return DpoTask(config.loss, config.model.aux_loss_coef)
-    return SftTask(config.model.aux_loss_coef)
+        return DpoTask(config.loss, config.model.aux_loss_coef, conventions(config.compat))
+    return SftTask(config.model.aux_loss_coef, conventions(config.compat))
 
 
 def open_datasets(

@@ -22,6 +22,7 @@ from strop.algorithms.aggregation import Totals
 from strop.algorithms.losses import PreferenceLoss, answer_log_probs, sft_loss
 from strop.backends.base import Loss, MicroBatching, Outputs
 from strop.catalog import PREFERENCE_LOSSES
+from strop.compat import STROP, Conventions
 from strop.config.schema.supervised import DpoLossConfig, RmLossConfig
 from strop.data.chat import Rendered
 from strop.data.supervised import Example, PreferencePair, SupervisedDataset
@@ -92,6 +93,10 @@ class Task(Protocol):
         """What the loss is a mean over: trained tokens, or pairs."""
         ...
 
+    def validation_weight(self, batch: Batch) -> float:
+        """The weight of a batch in means over all validation rows."""
+        ...
+
     def loss(self, batch: Batch) -> Loss:
         """The loss of the whole update `batch`, to be called with micro-batches of it."""
         ...
@@ -102,6 +107,7 @@ class SftTask:
     """Cross entropy of every trained token."""
 
     aux_loss_coef: float = 0.0
+    rules: Conventions = STROP
     rows_per_item: int = 1
 
     def batch(self, items: Sequence[Rendered]) -> Batch:
@@ -112,6 +118,13 @@ class SftTask:
 
     def units(self, batch: Batch) -> float:
         return float(batch.mask.sum())
+
+    def validation_weight(self, batch: Batch) -> float:
+        if self.rules.validation_loss == "batches":
+            return 1.0
+        if self.rules.validation_loss == "rows":
+            return float(len(batch))
+        return self.units(batch)
 
     def loss(self, batch: Batch) -> Loss:
         totals = Totals.of(batch.mask)
@@ -141,6 +154,9 @@ class RewardModelTask:
     def units(self, batch: Batch) -> float:
         return len(batch) / 2
 
+    def validation_weight(self, batch: Batch) -> float:
+        return self.units(batch)
+
     def loss(self, batch: Batch) -> Loss:
         pairs = self.units(batch)
         name = "sigmoid" if self.settings.type == "logsigmoid" else self.settings.type
@@ -164,6 +180,7 @@ class DpoTask:
 
     settings: DpoLossConfig
     aux_loss_coef: float = 0.0
+    rules: Conventions = STROP
     rows_per_item: int = 2
 
     def batch(self, items: Sequence[PreferencePair]) -> Batch:
@@ -175,6 +192,9 @@ class DpoTask:
     def units(self, batch: Batch) -> float:
         return len(batch) / 2
 
+    def validation_weight(self, batch: Batch) -> float:
+        return self.units(batch)
+
     def loss(self, batch: Batch) -> Loss:
         pairs = self.units(batch)
         settings = self.settings
@@ -182,6 +202,8 @@ class DpoTask:
         entry = PREFERENCE_LOSSES.entry(settings.type)
         function = entry.load()
         average: bool = entry.facts["length_normalised"]
+        if settings.type == "ipo":
+            average = self.rules.ipo_log_probs == "averaged"
         if settings.length_normalized is not None:
             average = settings.length_normalized
 
@@ -194,12 +216,18 @@ class DpoTask:
                 reference = piece.reference / piece.mask.sum(-1) if average else piece.reference
                 arguments |= {"reference_chosen": reference[0::2], "reference_rejected": reference[1::2]}
             if settings.nll_coef:
-                nll = -answer_log_probs(outputs.log_probs, piece.mask, average=True)
-                arguments["chosen_nll"] = nll[0::2]
+                arguments["chosen_nll"] = self._chosen_nll(outputs.log_probs[0::2], piece.mask[0::2])
             value, metrics = _mean(function(**_accepted(function, arguments)), pairs)
             return balance.added(value, metrics, outputs, piece)
 
         return loss
+
+    def _chosen_nll(self, log_probs: Tensor, mask: Tensor) -> Tensor:
+        """The negative log-likelihood of the chosen answers, one number per pair."""
+        if self.rules.chosen_nll == "answers":
+            return -answer_log_probs(log_probs, mask, average=True)
+        sums = answer_log_probs(log_probs, mask)
+        return (-sums.sum() / mask.sum().clamp(min=1)).expand(len(sums))
 
     def _settings(self) -> dict[str, object]:
         settings = self.settings

@@ -229,7 +229,8 @@ class SupervisedTrainer:
             record.add({"train/loss_scale": info.loss_scale})
 
     def validate(self, record: StepRecord) -> None:
-        """Means over all units of the validation rows; they do not depend on the batch size."""
+        """Means over all units of the validation rows; they do not depend on the batch size, unless `compat`
+        averages batches."""
         if self.validation is None:
             return
         sums: dict[str, float] = {}
@@ -243,7 +244,7 @@ class SupervisedTrainer:
                 if batch is None:
                     continue
                 outputs = self.model.forward(batch, self.task.want(training=False), self.micro)
-                weight = self.task.units(batch)
+                weight = self.task.validation_weight(batch)
                 for name, value in self.task.loss(batch)(outputs, batch)[1].items():
                     sums[name] = sums.get(name, 0.0) + float(value) * weight
                 units += weight

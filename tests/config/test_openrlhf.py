@@ -356,7 +356,7 @@ def test_the_supervised_commands():
     assert "loss.fp32" not in values(rm)  # scores are in fp32 whatever the flag says
     expected = {
         "loss.type": "ipo",
-        "loss.length_normalized": False,  # OpenRLHF sums log-probs
+        "compat": "openrlhf",  # which sums log-probs
         "loss.beta": 0.2,
         "loss.label_smoothing": 0.1,
         "loss.nll_coef": 0.3,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from strop.compat import FRAMEWORKS, conventions, table
 from strop.config.compose import load
 from strop.config.openrlhf.table import ESTIMATORS
 from strop.config.schema.ppo import PpoConfig
-from strop.ppo.experience import ExperienceFacts, add_advantages, shape_rewards
+from strop.ppo.experience import ExperienceFacts, add_advantages, correct_off_policy, shape_rewards
 from strop.ppo.update import ActorUpdate
 from strop.types import Batch, Prompt, Trajectory, batch_of
 from tests.golden.harness import Case, cases, compare
-from tests.golden.peer_steps import STEPS, Step, step_of
+from tests.golden.peer_steps import STEPS, Step, clipped_losses, step_of
 
 PIPELINE = "openrlhf.trainer.ppo_utils.experience_maker.RemoteExperienceMaker.compute_advantages_and_returns"
 
@@ -51,6 +52,7 @@ def advantages(config: PpoConfig, rows: list[Trajectory], **tensors: Tensor | No
     controller = kl_controller("fixed", coef=config.algorithm.kl_ctrl.kl_coef)
     record = StepRecord()
     batch = shape_rewards(batch, config.algorithm, facts, rows, controller, record)
+    batch = correct_off_policy(batch, facts, record)
     return add_advantages(batch, config.algorithm, facts, rows)
 
 
@@ -125,9 +127,9 @@ def test_openrlhf_pipelines_need_the_switch() -> None:
 # --- whole steps, from raw scores to the loss ---------------------------------------------------------------
 
 
-def our_loss(step: Step, compat: str) -> tuple[Tensor, Tensor]:
+def our_loss(step: Step, compat: str, *more: str, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and loss of a step under `compat`."""
-    config = configured(f"algorithm.compat={compat}", *step.overrides)
+    config = configured(f"algorithm.compat={compat}", *step.overrides, *more)
     rows = [row(g, s, m) for g, s, m in zip(step.groups, step.scores, step.mask)]
     batch = advantages(
         config,
@@ -135,6 +137,7 @@ def our_loss(step: Step, compat: str) -> tuple[Tensor, Tensor]:
         old_log_probs=torch.tensor(step.old),
         ref_log_probs=torch.tensor(step.reference),
         values=None if step.values is None else torch.tensor(step.values),
+        **tensors,
     )
     objective = ActorUpdate(config, width=float(step.width))
     loss, _ = objective.loss(batch, batch)(Outputs(log_probs=torch.tensor(step.new)), batch)
@@ -150,6 +153,29 @@ def test_a_whole_step_gives_the_loss_of_the_framework(name: str) -> None:
     assert torch.allclose(found, torch.tensor(expected.advantages), rtol=1e-4, atol=1e-5)
     assert float(loss) == pytest.approx(expected.loss, rel=1e-4, abs=1e-6)
     assert expected.loss == pytest.approx(step.frozen, rel=1e-9), "the reference itself changed"
+
+
+def test_rejected_sequences_are_part_of_advantages_and_denominators_in_openrlhf() -> None:
+    """Its mismatch correction weights the loss, after the advantages: a rejected sequence has weight 0 there, and
+    is one of those over which advantages are whitened and the loss is averaged."""
+    step = step_of("openrlhf reinforce_baseline, score on a tool turn")
+    expected = step.peer(step)
+    shifts = [0.05, 0.8, -0.1, -0.9]  # log(trainer / engine) of each sequence; the band is 0.5 to 2
+    correction = "algorithm.rollout_correction"
+    more = [f"{correction}.rollout_is=token", f"{correction}.rollout_is_threshold=1000"]
+    more += [f"{correction}.rollout_rs=seq_mean_k1", f"{correction}.rollout_rs_threshold=0.5_2.0"]
+    engine = torch.tensor(step.old) - torch.tensor(shifts)[:, None]
+    found, loss = our_loss(step, "openrlhf", *more, rollout_log_probs=engine)
+    total = 0.0
+    for losses, mask, shift in zip(
+        clipped_losses(step, expected.advantages, dual=None), step.mask, shifts, strict=True
+    ):
+        weight = math.exp(shift) if 0.5 <= math.exp(shift) <= 2 else 0.0
+        total += weight * sum(one * on for one, on in zip(losses, mask))
+    assert torch.allclose(found, torch.tensor(expected.advantages), rtol=1e-4, atol=1e-5)
+    assert float(loss) == pytest.approx(total / sum(map(sum, step.mask)), rel=1e-4)
+    ours, other = our_loss(step, "strop", *more, rollout_log_probs=engine)
+    assert not bool(ours[[1, 3]].any()) and float(other) != pytest.approx(float(loss), rel=1e-2)
 
 
 def test_scores_beyond_the_clip_range_still_differ_in_openrlhf() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from strop.config.openrlhf.command import Command, ConversionDraft, Override, read_command, split_command
 from strop.config.openrlhf.rules import RULES
-from strop.config.openrlhf.run_rules import RUN_RULES, launched
+from strop.config.openrlhf.run_rules import RUN_RULES, launched, supervised_conventions
 from strop.config.openrlhf.serve_rm import VERB, read_flags
 from strop.config.openrlhf.table import TRANSFORMS, NoEquivalentError, about_critic
 from strop.config.schema import ROOTS
@@ -76,6 +76,7 @@ def convert(argv: list[str]) -> Conversion:
         _RULES[name](draft)
     if command.verb != "ppo":
         launched(draft)
+        supervised_conventions(draft)
     if not draft.has_critic:
         _leave_out_critic(draft)
     _leave_out_inert(draft)

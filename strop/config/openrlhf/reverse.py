@@ -57,6 +57,10 @@ def to_openrlhf(
     for row in rows_of(verb).values():
         if row.flag and row.targets and not row.rule:
             _single(draft, row)
+    if draft.keys.get("compat") == "openrlhf":
+        draft.used.add("compat")
+        if draft.keys.get("loss.type") == "ipo" and draft.keys.get("loss.length_normalized") is None:
+            draft.keys["loss.length_normalized"] = False
     for name in dict.fromkeys(row.rule for row in rows_of(verb).values() if row.rule):
         REVERSE_RULES[name](draft)
     default_values = flatten(defaults or {})

@@ -350,8 +350,6 @@ def dpo_loss(draft: ConversionDraft) -> None:
     if not draft.given(flag):
         return
     draft.put("loss.type", "ipo" if draft.value(flag) else "dpo", flag)
-    if draft.value(flag):
-        draft.put("loss.length_normalized", False, flag, why="IPO on summed log-probs there, averaged here")
 
 
 RULES: dict[str, Callable[[ConversionDraft], None]] = {

@@ -70,6 +70,11 @@ def launched(draft: ConversionDraft) -> None:
         )
 
 
+def supervised_conventions(draft: ConversionDraft) -> None:
+    why = "OpenRLHF's numbers where ours deliberately differ"
+    draft.overrides["compat"] = Override("compat", "openrlhf", "", why, implied=True)
+
+
 def evaluation(draft: ConversionDraft) -> None:
     """OpenRLHF evaluates only when it has a dataset, and not before training."""
     steps = "eval.steps"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strop.catalog import PREFERENCE_LOSSES, SCHEDULES
+from strop.compat import FRAMEWORKS
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.data import CustomClassConfig
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
@@ -184,8 +185,8 @@ class DpoLossConfig:
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
     """Probability that a label is wrong (cDPO)."""
     length_normalized: bool | None = setting(None)
-    """Average log-probs over tokens instead of summing them. Null: ipo (as in TRL) and simpo average, dpo
-    sums."""
+    """Average log-probs over tokens instead of summing them. Null: ipo (as in TRL; not with
+    compat=openrlhf) and simpo average, dpo sums."""
     reference_free: bool = False
     """Use no reference model."""
     nll_coef: float = setting(0.0, at_least=0)
@@ -232,6 +233,9 @@ class SupervisedConfig:
     """Settings of Ray."""
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the model."""
+    compat: str = setting("strop", choices=tuple(FRAMEWORKS))
+    """Reproduce the numbers of this framework where ours deliberately differ: warm-up, validation loss, IPO.
+    docs/compat.md lists what each value changes. As algorithm.compat in strop ppo."""
     plugins: list[str] = setting([])
     """Python files imported by every process before anything else."""
 

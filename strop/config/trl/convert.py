@@ -160,6 +160,7 @@ def _saving(draft: Draft) -> None:
 
 
 def _supervised(draft: Draft) -> None:
+    draft.overrides["compat"] = Override("compat", "trl", "", "TRL's conventions (docs/compat.md)")
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     draft.put("data.train_batch_size", completions_per_update(draft), *names)
     per_device = int(draft.number("per_device_train_batch_size"))
