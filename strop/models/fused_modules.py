@@ -48,14 +48,6 @@ def runs_as_kernel(part: nn.Module) -> bool:
     return getattr(type(part), "runs_as_kernel", False)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up as one kernel, for modules that run as one."""
-    kernels = _kernels()
-    assert kernels is not None
-    out: Tensor = kernels.gated_silu(gate, up)
-    return out
-
-
 @cache
 def _kernels() -> ModuleType | None:
     try:
@@ -301,26 +293,15 @@ def fused_forwards(model: nn.Module) -> Iterator[FusedForward]:
     """The forwards of all modules of `model` that can take part in a fused projection."""
     for part in model.modules():
         children = dict(part.named_children())
-        if layers := _fusible([children.get(name) for name in _QKV]):
-            product = FusedProjection(layers)
-            yield FusedForward(layers[0], product.first, product)
-            for place, layer in enumerate(layers[1:], 1):
-                yield FusedForward(layer, product.later(place), product)
-        elif runs_as_kernel(part) and (layers := _fusible([children.get(name) for name in _GATE_UP])):
-            product = FusedProjection(layers)
-            yield FusedForward(part, _gated_forward(part, product), product)
-
-
-def _gated_forward(part: nn.Module, product: FusedProjection) -> Forward:
-    down = part.down_proj
-    assert isinstance(down, nn.Module)
-
-    def forward(hidden: Tensor) -> Tensor:
-        gate, up = product(hidden)
-        out: Tensor = down(gated(gate, up))
-        return out
-
-    return forward
+        layers = _fusible([children.get(name) for name in _QKV])
+        if not layers and runs_as_kernel(part):  # it calls gate_proj before up_proj
+            layers = _fusible([children.get(name) for name in _GATE_UP])
+        if not layers:
+            continue
+        product = FusedProjection(layers)
+        yield FusedForward(layers[0], product.first, product)
+        for place, layer in enumerate(layers[1:], 1):
+            yield FusedForward(layer, product.later(place), product)
 
 
 def _fusible(parts: Sequence[nn.Module | None]) -> list[nn.Linear]:

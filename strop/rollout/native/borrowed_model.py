@@ -265,14 +265,18 @@ def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 class BorrowedModel:
     """The trainer's module, patched for rollouts while at least one caller in the engine uses it."""
 
-    def __init__(self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when a rollout begins under other weights than the last one."""
+    def __init__(
+        self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None], adapters: Change
+    ) -> None:
+        """`on_change` is called when a rollout begins under other weights than the last one. `adapters`: the
+        change that adds loaded adapters to the rows that have one."""
         self._model = model
         self._lock = lock
         self._on_change = on_change
         self._users = 0
         self._patches = RolloutPatches(model)
         self.packed = PackedLinear(model)
+        self._adapters = adapters
         self._seen: tuple[tuple[int, int], ...] = ()
 
     @contextmanager
@@ -288,6 +292,7 @@ class BorrowedModel:
                 self._users -= 1
                 if self._users == 0:
                     self._seen = _fingerprint(self._model)
+                    self._adapters.undo()
                     self.packed.undo()
                     self._patches.undo()
 
@@ -296,6 +301,7 @@ class BorrowedModel:
         if self._seen and self._seen != _fingerprint(self._model):
             self._on_change()
         self.packed.apply()
+        self._adapters.do()
 
 
 def _fingerprint(model: nn.Module) -> tuple[tuple[int, int], ...]:

@@ -6,13 +6,13 @@ This file takes requests and returns completions; `step_loop` runs the steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from strop.config.derived import prefill_token_budget
 from strop.config.schema.rollout import RolloutConfig
@@ -27,13 +27,16 @@ from strop.rollout.base import (
     error_completions,
     resolve_max_model_len,
 )
+from strop.rollout.native.adapters import Adapters
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.kv_cache import cache_memory, may_stay
+from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.runner import Meter, Runner
-from strop.rollout.native.sampler import stream
+from strop.rollout.native.sampler import SharedSettings, stream
 from strop.rollout.native.scheduler import ScheduledSample
 from strop.rollout.native.step_loop import RequestState, StepLoop
+from strop.rollout.native.streaming import listener
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,11 +99,12 @@ class NativeEngine:
         """Requests with a lower number are aborted at the next step."""
         self._cancelled: set[int] = set()
         """Numbers of requests that are aborted at the next step."""
-        self._last_sampling: tuple[Sampling, Sampling] | None = None
-        """The newest Sampling as given and as samples use it: most requests of a batch have the same."""
+        self._settings = SharedSettings()
         self._meter = Meter()
         self._cuda_stream: torch.cuda.Stream | None = None
-        self.borrowed_model = BorrowedModel(model, self._lock, self._weights_changed)
+        self.adapters = Adapters(model)
+        self._lora = LoraBank(model, self.adapters.by_number)
+        self.borrowed_model = BorrowedModel(model, self._lock, self._weights_changed, self._lora)
         self._async_driver = AsyncDriver(self, short_calls=self.device.type == "cuda")
 
     # --- the engine protocol --------------------------------------------------------------------------------
@@ -140,18 +144,24 @@ class NativeEngine:
     def update_weights(self, weights: NamedWeights, version: int) -> None:
         """Running requests keep their tokens and continue with the new weights; their KV cache is computed
         again."""
-        with self._lock:
-            if self._cuda_stream is not None:
-                torch.cuda.current_stream().wait_stream(self._cuda_stream)
+        with self._between_steps():
             self._weights_changed()
             if self._tensor_parallel is not None:
                 weights = self._tensor_parallel.own(weights)
             copy_weights(self.model, weights)
-            if self._cuda_stream is not None:
-                self._cuda_stream.wait_stream(torch.cuda.current_stream())
             self.version = version
             if self._step_loop is not None:
                 self._step_loop.version = version
+
+    def load_adapter(self, name: str, weights: Mapping[str, Tensor], scale: float) -> None:
+        """See AdapterEngine. Requests in the engine finish with the weights that they began with."""
+        with self._between_steps(), torch.no_grad():
+            self.adapters.load(name, weights, scale)
+            self._lora.install_hooks()
+
+    def unload_adapter(self, name: str) -> None:
+        with self._lock:
+            self.adapters.unload(name)
 
     def use_stream(self, stream: torch.cuda.Stream | None) -> None:
         """With its own stream the engine samples while the trainer computes."""
@@ -238,7 +248,9 @@ class NativeEngine:
             state = RequestState(number, request, on_done)
             scheduler = self._ready().scheduler
             limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
-            reason = check_request(request, self.vocab_size, self.max_model_len, sampling, ())
+            reason = check_request(
+                request, self.vocab_size, self.max_model_len, sampling, self.adapters.names
+            )
             reason = reason or scheduler.over_budget(limit)
             if reason is not None:
                 for index, completion in enumerate(error_completions(request, reason, self.version)):
@@ -246,7 +258,8 @@ class NativeEngine:
                 return state
             self._requests[number] = state
             seed = stream(self.seed, number) if request.seed is None else request.seed
-            settings = self._sample_settings(sampling)
+            settings = self._settings.of(sampling)
+            adapter = self.adapters.number(request.adapter)
             prompt = list(request.ids)
             for index in range(state.count):
                 sample = ScheduledSample(
@@ -256,18 +269,12 @@ class NativeEngine:
                     limit,
                     settings,
                     stream(seed, request.first + index),
-                    self._listener(state, index),
+                    listener(request, index, partial(self._fail, state)),
                     multi_turn,
+                    adapter,
                 )
                 scheduler.add([sample])
             return state
-
-    def _sample_settings(self, sampling: Sampling) -> Sampling:
-        """The same object for all requests with this Sampling, so that few distinct ones are in a batch."""
-        if self._last_sampling is None or self._last_sampling[0] is not sampling:
-            settings = replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
-            self._last_sampling = (sampling, settings)
-        return self._last_sampling[1]
 
     def _num_free_slots(self) -> int:
         """Slots that no running or waiting sample will use."""
@@ -290,6 +297,7 @@ class NativeEngine:
         empty again."""
         with self._lock, torch.no_grad(), self._on_stream():
             self._drop_aborted()
+            self._drop_adapters()
             if self._step_loop is None or self._step_loop.idle:
                 return
             try:
@@ -306,6 +314,16 @@ class NativeEngine:
     def cancel(self, state: RequestState) -> None:
         """Abort one request at the next step."""
         self._cancelled.add(state.number)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """No step runs, and kernels of this thread and of the engine wait for each other."""
+        with self._lock:
+            if self._cuda_stream is not None:
+                torch.cuda.current_stream().wait_stream(self._cuda_stream)
+            yield
+            if self._cuda_stream is not None:
+                self._cuda_stream.wait_stream(torch.cuda.current_stream())
 
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._cuda_stream is None:
@@ -334,6 +352,7 @@ class NativeEngine:
         with self.borrowed_model(), torch.no_grad():
             runner = Runner(
                 self.model,
+                self._lora,
                 batch_tokens=self._batch_tokens,
                 chunked=self._chunked_prefill,
                 cuda_graphs=self._cuda_graphs,
@@ -354,20 +373,9 @@ class NativeEngine:
         if self._step_loop is not None:
             self._step_loop.recompute_all()
 
-    def _listener(self, state: RequestState, index: int) -> Callable[[list[int], list[float]], None] | None:
-        """Streams the tokens of one sample to the request's callback."""
-        on_tokens = state.request.on_tokens
-        if on_tokens is None:
-            return None
-
-        def listener(ids: list[int], log_probs: list[float]) -> None:
-            try:
-                on_tokens(index, ids, log_probs)
-            except Exception as error:  # noqa: BLE001 - a failing callback fails only its request
-                state.fail(error)
-                self.cancel(state)
-
-        return listener
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        state.fail(error)
+        self.cancel(state)
 
     def _on_finished(self, sample: ScheduledSample, completion: Completion) -> None:
         state = self._requests[sample.request]
@@ -382,3 +390,9 @@ class NativeEngine:
         if self._step_loop is not None and any_aborted:
             self._step_loop.abort(lambda sample: sample.request < below or sample.request in cancelled)
         self._cancelled = set()
+
+    def _drop_adapters(self) -> None:
+        """Free the weights of replaced adapters that no request uses any more."""
+        if self.adapters.any_replaced and self._step_loop is not None:
+            scheduler = self._step_loop.scheduler
+            self.adapters.drop_unused(sample.adapter for sample in (*scheduler.running, *scheduler.waiting))

@@ -25,6 +25,7 @@ from strop.rollout.native.attention import (
 )
 from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.kv_cache import KVCache, kernels
+from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.scheduler import Admission, ScheduledSample
 
 if TYPE_CHECKING:
@@ -192,11 +193,12 @@ class CudaGraphs:
 
 class Runner:
     def __init__(
-        self, model: PreTrainedModel, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
+        self, model: PreTrainedModel, lora: LoraBank, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
     ) -> None:
         """`batch_tokens`: limit of prompt tokens of one forward pass; `chunked`: longer prompts are split,
         else they run alone."""
         self.model = model
+        self.lora = lora
         self.batch_tokens = batch_tokens
         self.chunked = chunked
         self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
@@ -259,6 +261,7 @@ class Runner:
         if self._graphs is not None:
             self._graphs.clear()
         self.cache.free()
+        self.lora.free()
         self.rows.resize(0, 0, 0, 1)
 
     # --- prefill --------------------------------------------------------------------------------------------
@@ -286,6 +289,7 @@ class Runner:
             if not admission.decode_prefill:
                 by_row[admission.row] = admission
                 chunks.append(PrefillChunk(admission.row, num_cached, sample.sequence[num_cached:]))
+        chunks.sort(key=lambda chunk: by_row[chunk.row].sample.adapter)
         for batch in self._batches(chunks):
             self._run_chunks(batch, by_row, duplicates)
         return computed
@@ -301,6 +305,8 @@ class Runner:
         complete = [i for i, chunk in enumerate(batch) if chunk.end == by_row[chunk.row].sample.length]
         last = step.last[complete]
         more = {"logits_to_keep": last} if self._selects_logits else {}
+        spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
+        self.lora.use_tokens(spans, complete if more else None)
         logits = self._forward(step.ids, step.positions[None], step, **more)[0]
         if not complete:
             return
@@ -318,9 +324,8 @@ class Runner:
                 rows.append(admission.row)
                 samples.append(admission.sample)
                 logits_index.append(i)
-            for admission in copies:
-                sources.append(first.row)
-                targets.append(admission.row)
+            sources += [first.row] * len(copies)
+            targets += [admission.row for admission in copies]
         longest = max(sample.length for sample in samples)
         self.cache.copy(sources, targets, longest)
         row_index = torch.tensor(rows, device=self.device)
@@ -350,6 +355,7 @@ class Runner:
     def decode(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int) -> None:
         """Sample `steps` tokens for every running row."""
         used = self.rows.features(samples)
+        used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
         for i in range(steps):
             if self._graphs is not None:
                 self._graphs.step(self, len(samples), max(lengths) + i, used)
@@ -377,10 +383,12 @@ class Runner:
         if self._dedup_rows and len(spans) == 1:
             shared = self.rows.shared_rows(count)
         if shared is None:
+            self.lora.use_rows(count)
             decode = Decode(self.cache, rows, positions, spans, self.rows.prefix_rows(count))
             logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
         else:
             first = shared.first
+            self.lora.use_rows(count, first)
             shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
             logits = self._forward(ids[first, None], positions[first, None], shared_decode)[:, -1]
             logits = logits[shared.group]

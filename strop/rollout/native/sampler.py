@@ -8,10 +8,12 @@ penalty, top-k, top-p and min-p, which is what training recomputes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from strop.rollout.base import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -178,3 +180,18 @@ def _signed(number: int) -> int:
 def _shifted(z: Tensor, by: int) -> Tensor:
     """A shift to the right that brings in zeros; torch's brings in the sign."""
     return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+class SharedSettings:
+    """The settings that samples use. Most requests of a batch are given the same Sampling object; their
+    samples share one object, so that few distinct ones are in a batch."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[Sampling, Sampling] | None = None
+
+    def of(self, sampling: Sampling) -> Sampling:
+        """The settings of samples that this Sampling was given for."""
+        if self._newest is None or self._newest[0] is not sampling:
+            settings = replace(sampling, stop_ids=tuple(sampling.stop_ids), max_tokens=0)
+            self._newest = (sampling, settings)
+        return self._newest[1]
