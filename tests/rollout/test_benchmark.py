@@ -59,3 +59,18 @@ def test_all_engines_take_turns(
     assert all(line["work"] == "3x2x5" and line["tokens_per_second"] > 0 for line in lines)  # type: ignore[operator]
     assert ratios.keys() == {f"native/{name}" for name in names if name != "native"}
     assert lines[2]["vllm_version"]
+
+
+@pytest.mark.slow
+def test_adapters_take_turns_with_the_base_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = SCRIPT.with_name("adapters.py")
+    monkeypatch.syspath_prepend(str(script.parent))
+    small = "--layers 1 --prompts 4 --samples 2 --tokens 3 --lengths 4 9 --repeats 1 --adapters 3 --rank 2"
+    monkeypatch.setattr(sys, "argv", [str(script), *small.split()])
+    runpy.run_path(str(script), run_name="__main__")
+    *lines, ratios = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["way"] for line in lines] == ["base", "ordinary", "one", "many"]
+    assert all(line["work"] == "4x2x3" and line["tokens_per_second"] > 0 for line in lines)
+    assert {"many/base", "many/ordinary", "many/one"} <= ratios.keys()
