@@ -42,6 +42,7 @@ ALLOWED: dict[str, tuple[int, str]] = {
     "run/profile/capture.py": (1, "a profiler may fail and is switched off; the run goes on"),
     "run/samples.py": (1, "samples for the board may fail; the run goes on"),
     "run/trackers/base.py": (1, "one tracker may fail and gets nothing more; the run goes on"),
+    "policy/worker.py": (1, f"an operation of one rank: {HANDED_ON}"),
     "runtime/replica_engine.py": (1, f"a request in a thread: {HANDED_ON}"),
     "runtime/weight_transports.py": (2, "errors of other machines; the weights go by the object store"),
 }

@@ -1,5 +1,5 @@
-"""A loss of one's own: preferences (DPO) between pairs of answers. An adapter is trained; the model without it
-is the reference. The function sees the whole batch. Start: python examples/policy/custom_loss.py MODEL"""
+"""A loss of one's own: preferences (DPO) between pairs of answers. An adapter is trained; the model without
+it is the reference. The function sees the whole batch. Start: python examples/policy/custom_loss.py MODEL"""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""GRPO in a loop of one's own, with the numbers of `strop ppo`. Start: python grpo_loop.py MODEL ROWS.parquet"""
+"""GRPO in a loop of one's own, with the trainer's numbers. Start: python grpo_loop.py MODEL ROWS.parquet"""
 
 import itertools
 import sys

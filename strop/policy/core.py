@@ -94,6 +94,10 @@ class PolicyCore:
         """Updates and adapter that the engine samples with."""
         self._update_of: dict[str, int] = {}
 
+    def configuration(self) -> PpoConfig:
+        """The configuration, with the limits of the model."""
+        return self.config
+
     def facts(self) -> PolicyFacts:
         core = base_model(self.backend.module)
         generation = getattr(core, "generation_config", None)

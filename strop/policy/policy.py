@@ -12,10 +12,11 @@ The parts are those of a training run, so the numbers are too.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -40,6 +41,8 @@ from strop.policy.gate import Gate
 from strop.policy.keys import policy_config
 from strop.policy.losses import OwnLoss, output_gradients, own_value
 from strop.policy.ownership import own_module, release_module
+from strop.policy.ranked import RankedCore
+from strop.policy.stops import Stops, cut_at_text, sampling_until
 from strop.ppo.experience import ExperienceFacts, add_advantages
 from strop.ppo.sampler import single_turn_trajectory
 from strop.rollout.base import Request, Sampling, stream_seed
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT = FIRST_ADAPTER
-Stops = Sequence[str | int]
 
 
 class Policy:
@@ -65,12 +67,17 @@ class Policy:
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         device: str = "auto",
+        ranks: int = 1,
+        runtime: Literal["local", "ray"] = "local",
         seed: int = 0,
         **keys: object,
     ) -> None:
         """`model`: a folder, a name, or a loaded model of transformers, which is trained in place and belongs
-        to this policy until `close`. `keys`: any key of a training run, by its full name or last word."""
+        to this policy until `close`. `ranks`: devices that share the model (FSDP2), each in a process of its
+        own; with runtime="ray" they are actors of a Ray cluster. `keys`: any key of a training run, by its
+        full name or last word."""
         given: dict[str, object] = {"trainer.seed": seed, "trainer.device": device, **keys}
+        given["trainer.n_gpus_per_node"] = ranks
         given["actor_rollout_ref.model.lora_rank"] = lora_rank
         if lora_alpha is not None:
             given["actor_rollout_ref.model.lora_alpha"] = lora_alpha
@@ -87,9 +94,22 @@ class Policy:
         """How often `sample` and `asample` drew with a seed of the policy."""
         self._gate = Gate()
         self._closed = False
-        self._core = PolicyCore(self.config, module=self._module)
+        self._core = self._start(ranks, runtime)
         self.config = self._core.config
         self._facts = self._core.facts()
+
+    def _start(self, ranks: int, runtime: str) -> PolicyCore | RankedCore:
+        if runtime not in ("local", "ray"):
+            raise ValueError(f"runtime={runtime!r} must be 'local' or 'ray'.")
+        if ranks == 1 and runtime == "local":
+            return PolicyCore(self.config, module=self._module)
+        if self._module is not None:
+            release_module(self._module)
+            raise ValueError(
+                f"A loaded model cannot be sent to other processes (ranks={ranks}, runtime={runtime!r}). "
+                "Save it, and give its folder."
+            )
+        return RankedCore(self.config, ray=runtime == "ray")
 
     def _find_tokenizer(self) -> PreTrainedTokenizerBase:
         model = self.config.actor_rollout_ref.model
@@ -186,9 +206,19 @@ class Policy:
             seed=stream_seed(base, call, rendered.index, 0),
             max_tokens=min(max_tokens, room),
         )
+        if isinstance(self._core, RankedCore):
+            found = await asyncio.to_thread(self._sample_ranked, rendered, sampling, n, (base, call), adapter)
+            return [self._cut(trajectory, stop) for trajectory in found]
         async with self._gate.sampling(adapter):
             completions = await self._core.asample(request, sampling, adapter)
         return [self._cut(single_turn_trajectory(rendered, 0, found), stop) for found in completions]
+
+    def _sample_ranked(
+        self, prompt: Prompt, sampling: Sampling, n: int, stream: tuple[int, int], adapter: str
+    ) -> list[Trajectory]:
+        """Ranks sample by operations that all of them take part in, one after the other."""
+        with self._gate.training():
+            return self._core.sample([(0, prompt)], sampling, n, *stream, adapter)
 
     def _stream(self, seed: int | None) -> tuple[int, int]:
         """Where the random numbers of a call begin. The n-th call without a seed draws as the n-th step of a
@@ -203,36 +233,11 @@ class Policy:
     ) -> Sampling:
         if temperature is None:
             temperature = self.config.actor_rollout_ref.rollout.temperature
-        ends = {
-            *stop_ids(self.tokenizer, self._facts.end_ids),
-            *(item for item in stop if isinstance(item, int)),
-        }
-        return Sampling(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            stop_ids=tuple(sorted(ends)),
-        )
+        ends = stop_ids(self.tokenizer, self._facts.end_ids)
+        return sampling_until(ends, stop, max_tokens, temperature, top_k, top_p)
 
     def _cut(self, trajectory: Trajectory, stop: Stops) -> Trajectory:
-        """End a response after the token that completes one of the texts in `stop`."""
-        texts = [item for item in stop if isinstance(item, str) and item]
-        if not texts or not any(text in self._decoded(trajectory.response) for text in texts):
-            return trajectory
-        end = len(trajectory.response)
-        while any(text in self._decoded(trajectory.response[: end - 1]) for text in texts):
-            end -= 1
-        return dataclasses.replace(
-            trajectory,
-            response=trajectory.response[:end],
-            mask=trajectory.mask[:end],
-            log_probs=trajectory.log_probs[:end],
-            finish="stop",
-        )
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+        return cut_at_text(trajectory, stop, self.tokenizer)
 
     def text(self, trajectory: Trajectory) -> str:
         """The response of a trajectory as text, without special tokens."""

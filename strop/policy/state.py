@@ -24,9 +24,9 @@ from strop.run.checkpoint.contents import (
 )
 from strop.run.checkpoint.layout import candidates
 from strop.run.checkpoint.retention import RetentionPolicy
-from strop.run.checkpoint.store import Checkpoints, load
+from strop.run.checkpoint.store import Checkpoints, Export, load
 from strop.run.checkpoint.tensor_files import write_tensors
-from strop.shared.export import exported, folder_of
+from strop.shared.export import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,24 +91,31 @@ def write_sampling_folder(
 ) -> None:
     """Write a folder that transformers loads, or peft where an adapter is trained. It appears whole; a folder
     of that name is replaced."""
-    lora = has_adapters(backend.module)
-    if lora:
-        weights = adapter_tensors(backend)
-    else:
-        weights = exported(backend)
-    if not backend.ranks.is_rank0:
-        backend.ranks.all_gather_object(None)
-        return
+    export = _folder(backend, adapter, tokenizer)
+    backend.ranks.run_or_raise_on_all(
+        lambda: _write_folder(path, *export) if backend.ranks.is_rank0 else None,
+        "writing a folder for sampling",
+    )
+
+
+def _folder(backend: ModuleBackend, adapter: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Export]:
+    """The name of the file of weights, and what is written. All ranks take part."""
+    if not has_adapters(backend.module):
+        return "model.safetensors", folder_of(backend, tokenizer)
+
+    def write(folder: Path) -> None:
+        write_adapter_config(backend.module, adapter, folder)
+        tokenizer.save_pretrained(str(folder))
+
+    return "adapter_model.safetensors", Export(adapter_tensors(backend), write)
+
+
+def _write_folder(path: Path, file: str, export: Export) -> None:
     staged = path.with_name(f".{path.name}.new")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
-    if lora:
-        write_adapter_config(backend.module, adapter, staged)
-        tokenizer.save_pretrained(str(staged))
-        write_tensors(staged / "adapter_model.safetensors", weights)
-    else:
-        folder_of(backend, tokenizer).write_files(staged)
-        write_tensors(staged / "model.safetensors", weights)
+    export.write_files(staged)
+    write_tensors(staged / file, export.weights)
     flush_tree(staged)
     if path.exists():
         old = path.with_name(f".{path.name}.old")
@@ -119,7 +126,6 @@ def write_sampling_folder(
     else:
         os.rename(staged, path)
     flush_folder(path.parent)
-    backend.ranks.all_gather_object(None)
 
 
 def adapter_tensors(backend: ModuleBackend) -> dict[str, Tensor]:

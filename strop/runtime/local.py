@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -81,6 +81,37 @@ def run_ranks(
 ) -> RankFailure | None:
     """Run `command` as `world` ranks and wait; the failure that came first, or None. `directory` is the run's
     folder; `grace`: the seconds that ranks may take to end after a signal."""
+    start = StartReport(world, directory)
+    started = start_ranks(command, world, directory, environment=environment)
+    try:
+        failure = _watch(started.processes, start, grace)
+    finally:
+        started.end()
+    if failure is None:
+        return None
+    last_lines = started.tails[failure.rank].last_lines()
+    return replace(failure, host=socket.gethostname(), last_lines=last_lines, shown=True)
+
+
+@dataclass(frozen=True)
+class StartedRanks:
+    """The processes of ranks."""
+
+    processes: list[RankProcess]
+    tails: list[OutputTail]
+    """What each writes to stderr."""
+    store: object
+    """The rendezvous store, which must exist as long as they do."""
+
+    def end(self) -> None:
+        """Terminate the ranks that still run."""
+        _end(self.processes)
+
+
+def start_ranks(
+    command: Sequence[str], world: int, directory: Path, *, environment: Mapping[str, str] | None = None
+) -> StartedRanks:
+    """Start `command` as `world` ranks; `directory` gets what they write."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -94,7 +125,6 @@ def run_ranks(
         LAUNCHED: str(os.getpid()),
         **(environment or {}),
     }
-    start = StartReport(world, directory)
     ranks = []
     for rank in range(world):
         variables = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -103,14 +133,7 @@ def run_ranks(
     for rank, process in enumerate(ranks):
         stderr = cast(BinaryIO, process.stderr)
         tails.append(OutputTail(stderr, sys.stderr.write, worker_log_file(directory, rank)))
-    try:
-        failure = _watch(ranks, start, grace)
-    finally:
-        _end(ranks)
-    if failure is None:
-        return None
-    last_lines = tails[failure.rank].last_lines()
-    return replace(failure, host=socket.gethostname(), last_lines=last_lines, shown=True)
+    return StartedRanks(ranks, tails, store)
 
 
 def start_rank(command: Sequence[str], variables: Mapping[str, str]) -> RankProcess:

@@ -47,18 +47,8 @@ class TrainingWorkers(Protocol):
         ...
 
 
-class TrainingWorker:
-    """One device, in the process that trains on it."""
-
-    backend: Backend
-
-    def __init__(self, make: BackendFactory) -> None:
-        self._make = make
-        self._stack = ExitStack()
-        self._tensors: dict[str, Tensor] = {}
-        """Tensors that wait for `fetch`."""
-
-    # --- start ----------------------------------------------------------------------------------------------
+class RankWorker:
+    """One rank of a model on machines of its own, before it has built anything."""
 
     def machine(self) -> tuple[str, int]:
         """Return host name and process id."""
@@ -73,6 +63,20 @@ class TrainingWorker:
         with suppress(OSError):  # a path that is missing then is reported with its key
             os.chdir(folder)
         os.environ.update({**network_environment(address), **environment})
+
+
+class TrainingWorker(RankWorker):
+    """One device, in the process that trains on it."""
+
+    backend: Backend
+
+    def __init__(self, make: BackendFactory) -> None:
+        self._make = make
+        self._stack = ExitStack()
+        self._tensors: dict[str, Tensor] = {}
+        """Tensors that wait for `fetch`."""
+
+    # --- start ----------------------------------------------------------------------------------------------
 
     def make(self, total_steps: int) -> None:
         """Build the backend."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from strop.config.derived import device_count, replica_count, resource_pools
 from strop.config.schema.ppo import PpoConfig
@@ -40,7 +41,7 @@ from strop.runtime.ray.placement import (
 )
 from strop.runtime.ray.rank_launcher import Machine, RankLauncher, RankWatcher, package_versions
 from strop.runtime.ray.replica_pool import POOL, ReplicaManager
-from strop.runtime.remote_backend import BackendFactory
+from strop.runtime.remote_backend import BackendFactory, RankWorker
 from strop.runtime.remote_models import ServedModel
 from strop.runtime.rollout_replica import ReplicaSpec
 
@@ -234,21 +235,38 @@ class RayCluster:
             yield variables
 
     @contextmanager
+    def workers(self, role: str, worker: type[RankWorker]) -> Iterator[dict[str, str]]:
+        """Run one actor of class `worker` per device of the `trainer` section while the block lasts; yields
+        the variables by which `RayTrainingWorkers` finds them."""
+        with self._placement.reserve(self._trainer) as group:
+            places, seats = self._seats(self._trainer, group)
+            timeout = self._trainer.ray_wait_register_center_timeout
+            with start_training_workers(role, None, places, seats, NAMESPACE, timeout, worker) as variables:
+                yield variables
+
+    def _seats(
+        self, section: DeviceSection, group: PlacementGroup
+    ) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+        """Actor options of each device, and its address with its local rank."""
+        places = []
+        for number in range(device_count(section)):
+            places.append(self._placement.actor_options(group, number // section.n_gpus_per_node))
+        seats = []
+        for rank, address in enumerate(self._placement.addresses(group, section)):
+            seats.append((address, self._placement.local_rank(rank, section)))
+        return places, seats
+
+    @contextmanager
     def _start_model(
         self, role: str, section: DeviceSection, group: PlacementGroup
     ) -> Iterator[dict[str, str]]:
         timeout = self._trainer.ray_wait_register_center_timeout
-        places = []
-        for number in range(device_count(section)):
-            places.append(self._placement.actor_options(group, number // section.n_gpus_per_node))
+        places, seats = self._seats(section, group)
         if role in self._frozen_models:
             model = self._frozen_models[role]
             with start_model_copies(role, model, places, NAMESPACE, timeout) as variables:
                 yield variables
             return
-        seats = []
-        for rank, address in enumerate(self._placement.addresses(group, section)):
-            seats.append((address, self._placement.local_rank(rank, section)))
         factory = self._trained_models[role]
         with start_training_workers(role, factory, places, seats, NAMESPACE, timeout) as variables:
             yield variables

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from strop.runtime.ray.connection import ActorHandle, connect_to_cluster, future_of, ray_module
-from strop.runtime.remote_backend import BackendFactory, TrainingWorker
+from strop.runtime.remote_backend import BackendFactory, RankWorker, TrainingWorker
 from strop.runtime.remote_models import FrozenModel, ServedModel
 
 MAX_TASK_RETRIES = 10
@@ -57,18 +57,20 @@ def start_model_copies(
 @contextmanager
 def start_training_workers(
     role: str,
-    make_backend: BackendFactory,
+    make_backend: BackendFactory | None,
     places: Sequence[ActorOptions],
     seats: Sequence[tuple[str, str]],
     namespace: str,
     timeout: float,
+    worker: type[RankWorker] = TrainingWorker,
 ) -> Iterator[dict[str, str]]:
     """Run a training worker at each of `places` while the block lasts; yields variables for the ranks.
 
-    `seats`: the address of each worker's machine, and its local rank there.
+    `seats`: the address of each worker's machine, and its local rank there. `worker`: the class of the
+    actors.
     """
     ray = ray_module()
-    started = named_actors(role, TrainingWorker, make_backend, places, namespace, timeout, "machine")
+    started = named_actors(role, worker, make_backend, places, namespace, timeout, "machine")
     with started as (actors, variables):
         shared = {
             "WORLD_SIZE": str(len(actors)),
@@ -87,7 +89,7 @@ def start_training_workers(
 def named_actors(
     role: str,
     actor_class: type,
-    factory: Callable[..., object],
+    factory: Callable[..., object] | None,
     places: Sequence[ActorOptions],
     namespace: str,
     timeout: float,
@@ -97,10 +99,11 @@ def named_actors(
     ray = ray_module()
     name = f"{role}-{os.getpid()}-{time.monotonic_ns()}"
     remote = ray.remote(actor_class)
+    arguments = [] if factory is None else [factory]
     actors: list[ActorHandle] = []
     for number, place in enumerate(places):
         options = remote.options(name=f"{name}-{number}", namespace=namespace, **place)
-        actors.append(options.remote(factory))
+        actors.append(options.remote(*arguments))
     try:
         ray.get([getattr(actor, ready).remote() for actor in actors], timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -122,10 +125,12 @@ def role_variable(role: str) -> str:
     return f"STROP_{role.upper()}_POOL"
 
 
-def connect_to_actors(role: str, key: str) -> tuple[ModuleType, list[ActorHandle]]:
+def connect_to_actors(
+    role: str, key: str, variables: Mapping[str, str] = os.environ
+) -> tuple[ModuleType, list[ActorHandle]]:
     """Return Ray and the actors that the launcher of this rank has started; `key` of the configuration asked
     for them."""
-    value = os.environ.get(role_variable(role))
+    value = variables.get(role_variable(role))
     if value is None:
         raise ValueError(
             f"{key} asks for a {role} model on machines of its own, which `strop ppo` starts with "
@@ -158,9 +163,10 @@ class RayModelCopies:
 class RayTrainingWorkers:
     """The `TrainingWorkers` of runtime/remote_backend.py, in a rank."""
 
-    def __init__(self, role: str, key: str) -> None:
+    def __init__(self, role: str, key: str, variables: Mapping[str, str] = os.environ) -> None:
+        """`variables` say where the workers are."""
         self._role = role
-        self._ray, self._actors = connect_to_actors(role, key)
+        self._ray, self._actors = connect_to_actors(role, key, variables)
         machines = self._ray.get([actor.machine.remote() for actor in self._actors])
         self.machines: list[tuple[str, int]] = machines
         """Host and process id of each worker."""

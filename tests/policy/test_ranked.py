@@ -1,0 +1,147 @@
+"""A policy over several ranks: the numbers of one process, and a rank that is gone is said at once."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from strop.backends.base import Outputs
+from strop.policy.batches import Datum
+from strop.policy.policy import Policy
+from strop.policy.ranked import LocalWorkers, PolicyRankLost
+from strop.runtime.local import StartedRanks
+from strop.types import Batch, Trajectory
+from tests.forked import Forked
+
+KEYS: dict[str, Any] = {"lr": 1e-2, "enable_gradient_checkpointing": False, "seed": 3}
+KEYS["actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
+PROMPTS = ["1+2=", "3+4=", "5+5="]
+
+
+class Lines:
+    """The stderr of a forked rank."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def last_lines(self, timeout: float = 1.0) -> tuple[str, ...]:
+        return tuple(self._file.read_text().splitlines()[-3:])
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Forked]:
+    """Ranks begin with their libraries imported."""
+    started: list[Forked] = []
+
+    def start(workers: LocalWorkers, address: str) -> StartedRanks:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            "WORLD_SIZE": str(workers.world),
+            "LOCAL_WORLD_SIZE": str(workers.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        logs = [tmp_path / f"rank{rank}" for rank in range(workers.world)]
+        for rank, log in enumerate(logs):
+            log.touch()
+            facts = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            started.append(Forked("strop.policy.worker", [address], log, **facts))
+        processes: Any = started[-workers.world :]
+        tails: Any = [Lines(log) for log in logs]
+        return StartedRanks(processes, tails, store)
+
+    monkeypatch.setattr(LocalWorkers, "start", start)
+    return started
+
+
+def own_loss(outputs: Outputs, batch: Batch) -> torch.Tensor:
+    assert outputs.log_probs is not None
+    return -(outputs.log_probs * batch.mask).sum() / batch.mask.sum()
+
+
+def learned(policy: Policy) -> tuple[list[float], list[Trajectory]]:
+    """Two steps of GRPO and one of a loss of one's own."""
+    numbers: list[float] = []
+    for _ in range(2):
+        groups = policy.sample(PROMPTS, n=3, max_tokens=4)
+        for t in itertools.chain(*groups):
+            t.score = float(sum(t.response) % 5)
+        output = policy.forward_backward(policy.batch(groups, advantages="grpo"), "vanilla")
+        numbers += [output.loss, output.metrics["actor/entropy"], policy.optim_step()["grad_norm"]]
+    samples = list(itertools.chain(*groups))
+    numbers.append(policy.forward_backward([Datum(t.prompt.ids, t.response) for t in samples], own_loss).loss)
+    numbers.append(policy.optim_step()["grad_norm"])
+    return numbers, samples
+
+
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
+def test_two_ranks_have_the_numbers_of_one_process(
+    task: Path, tmp_path: Path, forked_ranks: list[Forked], lora_rank: int
+) -> None:
+    with Policy(task / "model", lora_rank=lora_rank, **KEYS) as alone:
+        expected, samples = learned(alone)
+        log_probs = alone.log_probs(samples)
+    with Policy(task / "model", lora_rank=lora_rank, ranks=2, **KEYS) as policy:
+        numbers, found = learned(policy)
+        assert [t.response for t in found] == [t.response for t in samples]
+        assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        for a, b in zip(policy.log_probs(samples), log_probs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        policy.save_state(tmp_path / "state")
+        policy.save_for_sampling(tmp_path / "folder")
+        before = policy.log_probs(samples)
+        with pytest.raises(ValueError, match="There is no loss 'vanila'"):
+            policy.forward_backward([Datum([1], [2])], "vanila")
+        policy.forward_backward([Datum([1], [2, 3])], "cross_entropy")
+        policy.optim_step()
+        policy.load_state(tmp_path / "state")
+        assert all(torch.equal(a, b) for a, b in zip(policy.log_probs(samples), before, strict=True))
+        forked_ranks[1].kill()
+        with pytest.raises(PolicyRankLost, match="Rank 1 of 2 has ended"):
+            policy.log_probs(samples)
+        with pytest.raises(PolicyRankLost, match="have ended"):
+            policy.log_probs(samples)
+    assert forked_ranks[0].wait(10) is not None
+    with Policy(task / "model", lora_rank=lora_rank, **KEYS) as one:
+        one.load_state(tmp_path / "state")
+        for a, b in zip(one.log_probs(samples), before, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loaded_model_is_not_sent_to_ranks(task: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    for keys in ({"ranks": 2}, {"runtime": "ray"}):
+        with pytest.raises(ValueError, match="give its folder"):
+            Policy(model, tokenizer, **keys)  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import sys
+from strop.policy.batches import Datum
+from strop.policy.policy import Policy
+policy = Policy(sys.argv[1], ranks=2, runtime=sys.argv[2], seed=3)
+data = [Datum(t.prompt.ids, t.response) for t in policy.sample(["1+2="], n=2, max_tokens=3)[0]]
+loss = policy.forward_backward(data, lambda outputs, batch: outputs.log_probs.sum()).loss
+print(loss < 0, policy.optim_step()["grad_norm"] > 0)
+policy.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["local", "ray"])
+def test_a_plain_script_trains_on_ranks(task: Path, tmp_path: Path, runtime: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(task / "model"), runtime]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path.cwd())
+    assert done.stdout.strip().endswith("True True"), done.stderr[-3000:]
