@@ -3,6 +3,9 @@
 The handler only notes the signal where a training loop must not be interrupted (`deferred`), and raises
 StopRequested where the loop can drop what it does (`droppable`) and outside of the loop. A thread ends the
 process when the grace period is over. A second signal ends it at once.
+
+A run that is started from Python (a notebook) must not end its process: there a second SIGINT raises
+KeyboardInterrupt, and the end of the grace period is only logged.
 """
 
 from __future__ import annotations
@@ -43,6 +46,13 @@ class StopRequested(BaseException):
         return STOPPED if self.resumable else SIGNALLED + self.number
 
 
+class StoppedByCaller(StopRequested):
+    """A callback asked this run to end. It ends as after SIGINT."""
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGINT)
+
+
 class SignalLog:
     """The signals that came, where those that come together count as one."""
 
@@ -67,8 +77,9 @@ class SignalLog:
 class StopSignals:
     """The handlers of this process, and the thread that watches the grace period."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, ends_process: bool = True) -> None:
         self.grace = grace
+        self.ends_process = ends_process
         self.signals = SignalLog()
         self.deferred = False
         self.droppable = False
@@ -89,6 +100,8 @@ class StopSignals:
         if not self.signals.add(number):
             return
         if len(self.signals.numbers) > 1:
+            if not self.ends_process:
+                raise KeyboardInterrupt
             os._exit(SIGNALLED + number)
         self._asked.set()
         if self.droppable or not self.deferred:
@@ -111,6 +124,13 @@ class StopSignals:
             *(signal.Signals(number).name, self.grace),
         )
         if not self._finished.wait(self.grace):
+            if not self.ends_process:
+                log.warning(
+                    "trainer.grace_seconds=%g s are over and the run has not ended. Interrupt again to end "
+                    "it without a checkpoint.",
+                    self.grace,
+                )
+                return
             text = f"strop: error: trainer.grace_seconds={self.grace:g} s are over; the process ends.\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
@@ -122,12 +142,15 @@ _active: list[StopSignals] = []
 
 
 @contextlib.contextmanager
-def handle_stop_signals(grace: float) -> Iterator[None]:
-    """Install the handlers in the block, unless `grace` is 0 (signals then end the process as ever)."""
+def handle_stop_signals(grace: float, *, ends_process: bool = True) -> Iterator[None]:
+    """Install the handlers in the block, unless `grace` is 0 (signals then end the process as ever).
+
+    Without `ends_process`, the process goes on after a run that does not end in time.
+    """
     if grace <= 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = StopSignals(grace)
+    handlers = StopSignals(grace, ends_process)
     before = {number: signal.signal(number, handlers.receive) for number in SIGNALS}
     _active.append(handlers)
     try:

@@ -39,6 +39,8 @@ class AgentSetup:
 
     rollout: RolloutConfig
     chat: Chat
+    functions: Sequence[Callable[..., object]] = ()
+    """The tools themselves, where the caller has them; their file is then not read."""
 
     @functools.cached_property
     def loops(self) -> AgentLoops:
@@ -54,6 +56,7 @@ class AgentSetup:
             max_response_length=settings.max_tool_response_length,
             truncate_side=settings.tool_response_truncate_side,
             max_parallel=settings.max_parallel_calls,
+            functions=self.functions,
         )
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,10 +75,16 @@ class ToolSet:
         max_response_length: int,
         truncate_side: str,
         max_parallel: int,
+        functions: Sequence[Callable[..., object]] = (),
     ) -> ToolSet:
-        """Return the tools of a YAML file; none without a path. Any mistake in the file is a ValueError."""
+        """Return the tools of a YAML file; none without a path. Any mistake in the file is a ValueError.
+
+        `functions` are its tools themselves; the file is then not read.
+        """
         limits = CallLimits(timeout, max_response_length, truncate_side, max_parallel)
         loop = BackgroundLoop("strop-tools")
+        if functions:
+            return cls([tool_from_function(function) for function in functions], limits, loop)
         if not path:
             return cls([], limits, loop)
         tools: list[Tool] = []

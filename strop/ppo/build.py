@@ -12,10 +12,10 @@ import torch
 from strop.agents.runner import AgentSetup
 from strop.algorithms.ema import EMA
 from strop.algorithms.kl import KLController, kl_controller
-from strop.backends.base import MicroBatching, Roles
+from strop.backends.base import Roles
 from strop.catalog import ENGINES
 from strop.compat import conventions
-from strop.config.arithmetic import Plan, micro_batch_size, plan_ppo
+from strop.config.arithmetic import plan_ppo
 from strop.config.compose import Loaded
 from strop.config.derived import (
     AsyncPlan,
@@ -25,8 +25,6 @@ from strop.config.derived import (
     holds_weights,
     resource_pools,
 )
-from strop.config.schema.actor import ActorConfig, RefConfig
-from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.config.schema.trainer import TrainerConfig
@@ -35,6 +33,7 @@ from strop.data.prompts import build_chat, build_prompts
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
+from strop.ppo.micro_batching import micro_batches
 from strop.ppo.pretrain import Pretraining, build_pretraining
 from strop.ppo.rank_sharing import RankSampler, RankScorer
 from strop.ppo.roles import (
@@ -69,6 +68,7 @@ from strop.shared.build import (
     tokenizer_of,
 )
 from strop.shared.export import average_of, exports, masters_of
+from strop.shared.in_process import NOTHING_GIVEN, InProcess, RunObserver
 from strop.shared.run_output import RunOutput
 
 if TYPE_CHECKING:
@@ -77,7 +77,10 @@ if TYPE_CHECKING:
 
 
 def build_ppo(
-    loaded: Loaded, ranks: Ranks | None = None, trainer_class: type[PpoTrainer] = PpoTrainer
+    loaded: Loaded,
+    ranks: Ranks | None = None,
+    trainer_class: type[PpoTrainer] = PpoTrainer,
+    given: InProcess = NOTHING_GIVEN,
 ) -> PpoTrainer:
     """Every part of a reinforcement-learning run, ready for `fit`. Each of the `ranks` builds its own."""
     config: PpoConfig = loaded.config
@@ -87,7 +90,7 @@ def build_ppo(
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
-    agents = AgentSetup(rollout, build_chat(config.data, tokenizer))
+    agents = AgentSetup(rollout, build_chat(config.data, tokenizer), given.tools)
     prompts = build_prompts(config.data, tokenizer, split="train", listing=agents.listing())
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
@@ -98,14 +101,16 @@ def build_ppo(
     engine_memory.engine = engine
     loader = training_loader(config, build_loader(config.data, prompts))
     sampler = Sampler(engine, rollout_seed(config), max_model_len(rollout), agents)
-    collector = build_collector(config, sampler, tokenizer, module, device, ranks)
+    collector = build_collector(config, sampler, tokenizer, module, device, ranks, given)
     run_ahead = build_run_ahead(config, sampler, collector.rollout, loader, plan.total_steps, ranks)
     collector.run_ahead = run_ahead
     sequences_per_update = config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     pretraining = build_pretraining(config, tokenizer, sequences_per_update)
     average = average_of(roles.actor, config.trainer)
     controller = build_kl_controller(config)
-    output = build_output(loaded, roles, tokenizer, plan.total_steps, average, controller, pretraining)
+    output = build_output(
+        loaded, roles, tokenizer, plan.total_steps, average, controller, pretraining, given.observer
+    )
     width = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
     copies = module is not roles.actor.module or holds_weights(rollout)
     return trainer_class(
@@ -201,6 +206,7 @@ def build_output(
     average: EMA | None,
     controller: KLController,
     pretraining: Pretraining | None,
+    observer: RunObserver | None,
 ) -> RunOutput:
     """Checkpoints, trackers and dumps of the run."""
     config: PpoConfig = loaded.config
@@ -232,6 +238,7 @@ def build_output(
         exports=lambda: exports(config, roles, tokenizer, average),
         ranks=roles.actor.ranks,
         samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.is_rank0 else None,
+        observer=observer,
     )
 
 
@@ -252,12 +259,13 @@ def build_collector(
     module: nn.Module,
     device: torch.device,
     ranks: Ranks,
+    given: InProcess,
 ) -> Collector:
     """Sampling and scoring, shared between ranks where there are several."""
     rollout = config.actor_rollout_ref.rollout
     ahead = async_plan(config)
     shared_sampler: PromptSampler = sampler
-    scorer: TrajectoryScorer = build_trajectory_scorer(config, tokenizer, device, ranks)
+    scorer: TrajectoryScorer = build_trajectory_scorer(config, tokenizer, device, ranks, given)
     if ranks.world > 1:
         rows = rows_at_once(rollout, ahead)
         shared_sampler = RankSampler(sampler, ranks, tensor_parallel_size(rollout), rows)
@@ -295,7 +303,11 @@ def build_group_filter(config: PpoConfig) -> GroupFilter | None:
 
 
 def build_trajectory_scorer(
-    config: PpoConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device, ranks: Ranks
+    config: PpoConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    ranks: Ranks,
+    given: InProcess,
 ) -> TrajectoryScorer:
     """The scorer of the configuration, with its reward model or judge."""
     reward = config.reward_model
@@ -317,6 +329,7 @@ def build_trajectory_scorer(
         judge=judge,
         max_response_length=rollout.response_length,
         compat=config.algorithm.compat,
+        given=given.reward,
     )
 
 
@@ -334,61 +347,3 @@ def build_validator(
     loader = build_loader(config.data, prompts, split="val")
     best_of_n = conventions(config.algorithm.compat).best_of_n
     return Validator(loader, collector, sampling, val.n, best_of_n)
-
-
-def micro_batches(config: PpoConfig, plan: Plan) -> dict[str, MicroBatching]:
-    """How each pass over a model is cut into micro-batches. It never changes a result."""
-    actor = config.actor_rollout_ref.actor
-    rollout = config.actor_rollout_ref.rollout
-    ref = config.actor_rollout_ref.ref
-    critic = config.critic
-    step_rows = plan.sequences_per_step
-    update_rows = plan.sequences_per_device
-
-    def cut(
-        section: ActorConfig | RolloutConfig | RefConfig | CriticConfig,
-        key: str,
-        rows: int,
-        dynamic: bool,
-        tokens: int,
-    ) -> MicroBatching:
-        max_tokens = tokens if dynamic else None
-        return MicroBatching(rows=micro_batch_size(section, key, rows, 1), max_tokens=max_tokens)
-
-    return {
-        "actor": cut(
-            actor,
-            "ppo_micro_batch_size",
-            update_rows,
-            actor.use_dynamic_bsz,
-            actor.ppo_max_token_len_per_gpu,
-        ),
-        "log_prob": cut(
-            rollout,
-            "log_prob_micro_batch_size",
-            step_rows,
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-        ),
-        "ref": cut(
-            ref,
-            "log_prob_micro_batch_size",
-            step_rows,
-            ref.log_prob_use_dynamic_bsz,
-            ref.log_prob_max_token_len_per_gpu,
-        ),
-        "critic": cut(
-            critic,
-            "ppo_micro_batch_size",
-            update_rows,
-            critic.use_dynamic_bsz,
-            critic.ppo_max_token_len_per_gpu,
-        ),
-        "values": cut(
-            critic,
-            "forward_micro_batch_size",
-            step_rows,
-            critic.use_dynamic_bsz,
-            critic.forward_max_token_len_per_gpu,
-        ),
-    }

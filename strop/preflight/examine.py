@@ -25,14 +25,15 @@ from strop.preflight.report import PreflightReport, announce, render
 
 if TYPE_CHECKING:
     from strop.config.schema.roots import RootConfig
+    from strop.shared.in_process import InProcess
 
 ENOUGH_DISK_GB = 2.0
 WRITTEN_TO = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 VERSIONS = ("strop", "torch", "transformers", "hydra-core", "omegaconf", "pyarrow", "safetensors")
 
 
-def examine(loaded: Loaded[RootConfig]) -> PreflightReport:
-    """Every check, cheapest first."""
+def examine(loaded: Loaded[RootConfig], given: InProcess | None = None) -> PreflightReport:
+    """Every check, cheapest first. `given` are objects of the caller."""
     config = loaded.config
     report = PreflightReport(loaded.root, check(loaded), list(loaded.notices))
     report.plan = _plan(config)
@@ -42,7 +43,7 @@ def examine(loaded: Loaded[RootConfig]) -> PreflightReport:
     if not report.ok:
         return report
     report.versions = _versions()
-    rows = examine_data(config, report)
+    rows = examine_data(config, report, given)
     report.plan = _plan(config, rows)
     if report.ok:
         report.findings += _enough_rows(report.plan, rows)
@@ -55,12 +56,12 @@ def examine(loaded: Loaded[RootConfig]) -> PreflightReport:
     return report
 
 
-def examine_data(config: RootConfig, report: PreflightReport) -> int | None:
+def examine_data(config: RootConfig, report: PreflightReport, given: InProcess | None = None) -> int | None:
     """Check files, tokenizer and reward functions; returns the number of training rows where it is known."""
     if isinstance(config, PpoConfig):
         from strop.preflight.ppo import examine_ppo
 
-        return examine_ppo(config, report)
+        return examine_ppo(config, report, given)
     if isinstance(config, SupervisedConfig):
         from strop.preflight.supervised import examine_supervised
 
@@ -146,9 +147,9 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def require(loaded: Loaded[RootConfig]) -> PreflightReport:
+def require(loaded: Loaded[RootConfig], given: InProcess | None = None) -> PreflightReport:
     """Examine and print; raises when something is wrong. Every run calls this before it loads weights."""
-    report = examine(loaded)
+    report = examine(loaded, given)
     if report.ok:
         announce(report)
     else:

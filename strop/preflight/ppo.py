@@ -4,7 +4,7 @@ agents with their loops, tools and interactions."""
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,8 @@ from strop.preflight.report import PreflightReport
 from strop.rewards.base import RewardSample, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import check_judge
+from strop.rewards.managers import one_per_sample
+from strop.shared.in_process import NOTHING_GIVEN, InProcess
 from strop.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -47,15 +49,17 @@ UNUSED_TOOLS = (
 )
 
 
-def examine_ppo(config: PpoConfig, report: PreflightReport) -> int | None:
-    """Add findings and facts to the report; returns the number of training rows where it is known."""
+def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | None = None) -> int | None:
+    """Add findings and facts to the report; returns the number of training rows where it is known. `given`
+    are objects of the caller."""
+    given = given or NOTHING_GIVEN
     tokenizer, findings = find_tokenizer(config.actor_rollout_ref.model)
     report.findings += findings
     if tokenizer is not None:
         report.findings += _template(config, tokenizer)
     # An error of the template is reported once, not again for each file.
     renderer = tokenizer if report.ok else None
-    agents = AgentCheck(config, renderer)
+    agents = AgentCheck(config, renderer, given.tools)
     train = _examine_files(config, "train_files", renderer, agents, report)
     val = _examine_files(config, "val_files", renderer, agents, report)
     agents.close(report)
@@ -74,7 +78,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport) -> int | None:
             sources.update(found.data_sources)
     report.data["data sources"] = ", ".join(f"{name} ({of.rows} rows)" for name, of in sources.items())
     if report.ok and config.actor_rollout_ref.rollout.multi_turn.reward_weights.score:
-        report.findings += _rewards(config, sources, report)
+        report.findings += _rewards(config, sources, report, given.reward)
     return None if train is None else _training_rows(config, train)
 
 
@@ -193,7 +197,10 @@ def _template(config: PpoConfig, tokenizer: PreTrainedTokenizerBase) -> list[Con
 
 
 def _rewards(
-    config: PpoConfig, sources: Mapping[str, SourceReport], report: PreflightReport
+    config: PpoConfig,
+    sources: Mapping[str, SourceReport],
+    report: PreflightReport,
+    given: Callable[..., object] | None,
 ) -> list[ConfigFinding]:
     """Call the reward function once per data source, with its first row."""
     custom = config.custom_reward_function
@@ -210,7 +217,12 @@ def _rewards(
         lists = config.reward_manager.name == "batch"
         try:
             function = load_function(
-                custom.path, custom.name, custom.reward_kwargs, takes_lists=lists, timeout=reward.timeout
+                custom.path,
+                custom.name,
+                custom.reward_kwargs,
+                takes_lists=lists,
+                timeout=reward.timeout,
+                given=given,
             )
         except ValueError as problem:
             return [reward_file_finding(custom.path, problem)]
@@ -265,7 +277,7 @@ def _call_reward(
 
     def call(one: RewardSample) -> object:
         if isinstance(function, RewardFunction) and function.takes_lists:
-            return function.call_with_lists([one])[0]
+            return one_per_sample(function.call_with_lists([one]), 1, function.name)[0]
         return function(one)
 
     [answer] = call_each(call, [sample], timeout=timeout)
@@ -277,7 +289,12 @@ def _call_reward(
 class AgentCheck:
     """Reads what the configuration names; every problem becomes a finding."""
 
-    def __init__(self, config: PpoConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(
+        self,
+        config: PpoConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tools: Sequence[Callable[..., object]] = (),
+    ) -> None:
         self.config = config
         self.settings = config.actor_rollout_ref.rollout
         self.findings: list[ConfigFinding] = []
@@ -286,7 +303,7 @@ class AgentCheck:
         self.named: set[str | None] = set()
         """Agents that some row names; None if a row names none."""
         if tokenizer is not None:
-            self.agents = AgentSetup(self.settings, build_chat(config.data, tokenizer, template))
+            self.agents = AgentSetup(self.settings, build_chat(config.data, tokenizer, template), tools)
             self._examine_setup(self.agents, tokenizer)
 
     def _examine_setup(self, agents: AgentSetup, tokenizer: PreTrainedTokenizerBase) -> None:

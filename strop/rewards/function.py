@@ -5,7 +5,8 @@ A user's function is called by keyword, with the arguments that it accepts:
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs): ...
 
 It may omit arguments, may be async, and returns a number or a dict with `score`. For the reward manager
-`batch` it takes lists: data_sources, solution_strs, ground_truths, extra_infos.
+`batch` it takes lists: data_sources, solution_strs, ground_truths, extra_infos. A function with a parameter
+`completion` or `completions` gets the columns of the row by name (`signatures.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from strop.concurrency import BackgroundLoop
 from strop.config.schema.reward import SandboxFusionConfig
 from strop.registry import Entry, did_you_mean, load_attribute, nearest
 from strop.rewards.base import RewardSample
+from strop.rewards.signatures import (
+    LIST_ARGUMENTS,
+    SAMPLE_ARGUMENTS,
+    column_arguments,
+    is_required,
+    list_arguments,
+    parameters_of,
+    select_arguments,
+    style_of,
+    without_facts,
+)
 from strop.rewards.timelimit import shared_pool
 
 log = logging.getLogger(__name__)
 
 TIME_LIMIT = 10.0  # seconds for one response, in scorers that can hang
-SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 Result = TypeVar("Result")
 
@@ -202,6 +212,8 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - the method is inspected
         )
+        self.style = style_of(function, self.name)
+        self._parameters = parameters_of(function)
         self._accepted = self._accepted_names()
         self._loop = BackgroundLoop("strop-reward-loop")
 
@@ -210,21 +222,38 @@ class RewardFunction:
 
     def call_for(self, sample: RewardSample) -> ScorerCall:
         """Return the call for one sample."""
-        values = (sample.data_source, sample.solution_str, sample.ground_truth, sample.extra_info)
+        if self.takes_columns:
+            return self._call_with_columns(column_arguments(sample))
+        extra_info = without_facts(sample.extra_info)
+        values = (sample.data_source, sample.solution_str, sample.ground_truth, extra_info)
         return self._call(SAMPLE_ARGUMENTS, values)
 
     def call_with_lists(self, samples: Sequence[RewardSample]) -> Sequence[object]:
         """Call the function once for all samples; the reward manager checks that it returned a list."""
+        timeout = None
+        if self.timeout is not None:
+            timeout = self.timeout * len(samples)
+        return cast(Sequence[object], self.run(self._list_call(samples), timeout))
+
+    @property
+    def takes_columns(self) -> bool:
+        """Whether the function gets the columns of the row by name."""
+        return self.style is not None and self.style.takes_columns
+
+    def _list_call(self, samples: Sequence[RewardSample]) -> ScorerCall:
+        if self.takes_columns:
+            return self._call_with_columns(list_arguments(samples))
         columns = (
             [sample.data_source for sample in samples],
             [sample.solution_str for sample in samples],
             [sample.ground_truth for sample in samples],
-            [sample.extra_info for sample in samples],
+            [without_facts(sample.extra_info) for sample in samples],
         )
-        timeout = None
-        if self.timeout is not None:
-            timeout = self.timeout * len(samples)
-        return cast(Sequence[object], self.run(self._call(LIST_ARGUMENTS, columns), timeout))
+        return self._call(LIST_ARGUMENTS, columns)
+
+    def _call_with_columns(self, given: Mapping[str, object]) -> ScorerCall:
+        arguments = select_arguments(self.name, self._parameters, {**given, **self.options})
+        return ScorerCall(self.function, kwargs=arguments)
 
     def run(self, call: ScorerCall, timeout: float | None = None) -> object:
         """Make the call; an awaitable result is awaited on a background event loop."""
@@ -249,14 +278,17 @@ class RewardFunction:
     def _accepted_names(self) -> set[str] | None:
         """Return the argument names that the function takes, None if it takes all; ValueError if it cannot
         fit."""
-        try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # some functions written in C have no signature
+        parameters = self._parameters
+        if parameters is None:
             return None
         given = {*SAMPLE_ARGUMENTS, *self.options}
         if self.takes_lists:
             given = {*LIST_ARGUMENTS, *self.options}
-        missing = [p.name for p in parameters if _is_required(p) and p.name not in given]
+        missing = [p.name for p in parameters if is_required(p) and p.name not in given]
+        if self.style is not None and self.style.takes_columns:
+            missing = []  # the rest are columns of rows that are not known yet
+            if self.style.takes_lists != self.takes_lists:
+                missing = [self.style.value]
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if missing or positional:
             raise ValueError(self._signature_error(missing or positional, given))
@@ -273,9 +305,9 @@ class RewardFunction:
 
     def _signature_error(self, names: Sequence[str], given: set[str]) -> str:
         hint = ""
-        if not self.takes_lists and set(names) & set(LIST_ARGUMENTS):
+        if not self.takes_lists and set(names) & {*LIST_ARGUMENTS, "completions"}:
             hint = " Functions that take lists need reward_model.reward_manager=batch."
-        elif self.takes_lists and set(names) & set(SAMPLE_ARGUMENTS):
+        elif self.takes_lists and set(names) & {*SAMPLE_ARGUMENTS, "completion"}:
             hint = (
                 " The reward manager batch calls with lists; set reward_model.reward_manager=naive for one "
                 "sample at a time."
@@ -333,18 +365,15 @@ def load_function(
     *,
     takes_lists: bool = False,
     timeout: float | None = None,
+    given: Callable[..., object] | None = None,
 ) -> RewardFunction:
-    """Load the function `name` of the file or module `path`; ValueError if that is not possible."""
+    """Load the function `name` of the file or module `path`; ValueError if that is not possible. `given` is
+    the function itself, where the caller has it."""
     try:
-        return RewardFunction(load_attribute(path, name), options, takes_lists=takes_lists, timeout=timeout)
+        function = given or load_attribute(path, name)
+        return RewardFunction(function, options, takes_lists=takes_lists, timeout=timeout)
     except ValueError as error:
         raise ValueError(f"custom_reward_function.path={path}: {error}") from error
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return False
-    return parameter.default is parameter.empty
 
 
 async def _as_coroutine(awaitable: Awaitable[Result]) -> Result:

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from strop.catalog import REWARD_MANAGERS
@@ -118,10 +118,10 @@ class BatchRewardManager:
         [values] = call_each(self.function.call_with_lists, [samples], timeout=timeout)
         if isinstance(values, Exception):
             return [values] * len(samples)
-        return _one_per_sample(values, len(samples), self.function.name)
+        return one_per_sample(values, len(samples), self.function.name)
 
 
-def _one_per_sample(values: object, count: int, name: str) -> Sequence[object]:
+def one_per_sample(values: object, count: int, name: str) -> Sequence[object]:
     """Return the values as a list of `count`, or `count` errors."""
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -213,6 +213,7 @@ def build_scorer(
     judge: ChatCompleter | None = None,
     max_response_length: int | None = None,
     compat: str | None = None,
+    given: Callable[..., object] | None = None,
 ) -> Scorer:
     """Build the scorer of the sections `reward_model`, `custom_reward_function` and `reward_manager`.
 
@@ -221,7 +222,8 @@ def build_scorer(
     models, the function reads the model's score in extra_info["rm_score"]. `reward_model` is the model if it
     is loaded already, `judge` a judge in this process. The overlong penalty ends at
     reward_kwargs.max_resp_len, or else at `max_response_length`. `compat` is algorithm.compat: it decides
-    how rules compare answers, how the overlong penalty ends, and whether the scorer clips scores.
+    how rules compare answers, how the overlong penalty ends, and whether the scorer clips scores. `given` is
+    the user's function itself, which is then not loaded from its file.
     """
     options = dict(config.reward_kwargs)
     max_length = options.pop("max_resp_len", None) or max_response_length
@@ -231,7 +233,7 @@ def build_scorer(
     entry = _manager_entry(config, reward_manager)
     manager: RewardManager | None = None
     if custom.path or model is None:
-        manager = _build_manager(entry, config, custom, options, compat)
+        manager = _build_manager(entry, config, custom, options, compat, given)
     return Scorer(
         tokenizer,
         manager=manager,
@@ -282,6 +284,7 @@ def _build_manager(
     custom: CustomRewardFunctionConfig,
     options: dict[str, object],
     compat: str | None,
+    given: Callable[..., object] | None,
 ) -> RewardManager:
     if options and entry.source == "built-in":
         raise ValueError(
@@ -299,6 +302,7 @@ def _build_manager(
             custom.reward_kwargs,
             takes_lists=entry.facts["takes_lists"],
             timeout=config.timeout,
+            given=given,
         )
     manager: RewardManager = entry.load()(function, config, **options)
     if not callable(getattr(manager, "score", None)):

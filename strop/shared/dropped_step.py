@@ -16,7 +16,7 @@ from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
 from strop.run.checkpoint.contents import Loop, LoopState
 from strop.shared.run_output import RunOutput
-from strop.stopping import StopRequested, first_request, mark_saved, requested
+from strop.stopping import StoppedByCaller, StopRequested, first_request, mark_saved, requested
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,14 @@ def drop_validation(output: RunOutput) -> Iterator[None]:
 
 
 def end_if_stopped(output: RunOutput, loop: Loop, record: StepRecord, state: LoopState) -> None:
-    """After a step: if a signal came, save `state` and raise StopRequested."""
-    if output.stop_signal is None:
+    """After a step: if a signal came or the caller asks for the end, save `state` and raise
+    StopRequested."""
+    if output.stop_signal is not None:
+        stop = StopRequested(output.stop_signal)
+    elif output.observer is not None and output.observer.stop_requested:
+        stop = StoppedByCaller()
+    else:
         return
     if loop.step < output.total_steps or output.validation_dropped:
-        stop = StopRequested(output.stop_signal)
         save_before_end(output, loop, record, state, stop)
         raise stop

@@ -41,8 +41,9 @@ from strop.run.samples import (
     write_evidence,
     write_transcripts,
 )
-from strop.run.trackers.base import TrackedRun, Trackers, start
+from strop.run.trackers.base import TrackedRun, Tracker, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
+from strop.shared.in_process import RunObserver
 from strop.stopping import first_request, requested
 from strop.types import Batch, Trajectory
 
@@ -81,6 +82,8 @@ class RunOutput:
     """Every rank saves its shards of the models. Rank 0 writes everything else."""
     samples: SampleWriter | None = None
     """Keeps some samples of each step for the board."""
+    observer: RunObserver | None = None
+    """Follows the run from this process."""
     longest_step: float = 0.0
     saved_step: int | None = None
     """Step of the newest checkpoint."""
@@ -185,7 +188,14 @@ class RunOutput:
             total_steps=self.total_steps,
         )
         # The preflight has reported the names that are left out here.
-        self.trackers = start([name for name in wanted if name in TRACKERS], run)
+        wanted = [name for name in wanted if name in TRACKERS]
+        more: dict[str, Tracker] = {}
+        if self.observer is not None:
+            more["caller"] = self.observer
+            if self.observer.replaces_console:
+                wanted = [name for name in wanted if name != "console"]
+            self.observer.begin(resumed_from or 0, self.total_steps)
+        self.trackers = start(wanted, run, more)
         if settings.health:
             precision = FsdpConfig.dtype
             if isinstance(self.config, PpoConfig):
@@ -320,6 +330,7 @@ class RunOutput:
         if trainer.validation_data_dir:
             dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
             write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
+        self._show_samples("validation", step, samples)
         if self.samples is not None:
             self.samples.submit("validation", step, samples)
         if trainer.log_val_generations and self.trackers is not None:
@@ -373,9 +384,14 @@ class RunOutput:
         self, trajectories: list[Trajectory], batch: Batch, step: int, record: StepRecord
     ) -> None:
         """Keep some samples of a step for the board."""
+        self._show_samples("train", step, trajectories)
         if self.samples is not None and self.ranks.is_rank0:
             with record.phase("keep_samples"):
                 self.samples.submit("train", step, trajectories, batch)
+
+    def _show_samples(self, split: str, step: int, samples: list[Trajectory]) -> None:
+        if self.observer is not None and self.observer.wants_samples:
+            self.observer.on_samples(split, step, rollout_rows(samples, step=step, decode=self.decode))
 
 
 def program_name(config: object) -> str:

@@ -60,6 +60,8 @@ class TrainingProgram(Generic[Report]):
     """The preflight without output, for ranks other than 0."""
     train: Callable[[Loaded, Ranks, Report | None], None]
     remote_models: Callable[..., RemoteModels] = lambda config: RemoteModels()
+    keeps_process: bool = False
+    """Whether the process belongs to a caller and goes on after the run (a notebook)."""
 
 
 def start(loaded: Loaded[TrainingConfig], program: TrainingProgram[Report], arguments: Sequence[str]) -> int:
@@ -110,7 +112,7 @@ def _run_locally(
         )
     if devices == 1 and not trainer.max_restarts:
         with (
-            handle_stop_signals(trainer.grace_seconds),
+            handle_stop_signals(trainer.grace_seconds, ends_process=not program.keeps_process),
             start_heartbeat(directory) as heart,
             start_watchdog(heart, _limits(trainer)),
         ):

@@ -31,6 +31,7 @@ from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
 from strop.shared.build import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
+from strop.shared.in_process import RunObserver
 from strop.shared.run_output import RunOutput
 from strop.supervised.tasks import (
     DpoTask,
@@ -58,6 +59,7 @@ def build_supervised_trainer(
     loaded: Loaded[AnySupervisedConfig],
     datasets: Mapping[str, SupervisedDataset] | None = None,
     ranks: Ranks | None = None,
+    observer: RunObserver | None = None,
 ) -> SupervisedTrainer:
     """Every part of a supervised run, ready for `fit`. `datasets` are those that the preflight has read, by
     split."""
@@ -93,7 +95,7 @@ def build_supervised_trainer(
         model=model,
         loader=train_loader(config, train_items),
         validation=validation,
-        output=build_output(loaded, plan, model, tokenizer, state, ranks),
+        output=build_output(loaded, plan, model, tokenizer, state, ranks, observer),
         micro=micro,
         total_steps=plan.total_steps,
         test_freq=period(config.trainer.test_freq, plan),
@@ -152,6 +154,7 @@ def build_output(
     tokenizer: PreTrainedTokenizerBase,
     state: SupervisedRunState,
     ranks: Ranks,
+    observer: RunObserver | None,
 ) -> RunOutput:
     """Checkpoints, trackers and dumps of the run."""
     config = loaded.config
@@ -168,6 +171,7 @@ def build_output(
         stateful=state.stateful(),
         exports=lambda: exports(config, model, tokenizer, state.average, state.scores),
         ranks=ranks,
+        observer=observer,
     )
 
 

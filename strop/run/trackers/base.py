@@ -108,8 +108,9 @@ class Trackers:
                 )
 
 
-def start(names: str | Sequence[str], run: TrackedRun) -> Trackers:
-    """Start trackers by name. One that cannot start stops the run here, before any work is done."""
+def start(names: str | Sequence[str], run: TrackedRun, more: Mapping[str, Tracker] | None = None) -> Trackers:
+    """Start trackers by name. One that cannot start stops the run here, before any work is done. `more` are
+    trackers of the caller."""
     wanted = [names] if isinstance(names, str) else list(names)
     # Two names of one tracker would write everything twice.
     kinds = {}
@@ -125,7 +126,7 @@ def start(names: str | Sequence[str], run: TrackedRun) -> Trackers:
                 f"The tracker {name!r} of trainer.logger could not start: {type(error).__name__}: {error} "
                 "Correct this, or take it out of trainer.logger."
             ) from error
-    return Trackers(started)
+    return Trackers({**started, **(more or {})})
 
 
 def _plain(value: object) -> float | str | None:
