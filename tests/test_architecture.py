@@ -34,7 +34,7 @@ FLOORS = [
     {"ppo", "supervised", "inference"},
     {"policy"},
     {"preflight", "replay"},
-    {"quickstart", "board"},
+    {"quickstart", "board", "api"},
     {"trainer"},
     {"cli"},
 ]

@@ -5,7 +5,7 @@ A response that cannot be scored does not count as zero: no mean includes it, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,7 +19,7 @@ from strop.data.schema import require_column, to_plain
 from strop.inference.resumable_rows import ProgressBar
 from strop.rewards.base import RewardSample, Verdict, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
-from strop.rewards.managers import NaiveRewardManager, PrimeRewardManager
+from strop.rewards.managers import BatchRewardManager, NaiveRewardManager, PrimeRewardManager
 from strop.rewards.votes import can_vote, vote_of
 from strop.types import Prompt, Trajectory
 
@@ -90,18 +90,29 @@ class SourceResult:
     """score; also pass@k and maj@k where every score is right or wrong, otherwise best@k."""
 
 
-def evaluate(config: EvaluationConfig, path: str | Sequence[str] | None = None) -> list[ScoredPrompt]:
-    """Score every response of the file `path`, by default data.path."""
+def evaluate(
+    config: EvaluationConfig,
+    path: str | Sequence[str] | None = None,
+    given: Callable[..., object] | None = None,
+) -> list[ScoredPrompt]:
+    """Score every response of the file `path`, by default data.path. `given` is a reward function of the
+    caller, which is called in this process."""
     scored_prompts = read_responses(config, path)
     function: RewardFunction | RuleScorer = RuleScorer(
         config.evaluation.timeout, compat=conventions(config.evaluation.compat).scorers
     )
     custom = config.custom_reward_function
-    if custom.path:
+    if given is not None:
+        function = RewardFunction(given, takes_lists=None, timeout=config.evaluation.timeout)
+    elif custom.path:
         function = load_function(
-            custom.path, custom.name, custom.reward_kwargs, timeout=config.evaluation.timeout
+            custom.path,
+            custom.name,
+            custom.reward_kwargs,
+            takes_lists=None,
+            timeout=config.evaluation.timeout,
         )
-    score_all(scored_prompts, function, config.evaluation)
+    score_all(scored_prompts, function, config.evaluation, here=given is not None)
     return scored_prompts
 
 
@@ -158,11 +169,16 @@ def score_all(
     scored_prompts: Sequence[ScoredPrompt],
     function: RewardFunction | RuleScorer,
     settings: EvaluationSettingsConfig,
+    *,
+    here: bool = False,
 ) -> None:
-    """Fill in scores, correctness, votes and errors. Worker processes score, with a timeout per response."""
+    """Fill in scores, correctness, votes and errors. Worker processes score, with a timeout per response;
+    threads of this process if `here`."""
     workers = RewardModelConfig(num_workers=settings.num_workers, timeout=settings.timeout)
-    manager: NaiveRewardManager | PrimeRewardManager
-    if function.is_async:
+    manager: NaiveRewardManager | PrimeRewardManager | BatchRewardManager
+    if isinstance(function, RewardFunction) and function.takes_lists:
+        manager = BatchRewardManager(function, workers)
+    elif function.is_async or here:
         manager = NaiveRewardManager(function, workers)
     else:
         manager = PrimeRewardManager(function, workers)

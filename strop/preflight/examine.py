@@ -6,6 +6,7 @@ reward functions are tried. No weights are loaded and no GPU is needed.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from strop.config.schema.roots import RootConfig
     from strop.shared.in_process import InProcess
 
+log = logging.getLogger(__name__)
 ENOUGH_DISK_GB = 2.0
 WRITTEN_TO = ("default_local_dir", "rollout_data_dir", "validation_data_dir")
 VERSIONS = ("strop", "torch", "transformers", "hydra-core", "omegaconf", "pyarrow", "safetensors")
@@ -147,10 +149,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def require(loaded: Loaded[RootConfig], given: InProcess | None = None) -> PreflightReport:
+def require(
+    loaded: Loaded[RootConfig], given: InProcess | None = None, *, quiet: bool = False
+) -> PreflightReport:
     """Examine and print; raises when something is wrong. Every run calls this before it loads weights."""
     report = examine(loaded, given)
-    if report.ok:
+    if report.ok and quiet:
+        for finding in report.findings:
+            log.warning("%s", finding)
+    elif report.ok:
         announce(report)
     else:
         raise ValueError("\n".join(str(finding) for finding in report.errors))

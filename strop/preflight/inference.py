@@ -52,7 +52,13 @@ def _evaluation(config: EvaluationConfig, report: PreflightReport) -> int | None
     own = config.custom_reward_function
     if own.path:
         try:
-            load_function(own.path, own.name, own.reward_kwargs, timeout=config.evaluation.timeout).close()
+            load_function(
+                own.path,
+                own.name,
+                own.reward_kwargs,
+                takes_lists=None,
+                timeout=config.evaluation.timeout,
+            ).close()
         except ValueError as problem:
             report.findings.append(reward_file_finding(own.path, problem))
     try:

@@ -27,6 +27,7 @@ from strop.rewards.base import RewardSample
 from strop.rewards.signatures import (
     LIST_ARGUMENTS,
     SAMPLE_ARGUMENTS,
+    ListScorer,
     column_arguments,
     is_required,
     list_arguments,
@@ -197,22 +198,23 @@ class RewardFunction:
         function: Callable[..., object],
         options: Mapping[str, object] | None = None,
         *,
-        takes_lists: bool = False,
+        takes_lists: bool | None = False,
         timeout: float | None = None,
     ):
         """`options` are further arguments of every call and override the sample's; `timeout` limits an
-        await."""
+        await. Without `takes_lists` (None), the function itself says whether it takes lists."""
         if not callable(function):
             raise ValueError(f"The reward function is {function!r}, which cannot be called.")
         self.function = function
         self.options = dict(options or {})
         self.timeout = timeout
-        self.takes_lists = takes_lists
         self.name = getattr(function, "__qualname__", type(function).__name__)
+        self.style = style_of(function, self.name)
+        says_lists = isinstance(function, ListScorer) or bool(self.style and self.style.takes_lists)
+        self.takes_lists = says_lists if takes_lists is None else takes_lists
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - the method is inspected
         )
-        self.style = style_of(function, self.name)
         self._parameters = parameters_of(function)
         self._accepted = self._accepted_names()
         self._loop = BackgroundLoop("strop-reward-loop")
@@ -241,6 +243,8 @@ class RewardFunction:
         return self.style is not None and self.style.takes_columns
 
     def _list_call(self, samples: Sequence[RewardSample]) -> ScorerCall:
+        if isinstance(self.function, ListScorer):
+            return ScorerCall(self.function, (samples,))
         if self.takes_columns:
             return self._call_with_columns(list_arguments(samples))
         columns = (
@@ -268,6 +272,8 @@ class RewardFunction:
     def close(self) -> None:
         """Stop the background event loop."""
         self._loop.close()
+        if isinstance(self.function, ListScorer):
+            self.function.close()
 
     def _call(self, names: Sequence[str], values: Sequence[object]) -> ScorerCall:
         arguments = dict(zip(names, values)) | self.options
@@ -363,7 +369,7 @@ def load_function(
     name: str,
     options: Mapping[str, object] | None = None,
     *,
-    takes_lists: bool = False,
+    takes_lists: bool | None = False,
     timeout: float | None = None,
     given: Callable[..., object] | None = None,
 ) -> RewardFunction:

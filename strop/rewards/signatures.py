@@ -20,6 +20,7 @@ one.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +31,18 @@ SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 ROW_FACTS = "strop"
 """Key of extra_info with facts about the row that a file cannot say otherwise (`RowFacts`)."""
+
+
+class ListScorer(ABC):
+    """Scores samples as they are. In the place of a function, it is called once per batch."""
+
+    @abstractmethod
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[object]:
+        """What a reward function returns, or the error, for each sample."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what it holds."""
 
 
 class CallStyle(Enum):
@@ -50,7 +63,9 @@ class CallStyle(Enum):
 
 
 def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter] | None:
-    """The parameters of a function; None for some functions written in C."""
+    """The parameters of a function; None for a ListScorer, and for some functions written in C."""
+    if isinstance(function, ListScorer):
+        return None
     try:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -185,9 +185,9 @@ def _train_and_restore(
         code = stop.exit_code
     finally:
         keep_output_in(None)
-    from strop.models.patches import undo_all_patches
+        from strop.models.patches import undo_all_patches
 
-    undo_all_patches()
+        undo_all_patches()
     return code
 
 

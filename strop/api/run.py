@@ -1,0 +1,192 @@
+"""`Run`: what a training function returns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from strop.api.table import Table
+from strop.config.openrlhf.convert import shell_word
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from strop.config.schema.roots import TrainingConfig
+
+Config = TypeVar("Config", bound="TrainingConfig")
+PLOTTED = (
+    "critic/score/mean",
+    "train/loss",
+    "val/loss",
+    "response_length/mean",
+)
+"""Metrics that `Run.plot` draws by itself, if the run has them; the first one that is there."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture on the disk. A notebook shows it."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@dataclass
+class Run(Generic[Config]):
+    """A training run that has ended: its metrics, samples, model and configuration."""
+
+    config: Config
+    """The typed configuration."""
+    verb: str
+    """The program of the command line: ppo, sft, rm or dpo."""
+    arguments: list[str]
+    """The words of the command line after the verb."""
+    step: int
+    """The last step that is finished."""
+    total_steps: int
+    problems: list[str] = field(default_factory=list)
+    """Why the command line cannot do the same."""
+    trained: PreTrainedModel | None = None
+    trained_tokenizer: PreTrainedTokenizerBase | None = None
+    rows: list[dict[str, object]] = field(default_factory=list)
+    """Metrics of the steps that this process has done."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run: checkpoints, metrics, samples, and in `inputs` the objects it was given."""
+        return Path(self.config.trainer.default_local_dir).expanduser()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done. If not, the same call goes on from the last checkpoint."""
+        return self.step >= self.total_steps
+
+    @property
+    def metrics(self) -> Table:
+        """A row per step, also of the steps before a resumption: `step` and every metric of it."""
+        file = self.folder / "metrics.jsonl"
+        logger = self.config.trainer.logger
+        names = [logger] if isinstance(logger, str) else logger
+        if not {"file", "jsonl"} & set(names) or not file.exists():
+            return Table(self.rows)
+        found = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            found.append({"step": record["step"], **record["data"]})
+        return Table(found)
+
+    def plot(self, *names: str, file: str | Path | None = None) -> Chart:
+        """Draw metrics by step (needs matplotlib: pip install 'strop[plot]'). Without names: the score or the
+        loss, and the core metrics of validation. The picture is `curves.png` in the folder of the run, or
+        `file`."""
+        from strop.run.chart import line_chart
+
+        metrics = self.metrics
+        wanted = list(names) or self._plotted(metrics.columns)
+        curves = {}
+        for name in wanted:
+            curves[name] = metrics.points(name)
+            if not curves[name]:
+                raise ValueError(f"There is no metric {name!r}. Metrics: {', '.join(metrics.columns)}.")
+        return Chart(line_chart(file or self.folder / "curves.png", curves, title=self.folder.name))
+
+    @staticmethod
+    def _plotted(columns: list[str]) -> list[str]:
+        first = [name for name in PLOTTED if name in columns][:1]
+        return first + [name for name in columns if name.startswith("val-core/")]
+
+    def samples(self, step: int | None = None, split: str = "train") -> Table:
+        """Samples of a step (by default the last one that has some): prompt, response, score and more.
+
+        `split` is train or validation. trainer.samples_to_keep says how many are kept of a step.
+        """
+        from strop.data.files import open_file
+        from strop.run.sample_table import FOLDER, file_name, parse_name
+
+        folder = self.folder / FOLDER
+        steps = []
+        for file in folder.glob(f"{split}_*.parquet"):
+            parsed = parse_name(file.name)
+            if parsed is not None:
+                steps.append(parsed[1])
+        if not steps:
+            return Table([])
+        chosen = max(steps) if step is None else step
+        if chosen not in steps:
+            raise ValueError(
+                f"There are no {split} samples of step {chosen}; there are some of {sorted(steps)}."
+            )
+        rows = open_file(str(folder / file_name(split, chosen)))
+        return Table([_shown_sample(rows[row]) for row in range(len(rows))])
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The trained model, a plain module of transformers (adapters merged), in evaluation mode."""
+        if self.trained is None:
+            self.trained, self.trained_tokenizer = _from_checkpoint(self.folder, self.verb, self.command())
+        return self.trained
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, with the chat template of the run."""
+        if self.trained_tokenizer is None:
+            self.trained, self.trained_tokenizer = _from_checkpoint(self.folder, self.verb, self.command())
+        return self.trained_tokenizer
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the model and its tokenizer as a folder that transformers loads."""
+        target = Path(folder)
+        self.model.save_pretrained(target)
+        self.tokenizer.save_pretrained(target)
+        return target
+
+    def command(self) -> str:
+        """The command line of the same run. A ValueError if it uses a function that exists in this process
+        only."""
+        if self.problems:
+            raise ValueError(
+                "No command line does the same: " + " ".join(self.problems) + " Define the function at the "
+                "top level of a file or a notebook cell, with everything that it needs."
+            )
+        words = " \\\n  ".join(shell_word(word) for word in self.arguments)
+        return f"strop {self.verb} \\\n  {words}"
+
+    def __repr__(self) -> str:
+        return f"<strop {self.verb} run: step {self.step} of {self.total_steps}, {self.folder}>"
+
+
+def _shown_sample(row: dict[str, object]) -> dict[str, object]:
+    """What a person reads of a sample, without the values of every token."""
+    reported = row.get("reported")
+    shown = {name: row.get(name) for name in SAMPLE_COLUMNS}
+    if isinstance(reported, str):
+        for name, value in json.loads(reported).items():
+            shown.setdefault(name, value)
+    return shown
+
+
+SAMPLE_COLUMNS = ("step", "prompt", "response", "score", "ground_truth", "group", "truncated", "failed")
+
+
+def _from_checkpoint(
+    folder: Path, verb: str, command: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of the newest checkpoint, for runs whose ranks were processes of their own."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from strop.run.checkpoint.layout import read_latest
+
+    step = read_latest(folder)
+    role = "actor" if verb == "ppo" else "model"
+    export = folder / f"global_step_{step}" / role / "huggingface"
+    if step is None or not (export / "config.json").exists():
+        raise ValueError(
+            f"{folder} has no checkpoint with a Hugging Face folder, and the ranks of the run have ended "
+            "with their weights. Set trainer.save_freq, and hf_model in the checkpoint's save_contents; or "
+            f"merge a checkpoint with `strop merge`. The command of this run: {command}"
+        )
+    return AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
