@@ -20,8 +20,8 @@ from strop.rewards.rules.maths.structures import (
     Named,
     Ordered,
     Ratio,
-    Several,
     Statement,
+    Unordered,
     Words,
     as_region,
 )
@@ -107,7 +107,7 @@ def _answer(tokens: list[Token]) -> Answer:
     for part in parts:
         if part:
             item = _part(part)
-            if isinstance(item, Several) and _has_two_signs(part):
+            if isinstance(item, Unordered) and _has_two_signs(part):
                 items.extend(item.items)
             else:
                 items.append(item)
@@ -134,7 +134,7 @@ def _combined(items: list[Answer], separators: list[str]) -> Answer:
         total = sum_of_units(quantities)
         if total is not None:
             return total
-    return Several(tuple(items))
+    return Unordered(tuple(items))
 
 
 def _split(tokens: list[Token], separators: tuple[str, ...]) -> tuple[list[list[Token]], list[str]]:
@@ -162,7 +162,7 @@ def _split(tokens: list[Token], separators: tuple[str, ...]) -> tuple[list[list[
 
 def _part(tokens: list[Token]) -> Answer:
     if _has_two_signs(tokens):
-        return Several((_part(_with_signs(tokens, "+", "-")), _part(_with_signs(tokens, "-", "+"))))
+        return Unordered((_part(_with_signs(tokens, "+", "-")), _part(_with_signs(tokens, "-", "+"))))
     sides, relations = _split(tokens, (*_EQUAL, *_ORDER, "\\in"))
     if not relations:
         return _single(tokens)
@@ -299,7 +299,7 @@ def _special(tokens: list[Token]) -> Answer | None:
     """Read names of sets, numbers in words, and sentences with a meaning of their own."""
     if len(tokens) == 1 and tokens[0].kind == "command":
         if tokens[0].text == "\\emptyset":
-            return Several(())
+            return Unordered(())
         if tokens[0].text == "\\mathbbR":
             return regions.EVERYTHING
         return None
@@ -307,7 +307,7 @@ def _special(tokens: list[Token]) -> Answer | None:
         return None
     text = "".join(token.text for token in tokens).lower()
     if text in _NO_SOLUTION:
-        return Several(())
+        return Unordered(())
     if text in _EVERYTHING:
         return regions.EVERYTHING
     if text in _NO_LIMIT:
@@ -319,12 +319,12 @@ def _special(tokens: list[Token]) -> Answer | None:
 
 def _union(pieces: list[list[Token]]) -> Answer:
     items = [_single(piece) for piece in pieces]
-    if all(isinstance(item, Several) for item in items):
+    if all(isinstance(item, Unordered) for item in items):
         members: list[Answer] = []
         for item in items:
-            assert isinstance(item, Several)
+            assert isinstance(item, Unordered)
             members.extend(item.items)
-        return Several(tuple(members))
+        return Unordered(tuple(members))
     found = [as_region(item) for item in items]
     if any(region is None for region in found):
         raise Unreadable("A union of other things than intervals.")
@@ -338,7 +338,7 @@ def _without(pieces: list[list[Token]]) -> Answer:
         raise Unreadable("A difference of other things than intervals and points.")
     for piece in pieces[1:]:
         points = _single(piece)
-        if not isinstance(points, Several):
+        if not isinstance(points, Unordered):
             raise Unreadable("A difference of other things than intervals and points.")
         for point in points.items:
             rest = None
@@ -363,11 +363,11 @@ def _set(inside: list[Token]) -> Answer:
     members: list[Answer] = []
     for part in parts:
         member = _part(part)
-        if isinstance(member, Several) and _has_two_signs(part):
+        if isinstance(member, Unordered) and _has_two_signs(part):
             members.extend(member.items)
         else:
             members.append(member)
-    return Several(tuple(members))
+    return Unordered(tuple(members))
 
 
 def _bracketed(tokens: list[Token]) -> Answer | None:
@@ -386,7 +386,7 @@ def _bracketed(tokens: list[Token]) -> Answer | None:
     opening = tokens[0].text
     if opening == "\\{":
         if not inside:
-            return Several(())
+            return Unordered(())
         return _set(inside)
     parts, commas = _split(inside, (",", ";"))
     if not commas:

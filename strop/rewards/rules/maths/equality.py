@@ -19,8 +19,8 @@ from strop.rewards.rules.maths.structures import (
     Named,
     Ordered,
     Ratio,
-    Several,
     Statement,
+    Unordered,
     Words,
     as_region,
 )
@@ -172,7 +172,7 @@ def _equal(left: Answer, right: Answer) -> bool:
         return _equal_named(left, right)
     if isinstance(left, Statement) and isinstance(right, Statement):
         return _same_statement(left, right)
-    if isinstance(left, Several) or isinstance(right, Several):
+    if isinstance(left, Unordered) or isinstance(right, Unordered):
         return _equal_several(left, right)
     if isinstance(left, Region) or isinstance(right, Region):
         one = as_region(left)
@@ -255,7 +255,7 @@ def _equal_several(left: Answer, right: Answer) -> bool:
 
 
 def _items(answer: Answer) -> tuple[Answer, ...]:
-    if isinstance(answer, Several):
+    if isinstance(answer, Unordered):
         return answer.items
     return (answer,)
 

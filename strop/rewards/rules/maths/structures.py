@@ -16,7 +16,7 @@ class Words(NamedTuple):
     text: str
 
 
-class Several(NamedTuple):
+class Unordered(NamedTuple):
     """Answers without order: a list or a set."""
 
     items: tuple[Answer, ...]
@@ -60,7 +60,7 @@ class Contradiction(NamedTuple):
     text: str
 
 
-Answer = Quantity | Words | Several | Ordered | Ratio | Matrix | Named | Statement | Contradiction | Region
+Answer = Quantity | Words | Unordered | Ordered | Ratio | Matrix | Named | Statement | Contradiction | Region
 
 
 def as_region(answer: Answer) -> Region | None:
