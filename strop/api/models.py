@@ -70,7 +70,7 @@ def refuse_unusable(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         kind = f"{type(model).__module__}.{type(model).__name__}"
         hint = ""
-        if hasattr(model, "merge_and_unload"):
+        if kind.startswith("peft."):
             hint = " Merge its adapters first (merge_and_unload), or name their folder in lora_adapter_path."
         raise ValueError(f"model is a {kind}; it must be a name, a folder, or a model of transformers.{hint}")
     meta = [name for name, weight in model.named_parameters() if weight.is_meta]
