@@ -18,6 +18,7 @@ VERBS = {
     "generate": "generation",
     "eval": "evaluation",
     "serve-rm": "reward_server",
+    "serve-train": "training_service",
 }
 
 HELP = f"""strop {__version__}: reinforcement-learning post-training for language models
@@ -40,6 +41,8 @@ use
                 strop merge --local_dir .../actor --target_dir OUT
   serve-rm      a reward model behind HTTP, in OpenRLHF's protocol:
                 strop serve-rm model.path=RM server.port=5000
+  serve-train   training and sampling for many users over HTTP, in the protocol of the Tinker client:
+                strop serve-train model.path=DIR server.port=8900
 inspect
   board         a web page of runs (curves, samples token by token, configurations, health):
                 strop board DIR [--port 8700]
@@ -148,6 +151,12 @@ def merge(arguments: list[str]) -> int:
 
 def serve_rm(arguments: list[str]) -> int:
     from strop.trainer.main_serve_rm import run
+
+    return run(arguments)
+
+
+def serve_train(arguments: list[str]) -> int:
+    from strop.trainer.main_serve_train import run
 
     return run(arguments)
 
@@ -278,6 +287,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "merge": merge,
     "serve-rm": serve_rm,
+    "serve-train": serve_train,
     "board": board,
     "check": check,
     "plan": plan,

@@ -33,7 +33,7 @@ FLOORS = [
     {"shared"},
     {"ppo", "supervised", "inference"},
     {"policy"},
-    {"preflight", "replay"},
+    {"preflight", "replay", "serve"},
     {"quickstart", "board", "api"},
     {"trainer"},
     {"cli"},
@@ -67,7 +67,7 @@ ONE_HOME = {
     "swanlab": {"run/trackers/swanlab.py"},
     "trackio": {"run/trackers/trackio.py"},
     "tensorboard": {"run/trackers/tensorboard.py"},
-    "fastapi": {"rewards/server.py"},
+    "fastapi": {"rewards/server.py", "serve/app.py"},
     "starlette": {"board/app.py"},
 }
 

@@ -29,6 +29,7 @@ def test_help_lists_the_verbs():
         "eval",
         "merge",
         "serve-rm",
+        "serve-train",
         "check",
         "config",
         "convert",

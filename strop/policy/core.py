@@ -23,7 +23,7 @@ from strop.config.arithmetic import micro_batch_size
 from strop.config.derived import holds_weights
 from strop.config.schema.ppo import PpoConfig
 from strop.models.build import adopt_policy, build_policy
-from strop.models.lora import base_model, has_adapters
+from strop.models.lora import base_model, has_adapters, without_adapter_name
 from strop.models.patches import undo_patches
 from strop.policy.batches import StepOutput
 from strop.policy.losses import (
@@ -35,7 +35,13 @@ from strop.policy.losses import (
     linear_loss,
     named_objective,
 )
-from strop.policy.state import read_state, write_sampling_folder, write_state
+from strop.policy.state import (
+    load_weights,
+    read_sampling_folder,
+    read_state,
+    write_sampling_folder,
+    write_state,
+)
 from strop.ppo.rank_sharing import RankSampler
 from strop.ppo.roles import EngineMemory, backend_maker, build_actor, rollout_module
 from strop.ppo.sampler import NumberedPrompt, PromptSampler, Sampler
@@ -60,6 +66,8 @@ class PolicyFacts:
     """Tokens that end a response, of the model's generation_config."""
     weights: int
     """Trained weights."""
+    architecture: str
+    """Class of the model in transformers."""
 
 
 class PolicyCore:
@@ -111,6 +119,7 @@ class PolicyCore:
             longest=max_model_len(self.config.actor_rollout_ref.rollout),
             end_ids=tuple(ends),
             weights=sum(master.numel() for master in self.backend.weights.masters.values()),
+            architecture=type(core).__name__,
         )
 
     # --- adapters -------------------------------------------------------------------------------------------
@@ -120,6 +129,14 @@ class PolicyCore:
 
     def add_adapter(self, name: str, rank: int, alpha: float, seed: int) -> None:
         self.adapters.add(name, rank=rank, alpha=alpha, seed=seed)
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Add an adapter with the weights of a folder of peft."""
+        rank, alpha, weights = read_sampling_folder(path)
+        self.adapters.add(name, rank=rank, alpha=alpha, seed=0)
+        self.adapters.activate(name)
+        names = {without_adapter_name(own): own for own in self.backend.weights.masters}
+        load_weights({names.get(own, own): value for own, value in weights.items()}, self.backend)
 
     def remove_adapter(self, name: str) -> None:
         self.adapters.remove(name)
@@ -278,10 +295,10 @@ class PolicyCore:
         own = {"updates": self.updates, "adapter_updates": self._update_of.get(adapter, 0)}
         write_state(path, self.backend, {**counters, **own})
 
-    def load_state(self, path: Path, adapter: str) -> dict[str, int]:
+    def load_state(self, path: Path, adapter: str, optimizer: bool) -> dict[str, int]:
         """Returns the saved counters."""
         self.adapters.activate(adapter)
-        counters = read_state(path, self.backend)
+        counters = read_state(path, self.backend, optimizer=optimizer)
         # A version is never used twice for different weights.
         self.updates = max(self.updates + 1, counters["updates"]) if self.updates else counters["updates"]
         self._update_of[adapter] = counters["adapter_updates"]

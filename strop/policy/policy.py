@@ -36,7 +36,7 @@ from strop.policy.batches import (
     split_rows,
     training_batch,
 )
-from strop.policy.core import PolicyCore
+from strop.policy.core import PolicyCore, PolicyFacts
 from strop.policy.gate import Gate
 from strop.policy.keys import policy_config
 from strop.policy.losses import OwnLoss, output_gradients, own_value
@@ -123,6 +123,11 @@ class Policy:
         found: PreTrainedTokenizerBase = tokenizer_of(model)
         return found
 
+    @property
+    def facts(self) -> PolicyFacts:
+        """Sizes and limits of the model."""
+        return self._facts
+
     # --- adapters -------------------------------------------------------------------------------------------
 
     @property
@@ -143,6 +148,11 @@ class Policy:
                 model.lora_alpha if alpha is None else alpha,
                 self.seed if seed is None else seed,
             )
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Add an adapter with the weights of a folder of `save_for_sampling`."""
+        with self._gate.training():
+            self._core.load_adapter(name, Path(path).expanduser())
 
     def remove_adapter(self, name: str) -> None:
         """Delete an adapter and its optimizer state."""
@@ -361,11 +371,12 @@ class Policy:
         with self._gate.training():
             self._core.save_state(Path(path).expanduser(), adapter, {"calls": self.calls})
 
-    def load_state(self, path: str | Path, *, adapter: str = DEFAULT) -> None:
-        """Go on exactly where `save_state` was called."""
+    def load_state(self, path: str | Path, *, adapter: str = DEFAULT, optimizer: bool = True) -> None:
+        """Go on exactly where `save_state` was called. Without `optimizer`: only with its weights."""
         with self._gate.training():
-            counters = self._core.load_state(Path(path).expanduser(), adapter)
-            self.calls = counters["calls"]
+            counters = self._core.load_state(Path(path).expanduser(), adapter, optimizer)
+            if optimizer:
+                self.calls = counters["calls"]
 
     def save_for_sampling(self, path: str | Path, *, adapter: str = DEFAULT) -> None:
         """Write a folder that transformers loads, or an adapter of peft where the policy has LoRA."""

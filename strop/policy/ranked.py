@@ -212,6 +212,9 @@ class RankedCore:
     def add_adapter(self, name: str, rank: int, alpha: float, seed: int) -> None:
         self._workers.call("add_adapter", name, rank, alpha, seed)
 
+    def load_adapter(self, name: str, path: Path) -> None:
+        self._workers.call("load_adapter", name, path.absolute())
+
     def remove_adapter(self, name: str) -> None:
         self._workers.call("remove_adapter", name)
 
@@ -260,8 +263,8 @@ class RankedCore:
     def save_state(self, path: Path, adapter: str, counters: Mapping[str, int]) -> None:
         self._workers.call("save_state", path.absolute(), adapter, counters)
 
-    def load_state(self, path: Path, adapter: str) -> dict[str, int]:
-        return dict(self._workers.call("load_state", path.absolute(), adapter))
+    def load_state(self, path: Path, adapter: str, optimizer: bool) -> dict[str, int]:
+        return dict(self._workers.call("load_state", path.absolute(), adapter, optimizer))
 
     def save_for_sampling(self, path: Path, adapter: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._workers.call("save_for_sampling", path.absolute(), adapter, tokenizer)

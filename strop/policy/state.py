@@ -3,6 +3,7 @@ of Hugging Face or peft)."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from strop.run.checkpoint.contents import (
 from strop.run.checkpoint.layout import candidates
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, Export, load
-from strop.run.checkpoint.tensor_files import write_tensors
+from strop.run.checkpoint.tensor_files import read_tensors, write_tensors
 from strop.shared.export import folder_of
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int])
         checkpoints.save(counters["updates"], parts)
 
 
-def read_state(path: Path, backend: ModuleBackend) -> dict[str, int]:
-    """Load what `write_state` saved; returns the counters."""
+def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) -> dict[str, int]:
+    """Load what `write_state` saved; returns the counters. Without `optimizer` only the weights are loaded,
+    and the optimizer begins anew."""
     folders = candidates(path) if layout.step_of(path) is None else [path]
     if not folders:
         raise ValueError(f"There is no saved state in {path}: no folder global_step_... is in it.")
@@ -74,13 +76,25 @@ def read_state(path: Path, backend: ModuleBackend) -> dict[str, int]:
     gradients = state.pop(GRADIENTS)
     for part in ("model", "optimizer"):
         state[part] = {names.get(name, name): value for name, value in state[part].items()}
+    counters = {name: int(value) for name, value in parts["policy"].items()}
+    if not optimizer:
+        load_weights(state["model"], backend)
+        return counters
     backend.load_state_dict(state)
     backend.weights.clear_gradients()
     for name, gradient in gradients.items():
         master = backend.weights.masters[names[name]]
         master.grad = shard_like(gradient, master).to(master.device)
     restore_random_states(parts["random"])
-    return {name: int(value) for name, value in parts["policy"].items()}
+    return counters
+
+
+def load_weights(weights: Mapping[str, Tensor], backend: ModuleBackend) -> None:
+    """Load weights alone, by their names in the backend; the optimizer forgets what it has seen."""
+    backend.load_state_dict({"model": weights})
+    backend.weights.clear_gradients()
+    if backend.optimizer is not None:
+        backend.optimizer.state.clear()
 
 
 # --- folders for sampling -----------------------------------------------------------------------------------
@@ -126,6 +140,15 @@ def _write_folder(path: Path, file: str, export: Export) -> None:
     else:
         os.rename(staged, path)
     flush_folder(path.parent)
+
+
+def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
+    """Rank, alpha and weights of an adapter that `write_sampling_folder` wrote."""
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} holds no adapter: there is no adapter_config.json in it.")
+    settings = json.loads(file.read_text())
+    return int(settings["r"]), float(settings["lora_alpha"]), read_tensors(path / "adapter_model.safetensors")
 
 
 def adapter_tensors(backend: ModuleBackend) -> dict[str, Tensor]:

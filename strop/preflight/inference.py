@@ -1,9 +1,10 @@
-"""The preflight of generation, evaluation and the reward server: files, tokenizer, template and scorer."""
+"""The preflight of generation, evaluation and the two servers: files, tokenizer, template and scorer."""
 
 from __future__ import annotations
 
 from strop.config.rules import ConfigFinding, error
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
+from strop.config.schema.training_service import TrainingServiceConfig
 from strop.data.report import probe_template
 from strop.preflight.model_checks import find_tokenizer, head_findings, reward_file_finding
 from strop.preflight.report import PreflightReport
@@ -11,7 +12,8 @@ from strop.rewards.function import load_function
 
 
 def examine_inference(
-    config: GenerationConfig | EvaluationConfig | RewardServerConfig, report: PreflightReport
+    config: GenerationConfig | EvaluationConfig | RewardServerConfig | TrainingServiceConfig,
+    report: PreflightReport,
 ) -> int | None:
     """Add findings to the report; returns the number of rows where there are some."""
     if isinstance(config, GenerationConfig):
@@ -20,7 +22,8 @@ def examine_inference(
         return _evaluation(config, report)
     report.findings += find_tokenizer(config.model, key="model.path")[1]
     if report.ok:
-        report.findings += head_findings("model.path", config.model.path, "reward")
+        head = "reward" if isinstance(config, RewardServerConfig) else "language"
+        report.findings += head_findings("model.path", config.model.path, head)
     return None
 
 

@@ -28,7 +28,10 @@ def test_the_reference_in_docs_is_fresh():
 @pytest.mark.parametrize("root", ROOTS)
 def test_what_is_shown_loads_again_unchanged(root, tmp_path):
     first = load(
-        root, ["trainer.n_gpus_per_node=2"] if root not in ("evaluation", "reward_server") else []
+        root,
+        ["trainer.n_gpus_per_node=2"]
+        if root not in ("evaluation", "reward_server", "training_service")
+        else [],
     ).tree()
     file = tmp_path / "shown.yaml"
     file.write_text(show(root, first))

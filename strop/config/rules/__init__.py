@@ -93,6 +93,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "generation": (inference.generation,),
     "evaluation": (inference.evaluation,),
     "reward_server": (inference.reward_server,),
+    "training_service": (inference.training_service,),
 }
 
 

@@ -1,4 +1,4 @@
-"""Rules of generation, evaluation and the reward server."""
+"""Rules of generation, evaluation, the reward server and the training service."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from strop.config.rules.rollout import installed_engine
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
     from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
+    from strop.config.schema.training_service import TrainingServiceConfig
 
 
 def generation(loaded: Loaded[GenerationConfig]) -> Findings:
@@ -41,3 +42,17 @@ def reward_server(loaded: Loaded[RewardServerConfig]) -> Findings:
     """The server needs a reward model."""
     if not loaded.config.model.path:
         yield error("model.path", "not set. Name the folder of a reward model (`strop rm` makes one).")
+
+
+def training_service(loaded: Loaded[TrainingServiceConfig]) -> Findings:
+    """The service needs a model, and its limits must agree."""
+    config = loaded.config
+    if not config.model.path:
+        yield error("model.path", "not set. Name the folder of the model that users train adapters of.")
+    server = config.server
+    if server.max_adapters_per_user > server.max_adapters:
+        yield error(
+            "server.max_adapters_per_user",
+            f"{server.max_adapters_per_user} is more than server.max_adapters={server.max_adapters}, the "
+            "adapters that fit on the device.",
+        )

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
     from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig
+    from strop.config.schema.training_service import TrainingServiceConfig
 
     # For annotations only: at run time these would import every schema.
     AnySupervisedConfig = SftConfig | RmConfig | DpoConfig
     TrainingConfig = PpoConfig | AnySupervisedConfig
-    RootConfig = TrainingConfig | GenerationConfig | EvaluationConfig | RewardServerConfig
+    InferenceConfig = GenerationConfig | EvaluationConfig | RewardServerConfig | TrainingServiceConfig
+    RootConfig = TrainingConfig | InferenceConfig
 
 _CLASS_OF_ROOT = {
     "ppo_trainer": "ppo:PpoConfig",
@@ -28,6 +30,7 @@ _CLASS_OF_ROOT = {
     "generation": "inference:GenerationConfig",
     "evaluation": "inference:EvaluationConfig",
     "reward_server": "inference:RewardServerConfig",
+    "training_service": "training_service:TrainingServiceConfig",
 }
 
 

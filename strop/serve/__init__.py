@@ -1,0 +1,1 @@
+"""The training service: many users train and sample LoRA adapters of one model over HTTP."""

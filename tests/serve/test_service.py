@@ -1,0 +1,224 @@
+"""A crash at any moment: the state folder of that moment is copied, a new service opens it, and clients go on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.serve.requests import Fields
+from strop.serve.service import TrainingService
+from strop.serve.start import build_service
+from strop.serve.store import StateStore
+from tests.serve.scene import BASE, FakeHost, pass_body, service_config
+
+USER = "alice"
+CLIENT_STEPS = 3
+
+
+def open_service(state: Path, **settings: Any) -> tuple[TrainingService, FakeHost]:
+    host = FakeHost()
+    return build_service(service_config(state, **settings), host), host
+
+
+async def answered(service: TrainingService, future: dict[str, object]) -> Any:
+    found = await service.retrieve(USER, str(future["request_id"]))
+    assert found is not None and found.kind != "error", found
+    return found
+
+
+def new_model(service: TrainingService) -> str:
+    session = service.create_session(USER, Fields({}))["session_id"]
+    lora = {"rank": 2, "seed": 3}
+    request = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": lora}
+    return str(service.create_model(USER, Fields(request))["model_id"])
+
+
+def requests_of(model: str) -> list[tuple[int, str, bytes]]:
+    """What a client sends: passes and steps, and weights for a sampler after each step."""
+    found = []
+    seq = 0
+    for step in range(CLIENT_STEPS):
+        for weight in (1.0, 0.5 + step):
+            seq += 1
+            found.append((seq, "pass", pass_body(model, seq, weights=[weight, 0.0, 1.0])))
+        seq += 1
+        found.append((seq, "optim_step", b'{"adam_params": {"learning_rate": 0.1}}'))
+        seq += 1
+        found.append((seq, "save_weights_for_sampler", b'{"sampling_session_seq_id": %d}' % step))
+    return found
+
+
+def send(service: TrainingService, model: str, seq: int, kind: str, body: bytes) -> dict[str, object]:
+    if kind == "pass":
+        return service.training_pass(USER, body)
+    content = Fields.read(b'{"model_id": "%s", "seq_id": %d, %s' % (model.encode(), seq, body[1:]))
+    return service.model_request(USER, kind, content, body)
+
+
+async def client(service: TrainingService, model: str, first: int = 1) -> None:
+    """Send everything from a number on, two requests ahead of the answers, as a real client does."""
+    futures = [send(service, model, *request) for request in requests_of(model) if request[0] >= first]
+    for future in futures:
+        await answered(service, future)
+
+
+def test_a_crash_after_any_write_loses_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    images: list[Path] = []
+    root = tmp_path / "state"
+    monkeypatch.setattr("os.fsync", lambda _: None)  # the copies read what was written, flushed or not
+
+    def with_image(name: str) -> None:
+        original = getattr(StateStore, name)
+
+        def wrapped(self: StateStore, *given: Any) -> Any:
+            result = original(self, *given)
+            if self.root == root:
+                image = tmp_path / f"image{len(images)}"
+                shutil.copytree(root, image)
+                images.append(image)
+            return result
+
+        monkeypatch.setattr(StateStore, name, wrapped)
+
+    for name in ("write_model", "write_request", "write_answer", "new_snapshot_folder", "commit_snapshot"):
+        with_image(name)
+    with_image("write_sampler")
+
+    async def whole() -> tuple[str, dict[str, float]]:
+        service, host = open_service(root, snapshot_steps=2)
+        async with service.running():
+            model = new_model(service)
+            await client(service, model)
+            return model, dict(host.adapters[model])
+
+    async def after_crash(image: Path, model: str) -> tuple[dict[str, float], int]:
+        service, host = open_service(image, snapshot_steps=2)
+        async with service.running():
+            session = model.partition(":")[0]
+            if model not in service.models:  # it was not accepted yet: the client asks again
+                lora = {"rank": 2, "seed": 3}
+                request = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": lora}
+                service.create_model(USER, Fields(request))
+            # Everything again, whether or not it was accepted: known numbers are not carried out twice.
+            last = service.store.last_seq(model)
+            known = [seq for seq in range(1, last + 1) if _is_kept(service, model, seq)]
+            for seq in known:
+                await answered(service, {"request_id": f"{model}:{seq}"})
+            await client(service, model, last + 1)
+            service.trainer.release(model)
+            ready = service.trainer._restored(service.models[model], 10**6)
+            assert ready.steps <= 2
+            return dict(host.adapters[model]), len(service.samplers)
+
+    model, expected = asyncio.run(whole())
+    assert len(images) > 30
+    for image in images:
+        found, samplers = asyncio.run(after_crash(image, model))
+        assert (found, samplers) == (expected, CLIENT_STEPS), image.name
+
+
+def _is_kept(service: TrainingService, model: str, seq: int) -> bool:
+    pending = f"{model}:{seq}" in service._pending
+    return pending or service.store.read_answer(model, seq) is not None
+
+
+def test_a_failed_request_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service, host = open_service(tmp_path)
+        async with service.running():
+            model = new_model(service)
+            await answered(service, send(service, model, 1, "pass", pass_body(model, 1)))
+            bad = service.training_pass(USER, pass_body(model, 2, weights=[1.0]))
+            refused = await service.retrieve(USER, str(bad["request_id"]))
+            assert refused is not None and refused.kind == "error" and b"weights of shape" in refused.body
+            await answered(service, send(service, model, 3, "optim_step", b'{"adam_params": {}}'))
+            assert host.adapters[model]["w"] == pytest.approx(-4 + 3 * 1e-4)
+            # An error of the host, in the middle: the gradient of before is computed again.
+            await answered(service, send(service, model, 4, "pass", pass_body(model, 4)))
+            host.hold = _Raises()  # type: ignore[assignment]
+            broken = service.training_pass(USER, pass_body(model, 5))
+            failed = await service.retrieve(USER, str(broken["request_id"]))
+            assert (
+                failed is not None and b'"category": "server"' in failed.body and b"no memory" in failed.body
+            )
+            host.hold = None
+            await answered(service, send(service, model, 6, "optim_step", b'{"adam_params": {}}'))
+            assert host.adapters[model]["w"] == pytest.approx(-4 + 6 * 1e-4)
+
+    asyncio.run(scene())
+
+
+class _Raises:
+    def wait(self, seconds: float) -> bool:
+        raise RuntimeError("no memory")
+
+
+def test_adapters_and_samplers_that_do_not_fit_are_restored(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service, host = open_service(tmp_path, max_adapters=1, max_samplers=1, ephemeral_samplers=2)
+        async with service.running():
+            models = [new_model(service), new_model(service)]
+            for seq in range(1, 13, 3):
+                for model in models:
+                    await answered(service, send(service, model, seq, "pass", pass_body(model, seq)))
+                    await answered(
+                        service, send(service, model, seq + 1, "optim_step", b'{"adam_params": {}}')
+                    )
+                    body = b'{"sampling_session_seq_id": %d}' % seq
+                    await answered(service, send(service, model, seq + 2, "save_weights_for_sampler", body))
+            assert len(host.adapters) == len(host.samplers) == 1
+            (weights,) = host.adapters.values()
+            assert weights["w"] == pytest.approx(-4 + 12 * 1e-4) and weights["steps"] == 4
+            for model in models:
+                names = service.store.checkpoint_names(model, "sampler_weights")
+                assert names == ["ephemeral-000000000009", "ephemeral-000000000012"]
+            session = models[0].partition(":")[0]
+            for seq, expected in ((10, None), (7, None), (1, "There are no weights")):
+                request = {
+                    "sampling_session_id": f"{session}:sample:{seq}",
+                    "seq_id": 0,
+                    "prompt": {"chunks": [{"tokens": [1, 2]}]},
+                    "sampling_params": {"max_tokens": 1},
+                }
+                future = service.sample(USER, Fields(request))
+                found = await service.retrieve(USER, str(future["request_id"]))
+                assert found is not None
+                assert found.kind == "proto" if expected is None else expected in found.body.decode()
+
+    asyncio.run(scene())
+
+
+def test_samples_after_a_restart_are_asked_for_again(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service, _ = open_service(tmp_path)
+        async with service.running():
+            model = new_model(service)
+            future = send(service, model, 1, "save_weights_for_sampler", b'{"sampling_session_seq_id": 0}')
+            await answered(service, future)
+        again, _ = open_service(tmp_path)
+        async with again.running():
+            sampler = f"{model.partition(':')[0]}:sample:0"
+            from strop.rewards.server_requests import RequestRefused
+
+            with pytest.raises(RequestRefused) as gone:
+                await again.retrieve(USER, f"{sampler}:0")
+            assert gone.value.status == 410
+            request = {
+                "sampling_session_id": sampler,
+                "seq_id": 1,
+                "prompt": {"chunks": [{"tokens": [1, 2]}]},
+                "sampling_params": {"max_tokens": 1},
+            }
+            await answered(again, again.sample(USER, Fields(request)))
+
+    asyncio.run(scene())
+
+
+def test_a_state_folder_belongs_to_one_model(tmp_path: Path) -> None:
+    open_service(tmp_path)
+    with pytest.raises(ValueError, match="belong to the model tiny/base, not to other"):
+        open_service(tmp_path, base_model="other")

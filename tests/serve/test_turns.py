@@ -1,0 +1,56 @@
+"""Fairness: sessions take turns, and neither training nor sampling keeps the other away."""
+
+from __future__ import annotations
+
+import asyncio
+
+from strop.serve.turns import FairQueue, ModelTurns
+
+
+def test_sessions_take_turns_and_keep_their_order() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for session, job in (("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("c", "c1"), ("b", "b2")):
+        queue.put(session, job)
+    taken = []
+    while (job := queue.take()) is not None:
+        taken.append(job)
+    assert taken == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert len(queue) == 0
+
+
+def test_training_is_alone_and_alternates_with_sampling() -> None:
+    async def scene() -> list[str]:
+        turns = ModelTurns()
+        happened: list[str] = []
+        release = asyncio.Event()
+        started = asyncio.Event()
+
+        async def sample(name: str, wait: asyncio.Event | None = None) -> None:
+            async with turns.sampling():
+                happened.append(f"{name} in")
+                started.set()
+                if wait is not None:
+                    await wait.wait()
+                happened.append(f"{name} out")
+
+        async def train(name: str) -> None:
+            async with turns.training():
+                happened.append(name)
+                await asyncio.sleep(0)
+
+        first = asyncio.create_task(sample("s1", release))
+        await started.wait()
+        tasks = [asyncio.create_task(one) for one in (train("t1"), train("t2"), sample("s2"), sample("s3"))]
+        gone = asyncio.create_task(sample("gone"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        release.set()
+        await asyncio.gather(first, *tasks)
+        async with turns.training():  # nothing is held
+            pass
+        return happened
+
+    happened = asyncio.run(asyncio.wait_for(scene(), 10))
+    # s2 and s3 came while training waited, so they come after its first turn and before the second.
+    assert happened[:3] == ["s1 in", "s1 out", "t1"]
+    assert set(happened[3:7]) == {"s2 in", "s2 out", "s3 in", "s3 out"} and happened[7:] == ["t2"]

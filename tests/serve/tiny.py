@@ -1,0 +1,49 @@
+"""A small model on the disk with one token per character, for the real client."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+CHARACTERS = string.ascii_letters + string.digits + " \n?!.,:;+-*/=()'\"\\{}<>|_"
+CONTEXT = 256
+
+
+def write_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
+    """Write model and tokenizer as a Hugging Face folder."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    known = {word: index for index, word in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?m)."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}assistant:"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(known),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
