@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from strop.serve.messages import SampledTokens
+from strop.serve.messages import SampledSequence
 from strop.serve.requests import SampleRequest
 from strop.serve.store import ModelRecord, Stored
 from strop.serve.trainer import ModelTrainer
@@ -69,7 +69,7 @@ class Dispatcher:
         self._work.set()
         return await done
 
-    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledTokens]:
+    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledSequence]:
         while True:
             if not self._trainer.is_published(sampler):
                 await self._publish(sampler)

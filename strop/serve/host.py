@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from strop.serve.losses import ServedLoss
-from strop.serve.messages import LossDatum, SampledTokens
+from strop.serve.messages import LossDatum, SampledSequence
 from strop.serve.requests import AdamStep, SampleRequest
 
 
@@ -85,7 +85,7 @@ class AdapterHost(Protocol):
         """Free what `publish` loaded."""
         ...
 
-    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledTokens]:
+    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledSequence]:
         """None: the base model."""
         ...
 

@@ -133,7 +133,7 @@ def _reshaped(values: np.ndarray, shape: list[int], name: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SampledTokens:
+class SampledSequence:
     """One sampled sequence."""
 
     tokens: Sequence[int]
@@ -163,7 +163,7 @@ def _batched(arrays: Sequence[np.ndarray]) -> Writer:
     return tensor
 
 
-def sample_output(samples: Sequence[SampledTokens], prompt_log_probs: Sequence[float] | None) -> bytes:
+def sample_output(samples: Sequence[SampledSequence], prompt_log_probs: Sequence[float] | None) -> bytes:
     """Encode a SampleResponse. A prompt log-prob that does not exist is NaN."""
     response = Writer()
     for sample in samples:

@@ -15,7 +15,7 @@ from strop.policy.policy import Policy
 from strop.rewards.server_requests import RequestRefused
 from strop.serve.host import HostFacts, PassResult
 from strop.serve.losses import ServedLoss
-from strop.serve.messages import LossDatum, SampledTokens
+from strop.serve.messages import LossDatum, SampledSequence
 from strop.serve.requests import AdamStep, SampleRequest
 from strop.serve.targets import TargetRows
 from strop.types import Trajectory
@@ -118,7 +118,7 @@ class PolicyHost:
 
     # --- sampling -------------------------------------------------------------------------------------------
 
-    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledTokens]:
+    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledSequence]:
         if request.stop == []:
             raise RequestRefused(400, "stop=[] is not offered: a response ends at the model's end token.")
         found = await self.policy.asample(
@@ -164,11 +164,11 @@ def changed_keys(model: ServiceModelConfig) -> dict[str, object]:
     return found
 
 
-def _sampled(trajectory: Trajectory) -> SampledTokens:
+def _sampled(trajectory: Trajectory) -> SampledSequence:
     if trajectory.finish not in FINISHES:
         reason = trajectory.extras.get("error", trajectory.finish)
         raise RuntimeError(f"The sample ended with {reason}.")
-    return SampledTokens(trajectory.response, trajectory.log_probs, FINISHES[trajectory.finish])
+    return SampledSequence(trajectory.response, trajectory.log_probs, FINISHES[trajectory.finish])
 
 
 def _plain(model_id: str) -> str:

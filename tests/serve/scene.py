@@ -20,7 +20,7 @@ from strop.serve.accounts import Accounts
 from strop.serve.app import build_app
 from strop.serve.host import HostFacts, PassResult
 from strop.serve.losses import ServedLoss, datum_loss
-from strop.serve.messages import LossDatum, SampledTokens
+from strop.serve.messages import LossDatum, SampledSequence
 from strop.serve.requests import AdamStep, SampleRequest
 from strop.serve.start import build_service
 from strop.serve.wire import Message, Writer
@@ -103,7 +103,7 @@ class FakeHost:
     def withdraw(self, sampler: str) -> None:
         del self.samplers[sampler]
 
-    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledTokens]:
+    async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledSequence]:
         w = 0.0 if sampler is None else self.samplers[sampler]
         self.sampling += 1
         self.sampled_together.append(self.sampling)
@@ -111,7 +111,7 @@ class FakeHost:
         self.sampling -= 1
         tokens = [(request.prompt[-1] + 1 + step) % 100 for step in range(request.max_tokens)]
         log_probs = [w - token / 100 for token in tokens]
-        return [SampledTokens(tokens, log_probs, "length")] * request.n
+        return [SampledSequence(tokens, log_probs, "length")] * request.n
 
     def score(self, sampler: str | None, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         w = 0.0 if sampler is None else self.samplers[sampler]

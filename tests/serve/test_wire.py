@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from strop.rewards.server_requests import RequestRefused
-from strop.serve.messages import SampledTokens, read_training_pass, sample_output, training_output
+from strop.serve.messages import SampledSequence, read_training_pass, sample_output, training_output
 from strop.serve.wire import Message, WireError, Writer
 from tests.serve.scene import pass_body
 
@@ -84,6 +84,6 @@ def test_answers_are_messages() -> None:
     ((name, entry),) = record.entries(2)
     assert name == "logprobs" and record.integer(3) == 2
     assert np.frombuffer(entry.message(2).raw(2), "<i8").tolist() == [0, 8, 12]
-    sample = Message(sample_output([SampledTokens([1, 2], [-0.5, -1.5], "length")], [float("nan"), -1.0]))
+    sample = Message(sample_output([SampledSequence([1, 2], [-0.5, -1.5], "length")], [float("nan"), -1.0]))
     (sequence,) = sample.messages(1)
     assert sequence.integer(1) == 1 and np.frombuffer(sequence.raw(2), "<i4").tolist() == [1, 2]
