@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
 from strop.types import Batch
 from tests.rollout import tiny
+from tests.rollout.test_native_adapters import weights_of, with_peft
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,3 +142,41 @@ def test_sixteen_bits_are_sampled_and_trained_with_the_same_log_probs(dtype: tor
         assert trained.mean() < -1 and difference.max() < 1e-4
         talks = [[*talk, *group[0].ids, 7, 8, 9] for talk, group in zip(talks, answers)]
     assert engine.stats()["prefix_reuse"] > 0.5
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_rows_of_several_adapters(eager: bool, own: bool) -> None:
+    """Also as adapters are loaded, change places and are loaded again between recorded steps."""
+    base = tiny.make("qwen2")
+    model = with_peft(base, weights_of(base, 4, 90), 1.0) if own else base
+    engine = NativeEngine(copy.deepcopy(model).cuda(), enforce_eager=eager)
+    expected: dict[str | None, Any] = {None: model}
+    greedy = Sampling(temperature=0, max_tokens=24)
+    for seed, names in enumerate((["a"], ["b", "c", "d"], ["a"], ["e", "f", "g", "h", "i"])):
+        for i, name in enumerate(names):
+            weights = weights_of(base, 3 + 7 * i, 10 * seed + i)
+            engine.load_adapter(name, weights, 1.0)
+            expected[name] = with_peft(base, weights, 1.0)
+        for chosen in ([None], names, [None, *names], [name for name in expected if name is not None]):
+            requests = [Request(prompt, n=2, adapter=name) for prompt in PROMPTS for name in chosen]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                answers = engine.generate(requests, greedy)
+            for request, group in zip(requests, answers):
+                plain = tiny.plain_greedy(expected[request.adapter], request.ids, 24)
+                assert [c.ids for c in group] == [plain, plain]
+
+
+def test_sixteen_bit_rows_of_several_adapters_are_those_of_one() -> None:
+    base = tiny.make("qwen2")
+    weights = {name: weights_of(base, 8, seed) for seed, name in enumerate("abc")}
+    engine = NativeEngine(copy.deepcopy(base).cuda().bfloat16())
+    for name, one in weights.items():
+        engine.load_adapter(name, one, 1.0)
+    requests = [Request(prompt, seed=1, adapter=name) for prompt in PROMPTS for name in weights]
+    for request, (completion,) in zip(requests, engine.generate(requests, Sampling(max_tokens=16))):
+        plain = with_peft(base, weights[str(request.adapter)], 1.0)
+        log_probs = tiny.plain_log_probs(plain, request.ids, completion.ids)
+        expected = log_probs.gather(1, torch.tensor(completion.ids)[:, None])[:, 0]
+        assert (torch.tensor(completion.log_probs) - expected).abs().mean() < 0.1

@@ -174,14 +174,20 @@ def _check_model(model: nn.Module, name: str) -> None:
             f"The adapter {name!r} cannot be loaded: the weights are divided over several ranks. Set "
             "rollout.tensor_model_parallel_size=1."
         )
+    for part in model.modules():
+        if isinstance(getattr(part, "modules_to_save", None), nn.ModuleDict):
+            raise ValueError(
+                f"The adapter {name!r} cannot be loaded: the adapter of the model trains whole modules "
+                "(modules_to_save), which cannot be left out for single rows."
+            )
     for layer in own_layers(model):
         if layer.merged:
             raise ValueError(
                 f"The adapter {name!r} cannot be loaded: adapters of peft are merged into the weights of the "
                 "model, so the model before training is not there any more. Call unmerge_adapter() first."
             )
-        if set(layer.lora_variant) & set(layer.active_adapters):
+        if {*layer.lora_variant, *layer.lora_embedding_B} & set(layer.active_adapters):
             raise ValueError(
-                f"The adapter {name!r} cannot be loaded: the adapter of the model is a variant of LoRA "
-                "(use_dora ...), which cannot be left out for single rows."
+                f"The adapter {name!r} cannot be loaded: the adapter of the model adapts an embedding or is "
+                "a variant of LoRA (use_dora ...), which cannot be left out for single rows."
             )

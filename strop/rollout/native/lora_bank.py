@@ -87,7 +87,7 @@ class LoraBank:
         self._handles: dict[str, RemovableHandle] = {}
         self._own: list[Any] = []
         self._own_off = False
-        self._head_path = ""
+        self._head_parts: set[nn.Module | None] = set()
 
     # --- hooks ----------------------------------------------------------------------------------------------
 
@@ -102,6 +102,7 @@ class LoraBank:
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
+        self._head_parts = set()
         self._own = []
         self._installed = False
 
@@ -117,24 +118,28 @@ class LoraBank:
         if not self._handles:
             self._watch_own_adapters()
         modules = adaptable(self._model)
-        head = base_model(self._model).get_output_embeddings()
         for path in missing:
-            module = modules[path]
-            if module is head or module is getattr(head, "base_layer", None):
-                self._head_path = path
-            self._handles[path] = module.register_forward_hook(self._adding_hook(path))
+            self._handles[path] = modules[path].register_forward_hook(self._adding_hook(path))
 
     def _watch_own_adapters(self) -> None:
         self._own = [layer for layer in own_layers(self._model) if not layer.disable_adapters]
+        head = base_model(self._model).get_output_embeddings()
+        self._head_parts = {head, getattr(head, "base_layer", None)}
         for i, layer in enumerate(self._own):
             for name in layer.active_adapters:
                 if name in layer.lora_B:
-                    handle = layer.lora_B[name].register_forward_hook(self._leave_out)
-                    self._handles[f"own adapter {i} {name}"] = handle
+                    part = layer.lora_B[name]
+                    self._handles[f"own adapter {i} {name}"] = part.register_forward_hook(self._leave_out)
+                    if layer is head:
+                        self._head_parts.add(part)
+
+    def _rows_of(self, module: nn.Module) -> AdaptedRows | None:
+        """The output head may get fewer rows than the rest of the model."""
+        return self._head_rows if module in self._head_parts else self._rows
 
     def _adding_hook(self, path: str) -> Any:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            rows = self._head_rows if path == self._head_path else self._rows
+            rows = self._rows_of(module)
             if rows is not None:
                 states = inputs[0].reshape(-1, inputs[0].shape[-1])
                 if len(states) != rows.count:
@@ -144,8 +149,9 @@ class LoraBank:
         return hook
 
     def _leave_out(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        if self._rows is not None and self._rows.adapted is not None:
-            output.view(-1, output.shape[-1]).masked_fill_(self._rows.adapted, 0)
+        rows = self._rows_of(module)
+        if rows is not None and rows.adapted is not None:
+            output.view(-1, output.shape[-1]).masked_fill_(rows.adapted, 0)
 
     def _use(self, rows: AdaptedRows | None, head_rows: AdaptedRows | None) -> None:
         """The rows of the coming passes; None: no row has an adapter."""
@@ -172,7 +178,7 @@ class LoraBank:
             merged.append((number, count))
         rows = self._token_rows(merged)
         head_rows = rows
-        if last is not None and self._head_path:
+        if last is not None:
             head_rows = self._token_rows([(spans[i][0], 1) for i in last])
         self._use(rows, head_rows)
 
