@@ -104,6 +104,7 @@ resolve: $(READY)
 # The page of every key, and the site in build/site; --strict refuses broken links.
 docs: $(READY)
 	$(BIN)/strop config docs > docs/configuration.md
+	$(BIN)/python -m strop.api.surface > docs/api.md
 	$(BIN)/$(PIP) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

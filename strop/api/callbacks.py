@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -47,8 +48,18 @@ class CallerObserver:
     def begin(self, step: int, total_steps: int) -> None:
         self.first_step = step
         self.total_steps = total_steps
+        if step and not self.quiet:
+            sys.stderr.write(self._resumed() + "\n")
         if self.shows:
             self.view = open_view(self.title, step, total_steps)
+
+    def _resumed(self) -> str:
+        if self.first_step >= self.total_steps:
+            return (
+                f"strop: all {self.total_steps} steps of this run are done already. Give another folder= for "
+                "a new run, or more steps=."
+            )
+        return f"strop: going on from step {self.first_step} of {self.total_steps}."
 
     def log(self, metrics: StepMetrics, step: int) -> None:
         self.rows.append({"step": step, **metrics})

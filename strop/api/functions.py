@@ -12,6 +12,7 @@ import ast
 import builtins
 import hashlib
 import inspect
+import linecache
 import math
 import re
 import sys
@@ -114,10 +115,7 @@ class _SourceWriter:
         if isinstance(function, FunctionType) and function.__closure__:
             free = ", ".join(function.__code__.co_freevars)
             raise NotWritable(f"it is defined inside another function and uses {free} of it.")
-        try:
-            source = textwrap.dedent(inspect.getsource(function))
-        except (OSError, TypeError) as error:
-            raise NotWritable(f"its source cannot be read ({error}).") from error
+        source = _class_source(function) if isinstance(function, type) else _source(function)
         tree = ast.parse(source)
         if len(tree.body) != 1 or getattr(tree.body[0], "name", None) != name:
             raise NotWritable("its source is no definition of its own (def or class).")
@@ -150,6 +148,25 @@ class _SourceWriter:
             self.add_function(value)
         else:
             raise NotWritable(f"it uses {name}, {_article(value)}.")
+
+
+def _source(function: FunctionType) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise NotWritable(f"the source of {function.__name__} cannot be read ({error}).") from error
+
+
+def _class_source(kind: type) -> str:
+    """The definition of a class. `inspect` does not find it in a notebook; the file of a method does."""
+    for value in vars(kind).values():
+        if not isinstance(value, FunctionType):
+            continue
+        text = "".join(linecache.getlines(value.__code__.co_filename))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                return textwrap.dedent(ast.get_source_segment(text, node, padded=True) or "")
+    raise NotWritable(f"the source of the class {kind.__name__} cannot be read.")
 
 
 def _names_in(tree: ast.AST) -> list[str]:

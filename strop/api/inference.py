@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.api.launch import only_run, random_states_kept
+from strop.api.models import quiet_transformers
 from strop.api.reinforcement import Reward, check_columns, reward_function
 from strop.api.rows import Data, PlainRow, RowKeys, is_files, open_files, prompt_rows, read_rows, write_rows
 from strop.api.settings import Settings
@@ -70,7 +71,7 @@ def generate(
         max_response_length, top_p, top_k, seed ...
     """
     rows = _prompt_rows(prompts)
-    with _folder_for(output) as folder, only_run(), random_states_kept():
+    with _folder_for(output) as folder, only_run(), random_states_kept(), quiet_transformers():
         file = _generate(model, rows, tokenizer, folder, output, dict(keys))
         return Table([_shown(row) for row in _rows_of(file)])
 
@@ -98,7 +99,7 @@ def evaluate(
     scoring = {name: keys.pop(name) for name in list(keys) if name.startswith("evaluation.")}
     known = RowKeys(known=("responses",))
     made = prompt_rows(rows, known, "data")
-    with _folder_for(None) as folder, only_run(), random_states_kept():
+    with _folder_for(None) as folder, only_run(), random_states_kept(), quiet_transformers():
         if model is None:
             file = write_rows(made, folder, "responses")
         else:

@@ -6,13 +6,13 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.api.callbacks import CallerObserver
-from strop.api.models import plain_module
+from strop.api.models import plain_module, quiet_transformers
 from strop.api.progress import is_interactive
 from strop.api.run import Run
 from strop.config.compose import Loaded, load
@@ -80,20 +80,24 @@ def launch(prepared: Prepared, observer: CallerObserver) -> Run[Any]:
         train,
         keeps_process=True,
     )
-    with only_run(), random_states_kept():
+    folder = Path(loaded.config.trainer.default_local_dir).expanduser().absolute()
+    with only_run(), random_states_kept() if here else nullcontext(), quiet_transformers():
         code = start(loaded, program, prepared.arguments)
+    step, total_steps = _progress(observer, folder, here, code)
     run = Run(
         loaded.config,
         prepared.verb,
         list(prepared.arguments),
-        *_progress(observer, Path(loaded.config.trainer.default_local_dir).expanduser(), here, code),
+        folder,
+        step,
+        total_steps,
         problems=list(prepared.problems),
         rows=observer.rows,
     )
     if "backend" in kept:
         backend: Backend = kept.pop("backend")
-        run.trained = plain_module(backend.module, dict(backend.export_weights()))
-        run.trained_tokenizer = kept.pop("tokenizer")
+        run._model = plain_module(backend.module, dict(backend.export_weights()))
+        run._tokenizer = kept.pop("tokenizer")
         del backend
         _free_memory()
     return _ended(run, observer, code)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -135,3 +137,18 @@ def plain_module(trained: nn.Module, weights: dict[str, Any]) -> PreTrainedModel
             owner, _, last = name.rpartition(".")
             setattr(made.get_submodule(owner), last, buffer.to(device))
     return made.eval()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers in the block, as on the command line."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

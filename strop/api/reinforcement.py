@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Reward: TypeAlias = Callable[..., object]
 """A reward function; `strop/rewards/signatures.py` says which forms it may have."""
+Forms: TypeAlias = Sequence[tuple[Reward, CallStyle]]
+"""Reward functions with their forms."""
 ROOT = "ppo_trainer"
 MODEL = "actor_rollout_ref.model"
 MAX_PROMPTS = 32
@@ -45,6 +47,15 @@ ALWAYS_GIVEN = {
     *("data_source", "ground_truth", "num_turns", "turn_scores"),
 }
 """What a reward function may ask for apart from columns."""
+
+
+SCORERS_BY_KEY = ("reward_model", "custom_reward_function", "reward_manager")
+"""Sections whose keys may name a scorer."""
+
+
+def _is_plain(data: Data) -> bool:
+    """Whether rows are given as a list without data_source."""
+    return isinstance(data, list) and bool(data) and not is_files(data) and "data_source" not in data[0]
 
 
 def train_policy(
@@ -77,6 +88,11 @@ def train_policy(
     if settings.has("data.train_batch_size"):
         prompts = config.data.train_batch_size
     _set_defaults(settings, group, prompts, val is not None)
+    if function is None and not any(map(settings.has, SCORERS_BY_KEY)) and _is_plain(train):
+        raise ValueError(
+            "Nothing scores the responses. Give reward=, a function of the completion and of columns; or "
+            "rows with a data_source that has a rule; or a reward model (reward_model.enable=True)."
+        )
     if function is not None:
         prepared.reward = function
         _set_reward(settings, prepared, function, styles, folder)
@@ -93,14 +109,14 @@ def train_policy(
 
 def reward_function(
     reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None
-) -> tuple[Reward | Several | None, dict[Reward, CallStyle]]:
+) -> tuple[Reward | Several | None, Forms]:
     """One function, or several as one; and the form of each."""
     if reward is None:
         if weights is not None:
             raise ValueError("reward_weights are given, but no reward functions.")
-        return None, {}
-    functions = list(reward) if isinstance(reward, Sequence) else [reward]
-    styles = {function: form_of(function) for function in functions}
+        return None, []
+    functions = list(reward) if isinstance(reward, list | tuple) else [cast(Reward, reward)]
+    styles = [(function, form_of(function)) for function in functions]
     if len(functions) == 1 and weights is None:
         return functions[0], styles
     return Several(functions, weights), styles
@@ -124,11 +140,14 @@ def form_of(function: Reward) -> CallStyle:
     return style
 
 
-def check_columns(rows: Sequence[PlainRow], styles: dict[Reward, CallStyle], name: str) -> None:
-    """A ValueError if a reward function asks for a column that no row has."""
+def check_columns(rows: Sequence[PlainRow], styles: Forms, name: str, label: str | None = None) -> None:
+    """A ValueError if a reward function asks for a column that no row has. `label` is the column with the
+    ground truth, if the configuration names one."""
     columns = reward_columns(rows)
-    for function, style in styles.items():
+    for function, style in styles:
         if not style.takes_columns:
+            if label is None:
+                _check_ground_truth(rows, function, columns, name)
             continue
         for parameter in parameters_of(function) or ():
             if is_required(parameter) and parameter.name not in columns | ALWAYS_GIVEN:
@@ -138,21 +157,37 @@ def check_columns(rows: Sequence[PlainRow], styles: dict[Reward, CallStyle], nam
                 )
 
 
+def _check_ground_truth(rows: Sequence[PlainRow], function: Reward, columns: set[str], name: str) -> None:
+    """A ValueError if a function of verl's form asks for the ground truth, and no row has one."""
+    asks = [parameter.name for parameter in parameters_of(function) or () if is_required(parameter)]
+    if not {"ground_truth", "ground_truths"} & set(asks) or "ground_truth" in columns:
+        return
+    for row in rows:
+        reward = row.get("reward_model")
+        if isinstance(reward, Mapping) and reward.get("ground_truth") is not None:
+            return
+    raise ValueError(
+        f"{name_of(function)} asks for ground_truth, but {name} has none: neither a column ground_truth nor "
+        f"reward_model with it. Its columns: {', '.join(sorted(columns))}. Rename the column with the "
+        "answer, or name it in label_key."
+    )
+
+
 def _set_reward(
     settings: Settings,
     prepared: Prepared,
     function: Reward | Several,
-    styles: dict[Reward, CallStyle],
+    styles: Forms,
     folder: Path,
 ) -> None:
-    located = [locate(one, folder) for one in styles]
+    located = [locate(one, folder) for one, _ in styles]
     prepared.problems += [found.problem for found in located if found.problem is not None]
     place = located[0]
     if isinstance(function, Several):
         place = _several_file(function, located, folder)
     settings.set("custom_reward_function.path", place.path, "reward")
     settings.set("custom_reward_function.name", place.name, "reward")
-    if isinstance(function, Several) or next(iter(styles.values())).takes_lists:
+    if isinstance(function, Several) or styles[0][1].takes_lists:
         settings.default("reward_model.reward_manager", "batch")
 
 
@@ -188,12 +223,12 @@ def _set_data(
     train: Data,
     val: Data | None,
     folder: Path,
-    styles: dict[Reward, CallStyle],
+    styles: Forms,
 ) -> int:
     """Set the files; returns the number of training rows."""
     data = config.data
     named = (data.label_key, data.reward_fn_key, data.image_key, data.video_key)
-    keys = RowKeys(data.prompt_key, tuple(name for name in named if name))
+    keys = RowKeys(data.prompt_key, tuple(name for name in named if name), data.label_key)
     path, count = _data_file(train, keys, folder, "train", styles)
     settings.set("data.train_files", path, "train")
     if val is not None:
@@ -202,21 +237,22 @@ def _set_data(
 
 
 def _data_file(
-    data: Data, keys: RowKeys, folder: Path, name: str, styles: dict[Reward, CallStyle]
+    data: Data, keys: RowKeys, folder: Path, name: str, styles: Forms
 ) -> tuple[str | list[str], int]:
     """The files of the data, and their number of rows. Objects, and files with columns that only reward
     functions know, are written to a file of the run."""
     rows: list[PlainRow]
     if is_files(data):
         files = open_files(data, name)
-        takes_columns = any(style.takes_columns for style in styles.values())
+        takes_columns = any(style.takes_columns for _, style in styles)
         if not takes_columns or not needs_conversion(files, keys):
             return paths_of(data), len(files)
         rows = read_rows(files, name)
     else:
         rows = read_rows(data, name)
-    check_columns(rows, styles, name)
-    return str(write_rows(prompt_rows(rows, keys, name), folder, name)), len(rows)
+    made = prompt_rows(rows, keys, name)
+    check_columns(rows, styles, name, keys.label)
+    return str(write_rows(made, folder, name)), len(rows)
 
 
 def _set_defaults(settings: Settings, group: int, prompts: int, validates: bool) -> None:

@@ -41,6 +41,8 @@ class RowKeys:
     prompt: str = "prompt"
     known: tuple[str, ...] = ()
     """Further columns that the configuration names: the label, images, videos."""
+    label: str | None = None
+    """The column with the ground truth, if the configuration names one."""
 
     @property
     def all(self) -> set[str]:
@@ -82,9 +84,10 @@ def _iterate(data: object, name: str) -> Iterable[object]:
     to_dict = getattr(data, "to_dict", None)
     if callable(to_dict) and hasattr(data, "iloc"):  # a pandas frame
         return cast("Iterable[object]", to_dict("records"))
-    to_pylist = getattr(data, "to_pylist", None)
-    if callable(to_pylist):  # an Arrow table
-        return cast("Iterable[object]", to_pylist())
+    for name_of_method in ("to_pylist", "to_dicts"):  # an Arrow table, a polars frame
+        method = getattr(data, name_of_method, None)
+        if callable(method):
+            return cast("Iterable[object]", method())
     if isinstance(data, Mapping):
         raise ValueError(
             f"{name} is a mapping with the keys {', '.join(map(str, list(data)[:8]))}; it must be rows. Of a "

@@ -45,20 +45,18 @@ class Run(Generic[Config]):
     """The program of the command line: ppo, sft, rm or dpo."""
     arguments: list[str]
     """The words of the command line after the verb."""
+    folder: Path
+    """The folder of the run: checkpoints, metrics, samples, and in `inputs` the objects it was given."""
     step: int
     """The last step that is finished."""
     total_steps: int
+    """The number of steps of the whole run."""
     problems: list[str] = field(default_factory=list)
     """Why the command line cannot do the same."""
-    trained: PreTrainedModel | None = None
-    trained_tokenizer: PreTrainedTokenizerBase | None = None
     rows: list[dict[str, object]] = field(default_factory=list)
     """Metrics of the steps that this process has done."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the run: checkpoints, metrics, samples, and in `inputs` the objects it was given."""
-        return Path(self.config.trainer.default_local_dir).expanduser()
+    _model: PreTrainedModel | None = None
+    _tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def finished(self) -> bool:
@@ -126,16 +124,16 @@ class Run(Generic[Config]):
     @property
     def model(self) -> PreTrainedModel:
         """The trained model, a plain module of transformers (adapters merged), in evaluation mode."""
-        if self.trained is None:
-            self.trained, self.trained_tokenizer = _from_checkpoint(self.folder, self.verb, self.command())
-        return self.trained
+        if self._model is None:
+            self._model, self._tokenizer = _from_checkpoint(self)
+        return self._model
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, with the chat template of the run."""
-        if self.trained_tokenizer is None:
-            self.trained, self.trained_tokenizer = _from_checkpoint(self.folder, self.verb, self.command())
-        return self.trained_tokenizer
+        if self._tokenizer is None:
+            self._model, self._tokenizer = _from_checkpoint(self)
+        return self._tokenizer
 
     def save(self, folder: str | Path) -> Path:
         """Write the model and its tokenizer as a folder that transformers loads."""
@@ -172,21 +170,21 @@ def _shown_sample(row: dict[str, object]) -> dict[str, object]:
 SAMPLE_COLUMNS = ("step", "prompt", "response", "score", "ground_truth", "group", "truncated", "failed")
 
 
-def _from_checkpoint(
-    folder: Path, verb: str, command: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_checkpoint(run: Run[Config]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of the newest checkpoint, for runs whose ranks were processes of their own."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     from strop.run.checkpoint.layout import read_latest
 
-    step = read_latest(folder)
-    role = "actor" if verb == "ppo" else "model"
-    export = folder / f"global_step_{step}" / role / "huggingface"
+    step = read_latest(run.folder)
+    role = "actor" if run.verb == "ppo" else "model"
+    export = run.folder / f"global_step_{step}" / role / "huggingface"
     if step is None or not (export / "config.json").exists():
         raise ValueError(
-            f"{folder} has no checkpoint with a Hugging Face folder, and the ranks of the run have ended "
-            "with their weights. Set trainer.save_freq, and hf_model in the checkpoint's save_contents; or "
-            f"merge a checkpoint with `strop merge`. The command of this run: {command}"
+            f"The run was in processes of its own, which have ended, and {run.folder} has no checkpoint with "
+            "a Hugging Face folder. Set trainer.save_freq, and add hf_model to the save_contents of the "
+            "checkpoint; or use `strop merge` on a checkpoint."
         )
-    return AutoModelForCausalLM.from_pretrained(export), AutoTokenizer.from_pretrained(export)
+    kind = transformers.AutoConfig.from_pretrained(export).architectures[0]
+    model: PreTrainedModel = getattr(transformers, kind).from_pretrained(export)
+    return model, transformers.AutoTokenizer.from_pretrained(export)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.api.models import is_name, save_model, save_tokenizer
+from strop.api.models import is_name, quiet_transformers, save_model, save_tokenizer
 from strop.config.short_keys import full_key, overrides
 
 if TYPE_CHECKING:
@@ -58,4 +58,6 @@ class Settings:
                 self.set(f"{key}.tokenizer_path", str(save_tokenizer(tokenizer, folder)), "tokenizer")
             return
         assert not isinstance(model, str | Path)
-        self.set(f"{key}.path", str(save_model(model, tokenizer, folder)), "model")
+        with quiet_transformers():
+            folder = save_model(model, tokenizer, folder)
+        self.set(f"{key}.path", str(folder), "model")

@@ -82,7 +82,10 @@ class Several(ListScorer):
 def _scores(call: RewardFunction, samples: Sequence[RewardSample]) -> Sequence[object]:
     """What one function says of each sample."""
     if not call.takes_lists:
-        return call_each(call, samples, workers=MAX_ASYNC_CALLS if call.is_async else 1)
+        workers = MAX_ASYNC_CALLS if call.is_async else 1
+        # In a list, because `call_each` takes None for a forgotten return.
+        answers = call_each(lambda sample: [call(sample)], samples, workers=workers)
+        return [answer[0] if isinstance(answer, list) else answer for answer in answers]
     values: object = call.call_with_lists(samples)
     tolist = getattr(values, "tolist", None)
     if callable(tolist):

@@ -17,9 +17,10 @@ SMALL: dict[str, object] = {
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(4)]
 
 
-def small(task: Path, folder: Path, **more: object) -> dict[str, object]:
+def small(task: Path, place: Path, more: dict[str, object]) -> dict[str, object]:
     """Arguments of a run of two steps."""
-    return {"model": str(task / "model"), "train": ROWS, "folder": str(folder), "steps": 2, **SMALL, **more}
+    given = {"model": str(task / "model"), "train": ROWS, "folder": str(place), "steps": 2}
+    return {**given, **SMALL, **more}
 
 
 def digits(completion: str, answer: str, **row: object) -> float:

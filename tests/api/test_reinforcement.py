@@ -23,7 +23,7 @@ def arguments(command: str) -> list[str]:
 def run(task: Path, tmp_path_factory: pytest.TempPathFactory) -> strop.Run[Any]:
     """Two steps, with callbacks that note what they get."""
     folder = tmp_path_factory.mktemp("run")
-    run = strop.grpo(**small(task, folder / "run"), reward=digits)  # type: ignore[arg-type]
+    run = strop.grpo(**small(task, folder / "run", {"reward": digits}))  # type: ignore[arg-type]
     return run
 
 

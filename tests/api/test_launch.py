@@ -1,0 +1,135 @@
+"""How runs from Python end: by Ctrl-C, by `stop`, by an error of a callback; and what is refused at the start."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import strop
+from strop.api import launch
+from strop.run.checkpoint.layout import read_latest
+from tests.api.scene import digits, small
+from tests.runtime.started import assert_same_run
+
+Call = Callable[..., strop.Run[Any]]
+
+
+@pytest.fixture
+def call(task: Path, tmp_path: Path) -> Call:
+    """A run of two steps in a folder of its own."""
+    return lambda **more: strop.grpo(**small(task, tmp_path / "run", {"reward": digits, **more}))  # type: ignore[arg-type]
+
+
+def test_a_call_after_ctrl_c_goes_on(call: Call, tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match=r"step 1 of 2.*The same call goes on"):
+        call(on_step=lambda step, metrics: os.kill(os.getpid(), signal.SIGINT))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert read_latest(tmp_path / "run") == 1
+    run = call()
+    assert run.finished and run.metrics["step"] == [1, 2] and [row["step"] for row in run.rows] == [2]
+    whole = call(folder=str(tmp_path / "whole"))
+    assert_same_run(whole.folder, run.folder, steps=2)
+    assert torch.equal(torch.rand(3), expected)  # the caller's random numbers are not touched
+
+
+def test_in_a_notebook_ctrl_c_returns_the_run(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "is_interactive", lambda: True)
+    run = call(on_step=lambda step, metrics: os.kill(os.getpid(), signal.SIGINT))
+    assert not run.finished and run.step == 1 and run.metrics["step"] == [1]
+    assert run.model.config.model_type == "llama"
+
+
+def test_stop_and_samples(call: Call, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, object]] = []
+
+    def on_samples(step: int, samples: Any) -> None:
+        seen.append((step, len(samples), samples[0]["split"]))
+
+    run = call(on_samples=on_samples, stop=lambda step, metrics: metrics["critic/score/mean"] >= 0)
+    assert run.step == 1 and not run.finished and read_latest(tmp_path / "run") == 1
+    assert seen == [(1, 8, "train")]
+
+
+def test_an_error_of_a_callback_ends_the_run_in_order(call: Call, tmp_path: Path) -> None:
+    """Here the callback starts a second run, which is refused."""
+    with pytest.raises(ValueError, match=r"Another run of this process has not ended") as raised:
+        call(on_step=lambda step, metrics: call(folder=str(tmp_path / "second")))
+    assert "has ended in order after this error of a callback" in raised.value.__notes__[0]
+    assert read_latest(tmp_path / "run") == 1 and not (tmp_path / "second" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda completion: None, "The function returned None; did it forget `return`"),
+        (lambda completion: float("nan"), "returned nan, which is not a finite number"),
+        (lambda completion: {"points": 1}, "a dict without 'score', only points"),
+        (lambda completion: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda completions: [1.0, 2.0], "called with 1 samples and returned 2 values"),
+        (lambda completions: 1.0, "called with 1 samples and returned a float"),
+        ([digits, lambda completion: None, lambda completion: "a"], "returned 'a' of type str"),
+        (
+            lambda text: 0.0,
+            r"\(text\): its parameters do not say how to call it. Name one of them completion",
+        ),
+        (lambda completion, solution_str: 0.0, "different forms of a reward function"),
+        (lambda completion, level: 0.0, "asks for 'level', but train has no such column.*answer, prompt"),
+        (lambda solution_str, ground_truth: 0.0, "asks for ground_truth, but train has none"),
+        ("correct", "reward is 'correct', which cannot be called"),
+        (None, "Give reward="),
+    ],
+)
+def test_rewards_that_are_refused_before_the_run(
+    reward: Any, message: str, call: Call, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(reward=reward)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"train": [{"question": "a"}]}, "train has no column 'prompt'.*Its columns: question"),
+        ({"max_respons_length": 3}, "no such key. Did you mean data.max_response_length"),
+        ({"data.train_files": "x.parquet"}, "train sets data.train_files, which is also given as a key"),
+        ({"reward_weights": [1.0, 2.0]}, "1 reward functions and 2 weights"),
+        ({"model": 3}, "model is a builtins.int; it must be a name"),
+        ({"n_gpus_per_node": 2, "stop": print}, "n_gpus_per_node=2 the run is in processes of its own"),
+        ({"n_gpus_per_node": 2, "reward": lambda completion: 0}, "exists in this process only: it is"),
+        ({"max_restarts": 1, "on_step": print}, "With trainer.max_restarts=1 the run is in processes"),
+        ({"global_profiler.tool": "nsys"}, "nsys starts the process again"),
+    ],
+)
+def test_arguments_that_are_refused(more: dict[str, Any], message: str, call: Call) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**more)
+
+
+def test_a_function_without_a_source_has_no_command_line(call: Call) -> None:
+    weight = 0.5
+
+    def closure(completion: str) -> float:
+        return weight * len(completion)
+
+    run = call(reward=closure, steps=1)
+    with pytest.raises(ValueError, match=r"No command line does the same: closure.*uses weight of it"):
+        run.command()
+
+
+@pytest.mark.slow
+def test_two_ranks(call: Call) -> None:
+    run = call(n_gpus_per_node=2, **{"checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"]})
+    assert run.finished and run.metrics["step"] == [1, 2] and len(run.samples()) == 8
+    assert run.model.config.model_type == "llama" and run.tokenizer.eos_token
