@@ -13,6 +13,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Chart",
     "Evaluation",
+    "Policy",
     "Run",
     "Table",
     "__version__",
@@ -37,6 +38,7 @@ _HOMES = {
     "strop.api.run": ("Chart", "Run"),
     "strop.api.supervised": ("dpo", "reward_model", "sft"),
     "strop.api.table": ("Table",),
+    "strop.policy.policy": ("Policy",),
 }
 """Modules and the public names that they define."""
 

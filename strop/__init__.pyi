@@ -13,6 +13,7 @@ from strop.api.supervised import dpo as dpo
 from strop.api.supervised import reward_model as reward_model
 from strop.api.supervised import sft as sft
 from strop.api.table import Table as Table
+from strop.policy.policy import Policy as Policy
 
 __version__: str
 __all__: list[str]

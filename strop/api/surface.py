@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ def reference() -> str:
         lines.append(f"| `{short}` | `{key}` |")
     lines += ["", "## Functions and classes"]
     for name in public_names():
-        lines += ["", *_entry(name, getattr(strop, name))]
+        lines += ["", *_entry(name, public_object(name))]
     return "\n".join(lines) + "\n"
 
 
@@ -94,8 +95,14 @@ CALLBACKS = {
 def public_names() -> list[str]:
     """The public functions, then the classes."""
     names = [name for name in strop.__all__ if not name.startswith("_")]
-    functions = [name for name in names if inspect.isfunction(getattr(strop, name))]
+    functions = [name for name in names if inspect.isfunction(public_object(name))]
     return functions + [name for name in names if name not in functions]
+
+
+def public_object(name: str) -> object:
+    """A public function or class, from the module that defines it: `strop.ppo` may be the package."""
+    homes = {public: home for home, names in vars(strop)["_HOMES"].items() for public in names}
+    return getattr(importlib.import_module(homes[name]), name)
 
 
 def _entry(name: str, value: object) -> list[str]:
@@ -103,6 +110,9 @@ def _entry(name: str, value: object) -> list[str]:
         return [f"### strop.{name}", "", "```python", signature_text(name, value), "```", "", *_doc(value)]
     assert isinstance(value, type)
     lines = [f"### strop.{name}", "", *_doc(value), ""]
+    if not dataclasses.is_dataclass(value) and "__init__" in vars(value):
+        made = signature_text(name, vars(value)["__init__"], method=True)
+        lines += ["```python", made.removeprefix("def ").removesuffix(" -> None"), "```", ""]
     for member, about in members(value):
         lines.append(f"- `{member}`: {about}")
     return lines

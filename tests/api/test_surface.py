@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import strop
-from strop.api.surface import public_names, reference
+from strop.api.surface import public_names, public_object, reference
 
 ROOT = Path(__file__).parents[2]
 SURFACE = {
     *("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sft", "dpo", "reward_model", "generate", "evaluate"),
-    *("Run", "Table", "Evaluation", "Chart"),
+    *("Policy", "Run", "Table", "Evaluation", "Chart"),
 }
 
 
@@ -28,6 +28,14 @@ def test_the_surface_is_pinned() -> None:
         _ = strop.grpoo  # type: ignore[attr-defined]
 
 
+def test_the_package_ppo_is_called_like_the_function() -> None:
+    import strop.ppo.build
+
+    for function in (strop.ppo, public_object("ppo")):
+        with pytest.raises(ValueError, match=r"train holds no rows"):
+            function("nowhere", train=[], reward=lambda completion: 0.0, folder="nowhere")  # type: ignore[operator]
+
+
 def test_the_stub_has_the_same_names() -> None:
     tree = ast.parse((ROOT / "strop" / "__init__.pyi").read_text())
     imported = {name.asname for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
@@ -36,7 +44,7 @@ def test_the_stub_has_the_same_names() -> None:
 
 def test_everything_public_has_types_and_documentation() -> None:
     for name in public_names():
-        value = getattr(strop, name)
+        value = public_object(name)
         assert inspect.getdoc(value), name
         functions = [value] if inspect.isfunction(value) else list(vars(value).values())
         for function in functions:
