@@ -21,13 +21,15 @@ import strop
 
 rows = [{"prompt": "What is 2+3?", "answer": "5"}, ...]
 
+
 def reward(completion, answer, **row):
     return float(completion.strip().endswith(answer))
 
+
 run = strop.grpo("Qwen/Qwen2.5-0.5B-Instruct", train=rows, reward=reward, max_response_length=512, steps=100)
-run.metrics["critic/score/mean"]     # run.plot() draws it, run.samples() shows answers
-run.save("out")                      # a folder that transformers loads; run.model and run.tokenizer
-print(run.command())                 # the same run as a command line
+run.metrics["critic/score/mean"]  # run.plot() draws it, run.samples() shows answers
+run.save("out")  # a folder that transformers loads; run.model and run.tokenizer
+print(run.command())  # the same run as a command line
 ```
 
 A run from Python is the run of the command line. What is given as objects (rows, functions, a module) is
