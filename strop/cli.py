@@ -222,11 +222,11 @@ def convert(arguments: list[str]) -> int:
         case ["verl", "--to", "openrlhf", *rest]:
             from strop.config.commandline import parse
             from strop.config.compose import load
-            from strop.config.openrlhf.reverse import to_openrlhf
+            from strop.config.openrlhf.reverse import convert_to_openrlhf
 
             options = parse(rest)
-            tree = load("ppo_trainer", options.overrides, options.config, options.search).tree()
-            print(to_openrlhf(tree, defaults=load("ppo_trainer").tree()).render(), end="")
+            loaded = load("ppo_trainer", options.overrides, options.config, options.search)
+            print(convert_to_openrlhf(loaded, load("ppo_trainer").tree()).render(), end="")
         case _:
             raise ValueError(
                 "Expected: strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf "

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from strop.config.commandline import parse
+
 
 def strop(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -46,6 +48,14 @@ def test_help_lists_the_verbs():
 def test_every_verb_has_help(verb, words):
     done = strop(verb, "--help")
     assert done.returncode == 0 and words in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_the_modules_of_verl_have_help(word, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["data.train_batch_size=8", word])
+    assert ended.value.code == 0
+    assert "strop config explain KEY" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

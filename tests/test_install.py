@@ -6,14 +6,19 @@ import http.server
 import importlib
 import io
 import re
+import subprocess
 import sys
 import threading
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+import strop
+from strop import extras
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +34,7 @@ def script(name: str) -> ModuleType:
 resolve = script("resolve")
 package_index = script("package_index")
 torch_build = script("torch_build")
+release = script("release")
 
 PYPROJECT = """
 [project]
@@ -108,7 +114,7 @@ def test_every_requirement_of_the_project_is_pinned_once() -> None:
 
 
 def test_only_extras_that_cannot_resolve_are_left_out() -> None:
-    project = resolve.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].keys()
     assert set(resolve.OWN_ENVIRONMENT) == {"vllm", "sglang"}
     assert resolve.NO_WHEELS == {"macos-arm64": {"liger": "triton"}}
@@ -203,3 +209,97 @@ def test_every_environment_of_the_makefile_asks_which_torch() -> None:
             assert "scripts/torch_build.py" in line, line
     assert torch_build.pinned_torch((ROOT / "constraints.txt").read_text())
     assert "resolve" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ({}, "pip install 'strop[plot]'"),
+        ({"url": "file:///", "dir_info": {}}, "pip install '/[plot]'"),
+        ({"url": "file:///", "dir_info": {"editable": True}}, "pip install -e '/[plot]'"),
+        ({"url": "file:///nowhere/strop.whl", "archive_info": {}}, "pip install 'matplotlib>=3.9'"),
+        (
+            {"url": "https://h/strop.whl", "archive_info": {}},
+            "pip install 'strop[plot] @ https://h/strop.whl'",
+        ),
+        ({"url": "https://h/s", "vcs_info": {"vcs": "git"}}, "pip install 'strop[plot] @ git+https://h/s'"),
+    ],
+)
+def test_a_missing_library_is_installed_from_where_strop_came(
+    origin: dict[str, object], command: str
+) -> None:
+    requires = ["torch>=2.11", 'matplotlib>=3.9; extra == "plot"', 'pytest>=8; extra == "dev"']
+    assert extras.command_from_source("plot", origin, requires) == command
+
+
+def test_no_message_names_an_index_that_may_not_have_the_package() -> None:
+    """`pip install 'strop[board]'` finds nothing while the package is not published."""
+    for file in (ROOT / "strop").rglob("*.py"):
+        if file.name != "extras.py":
+            assert "pip install 'strop[" not in file.read_text(), file
+
+
+def test_the_board_needs_no_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    core = {resolve.Requirement(line).name for line in project["dependencies"]}
+    assert {"starlette", "uvicorn"} <= core
+    assert project["optional-dependencies"]["board"] == []
+
+
+def test_versions_agree_and_the_changelog_has_a_section(tmp_path: Path) -> None:
+    assert release.version_of(ROOT) == strop.__version__
+    for name in ("pyproject.toml", "CHANGELOG.md", "strop/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n")
+    with pytest.raises(ValueError, match=r"CHANGELOG\.md has no section"):
+        release.version_of(tmp_path)
+    (tmp_path / "strop" / "__init__.py").write_text('__version__ = "9.9"\n')
+    with pytest.raises(ValueError, match="set __version__"):
+        release.version_of(tmp_path)
+
+
+def test_links_of_the_readme_work_on_the_page_of_an_index(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    full = release.index_readme(text, "https://host/strop", "v1.0")
+    targets = re.findall(r"\]\(([^)\s]+)\)", full)
+    assert len(targets) > 20
+    assert all(target.startswith(("https://", "http://", "#")) for target in targets)
+    assert "(https://host/strop/blob/v1.0/docs/supervised.md)" in full
+    assert not re.findall(r"\]\((?!https?:|#)", release.index_readme(text, None, "v1.0"))
+    for name in ("README.md", "pyproject.toml", "CHANGELOG.md", "strop/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    release.prepare(tmp_path, "https://host/strop")
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Changelog"].startswith("https://host/strop/blob/v")
+
+
+def test_the_metadata_has_what_an_index_page_shows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["authors"] and project["keywords"] and project["readme"] == "README.md"
+    for python in resolve.PYTHONS:
+        assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+
+
+def test_the_source_distribution_names_what_make_needs() -> None:
+    manifest = (ROOT / "MANIFEST.in").read_text().split()
+    for path in release.IN_SOURCE:
+        assert path in manifest or path.partition("/")[0] in manifest, path
+    if not (ROOT / ".git").exists():  # tests of an unpacked source distribution
+        return
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    top = {line.partition("/")[0] for line in tracked.split()}
+    built_in = {"strop", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", ".gitignore"}
+    assert top <= {*manifest, *built_in}, "MANIFEST.in lacks something of the tree"
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_works_in_an_empty_environment(tmp_path: Path) -> None:
+    """Build both files, check them, install the wheel, and use the quickstart, the preflight and the board."""
+    release.export(tmp_path / "tree", None)
+    tools = release.make_environment(tmp_path / "tools")
+    files = release.build(tmp_path / "tree", tools, tmp_path / "dist")
+    release.check_contents(files, tmp_path / "tree")
+    (wheel,) = [file for file in files if file.suffix == ".whl"]
+    release.try_wheel(wheel, tmp_path / "clean")

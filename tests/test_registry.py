@@ -54,5 +54,7 @@ def test_user_files(tmp_path):
 
 
 def test_a_missing_extra_names_what_to_install():
-    with pytest.raises(MissingExtra, match=r"Colouring needs the package 'no_such_library'.*strop\[colour\]"):
+    with pytest.raises(
+        MissingExtra, match=r"Colouring needs the package 'no_such_library'.*pip install .*\[colour\]"
+    ):
         require("no_such_library", extra="colour", why="Colouring")

@@ -78,7 +78,7 @@ class Run(Generic[Config]):
         return Table(found)
 
     def plot(self, *names: str, file: str | Path | None = None) -> Chart:
-        """Draw metrics by step (needs matplotlib: pip install 'strop[plot]'). Without names: the score or the
+        """Draw metrics by step (needs matplotlib: the extra `plot`). Without names: the score or the
         loss, and the core metrics of validation. The picture is `curves.png` in the folder of the run, or
         `file`."""
         from strop.run.chart import line_chart

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,12 +18,14 @@ _OPTIONS = {
     "--config-dir": "search",
     "-cd": "search",
 }
-_HELP = "settings are written key=value; `strop config show NAME` lists them, `strop help` the commands"
+_HELP = """usage: [FILE.yaml] [--config-name NAME] [--config-path DIR] [key=value ...]
+
+Settings are written key=value. `strop config show NAME` lists them with their documentation,
+`strop config explain KEY` explains one, `strop help` lists the commands.
+"""
 _REFUSED = {
     "--multirun": "sweeps are not supported; start one run per value",
     "-m": "sweeps are not supported; start one run per value",
-    "--help": _HELP,
-    "-h": _HELP,
     "--cfg": "use `strop config show`",
     "-c": "use `strop config show`",
 }
@@ -52,6 +55,9 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
                     raise ConfigError(f"{name} needs a value.")
                 value = rest.pop(0)
             setattr(asked, _OPTIONS[name], value)
+        elif word in ("--help", "-h"):
+            sys.stdout.write(_HELP)
+            raise SystemExit(0)
         elif word in switches:
             asked.switches.add(word)
         elif name in _REFUSED:

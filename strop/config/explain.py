@@ -54,8 +54,28 @@ def _yaml(value: object) -> str:
 
 
 def explain(name: str) -> str:
-    """Everything known of one key, in every configuration that has it. Old names and OpenRLHF's flags are
-    understood."""
+    """Everything known of one key, in every configuration that has it. Old names, OpenRLHF's flags and short
+    names of training's keys are understood."""
+    training = _training_key(name)
+    if training is None:
+        return _about(name)
+    return f"{_about(training)}\nAnother program has a key of this very name:\n\n{_about(name)}"
+
+
+def _training_key(name: str) -> str | None:
+    """The key of ppo_trainer that ends in `name`, where `name` is a key of another program only.
+
+    `rollout.n` is a key of generation, but who asks about it usually trains.
+    """
+    every = [key.path for key in keys(ROOTS["ppo_trainer"])]
+    ends = [path for path in every if path.endswith(f".{name}")]
+    elsewhere = any(key.path == name for kind in ROOTS.values() for key in keys(kind))
+    if "." not in name or name in every or not elsewhere or len(ends) != 1:
+        return None
+    return ends[0]
+
+
+def _about(name: str) -> str:
     found = _find(name)
     row = reason_for(name)
     if found is None and row is not None:

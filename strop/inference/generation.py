@@ -51,11 +51,6 @@ def generate_on_devices(
     Yields an empty count when the models are loaded, then one count per batch."""
     device = device_of(config.trainer.device)
     count = config.trainer.n_gpus_per_node
-    if config.trainer.nnodes > 1:
-        raise ValueError(
-            f"trainer.nnodes={config.trainer.nnodes}: generation runs on the devices of one machine. Divide "
-            "the file and start one job per machine, with an output_path each."
-        )
     if device.type == "cuda" and count > torch.cuda.device_count():
         raise ValueError(
             f"trainer.n_gpus_per_node={count}, but torch sees {torch.cuda.device_count()} GPUs here."
@@ -149,12 +144,11 @@ def generate(config: GenerationConfig) -> GenerationSummary:
     """Generate for every row that is not finished yet, and write the output."""
     inputs = open_input_rows(config)
     output = str(config.data.output_path)
-    if not output.endswith(".parquet"):
-        raise ValueError(f"data.output_path={output} must end in .parquet.")
     table = inputs.table()  # raises before generation if the input cannot be copied
     job = _job(config, inputs)
     partial = PartialOutput(output, job)
     if _complete(partial, job):
+        log.info("%s is complete already.", output)
         return GenerationSummary(output, len(inputs.rows), GenerationCounts(), {}, 0.0)
     done = {row: value for row, value in partial.open().items() if isinstance(value, list)}
     if done:
@@ -181,6 +175,15 @@ def generate(config: GenerationConfig) -> GenerationSummary:
     assert answers.keys() == set(range(len(inputs.rows))), "every row is answered once"
     partial.finish(lambda path: _write(path, table, answers, job))
     return GenerationSummary(output, len(inputs.rows), fresh, failed, seconds)
+
+
+def check_output(config: GenerationConfig, inputs: InputRows) -> None:
+    """Raise what `generate` would raise about its input and output, before a model is loaded."""
+    inputs.table()
+    job = _job(config, inputs)
+    partial = PartialOutput(str(config.data.output_path), job)
+    if not _complete(partial, job):
+        partial.reject_other()
 
 
 def _job(config: GenerationConfig, inputs: InputRows) -> dict[str, object]:
@@ -257,7 +260,6 @@ def _complete(partial: PartialOutput, job: Mapping[str, object]) -> bool:
             "Delete it, or choose another data.output_path."
         )
     reject_other_job(f"{partial.output} exists and is of another job", json.loads(made_by), job)
-    log.info("%s is complete already.", partial.output)
     return True
 
 

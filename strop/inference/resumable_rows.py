@@ -57,9 +57,14 @@ class PartialOutput:
             self._system.makedirs(self._folder, exist_ok=True)
             self._write(JOB, self.job)
             return {}
-        before = json.loads(self._system.cat_file(f"{self._folder}/{JOB}"))
-        reject_other_job(f"{self.output}.parts holds finished rows of another job", before, self.job)
+        self.reject_other()
         return self.finished()
+
+    def reject_other(self) -> None:
+        """Raise if the finished rows are of another job."""
+        if self.started:
+            before = json.loads(self._system.cat_file(f"{self._folder}/{JOB}"))
+            reject_other_job(f"{self.output}.parts holds finished rows of another job", before, self.job)
 
     def finished(self) -> dict[int, Any]:
         """All rows that are finished so far."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from strop.planning.gguf_header import read_gguf_config
 from strop.registry import did_you_mean
 
 ModelJson = Mapping[str, object]
@@ -351,11 +352,15 @@ def shape_of(
     changes: ModelJson | None = None,
     scalar: bool = False,
 ) -> Shape:
-    """The shape of the model in a folder, or of a model that is known by name. `changes` are values of
-    override_config."""
+    """The shape of the model in a folder or a GGUF file, or of a model that is known by name. `changes` are
+    values of override_config."""
     if not path:
         raise ValueError("model.path is not set, so there is no model to plan for.")
-    file = Path(config_path or path).expanduser() / "config.json"
+    place = Path(config_path or path).expanduser()
+    if place.suffix == ".gguf" and place.is_file():
+        header = read_gguf_config(place)
+        return read_shape({**header, **(changes or {})}, where=str(place), scalar=scalar)
+    file = place / "config.json"
     if file.is_file():
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -365,7 +370,7 @@ def shape_of(
     name = plain_name(path)
     if name not in KNOWN:
         raise ValueError(
-            f"model.path={path!r} is neither a folder with a config.json nor a name the planner "
-            f"knows.{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}."
+            f"model.path={path!r} is neither a folder with a config.json, nor a .gguf file, nor a name the "
+            f"planner knows.{did_you_mean(name, KNOWN)} Known: {', '.join(KNOWN)}."
         )
     return read_shape({**KNOWN[name], **(changes or {})}, where=path, scalar=scalar)

@@ -19,6 +19,7 @@ from strop.config.commandline import parse
 from strop.config.compose import Loaded, load
 from strop.config.derived import objective, roles
 from strop.config.rules import ConfigFinding, check, error, warning
+from strop.config.schema.inference import GenerationConfig
 from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.supervised import SupervisedConfig
@@ -120,6 +121,8 @@ def _folders(config: RootConfig) -> list[ConfigFinding]:
         folder = getattr(trainer, name, None)
         if folder is not None:
             findings += _folder_findings(f"trainer.{name}", folder)
+    if isinstance(config, GenerationConfig) and "://" not in str(config.data.output_path):
+        findings += _folder_findings("data.output_path", str(Path(str(config.data.output_path)).parent))
     return findings
 
 

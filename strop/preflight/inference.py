@@ -28,6 +28,7 @@ def examine_inference(
 
 
 def _generation(config: GenerationConfig, report: PreflightReport) -> int | None:
+    from strop.inference.generation import check_output
     from strop.inference.generation_model import open_input_rows
 
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
@@ -41,10 +42,15 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
         )
         report.findings += [ConfigFinding(f.level, "chat template", f.message) for f in found]
     try:
-        rows = len(open_input_rows(config).rows)
+        inputs = open_input_rows(config)
     except (ValueError, OSError) as problem:
         report.findings.append(error("data.path", str(problem)))
         return None
+    try:
+        check_output(config, inputs)
+    except (ValueError, OSError) as problem:
+        report.findings.append(error("data.output_path", str(problem)))
+    rows = len(inputs.rows)
     report.data["rows"] = rows
     return rows
 

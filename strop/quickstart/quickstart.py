@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     """Make the task and the model, train, and print the results; returns the exit code."""
     options = _parse(arguments)
     started = time.time()
-    out = Path(options.out)
+    out = Path(options.out or default_folder(options.algorithm))
     say = sys.stdout.write
     overrides = [
         f"data.train_files={out}/data/train.parquet",
@@ -83,7 +83,11 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="strop quickstart", description=__doc__)
     parser.add_argument("--algorithm", default="grpo", help=", ".join(ALGORITHMS))
-    parser.add_argument("--out", default="runs/quickstart", help="folder for the model, the data and the run")
+    parser.add_argument(
+        "--out",
+        help="folder for the model, the data and the run (default: runs/quickstart, or "
+        "runs/quickstart_ALGORITHM for another algorithm than grpo)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--largest", type=int, default=49, help="largest number to add")
     parser.add_argument("overrides", nargs="*", help="key=value, as for strop ppo")
@@ -94,6 +98,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             f"{', '.join(ALGORITHMS)}.{did_you_mean(options.algorithm, ALGORITHMS)}"
         )
     return options
+
+
+def default_folder(algorithm: str) -> str:
+    """A folder per algorithm: a second run must not hide the metrics of the first, or mix the checkpoints.
+
+    >>> default_folder("grpo"), default_folder("ppo")
+    ('runs/quickstart', 'runs/quickstart_ppo')
+    """
+    if algorithm == "grpo":
+        return "runs/quickstart"
+    return f"runs/quickstart_{algorithm}"
 
 
 def prepare(out: Path, *, largest: int, seed: int, say: Writer) -> None:
@@ -169,10 +184,10 @@ def _metric_by_step(rows: list[dict[str, Any]], name: str) -> list[tuple[int, fl
 
 def draw_curve(file: Path, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Draw the reward curve; returns the path of the picture, or how to install what draws it."""
-    from strop.extras import MissingExtra
+    from strop.extras import MissingExtra, install_command
     from strop.run.chart import line_chart
 
     try:
         return str(line_chart(file, curves, title="reward by step"))
     except MissingExtra:
-        return "not drawn, matplotlib is missing (pip install 'strop[plot]')"
+        return f"not drawn, matplotlib is missing ({install_command('plot')})"

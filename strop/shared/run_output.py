@@ -136,7 +136,7 @@ class RunOutput:
             if self.samples is not None:
                 self.samples.close()
             if self.trackers is not None:
-                self.trackers.close()
+                self.trackers.close(error)
             self._open.__exit__(type(error) if error else None, error, None)
 
     def resume(self, loop: Loop) -> int:

@@ -68,3 +68,12 @@ def test_explain_says_why_a_key_does_nothing():
 def test_explain_suggests():
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.actor\.clip_ratio"):
         explain("actor_rollout_ref.actor.clip_ration")
+
+
+def test_the_short_name_of_a_key_of_training_is_explained_as_training_first():
+    """`rollout.n` is a key of generation, too; most who ask about it train."""
+    text = explain("rollout.n")
+    assert text.startswith("actor_rollout_ref.rollout.n\n")
+    assert text.index("found in:  ppo_trainer") < text.index("found in:  generation")
+    assert explain("data.prompt_key").count("found in:") == 1
+    assert explain("actor_rollout_ref.rollout.n").count("found in:") == 1

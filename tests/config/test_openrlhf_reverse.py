@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from strop.config.compose import load
 from strop.config.openrlhf.convert import convert
-from strop.config.openrlhf.reverse import to_openrlhf
+from strop.config.openrlhf.reverse import convert_to_openrlhf, to_openrlhf
 from strop.config.openrlhf.table import VERBS, names_of
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
@@ -122,3 +122,22 @@ def test_what_cannot_be_said_is_reported():
     reasons = {key: reason for key, _, reason in to_openrlhf(config).unexpressed}
     assert "'remax' has no equivalent" in reasons["algorithm.adv_estimator"]
     assert "either in the reward or in the loss" in reasons[f"{ACTOR}.use_kl_loss"]
+
+
+RUN = ["actor_rollout_ref.model.path=m", "data.train_files=t.parquet", "data.val_files=v.parquet"]
+RUN += ["data.train_batch_size=32", f"{ROLLOUT}.n=8", "algorithm.adv_estimator=grpo"]
+
+
+@pytest.mark.parametrize("wrong", [f"{ACTOR}.ppo_mini_batch_size=256", f"{ROLLOUT}.temperature=0"])
+def test_what_check_refuses_is_not_converted(wrong):
+    """A mini-batch of 256 prompts in a step of 32 once became --train.batch_size 2048 for 256 samples."""
+    small = [*RUN, f"{ACTOR}.ppo_mini_batch_size=16"]
+    with pytest.raises(ValueError, match=r"cannot run, so it is not converted:\n  actor_rollout_ref"):
+        convert_to_openrlhf(load("ppo_trainer", [*small, wrong]), {})
+
+
+def test_what_check_accepts_is_converted_also_without_its_loggers():
+    words = [*RUN, f"{ACTOR}.ppo_mini_batch_size=8", "trainer.logger=[console,wandb]"]
+    flags = convert_to_openrlhf(load("ppo_trainer", words), {}).flags
+    assert (flags["rollout.batch_size"], flags["train.batch_size"]) == (32, 64)
+    assert flags["logger.wandb.key"] == "True"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import fsspec
@@ -17,6 +18,7 @@ from strop.config.compose import load
 from strop.inference import generation, generation_model
 from strop.inference.generation import generate
 from strop.models.heads import new_scalar_model
+from strop.preflight.examine import main as preflight
 from strop.trainer.main_generation import run
 from tests.forked import Forked
 
@@ -261,3 +263,36 @@ def test_a_reward_model_cannot_talk(asked, task, tmp_path):
     AutoTokenizer.from_pretrained(task / "model").save_pretrained(tmp_path / "judge")
     with pytest.raises(ValueError, match=r"it holds a classifier .* but a language model is needed"):
         run([*asked, f"model.path={tmp_path}/judge"])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("rows", "the column 'x' has values of different types"),
+        ("foreign", "was not written by strop generate, so it is not overwritten"),
+        ("parts", r"holds finished rows of another job: data\.n_samples was 3 and is 2"),
+        ("folder", "cannot be a folder"),
+    ],
+)
+def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, words, capsys):
+    more = []
+    if case == "rows":
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "x": 1}\n{"prompt": "2", "x": {"a": 2}}\n')
+        more = [f"data.path={tmp_path}/rows.jsonl"]
+    elif case == "foreign":
+        (tmp_path / "out.parquet").write_bytes((task / "data" / "train.parquet").read_bytes())
+    elif case == "parts":
+        config = load("generation", asked).config
+        job = generation._job(config, generation.open_input_rows(config))
+        generation.PartialOutput(f"{tmp_path}/out.parquet", job).open()
+        more = ["data.n_samples=2"]
+    else:
+        (tmp_path / "file").write_text("")
+        more = [f"data.output_path={tmp_path}/file/out.parquet"]
+    assert preflight("generation", [*asked, *more]) == 1
+    assert re.search(words, " ".join(capsys.readouterr().out.split()))
+
+
+def test_check_starts_nothing(asked, tmp_path):
+    assert preflight("generation", asked) == 0
+    assert list(tmp_path.iterdir()) == []

@@ -216,7 +216,7 @@ def test_a_tokenizer_of_another_version_is_told(folder):
 
 def test_lora_without_peft(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"strop\[lora\]"):
+    with pytest.raises(ValueError, match=r"pip install .*\[lora\]"):
         build_policy(ModelConfig(path=str(folder), lora_rank=2))
 
 
@@ -348,7 +348,9 @@ def test_gguf_problems(tmp_path, monkeypatch):
         resolve(str(tmp_path / "no.gguf"))
     (tmp_path / "some.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"Reading some\.gguf needs the package 'gguf'.*strop\[gguf\]"):
+    with pytest.raises(
+        ValueError, match=r"Reading some\.gguf needs the package 'gguf'.*pip install .*\[gguf\]"
+    ):
         resolve(str(tmp_path / "some.gguf"))
 
 

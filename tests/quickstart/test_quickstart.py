@@ -94,3 +94,17 @@ def test_a_typo_is_told_at_once(tmp_path: Path, word: str, said: str) -> None:
 def test_an_unknown_algorithm_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--algorithm remx: not one of grpo, ppo.*remax"):
         quickstart.main(["--algorithm", "remx", "--out", str(tmp_path)])
+
+
+def test_every_algorithm_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second algorithm once hid the metrics of the first, and its checkpoints lay among the others."""
+    folders = {quickstart.default_folder(name) for name in quickstart.ALGORITHMS}
+    assert len(folders) == len(quickstart.ALGORITHMS)
+    prepared_folders = []
+    monkeypatch.setattr(quickstart, "prepare", lambda out, **_: prepared_folders.append(str(out)))
+    monkeypatch.setattr(quickstart, "train", lambda overrides: prepared_folders.append(overrides[3]))
+    monkeypatch.setattr(quickstart, "summarise", lambda out, say: None)
+    quickstart.main(["--algorithm", "ppo"])
+    quickstart.main(["--out", "mine"])
+    first = ["runs/quickstart_ppo", "trainer.default_local_dir=runs/quickstart_ppo/run"]
+    assert prepared_folders == [*first, "mine", "trainer.default_local_dir=mine/run"]

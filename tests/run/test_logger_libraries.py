@@ -158,6 +158,64 @@ def test_trackio_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )  # another run under a name that is taken
 
 
+def crashed(name: str, folder: Path) -> str:
+    """A run that ends with an error; its id."""
+    run = TrackedRun(folder, project="sums", experiment="crashed", config=CONFIG)
+    with pytest.raises(ZeroDivisionError), start(name, run) as trackers:
+        trackers.log({"critic/score/mean": 0.5}, 1)
+        raise ZeroDivisionError("by nothing")
+    return str(json.loads((folder / "trackers.json").read_text())[name])
+
+
+def test_wandb_gets_the_exit_code_and_keeps_to_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
+    crashed("wandb", tmp_path / "run")
+    assert not (tmp_path / "run" / "wandb").exists()
+    (file,) = (tmp_path / "elsewhere").glob("wandb/offline-run-*/*.wandb")
+    codes = []
+    for piece in blocks(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(piece)
+        if record.WhichOneof("record_type") == "exit":
+            codes.append(record.exit.exit_code)
+    assert codes == [1]
+
+
+def test_mlflow_shows_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    identity = crashed("mlflow", tmp_path)
+    run = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db").get_run(identity)
+    assert run.info.status == "FAILED"
+    assert run.data.tags["error"] == "ZeroDivisionError: by nothing"
+
+
+def test_swanlab_gets_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swanlab")
+    for name in ("SWANLAB_MODE", "SWANLAB_API_KEY", "SWANLAB_LOG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    crashed("swanlab", tmp_path)
+    (file,) = tmp_path.glob("swanlab/run-*/*.swanlab")
+    assert any(b"ZeroDivisionError: by nothing" in record for record in blocks(file))
+
+
+def test_trackio_gets_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    crashed("trackio", tmp_path / "run")
+    (alert,) = SQLiteStorage.get_alerts("sums", "crashed")
+    assert (alert["level"], alert["text"]) == ("error", "ZeroDivisionError: by nothing")
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
 def test_a_missing_library_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> Any:
@@ -165,5 +223,5 @@ def test_a_missing_library_is_named(name: str, tmp_path: Path, monkeypatch: pyte
 
     kind = TRACKERS.get(name)
     monkeypatch.setattr(strop.extras.importlib, "import_module", missing)
-    with pytest.raises(ValueError, match=re.escape(f"pip install 'strop[{name}]'")):
+    with pytest.raises(ValueError, match=re.escape(strop.extras.install_command(name))):
         kind(TrackedRun(tmp_path))

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from strop.config.compose import load
 from strop.config.rules import check
+from strop.extras import install_command
 from strop.run.trackers.base import TrackedRun, get_or_create_id, save_id, saved_id, start
 from strop.run.trackers.console import ConsoleTracker, LiveView
 from strop.run.trackers.files import CsvTracker, JsonlTracker
@@ -222,7 +223,7 @@ def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
 def test_a_tracker_without_its_library_is_known_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = check(load("ppo_trainer", ["trainer.logger=[console,wandb]"]))
-    assert "wandb is not installed here: pip install 'strop[wandb]'" in "\n".join(map(str, found))
+    assert f"wandb is not installed here: {install_command('wandb')}" in "\n".join(map(str, found))
 
 
 def test_ids_are_kept_by_a_resumed_run_only(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from strop.catalog import TRACKERS
 from strop.registry import Registry
 from strop.run.trackers import base as tracking
 from strop.run.trackers.base import TrackedRun, Trackers, start
+from strop.stopping import StopRequested
 
 
 class Memory:
@@ -43,6 +44,32 @@ def test_all_get_everything() -> None:
         trackers.log_generations([{"input": "x"}], 1)
     assert one.seen == two.seen == [(1, {"a": 1.5}), (1, [{"input": "x"}])]
     assert one.closed and two.closed
+
+
+class Ending(Memory):
+    """A tracker whose service shows how a run ended."""
+
+    def mark_failed(self, reason: str) -> None:
+        assert not self.closed
+        self.seen.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (None, []),
+        (ValueError("no rows"), ["ValueError: no rows"]),
+        (KeyboardInterrupt(), ["KeyboardInterrupt: "]),
+        (StopRequested(15), []),  # a signal ended the run in order, and it can go on
+    ],
+)
+def test_a_run_that_failed_is_marked_before_trackers_close(
+    error: BaseException | None, reasons: list[str]
+) -> None:
+    plain, ending = Memory(), Ending()
+    trackers = Trackers({"plain": plain, "ending": ending})
+    trackers.__exit__(type(error) if error else None, error, None)
+    assert ending.seen == reasons and ending.closed and plain.closed
 
 
 def test_one_that_fails_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from strop.config.openrlhf.convert import block, shell_word
 from strop.config.openrlhf.reverse_rules import REVERSE_RULES, ReverseDraft
 from strop.config.openrlhf.table import TRANSFORMS, VERBS, Row, about_critic, rows_of
+from strop.config.rules import check
 
-__all__ = ["Reverse", "to_openrlhf"]
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+__all__ = ["Reverse", "convert_to_openrlhf", "to_openrlhf"]
 
 
 @dataclass
@@ -45,6 +51,17 @@ class Reverse:
         )
         text += block("Good to know", [f"# - {note}" for note in self.notes])
         return "\n".join(text) + "\n"
+
+
+def convert_to_openrlhf(loaded: Loaded[PpoConfig], defaults: Mapping[str, object]) -> Reverse:
+    """Convert a configuration, unless `strop check` refuses it: its flags would not be one run either."""
+    refused: list[str] = []
+    for finding in check(loaded):
+        if finding.level == "error" and not finding.about_machine:
+            refused.append(f"  {finding}")
+    if refused:
+        raise ValueError("\n".join(["This configuration cannot run, so it is not converted:", *refused]))
+    return to_openrlhf(loaded.tree(), defaults=defaults)
 
 
 def to_openrlhf(

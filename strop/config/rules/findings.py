@@ -13,6 +13,8 @@ class ConfigFinding:
     level: str  # "error" or "warning"
     key: str
     message: str
+    about_machine: bool = False
+    """It is about what is installed here, and may not hold on another machine."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}"
@@ -21,9 +23,9 @@ class ConfigFinding:
 Findings = Iterator[ConfigFinding]
 
 
-def error(key: str, message: str) -> ConfigFinding:
+def error(key: str, message: str, *, about_machine: bool = False) -> ConfigFinding:
     """A finding that stops the run."""
-    return ConfigFinding("error", key, message)
+    return ConfigFinding("error", key, message, about_machine)
 
 
 def warning(key: str, message: str) -> ConfigFinding:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def generation(loaded: Loaded[GenerationConfig]) -> Findings:
-    """Paths are set, several samples need a temperature, and the engine is installed."""
+    """Paths are set, one machine is used, several samples need a temperature, and the engine is installed."""
     config = loaded.config
     required = {
         "model.path": config.model.path,
@@ -24,6 +24,15 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
     for key, value in required.items():
         if not value:
             yield error(key, "not set.")
+    output = config.data.output_path
+    if output and not output.endswith(".parquet"):
+        yield error("data.output_path", f"{output} must end in .parquet.")
+    if config.trainer.nnodes > 1:
+        yield error(
+            "trainer.nnodes",
+            f"{config.trainer.nnodes}, but generation runs on the devices of one machine. Divide the file "
+            "and start one job per machine, with an output_path each.",
+        )
     if config.rollout.temperature == 0 and config.data.n_samples > 1:
         yield error(
             "data.n_samples",

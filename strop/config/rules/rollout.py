@@ -156,7 +156,8 @@ def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
         f"{path}.engine_kwargs.{rollout.name}.python, or set name=native."
     )
     if rollout.strict:
-        yield error(f"{path}.name", f"{library} is not installed and {path}.strict=true. {advice}")
+        message = f"{library} is not installed and {path}.strict=true. {advice}"
+        yield error(f"{path}.name", message, about_machine=True)
     else:
         yield warning(
             f"{path}.name",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from strop.catalog import TRACKERS
 from strop.config.derived import device_count, resource_pools
 from strop.config.rules.findings import Findings, error, warning
+from strop.extras import install_command
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def _tracker(name: str) -> Findings:
     if library and importlib.util.find_spec(library) is None:
         yield error(
             "trainer.logger",
-            f"{name} is not installed here: pip install 'strop[{library}]', or take it out of the list.",
+            f"{name} is not installed here: {install_command(library)}, or take it out of the list.",
+            about_machine=True,
         )
 
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from strop.catalog import TRACKERS
 from strop.config.schema.trainer import TrainerConfig
 from strop.run.atomic_files import replace_text
+from strop.stopping import StopRequested
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,15 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
+class MarksFailure(Protocol):
+    """A tracker whose service shows how a run ended."""
+
+    def mark_failed(self, reason: str) -> None:
+        """The run failed: `close`, which follows, must not report it as finished."""
+        ...
+
+
 class Trackers:
     """Several trackers as one. One that raises is logged once and dropped."""
 
@@ -82,7 +92,11 @@ class Trackers:
     def log_generations(self, rows: Rows, step: int) -> None:
         self._each(lambda tracker: tracker.log_generations(rows, step))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all; `error` is what ended the run. A run that a signal ended in order did not fail."""
+        if error is not None and not isinstance(error, StopRequested):
+            reason = f"{type(error).__name__}: {error}"
+            self._each(lambda tracker: _mark_failed(tracker, reason))
         self._each(lambda tracker: tracker.close())
         self.active = {}
 
@@ -92,7 +106,7 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(error)
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self.active.items()):
@@ -108,6 +122,11 @@ class Trackers:
                 )
 
 
+def _mark_failed(tracker: Tracker, reason: str) -> None:
+    if isinstance(tracker, MarksFailure):
+        tracker.mark_failed(reason)
+
+
 def start(names: str | Sequence[str], run: TrackedRun, more: Mapping[str, Tracker] | None = None) -> Trackers:
     """Start trackers by name. One that cannot start stops the run here, before any work is done. `more` are
     trackers of the caller."""
@@ -121,7 +140,7 @@ def start(names: str | Sequence[str], run: TrackedRun, more: Mapping[str, Tracke
         try:
             started[name] = kind(run)
         except Exception as error:
-            Trackers(started).close()
+            Trackers(started).close(error)
             raise ValueError(
                 f"The tracker {name!r} of trainer.logger could not start: {type(error).__name__}: {error} "
                 "Correct this, or take it out of trainer.logger."

@@ -25,6 +25,7 @@ class MlflowTracker:
     def __init__(self, run: TrackedRun):
         mlflow = require("mlflow", extra="mlflow", why="trainer.logger=mlflow")
         self.entities = mlflow.entities
+        self.status = "FINISHED"
         run.directory.mkdir(parents=True, exist_ok=True)
         directory = run.directory.absolute()
         address = os.environ.get("MLFLOW_TRACKING_URI")
@@ -64,8 +65,12 @@ class MlflowTracker:
         table = {"columns": columns, "data": [[row.get(key) for key in columns] for row in rows]}
         self.client.log_text(self.id, to_json(table), f"val_generations/step_{step}.json")
 
+    def mark_failed(self, reason: str) -> None:
+        self.status = "FAILED"
+        self.client.set_tag(self.id, "error", reason[:MAX_VALUE_LENGTH])
+
     def close(self) -> None:
-        self.client.set_terminated(self.id)
+        self.client.set_terminated(self.id, status=self.status)
 
 
 def allowed_name(name: str) -> str:

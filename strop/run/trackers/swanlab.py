@@ -19,6 +19,7 @@ MODES = {"cloud": "online"}
 class SwanlabTracker:
     def __init__(self, run: TrackedRun):
         self.swanlab = require("swanlab", extra="swanlab", why="trainer.logger=swanlab")
+        self.failure: str | None = None
         folder = os.environ.get("SWANLAB_LOG_DIR") or str(run.directory / "swanlab")
         os.makedirs(folder, exist_ok=True)
         mode = os.environ.get("SWANLAB_MODE")
@@ -50,5 +51,11 @@ class SwanlabTracker:
         table.add(columns, [[str(row.get(key, "")) for key in columns] for row in rows])
         self.run.log({"val/generations": table}, step=step)
 
+    def mark_failed(self, reason: str) -> None:
+        self.failure = reason
+
     def close(self) -> None:
-        self.run.finish()
+        if self.failure is None:
+            self.run.finish()
+        else:
+            self.run.finish(state="crashed", error=self.failure)

@@ -53,6 +53,10 @@ class TrackioTracker:
         )
         self.run.log({"val/generations": table}, step=step)
 
+    def mark_failed(self, reason: str) -> None:
+        """Trackio's runs have no state, so the failure is an alert of the level error."""
+        self.run.alert("The run failed", text=reason, level=self.trackio.AlertLevel.ERROR)
+
     def close(self) -> None:
         self.run.finish()
 

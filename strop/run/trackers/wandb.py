@@ -1,4 +1,4 @@
-"""Weights & Biases. WANDB_MODE=offline keeps everything in the run's folder, for `wandb sync` later.
+"""Weights & Biases. WANDB_MODE=offline keeps everything in WANDB_DIR or the run's folder, for `wandb sync`.
 
 A resumed run continues under the same id. The steps that it repeats are there already, with the same numbers,
 and wandb ignores them.
@@ -23,7 +23,9 @@ class WandbTracker:
         proxy = trainer.get("wandb_proxy") if isinstance(trainer, Mapping) else None
         if proxy:
             settings |= {"http_proxy": proxy, "https_proxy": proxy}
-        run.directory.mkdir(parents=True, exist_ok=True)
+        folder = os.environ.get("WANDB_DIR") or str(run.directory)
+        os.makedirs(folder, exist_ok=True)
+        self.exit_code = 0
         self.run = self.wandb.init(
             project=run.project,
             name=run.experiment,
@@ -31,7 +33,7 @@ class WandbTracker:
             config=json.loads(to_json(run.config)),
             id=get_or_create_id(run, "wandb"),
             resume="allow",
-            dir=str(run.directory),
+            dir=folder,
             settings=self.wandb.Settings(**settings),
         )
 
@@ -45,8 +47,12 @@ class WandbTracker:
         )
         self.run.log({"val/generations": table}, step=step)
 
+    def mark_failed(self, reason: str) -> None:
+        self.run.summary["error"] = reason
+        self.exit_code = 1
+
     def close(self) -> None:
-        self.run.finish()
+        self.run.finish(exit_code=self.exit_code)
 
 
 def _cell(value: object) -> str | float | None:
