@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -41,6 +42,14 @@ class AdapterSet:
     @property
     def names(self) -> list[str]:
         return list(self._trained)
+
+    def masters_of(self, name: str) -> dict[str, Tensor]:
+        """The trained weights of an adapter in master precision."""
+        self.check(name)
+        weights = self._trained[name].weights
+        if name == self.active:
+            weights = self._backend.weights
+        return {key: master.detach() for key, master in weights.masters.items()}
 
     def check(self, name: str) -> None:
         """Refuse the name of an adapter that does not exist."""

@@ -33,6 +33,7 @@ SHORT_FORMS: dict[str, dict[str, str]] = {
         "mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
         "micro_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "n": "actor_rollout_ref.rollout.n",
+        "dtype": "actor_rollout_ref.actor.fsdp_config.dtype",
         "temperature": "actor_rollout_ref.rollout.temperature",
         "top_k": "actor_rollout_ref.rollout.top_k",
         "top_p": "actor_rollout_ref.rollout.top_p",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from strop.config.schema.ppo import PpoConfig
 from strop.data.chat import Chat
+from strop.ppo.experience import ExperienceFacts, add_advantages
 from strop.types import Batch, Prompt, Trajectory, batch_of, rows_of
 
 if TYPE_CHECKING:
@@ -101,6 +104,16 @@ def training_batch(rows: TokenRows) -> Batch:
         "A batch is a Batch, or a list of Datum or Trajectory; this list holds "
         f"{', '.join(kinds) or 'nothing'}."
     )
+
+
+def with_advantages(batch: Batch, rows: TokenRows, estimator: str, config: PpoConfig) -> Batch:
+    """The batch of these trajectories with advantages, as a training run computes them."""
+    if isinstance(rows, Batch) or batch.scores is None:
+        raise ValueError(f"advantages={estimator!r} are estimated from scored trajectories; give these.")
+    flat = [row for row in flat_rows(rows) if isinstance(row, Trajectory)]
+    algorithm = dataclasses.replace(config.algorithm, adv_estimator=estimator)
+    facts = ExperienceFacts.of(dataclasses.replace(config, algorithm=algorithm), on_policy=True)
+    return add_advantages(batch.replace(rewards=batch.scores), algorithm, facts, flat)
 
 
 def flat_rows(rows: Sequence[Datum] | Sequence[Trajectory] | Sequence[Sequence[Trajectory]]) -> list[object]:

@@ -7,6 +7,7 @@ The parts are those of a training run (`ppo/roles.py`, `ppo/sampler.py`, `ppo/up
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -20,10 +21,16 @@ from strop.backends.micro_batches import partition
 from strop.backends.single import ModuleBackend
 from strop.backends.updates import StepSettings
 from strop.config.arithmetic import micro_batch_size
-from strop.config.derived import holds_weights
+from strop.config.derived import engine_name, holds_weights
 from strop.config.schema.ppo import PpoConfig
 from strop.models.build import adopt_policy, build_policy
-from strop.models.lora import base_model, has_adapters, without_adapter_name
+from strop.models.lora import (
+    FIRST_ADAPTER,
+    adapter_scale,
+    base_model,
+    has_adapters,
+    without_adapter_name,
+)
 from strop.models.patches import undo_patches
 from strop.policy.batches import StepOutput
 from strop.policy.losses import (
@@ -35,6 +42,7 @@ from strop.policy.losses import (
     linear_loss,
     named_objective,
 )
+from strop.policy.samplers import Samplers
 from strop.policy.state import (
     load_weights,
     read_sampling_folder,
@@ -96,11 +104,11 @@ class PolicyCore:
         self._copies = sampled is not self.backend.module or holds_weights(rollout)
         self.engine = engine_for(rollout, sampled)
         memory.engine = self.engine
-        self.updates = 0
-        """Optimizer steps of all adapters; the version of the weights."""
-        self._synced: tuple[int, str] | None = None
-        """Updates and adapter that the engine samples with."""
-        self._update_of: dict[str, int] = {}
+        self.samplers = Samplers(self.engine, self._adapter_weights, refusal=self._one_adapter_only())
+        self._updates: Counter[str] = Counter()
+        """Optimizer steps of each adapter; the version of its weights."""
+        self._synced = False
+        """Whether the engine samples from the newest weights of the module."""
 
     def configuration(self) -> PpoConfig:
         """The configuration, with the limits of the model."""
@@ -137,10 +145,40 @@ class PolicyCore:
         self.adapters.activate(name)
         names = {without_adapter_name(own): own for own in self.backend.weights.masters}
         load_weights({names.get(own, own): value for own, value in weights.items()}, self.backend)
+        self._changed(name)
 
     def remove_adapter(self, name: str) -> None:
         self.adapters.remove(name)
-        self._update_of.pop(name, None)
+        self.samplers.removed(name)
+        del self._updates[name]
+
+    def publish(self, name: str, adapter: str) -> None:
+        self.adapters.check(adapter)
+        self.samplers.publish(name, adapter, self.adapters.names, self._updates[adapter])
+
+    def publish_folder(self, name: str, folder: Path) -> None:
+        self.samplers.publish_folder(name, folder, self.adapters.names)
+
+    def unpublish(self, name: str) -> None:
+        self.samplers.unpublish(name)
+
+    def _adapter_weights(self, adapter: str) -> tuple[dict[str, Tensor], float]:
+        """Weights as peft's files name them, and what their product is multiplied by."""
+        found = {}
+        for name, weight in self.adapters.masters_of(adapter).items():
+            found[without_adapter_name(name)] = weight
+        return found, adapter_scale(self.backend.module, adapter)
+
+    def _one_adapter_only(self) -> str | None:
+        """Why the engine cannot sample with several adapters; None: it can."""
+        if not has_adapters(self.backend.module):
+            return "This policy trains all weights of the model. Give lora_rank > 0 to sample with adapters."
+        if self.ranks.world > 1:
+            return "With several ranks a policy samples with its first adapter only. Use ranks=1."
+        name = engine_name(self.config.actor_rollout_ref.rollout)
+        if name != "native":
+            return f"rollout.name={name} samples with the first adapter only. Set rollout.name=native."
+        return None
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -151,35 +189,53 @@ class PolicyCore:
         n: int,
         seed: int,
         call: int,
-        adapter: str,
+        adapter: str | None,
     ) -> list[Trajectory]:
-        """n responses to each prompt, in order."""
-        self._prepare_engine(adapter)
+        """n responses to each prompt, in order. `adapter`: an adapter, a snapshot, or None for the model
+        without adapter."""
+        name = self._prepare_engine(adapter)
         rollout = self.config.actor_rollout_ref.rollout
-        sampler: PromptSampler = Sampler(self.engine, seed, max_model_len(rollout))
+        local = Sampler(self.engine, seed, max_model_len(rollout), adapter=name)
+        sampler: PromptSampler = local
         if self.ranks.world > 1:
-            assert isinstance(sampler, Sampler)
-            sampler = RankSampler(sampler, self.ranks, tensor_parallel_size(rollout))
+            sampler = RankSampler(local, self.ranks, tensor_parallel_size(rollout))
         self.engine.wake()
         found = sampler.generate(prompts, sampling, n, call).trajectories
         if rollout.free_cache_engine:
             self.engine.sleep()
+        for trajectory in found:
+            trajectory.version = self._version(adapter)
         return found
 
-    async def asample(self, request: Request, sampling: Sampling, adapter: str) -> list[Completion]:
+    async def asample(self, request: Request, sampling: Sampling, adapter: str | None) -> list[Completion]:
         """The completions of one request; those of other coroutines share its batches."""
-        self._prepare_engine(adapter)
-        return await self.engine.agenerate(request, sampling)
+        name = self._prepare_engine(adapter)
+        version = self._version(adapter)
+        found = await self.engine.agenerate(dataclasses.replace(request, adapter=name), sampling)
+        return [dataclasses.replace(completion, version=version) for completion in found]
 
-    def _prepare_engine(self, adapter: str) -> None:
-        """Sample with this adapter and the newest weights."""
-        self.adapters.activate(adapter)
-        wanted = (self.updates, adapter)
-        if self._synced == wanted:
-            return
-        weights = self.backend.export_weights() if self._copies else ()
-        self.engine.update_weights(weights, self.updates)
-        self._synced = wanted
+    def _prepare_engine(self, adapter: str | None) -> str | None:
+        """The newest weights for the engine; returns what its requests name. The first adapter is always the
+        active one while the engine samples: what it has recorded of the module stays valid."""
+        name = self.samplers.name_of(adapter, self.adapters.names)
+        self.adapters.activate(FIRST_ADAPTER)
+        if not self._synced:
+            weights = self.backend.export_weights() if self._copies else ()
+            self.engine.update_weights(weights, self._updates[FIRST_ADAPTER])
+            self._synced = True
+        return name
+
+    def _version(self, adapter: str | None) -> int:
+        """Updates of the weights that sample."""
+        if adapter is None:
+            return 0
+        return self.samplers.snapshots.get(adapter, self._updates[adapter])
+
+    def _changed(self, adapter: str) -> None:
+        """The weights of an adapter are others now."""
+        self.samplers.changed(adapter)
+        if adapter == FIRST_ADAPTER:
+            self._synced = False
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -276,8 +332,8 @@ class PolicyCore:
             )
         info = self.backend.step(settings)
         self.backend.advance_schedule()
-        self.updates += 1
-        self._update_of[adapter] = self._update_of.get(adapter, 0) + 1
+        self._updates[adapter] += 1
+        self._changed(adapter)
         found = {"grad_norm": info.grad_norm, "lr": info.lr, "skipped": float(info.skipped)}
         if info.loss_scale is not None:
             found["loss_scale"] = info.loss_scale
@@ -292,17 +348,14 @@ class PolicyCore:
 
     def save_state(self, path: Path, adapter: str, counters: Mapping[str, int]) -> None:
         self.adapters.activate(adapter)
-        own = {"updates": self.updates, "adapter_updates": self._update_of.get(adapter, 0)}
-        write_state(path, self.backend, {**counters, **own})
+        write_state(path, self.backend, {**counters, "updates": self._updates[adapter]})
 
     def load_state(self, path: Path, adapter: str, optimizer: bool) -> dict[str, int]:
         """Returns the saved counters."""
         self.adapters.activate(adapter)
         counters = read_state(path, self.backend, optimizer=optimizer)
-        # A version is never used twice for different weights.
-        self.updates = max(self.updates + 1, counters["updates"]) if self.updates else counters["updates"]
-        self._update_of[adapter] = counters["adapter_updates"]
-        self._synced = None
+        self._updates[adapter] = counters["updates"]
+        self._changed(adapter)
         return counters
 
     def save_for_sampling(self, path: Path, adapter: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -323,8 +376,3 @@ def _with_model_limit(config: PpoConfig, module: nn.Module) -> PpoConfig:
     core = base_model(module)
     rollout = dataclasses.replace(whole.rollout, max_model_len=resolve_max_model_len(core.config, None))
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(whole, rollout=rollout))
-
-
-def has_lora(core: PolicyCore) -> bool:
-    """Whether the policy trains adapters."""
-    return has_adapters(core.backend.module)

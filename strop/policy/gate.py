@@ -13,13 +13,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class Gate:
-    """Admits samples that agree on a key together; a training operation waits for them, and they for it."""
+    """Admits samples together; a training operation waits for them, and they for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._sampling: Counter[asyncio.AbstractEventLoop] = Counter()
-        self._key: object = None
-        """What running samples have in common."""
         self._training = False
         self._trainers_waiting = 0
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -41,16 +39,13 @@ class Gate:
                 self._wake()
 
     @asynccontextmanager
-    async def sampling(self, key: object) -> AsyncIterator[None]:
-        """In the block with other samples of the same key."""
+    async def sampling(self) -> AsyncIterator[None]:
+        """In the block with other samples."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
-                running = self._sampling.total()
-                blocked = self._training or self._trainers_waiting
-                if not blocked and (not running or key == self._key):
+                if not self._training and not self._trainers_waiting:
                     self._sampling[loop] += 1
-                    self._key = key
                     break
                 sleeper: asyncio.Future[None] = loop.create_future()
                 self._sleepers.append((loop, sleeper))

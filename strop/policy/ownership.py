@@ -1,15 +1,18 @@
-"""Which loaded models belong to a policy: two of them must not train one module."""
+"""Loaded models that belong to a policy (two of them must not train one module), and their tokenizers."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING
 
+from strop.config.schema.model import ModelConfig
 from strop.models.lora import has_adapters
 from strop.models.patches import applied_patches
+from strop.shared.build import tokenizer_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _owned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
@@ -51,3 +54,15 @@ def own_module(module: PreTrainedModel, device: str) -> str:
 def release_module(module: PreTrainedModel) -> None:
     """The model belongs to its owner again."""
     _owned.discard(module)
+
+
+def find_tokenizer(settings: ModelConfig, module: PreTrainedModel | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of the configuration, or of the folder that a loaded model came from."""
+    if module is not None and not settings.tokenizer_path:
+        path = module.config.name_or_path
+        if not path:
+            release_module(module)
+            raise ValueError("Policy(model, tokenizer): a loaded model needs its tokenizer; none was given.")
+        settings = dataclasses.replace(settings, tokenizer_path=path)
+    found: PreTrainedTokenizerBase = tokenizer_of(settings)
+    return found

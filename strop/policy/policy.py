@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from strop.backends.updates import StepSettings
+from strop.config.compose import load
+from strop.config.schema.ppo import PpoConfig
+from strop.config.short_keys import overrides
 from strop.data.chat import stop_ids
 from strop.models.lora import FIRST_ADAPTER
 from strop.policy.batches import (
@@ -30,23 +33,20 @@ from strop.policy.batches import (
     TokenRows,
     check_batch,
     check_trains,
-    flat_rows,
     pairs_batch,
     prompt_of,
     split_rows,
     training_batch,
+    with_advantages,
 )
 from strop.policy.core import PolicyCore, PolicyFacts
 from strop.policy.gate import Gate
-from strop.policy.keys import policy_config
 from strop.policy.losses import OwnLoss, output_gradients, own_value
-from strop.policy.ownership import own_module, release_module
+from strop.policy.ownership import find_tokenizer, own_module, release_module
 from strop.policy.ranked import RankedCore
 from strop.policy.stops import Stops, cut_at_text, sampling_until
-from strop.ppo.experience import ExperienceFacts, add_advantages
 from strop.ppo.sampler import single_turn_trajectory
 from strop.rollout.base import Request, Sampling, stream_seed
-from strop.shared.build import tokenizer_of
 from strop.types import Batch, Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -87,8 +87,10 @@ class Policy:
         else:
             given["trainer.device"] = own_module(model, device)
             self._module = model
-        self.config = policy_config(given)
-        self.tokenizer: PreTrainedTokenizerBase = tokenizer or self._find_tokenizer()
+        self.config: PpoConfig = load("ppo_trainer", overrides("ppo_trainer", given)).config
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer or find_tokenizer(
+            self.config.actor_rollout_ref.model, self._module
+        )
         self.seed = seed
         self.calls = 0
         """How often `sample` and `asample` drew with a seed of the policy."""
@@ -110,18 +112,6 @@ class Policy:
                 "Save it, and give its folder."
             )
         return RankedCore(self.config, ray=runtime == "ray")
-
-    def _find_tokenizer(self) -> PreTrainedTokenizerBase:
-        model = self.config.actor_rollout_ref.model
-        if self._module is not None and not model.tokenizer_path:
-            path = self._module.config.name_or_path
-            if not path:
-                raise ValueError(
-                    "Policy(model, tokenizer): a loaded model needs its tokenizer, and none was given."
-                )
-            model = dataclasses.replace(model, tokenizer_path=path)
-        found: PreTrainedTokenizerBase = tokenizer_of(model)
-        return found
 
     @property
     def facts(self) -> PolicyFacts:
@@ -159,6 +149,20 @@ class Policy:
         with self._gate.training():
             self._core.remove_adapter(name)
 
+    def publish(self, name: str, *, adapter: str = DEFAULT, folder: str | Path | None = None) -> None:
+        """Keep a copy of the weights that an adapter has now, to sample from by `adapter=name`. `folder`: of
+        an adapter that `save_for_sampling` wrote, instead. A name that exists gets the new weights."""
+        with self._gate.training():
+            if folder is None:
+                self._core.publish(name, adapter)
+            else:
+                self._core.publish_folder(name, Path(folder).expanduser())
+
+    def unpublish(self, name: str) -> None:
+        """Forget a published copy."""
+        with self._gate.training():
+            self._core.unpublish(name)
+
     # --- sampling -------------------------------------------------------------------------------------------
 
     def sample(
@@ -172,13 +176,14 @@ class Policy:
         top_p: float = 1.0,
         stop: Stops = (),
         seed: int | None = None,
-        adapter: str = DEFAULT,
+        adapter: str | None = DEFAULT,
     ) -> list[list[Trajectory]]:
         """n responses to each prompt.
 
         `temperature`: by default that of the policy (rollout.temperature), at which `log_probs` and losses
         are computed too. `stop`: token ids or texts that end a response, besides the end token of the model.
-        `seed`: the same seed gives the same responses; without one, each call draws others.
+        `seed`: the same seed gives the same responses; without one, each call draws others. `adapter`: an
+        adapter, a published name, or None for the model without adapter.
         """
         sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
         numbered = []
@@ -203,7 +208,7 @@ class Policy:
         top_p: float = 1.0,
         stop: Stops = (),
         seed: int | None = None,
-        adapter: str = DEFAULT,
+        adapter: str | None = DEFAULT,
     ) -> list[Trajectory]:
         """n responses to one prompt. Many coroutines may wait at once: their samples share batches."""
         sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
@@ -219,12 +224,12 @@ class Policy:
         if isinstance(self._core, RankedCore):
             found = await asyncio.to_thread(self._sample_ranked, rendered, sampling, n, (base, call), adapter)
             return [self._cut(trajectory, stop) for trajectory in found]
-        async with self._gate.sampling(adapter):
+        async with self._gate.sampling():
             completions = await self._core.asample(request, sampling, adapter)
         return [self._cut(single_turn_trajectory(rendered, 0, found), stop) for found in completions]
 
     def _sample_ranked(
-        self, prompt: Prompt, sampling: Sampling, n: int, stream: tuple[int, int], adapter: str
+        self, prompt: Prompt, sampling: Sampling, n: int, stream: tuple[int, int], adapter: str | None
     ) -> list[Trajectory]:
         """Ranks sample by operations that all of them take part in, one after the other."""
         with self._gate.training():
@@ -269,12 +274,7 @@ class Policy:
         batch = check_batch(training_batch(rows), self._facts.vocabulary, self._facts.longest)
         if advantages is None:
             return batch
-        if isinstance(rows, Batch) or batch.scores is None:
-            raise ValueError(f"advantages={advantages!r} are estimated from scored trajectories; give these.")
-        flat = [row for row in flat_rows(rows) if isinstance(row, Trajectory)]
-        algorithm = dataclasses.replace(self.config.algorithm, adv_estimator=advantages)
-        facts = ExperienceFacts.of(dataclasses.replace(self.config, algorithm=algorithm), on_policy=True)
-        return add_advantages(batch.replace(rewards=batch.scores), algorithm, facts, flat)
+        return with_advantages(batch, rows, advantages, self.config)
 
     def log_probs(self, sequences: Pairs, *, adapter: str = DEFAULT, reference: bool = False) -> list[Tensor]:
         """The log-probs of the response tokens of each trajectory, or of each pair (prompt ids, response

@@ -218,6 +218,15 @@ class RankedCore:
     def remove_adapter(self, name: str) -> None:
         self._workers.call("remove_adapter", name)
 
+    def publish(self, name: str, adapter: str) -> None:
+        self._workers.call("publish", name, adapter)
+
+    def publish_folder(self, name: str, folder: Path) -> None:
+        self._workers.call("publish_folder", name, folder.absolute())
+
+    def unpublish(self, name: str) -> None:
+        self._workers.call("unpublish", name)
+
     def sample(
         self,
         prompts: Sequence[NumberedPrompt],
@@ -225,7 +234,7 @@ class RankedCore:
         n: int,
         seed: int,
         call: int,
-        adapter: str,
+        adapter: str | None,
     ) -> list[Trajectory]:
         return list(self._workers.call("sample", prompts, sampling, n, seed, call, adapter))
 

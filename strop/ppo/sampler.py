@@ -53,6 +53,8 @@ class Sampler:
     """Maximum tokens of prompt and response together."""
     agents: AgentSetup | None = None
     """Agent loops, tools and interactions. None: every prompt gets single-turn responses."""
+    adapter: str | None = None
+    """The adapter of the engine that samples; None: the model as it is. Agents sample without one."""
     _runner: EpisodeRunner | None = None
     _single_turn: dict[str | None, bool] = field(default_factory=dict)
     """By the name of the agent loop."""
@@ -131,6 +133,7 @@ class Sampler:
             n,
             seed=stream_seed(self.seed, step, prompt.index, group),
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.ids)),
+            adapter=self.adapter,
         )
 
     def _run_episodes(

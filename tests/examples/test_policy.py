@@ -64,9 +64,9 @@ def test_distillation_brings_the_student_to_the_teacher(task: Path) -> None:
         teacher.forward_backward([distill.Datum(student.prompt(text).ids, [5, 6, 7]) for text in prompts],
                                  "cross_entropy")  # fmt: skip
         teacher.optim_step()
-        divergences = list(distill.distill(student, teacher, prompts, steps=12))
+        divergences = list(distill.distill(student, teacher, prompts, steps=8))
     assert divergences[0] > 0.05
-    assert sum(divergences[-3:]) / 3 < divergences[0] / 2
+    assert sum(divergences[-2:]) / 2 < 0.6 * divergences[0]
 
 
 def test_a_loss_of_ones_own_learns_preferences(task: Path) -> None:

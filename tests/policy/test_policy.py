@@ -213,14 +213,14 @@ def test_adapters_in_turn_get_the_numbers_that_each_has_alone(task: Path) -> Non
             together.add_adapter(name, rank=2 + seed % 2, seed=seed)
         assert together.adapters == list(names)
         seen: dict[str, list[float]] = {name: [] for name in names}
-        for name in [*names, *reversed(names), *names]:
+        for name in [*names, *reversed(names)]:
             seen[name] += trained(together, name)
         for name, seed in names.items():
             with make(task, lora_rank=4) as alone:
                 if name != "default":
                     alone.add_adapter(name, rank=2 + seed % 2, seed=seed)
                 numbers: list[float] = []
-                for _ in range(3):
+                for _ in range(2):
                     numbers += trained(alone, name)
                 assert numbers == seen[name]
                 assert same(masters(alone, name), masters(together, name))
@@ -258,6 +258,51 @@ def test_an_adapter_can_be_removed(adapted: Policy) -> None:
     with pytest.raises(ValueError, match="cannot name"):
         adapted.add_adapter("a.b")
     trained(adapted, "default")
+
+
+def test_samples_of_all_adapters_share_batches_and_are_their_own(tmp_path: Path, adapted: Policy) -> None:
+    names = ["default", "b", "c"]
+    for seed, name in enumerate(names):
+        if seed:
+            adapted.add_adapter(name, rank=3 * seed, seed=seed)
+        for _ in range(3):
+            adapted.forward_backward([Datum([5, 6], [7 + seed] * 4)], "cross_entropy", adapter=name)
+            adapted.optim_step(lr=0.05, adapter=name)
+    adapted.publish("snap", adapter="b")
+    adapted.save_for_sampling(tmp_path / "b", adapter="b")
+    adapted.publish("saved", folder=tmp_path / "b")
+    chosen: list[str | None] = [*names, "snap", "saved", None]
+
+    async def all_at_once() -> list[list[Trajectory]]:
+        calls = [adapted.asample(PROMPTS[1], n=4, max_tokens=5, seed=4, adapter=name) for name in chosen]
+        return list(await asyncio.gather(*calls))
+
+    together = asyncio.run(all_at_once())
+    for name, samples in zip(chosen, together, strict=True):
+        (alone,) = adapted.sample([PROMPTS[1]], n=4, max_tokens=5, seed=4, adapter=name)
+        assert [t.response for t in samples] == [t.response for t in alone]
+        own = name if name in names else "b"
+        assert own is not None
+        exact = adapted.log_probs(samples, adapter=own, reference=name is None)
+        for t, log_probs in zip(samples, exact, strict=True):
+            torch.testing.assert_close(torch.tensor(t.log_probs), log_probs, rtol=1e-4, atol=1e-4)
+    texts = [tuple(tuple(t.response) for t in samples) for samples in together]
+    assert texts[1] == texts[3] == texts[4]
+    assert len(set(texts)) == 4
+    assert [samples[0].version for samples in together] == [3, 3, 3, 3, 0, 0]
+
+    adapted.forward_backward([Datum([5, 6], [9] * 4)], "cross_entropy", adapter="b")
+    adapted.optim_step(lr=0.5, adapter="b")
+    later = asyncio.run(all_at_once())
+    assert [t.response for t in later[3]] == [t.response for t in together[3]]
+    assert [t.response for t in later[1]] != [t.response for t in together[1]]
+    adapted.unpublish("snap")
+    with pytest.raises(ValueError, match=r"no adapter 'snap'.*There are: default, b, c, saved"):
+        adapted.sample(PROMPTS, max_tokens=2, adapter="snap")
+    with pytest.raises(ValueError, match="has this name already"):
+        adapted.publish("b")
+    with pytest.raises(ValueError, match=r"no adapter_config\.json"):
+        adapted.publish("other", folder=tmp_path)
 
 
 # --- state --------------------------------------------------------------------------------------------------
@@ -363,6 +408,8 @@ BAD_CALLS = {
     "without gradients": lambda p: p.optim_step(),
     "no adapter 'defalt'. Did you mean 'default'": lambda p: p.sample(PROMPTS, max_tokens=2, adapter="defalt"),
     "lora_rank > 0": lambda p: p.add_adapter("b"),
+    "lora_rank > 0 to sample": lambda p: p.publish("b"),
+    "trains all weights": lambda p: p.sample(PROMPTS, max_tokens=2, adapter=None),
     "with one number": lambda p: p.forward_backward(rows(p), lambda outputs, batch: outputs.log_probs),
     "has no gradient": lambda p: p.forward_backward(rows(p), lambda o, b: o.log_probs.detach().sum()),
     "takes no settings": lambda p: p.forward_backward(rows(p), "cross_entropy", clip_low=0.1),
