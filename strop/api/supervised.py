@@ -101,7 +101,7 @@ def _train(
     if val is not None:
         _set_files(settings, "data.val_files", val, folder, "val")
     if verb == "sft":
-        _set_columns(settings, columns)
+        set_columns(settings, columns)
     elif "prompt" in columns:
         settings.default("data.prompt_key", "prompt")
     settings.default("data.train_batch_size", min(MAX_ROWS, rows))
@@ -123,7 +123,7 @@ def _set_files(
     return columns_of(rows), len(rows)
 
 
-def _set_columns(settings: Settings, columns: Sequence[str]) -> None:
+def set_columns(settings: Settings, columns: Sequence[str]) -> None:
     """The form of SFT rows, where the caller has not named its columns."""
     if any(map(settings.has, ("data.prompt_key", "data.response_key", "data.multiturn"))):
         return

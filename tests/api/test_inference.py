@@ -1,0 +1,47 @@
+"""Responses and scores from Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import strop
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def right_in_lists(completions: list[str], answer: list[str], **columns: object) -> list[float]:
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+
+ANSWERED = [
+    {"prompt": "1+1=", "answer": "2", "responses": ["2", "3"]},
+    {"prompt": "1+2=", "answer": "3", "responses": ["3", "3"]},
+]
+
+
+def test_a_model_answers(task: Path) -> None:
+    keys = {"n": 2, "max_response_length": 4, "max_prompt_length": 8, "seed": 3}
+    table = strop.generate(task / "model", ["1+1=", "2+2="], **keys)  # type: ignore[arg-type]
+    assert table["prompt"] == ["1+1=", "2+2="] and [len(row) for row in table["responses"]] == [2, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reward", [right, right_in_lists, [right, right_in_lists]])
+def test_responses_are_scored(reward: object) -> None:
+    found = strop.evaluate(None, ANSWERED, reward)  # type: ignore[arg-type]
+    each = 2.0 if isinstance(reward, list) else 1.0
+    assert found["score"] == 0.75 * each
+    assert found.rows["scores"] == [[each, 0.0], [each, each]] and found.rows["answer"] == ["2", "3"]
+    assert "2 prompts, 4 responses" in repr(found)
+    with pytest.raises(KeyError, match=r"no metric 'accuracy'. Metrics: .*score"):
+        _ = found["accuracy"]
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"asks for 'level', but data has no such column"):
+        strop.evaluate(None, ANSWERED, lambda completion, level: 0.0)
+    with pytest.raises(ValueError, match=r"Scoring failed for all 4 responses.*ZeroDivisionError"):
+        strop.evaluate(None, ANSWERED, lambda completion: 1 / 0)
