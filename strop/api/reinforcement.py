@@ -87,7 +87,7 @@ def train_policy(
     prompts = min(MAX_PROMPTS, rows)
     if settings.has("data.train_batch_size"):
         prompts = config.data.train_batch_size
-    _set_defaults(settings, group, prompts, val is not None)
+    set_defaults(settings, group, prompts, val is not None)
     if function is None and not any(map(settings.has, SCORERS_BY_KEY)) and _is_plain(train):
         raise ValueError(
             "Nothing scores the responses. Give reward=, a function of the completion and of columns; or "
@@ -229,14 +229,14 @@ def _set_data(
     data = config.data
     named = (data.label_key, data.reward_fn_key, data.image_key, data.video_key)
     keys = RowKeys(data.prompt_key, tuple(name for name in named if name), data.label_key)
-    path, count = _data_file(train, keys, folder, "train", styles)
+    path, count = data_file(train, keys, folder, "train", styles)
     settings.set("data.train_files", path, "train")
     if val is not None:
-        settings.set("data.val_files", _data_file(val, keys, folder, "val", styles)[0], "val")
+        settings.set("data.val_files", data_file(val, keys, folder, "val", styles)[0], "val")
     return count
 
 
-def _data_file(
+def data_file(
     data: Data, keys: RowKeys, folder: Path, name: str, styles: Forms
 ) -> tuple[str | list[str], int]:
     """The files of the data, and their number of rows. Objects, and files with columns that only reward
@@ -255,7 +255,7 @@ def _data_file(
     return str(write_rows(made, folder, name)), len(rows)
 
 
-def _set_defaults(settings: Settings, group: int, prompts: int, validates: bool) -> None:
+def set_defaults(settings: Settings, group: int, prompts: int, validates: bool) -> None:
     """Sizes that fit the data, and a checkpoint at the end or after Ctrl-C."""
     settings.default("actor_rollout_ref.rollout.n", group)
     settings.default("data.train_batch_size", prompts)
