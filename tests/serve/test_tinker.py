@@ -47,7 +47,9 @@ class ServiceProcess:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # so small a model is fastest so
+        nothing = subprocess.DEVNULL
+        self.process = subprocess.Popen(self.command, stdout=nothing, stderr=nothing, env=one_thread)
 
     def kill(self) -> None:
         self.process.kill()
@@ -89,6 +91,14 @@ def said(folder: Path) -> Iterator[dict[str, Any]]:
         "server.snapshot_steps=2",
         "server.max_adapters_per_user=32",
     )
+    try:
+        yield report_of_client(service)
+    finally:
+        service.kill()
+
+
+def report_of_client(service: ServiceProcess) -> dict[str, Any]:
+    """Run the client to its end, and kill and restart the service twice in its last phase."""
     service.wait()
     command = [str(CLIENT), str(Path(__file__).with_name("tinker_client.py")), service.url, "tiny", *TOKENS]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=client_environment())
@@ -98,16 +108,18 @@ def said(folder: Path) -> Iterator[dict[str, Any]]:
     for line in client.stdout:
         report = json.loads(line)
         found[report["phase"]] = report["content"]
-        steps = 0 if report["phase"] == "kill" else steps + (report["phase"] == "step")
-        if "kill" in found and report["phase"] == "step" and steps in (2, 5):
-            service.kill()  # the client has sent a whole step, and waits for a sample
-            service.start()
+        if "kill" in found and report["phase"] == "step":
+            steps += 1
+            if steps in (2, 5):
+                service.kill()  # the client has sent a whole step, and waits for a sample
+                service.start()
     assert client.wait() == 0
-    yield found
-    service.kill()
+    return found
 
 
-def lora_log_probs(model: Any, weights: dict[str, torch.Tensor], tokens: list[int], rank: int) -> torch.Tensor:
+def lora_log_probs(
+    model: Any, weights: dict[str, torch.Tensor], tokens: list[int], rank: int
+) -> torch.Tensor:
     """Log-probs of all tokens after each position, with W + alpha / rank * B A in every adapted layer."""
     changed = {}
     for name, value in model.named_parameters():

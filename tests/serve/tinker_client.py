@@ -1,6 +1,6 @@
 """The unmodified Tinker client against a service; run by the interpreter of .venv-tinker, see test_tinker.py.
 
-    tinker_client.py URL MODEL TOKEN ...     a line of JSON per phase: losses, alone, together, step ..., crash
+tinker_client.py URL MODEL TOKEN ...     a line of JSON per phase: losses, alone, together, step ..., crash
 """
 
 from __future__ import annotations

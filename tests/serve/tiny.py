@@ -47,3 +47,35 @@ def write_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path
     LlamaForCausalLM(config).save_pretrained(folder)
     made.save_pretrained(folder)
     return folder
+
+
+def teach_arithmetic_format(folder: Path, steps: int = 100) -> None:
+    """Train the model of a folder on questions of the arithmetic recipe: half of the answers are a number that
+    ends, and half go on without end. So reinforcement has something to choose."""
+    import random
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng = random.Random(0)
+    start = "<eos>User: What is 4 + 5?\n\nAssistant: 9\n\n"
+    for _ in range(steps):
+        texts = []
+        for _ in range(24):
+            answer = f" {rng.randint(0, 200)}\n\nUser:"
+            if rng.random() < 0.5:
+                answer = " " + "".join(rng.choice("0123456789") for _ in range(14))
+            texts.append(
+                f"{start}User: What is {rng.randint(0, 100)} + {rng.randint(0, 100)}?\n\nAssistant:{answer}"
+            )
+        rows = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
+        labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+        loss = model(**rows, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
