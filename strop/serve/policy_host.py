@@ -1,9 +1,10 @@
-"""The model of the service over `Policy`: one adapter per trained model, and one per set of weights that is
-sampled from."""
+"""The model of the service over `Policy`: one adapter per trained model, and one copy in the engine for each
+set of weights that is sampled from. All samples share the batches of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,27 @@ BASE = "default"
 FINISHES = {"stop": "stop", "length": "length"}
 
 
+@dataclass(frozen=True)
+class PublishedSampler:
+    """Weights that the engine has a copy of."""
+
+    name: str
+    folder: Path
+
+    @property
+    def scorer(self) -> str:
+        """The adapter that computes log-probs of prompts, where they were asked for."""
+        return f"{self.name}-scores"
+
+
 class PolicyHost:
     """See `AdapterHost`."""
 
     def __init__(self, policy: Policy, alpha: float) -> None:
         self.policy = policy
         self._alpha = alpha
-        self._samplers: dict[str, str] = {}
-        """Path of the weights -> adapter of the policy."""
+        self._samplers: dict[str, PublishedSampler] = {}
+        """By path of the weights."""
         self._published = 0
         facts = policy.facts
         self.facts = HostFacts(facts.vocabulary, facts.longest, facts.architecture)
@@ -110,11 +124,14 @@ class PolicyHost:
     def publish(self, sampler: str, folder: Path) -> None:
         self._published += 1
         name = f"sampler-{self._published}"
-        self.policy.load_adapter(name, folder)
-        self._samplers[sampler] = name
+        self.policy.publish(name, folder=folder)
+        self._samplers[sampler] = PublishedSampler(name, folder)
 
     def withdraw(self, sampler: str) -> None:
-        self.policy.remove_adapter(self._samplers.pop(sampler))
+        gone = self._samplers.pop(sampler)
+        self.policy.unpublish(gone.name)
+        if gone.scorer in self.policy.adapters:
+            self.policy.remove_adapter(gone.scorer)
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -130,13 +147,13 @@ class PolicyHost:
             top_p=request.top_p,
             stop=request.stop or (),
             seed=seed,
-            adapter=self._adapter_of(sampler),
+            adapter=BASE if sampler is None else self._samplers[sampler].name,
         )
         return [_sampled(trajectory) for trajectory in found]
 
     def score(self, sampler: str | None, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         pairs = [(prompt[:1], prompt[1:]) for prompt in prompts if len(prompt) > 1]
-        rows = iter(self.policy.log_probs(pairs, adapter=self._adapter_of(sampler)) if pairs else [])
+        rows = iter(self.policy.log_probs(pairs, adapter=self._scorer(sampler)) if pairs else [])
         found = []
         for prompt in prompts:
             scores = np.zeros(0, np.float32)
@@ -145,8 +162,14 @@ class PolicyHost:
             found.append(scores)
         return found
 
-    def _adapter_of(self, sampler: str | None) -> str:
-        return BASE if sampler is None else self._samplers[sampler]
+    def _scorer(self, sampler: str | None) -> str:
+        """An adapter with the weights of a sampler: the module computes log-probs, not the engine."""
+        if sampler is None:
+            return BASE
+        found = self._samplers[sampler]
+        if found.scorer not in self.policy.adapters:
+            self.policy.load_adapter(found.scorer, found.folder)
+        return found.scorer
 
     def close(self) -> None:
         self.policy.close()

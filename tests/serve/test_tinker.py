@@ -179,7 +179,11 @@ def test_losses_and_steps_are_those_computed_by_hand(said: dict[str, Any], folde
 
 def test_four_users_at_once_get_the_numbers_that_each_gets_alone(said: dict[str, Any]) -> None:
     assert len(said["alone"]) == 4 and said["alone"][0] != said["alone"][1]
-    assert said["together"] == said["alone"]
+    for together, alone in zip(said["together"], said["alone"], strict=True):
+        assert together["trained"] == alone["trained"]
+        assert together["tokens"] == alone["tokens"]
+        # In the engine, products of few and of many rows differ in their last bits.
+        assert together["sampled"] == pytest.approx(alone["sampled"], abs=1e-5)
 
 
 def test_a_client_goes_on_after_kill_9(said: dict[str, Any]) -> None:

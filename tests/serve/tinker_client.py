@@ -77,24 +77,25 @@ def losses(service: tinker.ServiceClient, name: str) -> None:
     say("losses", found)
 
 
-def user_run(service: tinker.ServiceClient, name: str, number: int) -> list[Any]:
+def user_run(service: tinker.ServiceClient, name: str, number: int) -> dict[str, Any]:
     """What one user does; everything is seeded by his number."""
     model = service.create_lora_training_client(base_model=name, rank=2 + 2 * number, seed=number)
-    found: list[Any] = []
+    trained, sampled, tokens = [], [], []
     for step in range(3):
         data = data_of("cross_entropy", shift=number)
         passed = model.forward_backward(data, "cross_entropy")
         model.forward_backward(data[:1], "cross_entropy")
         stepped = model.optim_step(types.AdamParams(learning_rate=0.01 * (1 + number)))
-        found.append(rows(passed.result()))
+        trained.append(rows(passed.result()))
         stepped.result()
         sampler = model.save_weights_and_get_sampling_client()
         params = types.SamplingParams(max_tokens=6, seed=100 * number + step, temperature=0.8)
         prompt = types.ModelInput.from_ints([5 + number, 6, 7])
         samples = sampler.sample(prompt, 3, params, include_prompt_logprobs=True).result()
-        found.append([[one.tokens, one.logprobs] for one in samples.sequences])
-        found.append(samples.prompt_logprobs)
-    return found
+        tokens.append([one.tokens for one in samples.sequences])
+        sampled += [value for one in samples.sequences for value in one.logprobs]
+        trained.append(samples.prompt_logprobs)
+    return {"trained": trained, "tokens": tokens, "sampled": sampled}
 
 
 def users(services: list[tinker.ServiceClient], name: str) -> None:
