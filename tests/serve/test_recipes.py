@@ -74,17 +74,19 @@ def test_the_reward_of_the_arithmetic_recipe_rises(recipe: Recipe) -> None:
         "env=arithmetic",
         "lora_rank=8",
         "group_size=8",
-        "groups_per_batch=8",
-        "learning_rate=0.01",
+        "groups_per_batch=16",
+        "learning_rate=0.002",
         "max_tokens=12",
-        "max_steps=12",
+        "max_steps=8",
         "eval_every=0",
         "save_every=0",
     )
     rewards = [step["env/all/reward/total"] for step in metrics if "env/all/reward/total" in step]
-    assert len(rewards) == 12
-    first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    assert last > first + 0.02, rewards
+    formats = [step["env/all/format"] for step in metrics if "env/all/format" in step]
+    assert len(rewards) == 8
+    # The tiny model cannot add, but it learns to end its answers, which costs 0.1 each time it does not.
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.03, rewards
+    assert formats[0] < 0.6 and sum(formats[-3:]) / 3 > 0.8, formats
     # What was sampled and what is trained have the same log-probs.
     assert max(abs(step.get("optim/kl_sample_train_v1", 0.0)) for step in metrics) < 1e-3
 

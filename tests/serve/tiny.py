@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 CHARACTERS = string.ascii_letters + string.digits + " \n?!.,:;+-*/=()'\"\\{}<>|_"
-CONTEXT = 256
+CONTEXT = 1024
 
 
 def write_tiny_model(folder: Path, *, hidden: int = 64, layers: int = 2) -> Path:
