@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from strop.algorithms.ema import EMA
 from strop.backends.base import Backend, Roles
@@ -48,7 +50,7 @@ def folder_of(backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Export:
 
     def write(folder: Path) -> None:
         config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
+        config.architectures = [architecture_of(model)]
         config.save_pretrained(folder)
         generation = getattr(model, "generation_config", None)
         if generation is not None:
@@ -56,6 +58,14 @@ def folder_of(backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Export:
         tokenizer.save_pretrained(folder)
 
     return Export(exported(backend), write)
+
+
+def architecture_of(model: nn.Module) -> str:
+    """The class of a model as transformers knows it. FSDP2 gives a sharded module a class of its own."""
+    for kind in type(model).__mro__:
+        if not issubclass(kind, FSDPModule):
+            return kind.__name__
+    raise AssertionError("every class is an object")
 
 
 def exported(backend: Backend) -> dict[str, torch.Tensor]:

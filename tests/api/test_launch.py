@@ -69,6 +69,25 @@ def test_an_error_of_a_callback_ends_the_run_in_order(call: Call, tmp_path: Path
     assert read_latest(tmp_path / "run") == 1 and not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
+def test_a_reward_that_breaks_in_the_middle_loses_nothing(call: Call, tmp_path: Path) -> None:
+    """The finished step is saved, libraries are as before, and a corrected function goes on."""
+    from strop.models.patches import _records
+
+    asked: list[str] = []
+
+    def breaks(completion: str) -> float:
+        asked.append(completion)
+        if len(asked) > 9:  # one in the preflight, eight in the first step
+            raise OSError("the disk is gone")
+        return float(len(completion))
+
+    with pytest.raises(ValueError, match=r"the disk is gone"):
+        call(reward=breaks, retries=0)
+    assert read_latest(tmp_path / "run") == 1
+    assert not [record for record in _records.values() if record.applied]
+    assert call(reward=lambda completion: float(len(completion))).metrics["step"] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.run.checkpoint.store import load as load_checkpoint
+from strop.shared.export import architecture_of
 from tests.ppo.runs import run, same, weights
 
 CONTENTS = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
@@ -37,6 +39,14 @@ def test_the_actor_loads_elsewhere_and_says_the_same(overrides, tmp_path, adapte
     assert greedy(folder, answers[4]) == [row["output"] for row in answers[4]]
     assert AutoTokenizer.from_pretrained(folder).chat_template
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_sharded_module_is_named_by_its_class_in_transformers(task):
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    plain = type(model)
+    assert architecture_of(model) == "LlamaForCausalLM"
+    model.__class__ = type("FSDPLlamaForCausalLM", (FSDPModule, plain), {})  # as fully_shard does it
+    assert architecture_of(model) == "LlamaForCausalLM"
 
 
 def test_the_critic_loads_as_a_sequence_classifier(overrides, tmp_path):

@@ -54,6 +54,20 @@ def test_where_a_signal_is_noted_and_where_it_raises():
         send(signal.SIGINT)
 
 
+def test_the_process_of_a_caller_goes_on(monkeypatch, caplog):
+    """A run from Python never ends the process: not by a second signal, not after the grace period."""
+    monkeypatch.setattr(os, "_exit", pytest.fail)
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
+    with handle_stop_signals(60, ends_process=False), deferred():
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    with handle_stop_signals(0.01, ends_process=False), deferred():
+        send(signal.SIGINT)
+        stopping._active[-1]._watcher.join(60)
+    assert "are over and the run has not ended. Interrupt again" in caplog.text
+
+
 def test_signals_of_one_moment_count_once(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
