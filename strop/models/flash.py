@@ -5,7 +5,8 @@ training are those it was sampled with only where every part of both passes roun
 order. Matrix products do: what they give for a row does not depend on the other rows. Attention does if keys
 are taken in the same blocks, counted from the beginning of the sequence, one after the other, with the same
 arithmetic. `absorb` is that arithmetic; the decode kernel of the rollout engine (rollout/native/kernels.py)
-is built from it too. The backward pass is torch's own.
+is built from it too. Every SEGMENT keys are summed for themselves and `joined` in order, so that different
+programs may compute the segments of one long sequence. The backward pass is torch's own.
 
 This file needs Triton and is imported only where a GPU is.
 """
@@ -22,6 +23,8 @@ from torch.autograd.function import once_differentiable
 
 BLOCK = 64
 """Keys that are taken at a time."""
+SEGMENT = 1024
+"""Keys that are summed for themselves, a multiple of BLOCK."""
 LARGEST = 128
 """Size of a head up to which the kernel keeps its sums in registers."""
 LOG2E = 1.4426950408889634
@@ -45,11 +48,78 @@ def absorb(scores, v, top, total, mixed, scale):
 
 
 @triton.jit
+def joined(top, total, mixed, next_top, next_total, next_mixed, scale):
+    """The running softmax of the keys so far and that of the next segment, as one. A segment that a row does
+    not see changes nothing."""
+    higher = tl.maximum(top, next_top)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2((top - safe) * scale)
+    share = tl.exp2((next_top - safe) * scale)
+    total = tl.fma(total, fade, next_total * share)
+    mixed = tl.fma(mixed, tl.broadcast_to(fade[:, None], mixed.shape), next_mixed * share[:, None])
+    return higher, total, mixed
+
+
+@triton.jit
+def _segment(
+    q, keys, values, row, length, window, scale, table, key_page, value_page, key_token, value_token,
+    first, border, end, size: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over the keys from `first` to `end`. All queries come after those before `border`.
+    With pages of PAGE keys, `table` says where they are."""
+    d = tl.arange(0, SIZE)
+    real = d < size
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    mixed = tl.zeros([QUERIES, SIZE], tl.float32)
+    for block in range(first, tl.minimum(border, end), BLOCK):
+        place = block + tl.arange(0, BLOCK)
+        k_from = keys
+        v_from = values
+        held = place
+        if PAGE:
+            page = tl.load(table + block // PAGE).to(tl.int64)
+            k_from += page * key_page
+            v_from += page * value_page
+            held = block % PAGE + tl.arange(0, BLOCK)
+        k = tl.load(k_from + held[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if WINDOW:
+            scores = tl.where(row[:, None] - place[None, :] < window, scores, float("-inf"))
+        v = tl.load(v_from + held[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
+        top, total, mixed = absorb(scores, v, top, total, mixed, scale)
+    for block in range(tl.maximum(first, border), end, BLOCK):
+        place = block + tl.arange(0, BLOCK)
+        there = place < length
+        k_from = keys
+        v_from = values
+        held = place
+        if PAGE:
+            page = tl.load(table + block // PAGE).to(tl.int64)
+            k_from += page * key_page
+            v_from += page * value_page
+            held = block % PAGE + tl.arange(0, BLOCK)
+        k = tl.load(
+            k_from + held[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
+        )
+        seen = place[None, :] <= row[:, None]
+        if WINDOW:
+            seen &= row[:, None] - place[None, :] < window
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
+        v = tl.load(
+            v_from + held[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0
+        )
+        top, total, mixed = absorb(scores, v, top, total, mixed, scale)
+    return top, total, mixed
+
+
+@triton.jit
 def _attend(
-    query, key, value, out, normal, bounds, origins, places, tokens, window, scale,
-    query_token, query_head, key_place, key_token, key_head, value_place, value_token, value_head,
+    query, key, value, out, normal, bounds, origins, tables, tokens, window, scale,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
     group: tl.constexpr, size: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, CONTINUED: tl.constexpr,
+    SEGMENT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     # The last queries see most keys: they go first, so that the work ends evenly.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -62,11 +132,10 @@ def _attend(
         d = tl.arange(0, SIZE)
         keys = key + (head // group) * key_head
         values = value + (head // group) * value_head
-        if CONTINUED:
+        table = tables
+        if PAGE:
             origin = tl.load(origins + sequence).to(tl.int32)
-            cached = tl.load(places + sequence).to(tl.int64)
-            keys += cached * key_place
-            values += cached * value_place
+            table += sequence.to(tl.int64) * table_row
         else:
             origin = 0
             keys += begin * key_token
@@ -78,37 +147,27 @@ def _attend(
         real = d < size
         asked = query + at[:, None] * query_token + head * query_head + d[None, :]
         q = tl.load(asked, mask=inside[:, None] & real[None, :], other=0.0)
-        top = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        mixed = tl.zeros([QUERIES, SIZE], tl.float32)
         first = 0
         if WINDOW:
             first = tl.maximum(0, start - window + 1) // BLOCK * BLOCK
         border = start // BLOCK * BLOCK
-        for block in range(first, border, BLOCK):
-            place = block + tl.arange(0, BLOCK)
-            k = tl.load(keys + place[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
-            scores = tl.dot(q, k, input_precision="ieee")
-            if WINDOW:
-                scores = tl.where(row[:, None] - place[None, :] < window, scores, float("-inf"))
-            v = tl.load(values + place[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
-            top, total, mixed = absorb(scores, v, top, total, mixed, scale)
-        for block in range(border, tl.minimum(start + QUERIES, length), BLOCK):
-            place = block + tl.arange(0, BLOCK)
-            there = place < length
-            k = tl.load(
-                keys + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
-            )
-            seen = place[None, :] <= row[:, None]
-            if WINDOW:
-                seen &= row[:, None] - place[None, :] < window
-            scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
-            v = tl.load(
-                values + place[:, None] * value_token + d[None, :],
-                mask=there[:, None] & real[None, :],
-                other=0.0,
-            )
-            top, total, mixed = absorb(scores, v, top, total, mixed, scale)
+        end = tl.minimum(start + QUERIES, length)
+        if SEGMENT:
+            top = tl.full([QUERIES], float("-inf"), tl.float32)
+            total = tl.zeros([QUERIES], tl.float32)
+            mixed = tl.zeros([QUERIES, SIZE], tl.float32)
+            for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
+                next_top, next_total, next_mixed = _segment(
+                    q, keys, values, row, length, window, scale, table, key_page, value_page, key_token,
+                    value_token, tl.maximum(first, segment), border, tl.minimum(end, segment + SEGMENT),
+                    size, SIZE, QUERIES, BLOCK, PAGE, WINDOW,
+                )  # fmt: skip
+                top, total, mixed = joined(top, total, mixed, next_top, next_total, next_mixed, scale)
+        else:
+            top, total, mixed = _segment(
+                q, keys, values, row, length, window, scale, table, key_page, value_page, key_token,
+                value_token, first, border, end, size, SIZE, QUERIES, BLOCK, PAGE, WINDOW,
+            )  # fmt: skip
         mixed = mixed / total[:, None]
         target = out + (at[:, None] * tl.num_programs(1) + head) * size + d[None, :]
         tl.store(target, mixed.to(out.dtype.element_ty), mask=inside[:, None] & real[None, :])
@@ -133,17 +192,23 @@ def _launch(
     tokens, heads, size = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     normal = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-    origins, places = (bounds, bounds) if going_on is None else going_on
-    # [N, key heads, D], or a cache of [rows, key heads, capacity, D]
-    strides = [
-        (0, x.stride(0), x.stride(1)) if going_on is None else (x.stride(0), x.stride(2), x.stride(1))
-        for x in (k, v)
-    ]
+    if going_on is None:  # [N, key heads, D]
+        origins = tables = bounds
+        page = table_row = 0
+        most = longest
+        strides = [(0, x.stride(0), x.stride(1)) for x in (k, v)]
+    else:  # pages of [pages, key heads, positions, D]
+        origins, tables = going_on
+        page = k.shape[2]
+        table_row = tables.stride(0)
+        most = tables.shape[1] * page
+        strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (k, v)]
     _attend[(triton.cdiv(longest, _QUERIES), heads, len(bounds) - 1)](
-        q, k, v, out, normal, bounds, origins, places, tokens, window or 0, LOG2E * scale,
-        q.stride(0), q.stride(1), *strides[0], *strides[1],
+        q, k, v, out, normal, bounds, origins, tables, tokens, window or 0, LOG2E * scale,
+        q.stride(0), q.stride(1), *strides[0], *strides[1], table_row,
         heads // k.shape[1], size, SIZE=max(16, triton.next_power_of_2(size)), QUERIES=_QUERIES, BLOCK=BLOCK,
-        WINDOW=window is not None, CONTINUED=going_on is not None, num_warps=4, num_stages=3,
+        SEGMENT=SEGMENT if most > SEGMENT else 0, PAGE=page, WINDOW=window is not None,
+        num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, normal
 
@@ -212,13 +277,13 @@ def continued_attention(
     bounds: Tensor,
     longest: int,
     origins: Tensor,
-    rows: Tensor,
+    tables: Tensor,
     *,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same for pieces of sequences whose keys and values lie in rows of a cache [rows, key heads,
-    capacity, D]: piece i of q goes on at position `origins[i]` of the sequence in row `rows[i]`. Without
-    gradients."""
+    """The same for pieces of sequences whose keys and values lie in pages of a cache [pages, key heads,
+    positions, D]: piece i of q goes on at position `origins[i]` of the sequence in the pages `tables[i]`
+    [pieces, pages]. A page is a multiple of BLOCK, or the whole sequence is in one. Without gradients."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _launch(q, keys, values, bounds, longest, scale, window, (origins, rows))[0]
+    return _launch(q, keys, values, bounds, longest, scale, window, (origins, tables))[0]

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from strop.algorithms import logprobs
 from strop.models.packing import lay_out, rectangle
-from strop.rollout.native import kv_cache as cache
-from strop.rollout.native.kv_cache import KVCache
+from strop.rollout.native import pages
+from strop.rollout.native.pages import PagedKVCache
 from tests.rollout import draws
 
 pytestmark = [
@@ -70,74 +70,82 @@ def test_training_attends_with_this_kernel_also_where_beginnings_are_shared(monk
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
-def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, size, window):
-    from strop.models.flash import packed_attention
-    from strop.rollout.native import kernels
-
-    q, k, v, bounds = inputs(heads, key_heads, size)
-    together = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
-    positions = torch.tensor([0, 1, 63, 64, 65, 127, 128, 149])
-    keys, values = (torch.full((len(positions), key_heads, 192, size), 9.0, dtype=q.dtype) for _ in range(2))
-    for row, position in enumerate(positions.tolist()):
-        keys[row, :, :position], values[row, :, :position] = (x[:position].transpose(0, 1) for x in (k, v))
-    new = [x[positions, :, None] for x in (q, k, v)]
-    for parts in (1, 2):
-        monkeypatch.setattr(kernels, "_splits", lambda *asked, parts=parts: parts)
-        held = keys.clone(), values.clone()
-        alone = kernels.decode_attention(*new, *held, positions, window=window)[:, 0]
-        assert (
-            torch.equal(alone, together[positions])
-            if parts == 1
-            else (alone - together[positions]).abs().max() < 2e-3
+def in_pages(tensors, table, size=64):
+    """Rows [tokens, heads, D] in the pages that the lines of `table` name; the rest is what must not matter."""
+    found = []
+    for rows in tensors:
+        held = torch.full(
+            (int(table.max()) + 1, rows[0].shape[1], size, rows[0].shape[2]), 9.0, dtype=rows[0].dtype
         )
-        for row, position in enumerate(positions.tolist()):
-            assert torch.equal(held[0][row, :, position], k[position]) and torch.equal(
-                held[1][row, :, position], v[position]
-            )
+        for row, line in zip(rows, table.tolist()):
+            for part, page in zip(row.split(size), line):
+                held[page, :, : len(part)] = part.transpose(0, 1)
+        found.append(held)
+    return found
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_beginnings_may_be_read_in_another_row(monkeypatch, parts):
+@pytest.mark.parametrize("segment", [64, 128, 1024])
+@pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
+def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, size, window, segment):
+    """In pages that lie anywhere, in as many segments as there are, and where the grid is wider than the rows."""
+    from strop.models import flash
     from strop.rollout.native import kernels
 
-    monkeypatch.setattr(kernels, "_splits", lambda *asked: parts)
+    monkeypatch.setattr(flash, "SEGMENT", segment)
+    monkeypatch.setattr(kernels, "SEGMENT", segment)
+    q, k, v, bounds = inputs(heads, key_heads, size)
+    together = flash.packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    positions = torch.tensor([0, 1, 63, 64, 65, 127, 128, 149])
+    table = torch.randperm(40)[:32].view(8, 4).to(torch.int32)
+    before = [[x[:position] for position in positions] for x in (k, v)]
+    new = [x[positions, :, None] for x in (q, k, v)]
+    for longest in (150, 190):
+        held = in_pages(before, table)
+        alone = kernels.decode_attention(*new, *held, positions, table, longest, window=window)[:, 0]
+        assert torch.equal(alone, together[positions])
+        for row, position in enumerate(positions.tolist()):
+            page, place = table[row, position // 64], position % 64
+            assert torch.equal(held[0][page, :, place], k[position])
+            assert torch.equal(held[1][page, :, place], v[position])
+
+
+def test_attention_sinks_are_in_the_first_segment_that_is_seen(monkeypatch):
+    from strop.rollout.native import kernels
+
     torch.manual_seed(0)
     positions = torch.tensor([150, 200, 64, 129, 310, 5])
-    prefix_rows, prefix_lens = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]])
-    q, k, v = (torch.randn(6, heads, 1, 32, dtype=torch.float16) for heads in (6, 2, 2))
-    keys, values = (torch.randn(6, 2, 320, 32, dtype=torch.float16) for _ in range(2))
-    for row, (other, count) in enumerate(zip(prefix_rows.tolist(), prefix_lens.tolist())):
-        for held in (keys, values):
-            held[row, :, :count] = held[other, :, :count]
-    expected = kernels.decode_attention(q, k, v, keys, values, positions)
-    for row, count in enumerate(prefix_lens.tolist()):
-        keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
-    found = kernels.decode_attention(
-        q, k, v, keys, values, positions, prefix_rows=prefix_rows, prefix_lens=prefix_lens
-    )
-    assert torch.equal(found, expected)
+    q, k, v = (torch.randn(6, heads, 1, 32) for heads in (6, 2, 2))
+    keys, values = (torch.randn(6, 2, 320, 32) for _ in range(2))
+    table = torch.arange(6)[:, None].to(torch.int32)
+    more = {"window": 100, "sinks": torch.randn(6), "softcap": 5.0}
+    found = []
+    for segment in (1024, 64):
+        monkeypatch.setattr(kernels, "SEGMENT", segment)
+        found.append(kernels.decode_attention(q, k, v, keys, values, positions, table, 320, **more))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("segment", [64, 1024])
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
-def test_pieces_that_go_on_in_a_cache_give_the_same_bits(heads, key_heads, size, window):
-    from strop.models.flash import continued_attention, packed_attention
+def test_pieces_that_go_on_in_a_cache_give_the_same_bits(
+    monkeypatch, heads, key_heads, size, window, segment
+):
+    from strop.models import flash
 
+    monkeypatch.setattr(flash, "SEGMENT", segment)
     q, k, v, bounds = inputs(heads, key_heads, size)
-    together = packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
-    places = torch.tensor([4, 0, 5, 2, 3])
-    keys, values = (torch.zeros(6, key_heads, 200, size, dtype=q.dtype) for _ in range(2))
+    together = flash.packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    table = torch.randperm(30)[: 3 * len(LENGTHS)].view(-1, 3).to(torch.int32)
+    keys, values = in_pages([x.split(LENGTHS) for x in (k, v)], table)
     origins = [length // 3 for length in LENGTHS]
-    taken = []
-    for row, begin, length, origin in zip(places, bounds.tolist(), LENGTHS, origins):
-        keys[row, :, :length], values[row, :, :length] = (
-            x[begin : begin + length].transpose(0, 1) for x in (k, v)
-        )
-        taken.append(torch.arange(begin + origin, begin + length))
+    taken = [
+        torch.arange(begin + origin, begin + length)
+        for begin, length, origin in zip(bounds.tolist(), LENGTHS, origins)
+    ]
     sizes, at = [len(t) for t in taken], torch.cat(taken)
     mine = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-    pieces = continued_attention(
-        q[at], keys, values, mine, max(sizes), torch.tensor(origins), places, window=window
+    pieces = flash.continued_attention(
+        q[at], keys, values, mine, max(sizes), torch.tensor(origins), table, window=window
     )
     assert torch.equal(pieces, together[at])
 
@@ -200,24 +208,21 @@ def test_passes_over_logits_give_the_numbers_and_gradients_of_plain_torch(monkey
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("aside", [False, True], ids=["apart", "crossing"])
-@pytest.mark.parametrize("limit", [2**28, 1000])
-def test_rows_of_all_layers_are_copied_at_once(monkeypatch, aside, limit):
+def test_pages_of_all_layers_are_copied_at_once(monkeypatch):
     from strop.rollout.native import kernels
 
-    monkeypatch.setattr(kernels, "_MAX_BUFFER", limit)
     layers = {0: (2, 16, 16), 1: (2, 16, 16), 2: (1, 24, 16), 3: (3, 5, 7)}
-    plain, fast = (KVCache(layers, dtype=torch.float16, device=torch.device("cpu")) for _ in range(2))
+    plain, fast = (PagedKVCache(layers, dtype=torch.float16, device=torch.device("cpu")) for _ in range(2))
     for one in (plain, fast):
-        one.resize(12, 301, 0)
+        one.resize_pool(12)
     for layer in layers:
         for a, b in zip(plain.whole(layer), fast.whole(layer)):
             b.copy_(a.copy_(torch.randn(a.shape)))
-    pairs = ([0, 3, 5, 7], [3, 0, 1, 5]) if aside else ([0, 0, 4], [1, 2, 9])
-    plain.copy(*pairs, 257)
-    monkeypatch.setattr(cache, "kernels", lambda device: kernels)
-    fast.copy(*pairs, 257)
+    plain._copy([1, 1, 4], [2, 3, 9])
+    monkeypatch.setattr(pages, "kernels", lambda device: kernels)
+    fast._copy([1, 1, 4], [2, 3, 9])
     assert all(torch.equal(a, b) for layer in layers for a, b in zip(plain.whole(layer), fast.whole(layer)))
+    assert torch.equal(plain.keys[0][9], plain.keys[0][4])
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])

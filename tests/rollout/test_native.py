@@ -11,7 +11,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.native import NativeEngine, attention, runner
+from strop.rollout.native import NativeEngine, attention
 from tests.rollout import tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8, 77, 3, 2, 6], [11], list(range(1, 60)), [3, 4, 5, 6, 7, 8]]
@@ -265,7 +265,7 @@ def test_kernels_over_packed_prompts_change_nothing(
             bounds: Any,
             longest: int,
             origins: Any,
-            rows: Any,
+            tables: Any,
             *,
             scale: Any,
             window: Any,
@@ -273,8 +273,8 @@ def test_kernels_over_packed_prompts_change_nothing(
             pieces.append(origins.tolist())
             assert longest == int(bounds.diff().max())
             parts = []
-            for (a, b), origin, row in zip(pairwise(bounds.tolist()), origins.tolist(), rows.tolist()):
-                k, v = (cache[row, :, : origin + b - a].transpose(0, 1) for cache in (keys, values))
+            for (a, b), origin, pages in zip(pairwise(bounds.tolist()), origins.tolist(), tables):
+                k, v = (cache[pages].transpose(1, 2).flatten(0, 1)[: origin + b - a] for cache in (keys, values))
                 parts.append(attended(q[a:b], k, v, origin, scale, window))
             return torch.cat(parts)
 
@@ -288,34 +288,3 @@ def test_kernels_over_packed_prompts_change_nothing(
     assert ids(engine.generate([*longer, Request([8, 8, 1], seed=6)], sampling)) == ids(further)
     assert not whole and bool(pieces) == used
     assert not used or all(sorted(origins)[0] == 0 and sorted(origins)[1] > 20 for origins in pieces)
-
-
-def test_samples_that_run_side_by_side_read_their_prompt_in_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels are told on a GPU: the other row holds the same tokens, keys and values, whoever ended or moved."""
-    borrowing: list[int] = []
-    plain = runner.Decode
-
-    def checked(cache: Any, rows: Any, positions: Any, spans: Any, prefix_rows: Any) -> Any:
-        tokens = engine._step_loop.runner.rows.fields["tokens"]
-        for row, (other, count) in enumerate(zip(*(line.tolist() for line in prefix_rows))):
-            assert count <= positions[row], "only what is computed"
-            assert torch.equal(tokens[row, :count], tokens[other, :count])
-            for layer in cache.layers:
-                for held in cache.whole(layer):
-                    torch.testing.assert_close(held[row, :, :count], held[other, :, :count])
-            assert other == row or count > 0
-        borrowing.append(sum(count > 0 for count in prefix_rows[1].tolist()))
-        return plain(cache, rows, positions, spans, prefix_rows)
-
-    model = tiny.make()
-    requests = [
-        Request(p, n=3, seed=i, max_tokens=30) for i, p in enumerate([*PROMPTS, [3, 4, 5, 6, 7, 8] * 5])
-    ]
-    sampling = Sampling(stop_ids=tuple(range(12)))  # so that they end one by one
-    expected = NativeEngine(model).generate(requests, sampling)
-    engine = NativeEngine(model, max_num_seqs=7)
-    engine.generate([Request([1])], Sampling(max_tokens=1))
-    monkeypatch.setattr(runner, "Decode", checked)
-    engine._step_loop.runner.shares_prefix_reads, engine._step_loop.runner._dedup_rows = True, False
-    assert ids(engine.generate(requests, sampling)) == ids(expected)
-    assert max(borrowing) >= 4 and min(borrowing) < 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.native.scheduler import Admission, ScheduledSample, Scheduler
+from strop.rollout.native.samples import Admission, ScheduledSample
+from strop.rollout.native.scheduler import Scheduler
 
 
 def admit(scheduler: Scheduler, rows: int = 99) -> list[Admission]:

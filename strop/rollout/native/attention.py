@@ -22,8 +22,11 @@ from transformers import AttentionInterface
 from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
+from strop.rollout.native.pages import PagedKVCache
 
 NAME = "strop_rollout"
+
+Cache = KVCache | PagedKVCache
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class _PaddedGroup:
 class Prefill:
     """Chunks of prompts in one packed row; each attends to its own sequence only."""
 
-    def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk], device: torch.device) -> None:
+    def __init__(self, cache: Cache, chunks: Sequence[PrefillChunk], device: torch.device) -> None:
         self.cache = cache
         self._device = device
         self._members: list[Member] = []
@@ -155,7 +158,7 @@ class Prefill:
             bounds.append(len(ids))
         self.ids = torch.tensor(ids, device=device)[None]
         self.positions = torch.tensor(positions, device=device)
-        self.rows = torch.tensor(rows, device=device)
+        self._slots = cache.slots(torch.tensor(rows, device=device), self.positions)
         self.last = torch.tensor([end - 1 for end in bounds[1:]], device=device)
         """Index of the last token of each chunk."""
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -172,7 +175,7 @@ class Prefill:
         q = query[0].transpose(0, 1)  # [T, heads, D]
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
-        self.cache.write(layer, self.rows, self.positions, k, v)
+        self.cache.write(layer, self._slots, k, v)
         plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
         if q.device.type in DEVICES and plain_heads:
             out = self._in_one_kernel(layer, q, k, v, options)
@@ -205,41 +208,35 @@ class Prefill:
         if flash is None:
             return None
         keys, values = self.cache.whole(layer)
-        starts, rows = self._starts_and_rows
+        starts, tables = self._starts_and_tables
         out: Tensor = flash.continued_attention(
-            q, keys, values, self._bounds, self._longest, starts, rows, **more
+            q, keys, values, self._bounds, self._longest, starts, tables, **more
         )
         return out
 
     @cached_property
-    def _starts_and_rows(self) -> tuple[Tensor, Tensor]:
-        """Start position and row of each chunk."""
+    def _starts_and_tables(self) -> tuple[Tensor, Tensor]:
+        """Start position and pages of each chunk."""
         starts = [chunk.start for _, chunk in self._members]
         rows = [chunk.row for _, chunk in self._members]
-        table = torch.tensor([starts, rows], device=self._device)
-        return table[0], table[1]
+        both = torch.tensor([starts, rows], device=self._device)
+        return both[0], self.cache.tables(both[1])
 
 
 class Decode:
     """One token for each of the first rows of the cache.
 
     `spans` are (first row, end row, used length): rows are read in spans so that short rows do not pay for
-    long ones. `prefix_rows` are the rows in which kernels may read the prefixes, and the lengths of these.
+    long ones.
     """
 
     def __init__(
-        self,
-        cache: KVCache,
-        rows: Tensor,
-        positions: Tensor,
-        spans: Sequence[tuple[int, int, int]],
-        prefix_rows: tuple[Tensor | None, Tensor | None] = (None, None),
+        self, cache: Cache, rows: Tensor, positions: Tensor, spans: Sequence[tuple[int, int, int]]
     ) -> None:
         self.cache = cache
         self.rows = rows
         self.positions = positions
         self.spans = spans
-        self.prefix_rows = prefix_rows
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
@@ -255,15 +252,15 @@ class Decode:
                 keys,
                 values,
                 self.positions,
-                prefix_rows=self.prefix_rows[0],
-                prefix_lens=self.prefix_rows[1],
+                self.cache.tables(slice(0, len(self.positions))),
+                max(used for *_, used in self.spans),
                 scale=options.scale,
                 window=options.window,
                 softcap=options.softcap,
                 sinks=options.sinks,
             )
             return out
-        self.cache.write(layer, self.rows, self.positions, key[:, :, 0], value[:, :, 0])
+        self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
@@ -275,6 +272,10 @@ class Decode:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)
+
+    @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        return self.cache.slots(self.rows, self.positions)
 
     def _mask(self, span: int, window: int | None) -> Tensor:
         if (span, window) not in self._masks:
@@ -290,11 +291,9 @@ class SharedDecode:
     """One token for each of the first rows, computed once for rows that hold exactly the same tokens; each
     row keeps its own cache."""
 
-    def __init__(
-        self, cache: KVCache, rows: Tensor, positions: Tensor, used: int, shared: SharedRows
-    ) -> None:
+    def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, used: int, shared: SharedRows) -> None:
         self.cache = cache
-        self.rows = rows
+        self._slots = cache.slots(rows, positions)
         self.positions = positions
         self.used = used
         self.shared = shared
@@ -305,7 +304,7 @@ class SharedDecode:
     ) -> Tensor:
         first = self.shared.first
         group = self.shared.group
-        self.cache.write(layer, self.rows, self.positions, key[group, :, 0], value[group, :, 0])
+        self.cache.write(layer, self._slots, key[group, :, 0], value[group, :, 0])
         keys, values = self.cache.read(layer, first, self.used)
         folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
         mask = self._masks.get(options.window)

@@ -17,7 +17,7 @@ from torch import Tensor
 from strop.rollout.base import Sampling
 from strop.rollout.native.kv_cache import kernels
 from strop.rollout.native.sampler import ALL, SamplingTensors, apply_penalty, sample, uniforms
-from strop.rollout.native.scheduler import Admission, ScheduledSample
+from strop.rollout.native.samples import Admission, ScheduledSample
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 _NAMES = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -30,8 +30,6 @@ _INT_FIELDS = {
     "stream": 0,
     "group": 0,
     "top_k": ALL,
-    "prefix_row": 0,
-    "prefix_len": 0,
 }
 _FLOAT_FIELDS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}
 """Fields with one number per row, and their value in free rows, which look like finished rows of one
@@ -194,8 +192,6 @@ class DecodeRows:
             values["stream"].append(one.stream)
             values["group"].append(group)
             values["top_k"].append(_top_k(one.settings))
-            values["prefix_row"].append(admission.row)
-            values["prefix_len"].append(0)
         return list(values.values())
 
     def _padded_stops(self, settings: Sampling) -> list[int]:
@@ -216,25 +212,6 @@ class DecodeRows:
         self.fields["state"][left:] = LENGTH
         self.fields["length"][left:] = 1
         self.fields["num_known"][left:] = 0
-
-    def set_prefix_rows(self, running: Sequence[ScheduledSample]) -> None:
-        """All samples of one request hold its prompt: kernels may read it in the row of the first sample."""
-        first: dict[int, int] = {}
-        prefix_rows = list(range(len(running)))
-        prefix_lens = [0] * len(running)
-        for row, one in enumerate(running):
-            if one.decode_prefill_len:  # its prompt is not computed yet
-                continue
-            prefix_rows[row] = first.setdefault(one.request, row)
-            if prefix_rows[row] < row:
-                prefix_lens[row] = len(one.prompt)
-        table = torch.tensor([prefix_rows, prefix_lens], device=self.device)
-        self.fields["prefix_row"][: len(running)] = table[0]
-        self.fields["prefix_len"][: len(running)] = table[1]
-
-    def prefix_rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of the first rows: the row in which each may read its prefix, and the length of that prefix."""
-        return self.fields["prefix_row"][:count], self.fields["prefix_len"][:count]
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The newest token of each row, and its position."""

@@ -32,10 +32,12 @@ from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.kv_cache import cache_memory, may_stay
 from strop.rollout.native.lora_bank import LoraBank
-from strop.rollout.native.runner import Meter, Runner
+from strop.rollout.native.meter import Meter
+from strop.rollout.native.request_state import RequestState
+from strop.rollout.native.runner import Runner
 from strop.rollout.native.sampler import SharedSettings, stream
-from strop.rollout.native.scheduler import ScheduledSample
-from strop.rollout.native.step_loop import RequestState, StepLoop
+from strop.rollout.native.samples import ScheduledSample
+from strop.rollout.native.step_loop import StepLoop
 from strop.rollout.native.streaming import listener
 
 if TYPE_CHECKING:

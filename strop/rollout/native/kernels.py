@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strop.models.flash import BLOCK, LARGEST, LOG2E, absorb
+from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined
 
 _DRAW_BLOCK = 4096
 _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
@@ -25,83 +25,86 @@ _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 
 @triton.jit
 def _decode(
-    query, key, value, keys, values, positions, prefix_rows, prefix_lens, sinks, out, partial, weight,
+    query, key, value, keys, values, positions, table, sinks, out, partial, weight,
     power, scale, softcap, window,
     query_row, query_head, key_row, key_head, value_row, value_head,
-    keys_row, keys_head, values_row, values_head,
+    keys_page, keys_head, values_page, values_head, table_row,
     heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
-    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SHARED_PREFIX: tl.constexpr,
+    GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
+    """One segment of one row, for the query heads of one key head."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    split = tl.program_id(2)
+    segment = tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
-    prefix_len = 0
-    row_offset = row * 0
-    if SHARED_PREFIX:
-        prefix_len = tl.load(prefix_lens + row).to(tl.int32)
-        row_offset = tl.load(prefix_rows + row) - row
-    i = tl.arange(0, GROUP)
-    dk = tl.arange(0, KEY)
-    dv = tl.arange(0, VALUE)
-    member = i < group
-    in_key = dk < key_size
-    in_value = dv < value_size
-    q = tl.load(
-        query + row * query_row + (head * group + i[:, None]) * query_head + dk[None, :],
-        mask=member[:, None] & in_key[None, :], other=0.0,
-    )  # fmt: skip
-    k_cache = keys + row * keys_row + head * keys_head
-    v_cache = values + row * values_row + head * values_head
-    top = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    mixed = tl.zeros([GROUP, VALUE], tl.float32)
-    if SINKS:  # noqa: SIM102 - the first is known when the kernel is compiled
-        if split == 0:
-            sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
-            top = sink * 1.4426950408889634 / power
-            total += 1.0
     first = 0
     if WINDOW:
         first = tl.maximum(0, position - window + 1) // BLOCK * BLOCK
     border = position // BLOCK * BLOCK
-    span = tl.cdiv((border - first) // BLOCK + 1, SPLITS) * BLOCK
-    start = first + split * span
-    if (start <= border) & (border < start + span):
-        k_new = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
-        v_new = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
-        tl.store(k_cache + position * key_size + dk, k_new, mask=in_key)
-        tl.store(v_cache + position * value_size + dv, v_new, mask=in_value)
-        tl.debug_barrier()  # only this program reads them back
-    for at in range(start, tl.minimum(start + span, border + BLOCK), BLOCK):
-        place = at + tl.arange(0, BLOCK)
-        there = place <= position
-        # Rows that read the same prefix at the same address find it in the cache of the GPU.
-        other = tl.where(at + BLOCK <= prefix_len, row_offset, 0)
-        k_from = k_cache + other * keys_row
-        v_from = v_cache + other * values_row
-        k_at = k_from + place[None, :] * key_size + dk[:, None]
-        k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
-        seen = there
-        if WINDOW:
-            seen &= position - place < window
-        scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
-        v_at = v_from + place[:, None] * value_size + dv[None, :]
-        v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
-        top, total, mixed = absorb(scores, v, top, total, mixed, power)
-    lane = (row * heads + head) * group + i
-    if SPLITS == 1:
-        mixed = mixed / total[:, None]
-        tl.store(
-            out + lane[:, None] * value_size + dv[None, :], mixed.to(out.dtype.element_ty),
-            mask=member[:, None] & in_value[None, :],
+    start = first
+    end = border + BLOCK
+    if SEGMENTS > 1:
+        start = tl.maximum(first, segment * SEGMENT)
+        end = tl.minimum(end, segment * SEGMENT + SEGMENT)
+    if start < end:
+        i = tl.arange(0, GROUP)
+        dk = tl.arange(0, KEY)
+        dv = tl.arange(0, VALUE)
+        member = i < group
+        in_key = dk < key_size
+        in_value = dv < value_size
+        q = tl.load(
+            query + row * query_row + (head * group + i[:, None]) * query_head + dk[None, :],
+            mask=member[:, None] & in_key[None, :], other=0.0,
         )  # fmt: skip
-    else:
-        slot = lane * SPLITS + split
-        tl.store(partial + slot[:, None] * VALUE + dv[None, :], mixed, mask=member[:, None])
-        tl.store(weight + slot * 2, top * power, mask=member)
-        tl.store(weight + slot * 2 + 1, total, mask=member)
+        k_cache = keys + head * keys_head
+        v_cache = values + head * values_head
+        pages = table + row * table_row
+        top = tl.full([GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        mixed = tl.zeros([GROUP, VALUE], tl.float32)
+        if SINKS:  # noqa: SIM102 - the first is known when the kernel is compiled
+            if start == first:
+                sink = tl.load(sinks + head * group + i, mask=member, other=float("-inf")).to(tl.float32)
+                top = sink * 1.4426950408889634 / power
+                total += 1.0
+        if border < end:
+            k_new = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
+            v_new = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
+            last = tl.load(pages + position // PAGE).to(tl.int64)
+            tl.store(k_cache + last * keys_page + position % PAGE * key_size + dk, k_new, mask=in_key)
+            tl.store(v_cache + last * values_page + position % PAGE * value_size + dv, v_new, mask=in_value)
+            tl.debug_barrier()  # only this program reads them back
+        # The number of a page is loaded one iteration before the page.
+        page = tl.load(pages + start // PAGE)
+        for at in range(start, end, BLOCK):
+            next_page = tl.load(pages + tl.minimum(at + BLOCK, border) // PAGE)
+            there = at + tl.arange(0, BLOCK) <= position
+            held = at % PAGE + tl.arange(0, BLOCK)
+            k_at = k_cache + page.to(tl.int64) * keys_page + held[None, :] * key_size + dk[:, None]
+            k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
+            seen = there
+            if WINDOW:
+                seen &= position - at - tl.arange(0, BLOCK) < window
+            scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
+            v_at = v_cache + page.to(tl.int64) * values_page + held[:, None] * value_size + dv[None, :]
+            v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
+            top, total, mixed = absorb(scores, v, top, total, mixed, power)
+            page = next_page
+        lane = (row * heads + head) * group + i
+        if (start == first) & (border < end):  # the row has no other segment
+            tl.store(
+                out + lane[:, None] * value_size + dv[None, :],
+                (mixed / total[:, None]).to(out.dtype.element_ty),
+                mask=member[:, None] & in_value[None, :],
+            )
+        elif SEGMENTS > 1:
+            slot = lane * SEGMENTS + segment
+            tl.store(partial + slot[:, None] * VALUE + dv[None, :], mixed, mask=member[:, None])
+            tl.store(weight + slot * 2, top, mask=member)
+            tl.store(weight + slot * 2 + 1, total, mask=member)
 
 
 @triton.jit
@@ -114,17 +117,36 @@ def _scored(q, k, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _join(partial, weight, out, value_size: tl.constexpr, VALUE: tl.constexpr, SPLITS: tl.constexpr):
+def _join(
+    partial, weight, positions, out, power, window,
+    query_heads: tl.constexpr, value_size: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Join the segments of one query head of one row, in the order of the training kernel."""
     lane = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    dv = tl.arange(0, VALUE)
-    slot = lane * SPLITS + split
-    top = tl.load(weight + slot * 2)
-    total = tl.load(weight + slot * 2 + 1)
-    share = tl.exp2(top - tl.max(top, 0))
-    mixed = tl.load(partial + slot[:, None] * VALUE + dv[None, :])
-    mixed = tl.sum(mixed * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(out + lane * value_size + dv, mixed.to(out.dtype.element_ty), mask=dv < value_size)
+    position = tl.load(positions + lane // query_heads).to(tl.int32)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(0, position - window + 1) // BLOCK * BLOCK // SEGMENT
+    last = position // SEGMENT
+    if first < last:
+        one = tl.arange(0, 1)
+        dv = tl.arange(0, VALUE)
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        mixed = tl.zeros([1, VALUE], tl.float32)
+        for segment in tl.static_range(SEGMENTS):
+            there = (segment >= first) & (segment <= last)
+            slot = lane * SEGMENTS + segment + one
+            next_top = tl.load(weight + slot * 2, mask=there, other=float("-inf"))
+            next_total = tl.load(weight + slot * 2 + 1, mask=there, other=0.0)
+            next_mixed = tl.load(partial + slot[:, None] * VALUE + dv[None, :], mask=there, other=0.0)
+            top, total, mixed = joined(top, total, mixed, next_top, next_total, next_mixed, power)
+        tl.store(
+            out + (lane + one)[:, None] * value_size + dv[None, :],
+            (mixed / total[:, None]).to(out.dtype.element_ty),
+            mask=(dv < value_size)[None, :],
+        )
 
 
 def decode_attention(
@@ -134,20 +156,20 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    table: Tensor,
+    longest: int,
     *,
-    prefix_rows: Tensor | None = None,
-    prefix_lens: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token for each of the first rows of a cache; also stores its key and value there.
+    """Attention of one new token per row; also stores its key and value in the cache.
 
-    `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [.., key
-    heads, capacity, D] hold positions before `positions` [rows]. Returns [rows, 1, heads, D]. Long rows of
-    small batches are read in parts. The first `prefix_lens` positions of a row are equal to those of the row
-    in `prefix_rows`, and are read there.
+    `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [pages, key
+    heads, positions, D] hold the tokens before `positions` [rows], those of a row in the pages `table` [rows,
+    pages]. A page is a multiple of flash.BLOCK, or the whole row is in one. No position is `longest` or more.
+    Returns [rows, 1, heads, D]. Segments are computed by different programs and joined as in training.
     """
     rows, query_heads, _, key_size = query.shape
     heads = key.shape[1]
@@ -155,33 +177,37 @@ def decode_attention(
     group = query_heads // heads
     if scale is None:
         scale = key_size**-0.5
+    power = LOG2E if softcap else LOG2E * scale
     out = query.new_empty(rows, 1, query_heads, value_size)
-    processors = 1
-    if query.is_cuda:
-        processors = torch.cuda.get_device_properties(query.device).multi_processor_count
-    splits = _splits(rows * heads, keys.shape[2], window, processors)
+    segments = padded_length(longest) // SEGMENT
     lanes = max(16, triton.next_power_of_2(group))
     padded = triton.next_power_of_2(value_size)
     block, warps, stages = _shape(lanes, max(key_size, value_size), keys.dtype)
-    parts = splits if splits > 1 else 0
+    parts = segments if segments > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
-    _decode[(rows, heads, splits)](
-        query, key, value, keys, values, positions,
-        positions if prefix_rows is None else prefix_rows, positions if prefix_lens is None else prefix_lens,
-        query if sinks is None else sinks, out, partial, weight,
-        LOG2E if softcap else LOG2E * scale, scale, softcap or 0.0, window or 0,
+    _decode[(rows, heads, segments)](
+        query, key, value, keys, values, positions, table,
+        query if sinks is None else sinks, out, partial, weight, power, scale, softcap or 0.0, window or 0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), table.stride(0),
         heads, group, key_size, value_size,
         GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
-        SPLITS=splits, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        SHARED_PREFIX=prefix_rows is not None, num_warps=warps, num_stages=stages,
+        PAGE=keys.shape[2], SEGMENT=SEGMENT, SEGMENTS=segments, WINDOW=window is not None,
+        SOFTCAP=softcap is not None, SINKS=sinks is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        grid = (rows * query_heads,)
-        _join[grid](partial, weight, out, value_size, VALUE=padded, SPLITS=splits, num_warps=1)
+    if segments > 1:
+        _join[(rows * query_heads,)](
+            partial, weight, positions, out, power, window or 0,
+            query_heads, value_size, VALUE=padded, BLOCK=block, SEGMENT=SEGMENT, SEGMENTS=segments,
+            WINDOW=window is not None, num_warps=1,
+        )  # fmt: skip
     return out
+
+
+def padded_length(longest: int) -> int:
+    """The least length that `decode_attention` computes in the same way for rows of up to `longest`."""
+    return int(SEGMENT * triton.next_power_of_2(triton.cdiv(longest, SEGMENT)))
 
 
 def _shape(lanes: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -195,83 +221,36 @@ def _shape(lanes: int, size: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return BLOCK, 4, 3
 
 
-def _splits(programs: int, capacity: int, window: int | None, processors: int) -> int:
-    """Parts in which a row is read, a power of two: enough to give every multiprocessor work, none shorter
-    than 1024 tokens, because sums of parts round differently from training."""
-    length = capacity if window is None else min(capacity, window)
-    splits = 1
-    while programs * splits < 2 * processors and length // (2 * splits) >= 1024:
-        splits *= 2
-    return splits
-
-
-# --- moving rows --------------------------------------------------------------------------------------------
+# --- copies of pages ----------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _copy(
-    targets_at, sources_at, sources, targets, source_row, source_head, target_row, target_head, heads, count,
-    KIND: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """`sources_at` and `targets_at` are the addresses of the tensors, one per layer."""
-    pair = tl.program_id(0).to(tl.int64)
-    tensor = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    addresses, sources, targets, count, stride, KIND: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
+    pair = tl.program_id(0)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    from_row = pair
-    to_row = pair
-    if GATHER:
-        from_row = tl.load(sources + pair)
-    if SCATTER:
-        to_row = tl.load(targets + pair)
-    source = (
-        tl.load(sources_at + tensor).to(tl.pointer_type(KIND)) + from_row * source_row + head * source_head
-    )
-    target = tl.load(targets_at + tensor).to(tl.pointer_type(KIND)) + to_row * target_row + head * target_head
-    source = tl.multiple_of(source, ALIGNED)
-    target = tl.multiple_of(target, ALIGNED)
+    tensor = tl.load(addresses + tl.program_id(1)).to(tl.pointer_type(KIND))
+    source = tl.multiple_of(tensor + tl.load(sources + pair).to(tl.int64) * stride, ALIGNED)
+    target = tl.multiple_of(tensor + tl.load(targets + pair).to(tl.int64) * stride, ALIGNED)
     tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)
 
 
 _KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
-_MAX_BUFFER = 2**28
-"""Bytes of the buffer for overlapping copies."""
 
 
-def copy_rows(
-    example: Tensor, addresses: Tensor, sources: Tensor, targets: Tensor, length: int, *, overlap: bool
-) -> None:
-    """Copy the first `length` positions of source rows to target rows, all at once, in every tensor of
-    `addresses`; all of them have the shape of `example` [rows, heads, capacity, D]. `overlap`: some targets
-    are sources too, so all sources are copied to a buffer first."""
-    _, heads, _, size = example.shape
-    count = length * size
+def copy_pages(example: Tensor, addresses: Tensor, sources: Tensor, targets: Tensor) -> None:
+    """Copy source pages to target pages in every tensor of `addresses`; all of them have the shape of
+    `example` [pages, heads, positions, D]. No target is a source."""
+    count = example[0].numel()
     itemsize = example.element_size()
-    row = example.stride(0)
-    head = example.stride(1)
-
-    def copy(targets_at: Tensor, sources_at: Tensor, *strides: int, gather: bool, scatter: bool) -> None:
-        grid = (len(sources), len(sources_at) * heads, triton.cdiv(count, 4096))
-        # If every head begins at a multiple of 16 bytes, 16 bytes are copied at once.
-        aligned = 16 if all(stride * itemsize % 16 == 0 for stride in strides) else itemsize
-        _copy[grid](
-            targets_at, sources_at, sources, targets, *strides, heads, count,
-            KIND=_KINDS[itemsize], GATHER=gather, SCATTER=scatter, BLOCK=4096, ALIGNED=aligned,
-        )  # fmt: skip
-
-    if not overlap:
-        copy(addresses, addresses, row, head, row, head, gather=True, scatter=True)
-        return
-    bytes_per_tensor = len(sources) * heads * count * itemsize
-    for part in addresses.split(max(1, _MAX_BUFFER // bytes_per_tensor)):
-        buffer = example.new_empty(len(part), len(sources), heads, length, size)
-        buffers_at = torch.arange(len(part), device=example.device) * bytes_per_tensor + buffer.data_ptr()
-        buffer_row = buffer.stride(1)
-        buffer_head = buffer.stride(2)
-        copy(buffers_at, part, row, head, buffer_row, buffer_head, gather=True, scatter=False)
-        copy(part, buffers_at, buffer_row, buffer_head, row, head, gather=False, scatter=True)
+    # If every page begins at a multiple of 16 bytes, 16 bytes are copied at once.
+    aligned = 16 if count * itemsize % 16 == 0 else itemsize
+    _copy[(len(sources), len(addresses), triton.cdiv(count, 4096))](
+        addresses, sources, targets, count, example.stride(0),
+        KIND=_KINDS[itemsize], BLOCK=4096, ALIGNED=aligned,
+    )  # fmt: skip
 
 
 # --- sampling of a token ------------------------------------------------------------------------------------

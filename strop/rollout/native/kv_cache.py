@@ -1,23 +1,25 @@
 """The KV cache: keys and values of running sequences, and an index of the prefixes it holds.
 
-Each sequence has one contiguous row, [rows, heads, capacity, size] per layer. Rows and capacity grow on
-demand. The interface is narrow (write, read, copy, resize), so that the layout can change.
+`KVCache` is for devices without kernels, such as a CPU: each sequence has one contiguous row, [rows, heads,
+capacity, size] per layer. Rows and capacity grow on demand. `PagedKVCache` (pages.py) is for a GPU. Both have
+the same interface: the step loop says which sequences are admitted, moved and removed.
 
 Prefix caching: the next turn of an agent starts with its whole last turn, samples of one prompt start alike,
 and most prompts of a run share a system message. A sequence is found by hashes of its prefix at every 16th
 token. A new sequence looks up its own hashes, longest first, and the keys and values of the common prefix are
-copied instead of computed. A finished sequence stays in its row as long as the row is free. When a row is
-needed, the least recently used one is evicted, those of single turns before those of conversations, which are
-likelier to continue.
+copied or shared instead of computed. A finished sequence stays in its row as long as its memory is free. When
+it is needed, the least recently used one is evicted, those of single turns before those of conversations,
+which are likelier to continue.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from types import ModuleType
 
 import numpy as np
@@ -38,6 +40,21 @@ _IDLE_FRACTION = 4
 """The cache stays during sleep() if at most this fraction of the device is allocated."""
 
 Index = Tensor | slice
+Evict = Callable[[], int | None]
+"""Forgets one finished sequence and returns its row; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Memory for a sequence of `length` tokens in `row`, the first `num_shared` of which are those of row
+    `source`."""
+
+    row: int
+    length: int
+    source: int | None = None
+    num_shared: int = 0
+    source_is_new: bool = False
+    """The source is placed by the same call and computed later; else it is a row before that call."""
 
 
 @cache
@@ -65,7 +82,6 @@ class KVCache:
         self.capacity = 0
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self._groups: list[tuple[Tensor, Tensor]] | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -91,7 +107,6 @@ class KVCache:
                 tensors[layer] = new
         self.rows = rows
         self.capacity = capacity
-        self._groups = None
 
     def free(self) -> None:
         """Free all memory."""
@@ -99,12 +114,20 @@ class KVCache:
         self.values = {}
         self.rows = 0
         self.capacity = 0
-        self._groups = None
 
-    def write(self, layer: int, rows: Tensor, positions: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [N, heads, size]: entry i to its row and position."""
-        self.keys[layer][rows, :, positions] = key.to(self.dtype)
-        self.values[layer][rows, :, positions] = value.to(self.dtype)
+    @property
+    def tokens(self) -> int:
+        """Tokens that the memory is for."""
+        return self.rows * self.capacity
+
+    def slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where `write` puts the tokens of these rows and positions."""
+        return rows, positions
+
+    def write(self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
+        """Write keys and values [N, heads, size]: entry i to its slot."""
+        self.keys[layer][slots[0], :, slots[1]] = key.to(self.dtype)
+        self.values[layer][slots[0], :, slots[1]] = value.to(self.dtype)
 
     def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` positions of some rows; a view if `rows` is a slice."""
@@ -114,34 +137,56 @@ class KVCache:
         """All rows and positions, [rows, heads, capacity, size], for kernels."""
         return self.keys[layer], self.values[layer]
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+    def tables(self, rows: Index) -> Tensor:
+        """For kernels, the pages of some rows: here a row is one page."""
+        if isinstance(rows, slice):
+            rows = torch.arange(self.rows, device=self.device)[rows]
+        return rows[:, None]
+
+    def place(
+        self,
+        placements: Sequence[Placement],
+        moves: Sequence[tuple[int, int]],
+        moved_length: int,
+        evict: Evict,
+    ) -> int:
+        """Make these moves (source, target) of up to `moved_length` tokens, copy the prefixes that are
+        computed already, and return how many placements have memory: here all of them."""
+        sources = [source for source, _ in moves]
+        targets = [target for _, target in moves]
+        length = moved_length
+        for placement in placements:
+            if placement.source is None or placement.source_is_new:
+                continue
+            length = max(length, placement.num_shared)
+            if placement.source != placement.row:
+                sources.append(placement.source)
+                targets.append(placement.row)
+        self._copy(sources, targets, length)
+        return len(placements)
+
+    def share(self, placements: Sequence[Placement]) -> None:
+        """The sources of these placements are computed now: the targets hold the same from now on."""
+        sources = [placement.source for placement in placements if placement.source is not None]
+        longest = max((placement.num_shared for placement in placements), default=0)
+        self._copy(sources, [placement.row for placement in placements], longest)
+
+    def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Move rows (source, target) of up to `length` tokens, all at once."""
+        self._copy([source for source, _ in moves], [target for _, target in moves], length)
+
+    def keep(self, running: int, finished: Collection[int]) -> None:
+        """Only the first rows and these are in use any more."""
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` positions of each source row to its target row, all at once."""
         if not sources:
             return
         source = torch.tensor(list(sources), device=self.device)
         target = torch.tensor(list(targets), device=self.device)
-        fast = kernels(self.device.type)
-        if fast is not None:
-            overlap = not set(sources).isdisjoint(targets)
-            for example, addresses in self._by_shape():
-                fast.copy_rows(example, addresses, source, target, length, overlap=overlap)
-            return
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
-
-    def _by_shape(self) -> list[tuple[Tensor, Tensor]]:
-        """For each shape: one tensor of that shape, and the addresses of all, so that one kernel copies
-        all."""
-        if self._groups is None:
-            shapes: dict[torch.Size, list[Tensor]] = {}
-            for tensor in (*self.keys.values(), *self.values.values()):
-                shapes.setdefault(tensor.shape, []).append(tensor)
-            self._groups = []
-            for tensors in shapes.values():
-                addresses = [tensor.data_ptr() for tensor in tensors]
-                self._groups.append((tensors[0], torch.tensor(addresses, device=self.device)))
-        return self._groups
 
     def clear(self, rows: Sequence[int]) -> None:
         """Set these rows to 0."""
@@ -257,6 +302,15 @@ class PrefixCache:
         if self.finished.get(prefix.row) is prefix:
             del self.finished[prefix.row]
 
+    def evict(self) -> int | None:
+        """Remove the finished sequence that is likeliest not to be needed, and return its row; None if there
+        is none."""
+        if not self.finished:
+            return None
+        prefix = min(self.finished.values(), key=lambda prefix: (prefix.multi_turn, prefix.last_used))
+        self.remove(prefix)
+        return prefix.row
+
     def remove_finished(self) -> None:
         """Remove all finished sequences; running ones may still be copied from."""
         for prefix in list(self.finished.values()):
@@ -291,7 +345,7 @@ class PrefixCache:
         for prefix in by_use[:surplus]:
             self.remove(prefix)
         in_the_way = sorted(row for row in self.finished if first <= row < end)
-        free = [row for row in range(end, rows) if row not in self.finished]
+        free = islice((row for row in range(end, rows) if row not in self.finished), len(in_the_way))
         moves = list(zip(in_the_way, free))
         for source, target in moves:
             prefix = self.finished.pop(source)

@@ -1,13 +1,11 @@
 """Runs the module: prefill of admitted samples, and decode steps of all running rows. Also here: decode steps
-as CUDA graphs, and the meter of tokens and time."""
+as CUDA graphs."""
 
 from __future__ import annotations
 
 import inspect
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from strop.models.attention import other_kinds
 from strop.models.lora import base_model
 from strop.rollout.native.attention import (
+    Cache,
     Decode,
     Prefill,
     PrefillChunk,
@@ -26,7 +25,8 @@ from strop.rollout.native.attention import (
 from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
-from strop.rollout.native.scheduler import Admission, ScheduledSample
+from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.samples import Admission, ScheduledSample
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -41,79 +41,9 @@ Span = tuple[int, int, int]
 """First row, end row, used length."""
 
 
-class Meter:
-    """Counts tokens and time of the engine since the last reading."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self.tokens = 0
-        self.preemptions = 0
-        self.out_of_memory = 0
-        self._computed_tokens = 0
-        self._needed_tokens = 0
-        self._prefill_seconds = 0.0
-        self._decode_seconds = 0.0
-        self._steps = 0
-        self._row_steps = 0
-        self._max_cache_use = 0.0
-
-    @contextmanager
-    def prefill(self, device: torch.device) -> Iterator[None]:
-        """Time a prefill."""
-        start = _now(device)
-        yield
-        self._prefill_seconds += _now(device) - start
-
-    @contextmanager
-    def decode(self, device: torch.device) -> Iterator[None]:
-        """Time decode steps."""
-        start = _now(device)
-        yield
-        self._decode_seconds += _now(device) - start
-
-    def admitted(self, computed: int, needed: int) -> None:
-        """Sequences of `needed` tokens were admitted, of which `computed` were not cached."""
-        self._computed_tokens += computed
-        self._needed_tokens += needed
-
-    def decoded(self, steps: int, rows: int, held: int, budget: int) -> None:
-        """`steps` decode steps of `rows` rows ran, which hold `held` of `budget` tokens now."""
-        self._steps += steps
-        self._row_steps += steps * rows
-        self._max_cache_use = max(self._max_cache_use, held / max(1, budget))
-
-    def read(self, max_num_seqs: int) -> dict[str, float]:
-        """The numbers since the last reading."""
-        seconds = self._prefill_seconds + self._decode_seconds
-        reuse = 0.0
-        if self._needed_tokens:
-            reuse = 1 - self._computed_tokens / self._needed_tokens
-        numbers = {
-            "tokens": float(self.tokens),
-            "prompt_tokens": float(self._computed_tokens),
-            "prefix_reuse": reuse,
-            "seconds": seconds,
-            "tokens_per_second": _ratio(self.tokens, seconds),
-            "occupancy": _ratio(self._row_steps, self._steps * max_num_seqs),
-            "cache_use": self._max_cache_use,
-            "prefill_share": _ratio(self._prefill_seconds, seconds),
-            "preemptions": float(self.preemptions),
-            "out_of_memory": float(self.out_of_memory),
-        }
-        self._reset()
-        return numbers
-
-
-def _ratio(value: float, total: float) -> float:
-    return value / total if total else 0.0
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def uses_pages(device: torch.device) -> bool:
+    """Whether the cache is one of pages, which only kernels read without copying them."""
+    return kernels(device.type) is not None
 
 
 def graph_rows(rows: int, limit: int) -> int:
@@ -161,8 +91,9 @@ class CudaGraphs:
             runner.step(rows, [(0, rows, longest)], used)
             return
         rows = graph_rows(rows, runner.cache.rows)
-        if kernels("cuda") is not None and not used["penalty"]:
-            longest = runner.cache.capacity  # the kernels read only what is used
+        fast = kernels("cuda")
+        if fast is not None and not used["penalty"]:
+            longest = fast.padded_length(longest)  # the kernels read only what is used
         longest = min(-(-longest // _GRAPH_LENGTH) * _GRAPH_LENGTH, runner.cache.capacity)
         key = (rows, longest, *used.items())
         if key not in self._graphs:
@@ -213,10 +144,8 @@ class Runner:
         # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was
         # sampled.
         self._dedup_rows = self.device.type == "cpu"
-        self.shares_prefix_reads = kernels(self.device.type) is not None
-        """Whether decode steps read the prompt of a request in one row for all its samples."""
 
-    def _build_cache(self) -> KVCache:
+    def _build_cache(self) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
         kinds = other_kinds(self.model.config)
         if kinds:
@@ -226,7 +155,8 @@ class Runner:
         self._forward(zero, zero, probe)
         if not probe.layers:
             raise self._refusal("does not take a registered attention function")
-        return KVCache(probe.layers, dtype=probe.dtype, device=self.device)
+        kind = PagedKVCache if uses_pages(self.device) else KVCache
+        return kind(probe.layers, dtype=probe.dtype, device=self.device)
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__
@@ -241,10 +171,30 @@ class Runner:
         """Grow the cache, or shrink one dimension to grow the other; the first `keep` rows keep their
         contents."""
         cache = self.cache
+        assert isinstance(cache, KVCache)
         if rows > cache.rows or capacity > cache.capacity:
             if self._graphs is not None:
                 self._graphs.clear()
             cache.resize(rows, capacity, keep)
+        self._fit_rows(keep, num_stops)
+
+    def fit_pages(self, rows: int, capacity: int, pages: int, keep: int, num_stops: int) -> None:
+        """Grow the cache to so many pages, for so many rows of up to `capacity` tokens."""
+        cache = self.cache
+        assert isinstance(cache, PagedKVCache)
+        if pages > cache.pool.size:
+            if self._graphs is not None:
+                self._graphs.clear()
+            cache.resize_pool(pages)
+        if rows > cache.rows or capacity > cache.capacity:
+            if self._graphs is not None:
+                self._graphs.clear()
+            cache.resize_table(max(rows, cache.rows), max(capacity, cache.capacity))
+        self._fit_rows(keep, num_stops)
+
+    def _fit_rows(self, keep: int, num_stops: int) -> None:
+        """The rows have the size of the cache."""
+        cache = self.cache
         same_size = (cache.rows, cache.capacity) == (self.rows.rows, self.rows.capacity)
         if not same_size or num_stops > self.rows.num_stops:
             if self._graphs is not None:
@@ -315,8 +265,7 @@ class Runner:
         rows = []
         samples = []
         logits_index = []
-        sources = []
-        targets = []
+        placements = []
         for i, chunk_index in enumerate(complete):
             first = by_row[batch[chunk_index].row]
             copies = duplicates.get(first.row, [])
@@ -324,10 +273,9 @@ class Runner:
                 rows.append(admission.row)
                 samples.append(admission.sample)
                 logits_index.append(i)
-            sources += [first.row] * len(copies)
-            targets += [admission.row for admission in copies]
+            placements += [admission.placement for admission in copies]
         longest = max(sample.length for sample in samples)
-        self.cache.copy(sources, targets, longest)
+        self.cache.share(placements)
         row_index = torch.tensor(rows, device=self.device)
         self._sample(row_index, logits[logits_index], self.rows.features(samples), longest)
 
@@ -384,7 +332,7 @@ class Runner:
             shared = self.rows.shared_rows(count)
         if shared is None:
             self.lora.use_rows(count)
-            decode = Decode(self.cache, rows, positions, spans, self.rows.prefix_rows(count))
+            decode = Decode(self.cache, rows, positions, spans)
             logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
         else:
             first = shared.first

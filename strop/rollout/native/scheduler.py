@@ -2,83 +2,24 @@
 tensors here.
 
 Samples wait in order of arrival and run in rows 0, 1, 2 ... without gaps: when one finishes, the last row
-moves into its place. The cache is a rectangle of rows x capacity tokens with a budget for its area. Samples
-are admitted while their tokens and a little headroom fit. If the rectangle then grows too large, the samples
-that were admitted last are preempted: they go back to the head of the queue and later compute their tokens
-again.
+moves into its place. The cache has a budget of tokens. Samples are admitted while the tokens of all rows and
+a little headroom fit: in a cache of pages the sum of the rows, without pages a rectangle as wide as the
+longest row. If the rows then grow too long, the samples that were admitted last are preempted: they go back
+to the head of the queue and later compute their tokens again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 
-from strop.rollout.base import Sampling
 from strop.rollout.native.kv_cache import CachedPrefix, PrefixCache, block_hashes
+from strop.rollout.native.pages import PAGE, pages_for
+from strop.rollout.native.samples import Admission, ScheduledSample
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""
-
-
-@dataclass(eq=False)
-class ScheduledSample:
-    """One completion that is waiting or running."""
-
-    request: int
-    """Number of the request; its samples have the same prompt."""
-    index: int
-    prompt: Sequence[int]
-    limit: int
-    """Limit of tokens, prompt included."""
-    settings: Sampling = Sampling()
-    stream: int = 0
-    """Its random stream."""
-    listener: Callable[[list[int], list[float]], None] | None = None
-    """Called with new tokens and their log-probs."""
-    multi_turn: bool = False
-    """It is a turn of a conversation, which may continue."""
-    adapter: int = 0
-    """The load of a LoRA adapter that samples it, 0: none. Keys and values of different adapters, and of
-    different loads of one adapter, are never shared."""
-    tokens: list[int] = field(default_factory=list)
-    """Sampled tokens when they were last read from the device."""
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Weights that sampled `tokens`: spans (version, number of tokens)."""
-    num_streamed: int = 0
-    """Sampled tokens that the listener already has."""
-    prefix: CachedPrefix | None = None
-    """How other sequences find its row; None if another row with the same tokens is found instead."""
-    decode_prefill_len: int = 0
-    """Length of a sequence that decode steps prefill (see Admission.decode_prefill), else 0. When it is
-    longer, all of these tokens are computed."""
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.tokens)
-
-    @property
-    def sequence(self) -> list[int]:
-        return [*self.prompt, *self.tokens]
-
-
-@dataclass(frozen=True)
-class Admission:
-    """An admitted sample. The part of its sequence that is not cached is computed."""
-
-    sample: ScheduledSample
-    row: int
-    source_row: int | None = None
-    """A row with the same first `num_cached_tokens` tokens; its keys and values are copied."""
-    num_cached_tokens: int = 0
-    second_pass: bool = False
-    """Its source row, or that of the row it duplicates, is admitted at the same time and computed first."""
-    duplicate_of: int | None = None
-    """A row admitted at the same time with exactly the same tokens; it also shares its logits."""
-    decode_prefill: bool = False
-    """So few tokens are not cached that decode steps compute them: the steps feed it the next token of its
-    sequence instead of sampling one."""
 
 
 class Scheduler:
@@ -88,11 +29,12 @@ class Scheduler:
         max_num_seqs: int,
         budget: int,
         block: int = 64,
+        headroom: int = 256,
         min_admit_share: float = 0.0,
         max_decode_prefill: int = 0,
     ) -> None:
-        """`budget`: area of the cache in tokens. Capacities are multiples of `block`, which is also the
-        headroom.
+        """`budget`: tokens that the cache may hold. Capacities are multiples of `block`, which is also the
+        headroom of a row; with pages that is `headroom`.
 
         `min_admit_share`: while more samples wait than rows are free, new samples wait until they are this
         share of all rows, so that few large passes prefill them instead of many small ones.
@@ -101,6 +43,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.budget = budget
         self.block = block
+        self.headroom = headroom
         self.min_admit_share = min_admit_share
         self.max_decode_prefill = max_decode_prefill
         self.waiting: deque[ScheduledSample] = deque()
@@ -108,6 +51,7 @@ class Scheduler:
         self.lengths: list[int] = []
         """Tokens of each running row; between two reads of the device, an upper bound."""
         self.prefix_cache = PrefixCache()
+        self._num_admitted = 0
 
     @property
     def idle(self) -> bool:
@@ -126,16 +70,22 @@ class Scheduler:
         """Append samples to the queue."""
         self.waiting.extend(samples)
 
-    def admit(self) -> list[ScheduledSample]:
+    def may_admit(self) -> bool:
+        """Whether samples wait, and so many rows are free that `admit` may admit some."""
+        free = self.max_num_seqs - len(self.running)
+        if not self.waiting or free <= 0:
+            return False
+        gather = self.running and len(self.waiting) > free
+        return not gather or free >= self.min_admit_share * self.max_num_seqs
+
+    def admit(self, free_pages: int | None = None) -> list[ScheduledSample]:
         """Move samples from the head of the queue into free rows, shortest first so that neighbours have
-        similar lengths."""
+        similar lengths. `free_pages`: pages that no running row has; None for a cache without pages."""
         admitted: list[ScheduledSample] = []
-        max_needed = max(self._needed_by_running(), default=0)
+        fits = self._fits_rectangle() if free_pages is None else self._fits_pages(free_pages)
         while self.waiting and len(self.running) + len(admitted) < self.max_num_seqs:
-            needed = max(max_needed, self._needed(self.waiting[0], self.waiting[0].length))
-            if (len(self.running) + len(admitted) + 1) * needed > self.budget:
+            if not fits(self.waiting[0]):
                 break
-            max_needed = needed
             admitted.append(self.waiting.popleft())
         too_few = len(admitted) < self.min_admit_share * (len(self.running) + len(admitted))
         if self.running and self.waiting and too_few:
@@ -143,9 +93,52 @@ class Scheduler:
             return []
         admitted.sort(key=lambda sample: sample.length)
         for sample in admitted:
+            if sample.order is None:
+                sample.order = self._num_admitted
+                self._num_admitted += 1
             self.running.append(sample)
             self.lengths.append(sample.length)
         return admitted
+
+    def _fits_rectangle(self) -> Callable[[ScheduledSample], bool]:
+        """Whether one more sample fits: asked for one after the other, those that fit are admitted."""
+        rows = len(self.running)
+        widest = max((self._needed(*row) for row in zip(self.running, self.lengths)), default=0)
+
+        def fits(sample: ScheduledSample) -> bool:
+            nonlocal rows, widest
+            needed = max(widest, self._needed(sample, sample.length))
+            if (rows + 1) * needed > self.budget:
+                return False
+            rows += 1
+            widest = needed
+            return True
+
+        return fits
+
+    def _fits_pages(self, free: int) -> Callable[[ScheduledSample], bool]:
+        """The same for a cache with so many free pages. Running rows will need more pages soon. Samples of a
+        request share the full pages of its prompt."""
+        requests = set()
+        for sample, length in zip(self.running, self.lengths):
+            free -= pages_for(min(sample.limit, length + self.headroom)) - pages_for(length)
+            if not sample.decode_prefill_len:
+                requests.add(sample.request)
+        empty = not self.running
+
+        def fits(sample: ScheduledSample) -> bool:
+            nonlocal free, empty
+            needed = pages_for(min(sample.limit, sample.length + self.headroom))
+            if sample.request in requests:
+                needed -= len(sample.prompt) // PAGE
+            if needed > free and not empty:
+                return False
+            free -= needed
+            empty = False
+            requests.add(sample.request)
+            return True
+
+        return fits
 
     def assign_prefixes(self, first: int, rows: int) -> tuple[list[Admission], list[tuple[int, int]]]:
         """Where the rows from `first` on find cached prefixes, in a cache with so many rows.
@@ -228,11 +221,47 @@ class Scheduler:
                 return rows, capacity
         return count, min(capacity, self.budget // max(1, count))
 
+    def table_shape(self) -> tuple[int, int]:
+        """Rows and tokens of a row that a cache of pages should be able to have."""
+        rows = 1 << max(0, len(self.running) - 1).bit_length()
+        return min(self.max_num_seqs, rows), self._rounded(max(sample.limit for sample in self.running))
+
+    def wanted_pages(self) -> int:
+        """Pages in which everything known could run up to its limit, and finished conversations stay."""
+        waiting = islice(self.waiting, self.max_num_seqs - len(self.running))
+        finished = self.prefix_cache.finished.values()
+        return (
+            sum(pages_for(sample.limit) for sample in self.running)
+            + sum(pages_for(sample.limit) for sample in waiting)
+            + sum(pages_for(len(prefix.tokens)) for prefix in finished if prefix.multi_turn)
+        )
+
+    def newest(self) -> int:
+        """The row that was first admitted last."""
+        orders = [sample.order or 0 for sample in self.running]
+        return orders.index(max(orders))
+
+    def send_back(self, row: int) -> list[tuple[int, int]]:
+        """Preempt one row. Returns the moves that close the gap."""
+        sample = self.running[row]
+        moves = self.remove_finished([row])
+        sample.preempted = True
+        self.waiting.appendleft(sample)
+        return moves
+
+    def take_back(self, admissions: Sequence[Admission]) -> None:
+        """The last admissions are not possible yet: their samples wait again."""
+        for admission in reversed(admissions):
+            assert self.running.pop() is admission.sample
+            self.lengths.pop()
+            self._remove_prefix(admission.sample)
+            self.waiting.appendleft(admission.sample)
+
     def select_preempted(self) -> list[tuple[int, ScheduledSample]]:
         """Rows, from the last, that must be preempted so that the other rows fit; the caller passes them to
         `preempt`."""
         rows = len(self.running)
-        needed = list(self._needed_by_running())
+        needed = [self._needed(*row) for row in zip(self.running, self.lengths)]
         while rows > 1 and rows * max(needed[:rows]) > self.budget:
             rows -= 1
         return [(row, self.running[row]) for row in range(len(self.running) - 1, rows - 1, -1)]
@@ -244,6 +273,7 @@ class Scheduler:
             self.running.pop()
             self.lengths.pop()
             self._remove_prefix(sample)
+            sample.preempted = True
             self.waiting.appendleft(sample)
 
     def remove_finished(
@@ -302,9 +332,6 @@ class Scheduler:
         if sample.prefix is not None:
             self.prefix_cache.remove(sample.prefix)
             sample.prefix = None
-
-    def _needed_by_running(self) -> Iterable[int]:
-        return (self._needed(sample, length) for sample, length in zip(self.running, self.lengths))
 
     def _needed(self, sample: ScheduledSample, length: int) -> int:
         """Tokens of the cache that the sample needs soon."""

@@ -1,21 +1,22 @@
 """Everything in flight, and one step for all of it.
 
 A step is schedule, run, postprocess: admit waiting samples and prefill what is not cached, decode one or more
-tokens for all running rows, return the finished samples and close the gaps they leave. Also here: the state
-of a request.
+tokens for all running rows, return the finished samples and close the gaps they leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from strop.rollout.base import Completion, Request, merge_spans
+from strop.rollout.base import Completion, merge_spans
 from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
-from strop.rollout.native.runner import Meter, Runner
-from strop.rollout.native.scheduler import Admission, ScheduledSample, Scheduler
+from strop.rollout.native.meter import CacheUse, Meter
+from strop.rollout.native.pages import PAGE, SPARE, PagedKVCache
+from strop.rollout.native.runner import Runner
+from strop.rollout.native.samples import Admission, ScheduledSample
+from strop.rollout.native.scheduler import Scheduler
 
 _NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 _STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
@@ -26,57 +27,9 @@ a CPU computes what there is."""
 _MAX_DECODE_PREFILL = {"cpu": 0, "cuda": 64}
 """See Scheduler. For the same reason the few new tokens of a conversation's next turn join decode steps."""
 _MIN_BATCH_TOKENS = 64
+_UNLIMITED = 1 << 62
 
 OnFinished = Callable[[ScheduledSample, Completion], None]
-
-
-@dataclass(eq=False)
-class RequestState:
-    """A request in the engine, and its completions so far."""
-
-    number: int
-    request: Request
-    on_done: Callable[[RequestState], None] | None = None
-    error: BaseException | None = None
-    """Why it failed; completions are missing then."""
-    _completions: dict[int, Completion] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        return max(1, self.request.n)
-
-    @property
-    def complete(self) -> bool:
-        """All samples have finished."""
-        return len(self._completions) == self.count
-
-    @property
-    def done(self) -> bool:
-        """Complete or failed."""
-        return self.error is not None or self.complete
-
-    def add(self, index: int, completion: Completion) -> None:
-        """A sample has finished."""
-        was_done = self.done
-        self._completions[index] = completion
-        self._notify(was_done)
-
-    def fail(self, error: BaseException) -> None:
-        """The request has failed; the first error is kept."""
-        was_done = self.done
-        self.error = self.error or error
-        self._notify(was_done)
-
-    def _notify(self, was_done: bool) -> None:
-        if self.done and not was_done and self.on_done is not None:
-            self.on_done(self)
-
-    def result(self) -> list[Completion]:
-        """The completions in order. Raises the error of a failed request."""
-        if self.error is not None:
-            raise self.error
-        assert self.complete
-        return [self._completions[index] for index in range(self.count)]
 
 
 class StepLoop:
@@ -93,6 +46,7 @@ class StepLoop:
         """`prefix_caching`: finished sequences stay in free rows, for later ones with the same prefix.
         `after_step` is called with the number of rows of each decode step."""
         self.runner = runner
+        self._pages = runner.cache if isinstance(runner.cache, PagedKVCache) else None
         self.version = 0
         kind = runner.device.type
         self.scheduler = Scheduler(
@@ -108,7 +62,7 @@ class StepLoop:
         self._num_filled = 0
         """Rows whose tokens are on the device."""
         self._requested_area = 0
-        """Rows times capacity of the cache when it last had to grow."""
+        """Tokens of the cache when it last had to grow."""
         self._max_budget: int | None = None
         """A larger cache ran out of memory."""
 
@@ -120,6 +74,8 @@ class StepLoop:
         """The cache may hold so many tokens."""
         if self._max_budget is not None:
             tokens = min(tokens, self._max_budget)
+        if self._pages is not None:
+            tokens = max(0, tokens // PAGE - SPARE) * PAGE
         self.scheduler.budget = tokens
 
     def step(self) -> None:
@@ -143,10 +99,12 @@ class StepLoop:
         """The cache is outdated: all samples go back to the queue and keep their sampled tokens."""
         self._preempt_from(0)
         self.scheduler.prefix_cache.clear()
+        self._release_unused()
 
     def forget_finished(self) -> None:
         """Drop the cached prefixes of finished sequences."""
         self.scheduler.prefix_cache.remove_finished()
+        self._release_unused()
 
     def free(self) -> None:
         """Free the cache."""
@@ -162,58 +120,76 @@ class StepLoop:
     # --- admission and prefill ------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        runner = self.runner
         scheduler = self.scheduler
         first = len(scheduler.running)
-        admitted = scheduler.admit()
-        if not admitted:
+        if not scheduler.may_admit() or not scheduler.admit(self._num_free_pages()):
             return
         self._fit_cache()
-        admissions, moves = scheduler.assign_prefixes(first, runner.cache.rows)
-        moved_length = 0
-        if moves:
-            moved_length = max(len(prefix.tokens) for prefix in scheduler.prefix_cache.finished.values())
+        admissions = self._place(first)
+        if not admissions:
+            return
         first_pass = [admission for admission in admissions if not admission.second_pass]
         second_pass = [admission for admission in admissions if admission.second_pass]
+        runner = self.runner
         with self._meter.prefill(runner.device):
-            self._copy_prefixes(first_pass, moves, moved_length)
-            runner.rows.move(moves, len(scheduler.running))
             computed = runner.prefill(first_pass)
             if second_pass:
-                self._copy_prefixes(second_pass, [], 0)
+                runner.cache.share([one.placement for one in second_pass if one.duplicate_of is None])
                 computed += runner.prefill(second_pass)
-        self._meter.admitted(computed, sum(sample.length for sample in admitted))
+        self._count_admitted(admissions, computed)
         self._num_filled = len(scheduler.running)
         for admission in admissions:
             scheduler.lengths[admission.row] += 1
-        self._set_prefix_rows()
         self._return_finished()
 
-    def _copy_prefixes(
-        self, admissions: Sequence[Admission], moves: Sequence[tuple[int, int]], moved_length: int
-    ) -> None:
-        """Copy cached prefixes into the admitted rows, together with these moves of up to `moved_length`
-        tokens."""
-        sources = [source for source, _ in moves]
-        targets = [target for _, target in moves]
-        length = moved_length
-        for admission in admissions:
-            length = max(length, admission.num_cached_tokens)
-            if admission.source_row is not None and admission.source_row != admission.row:
-                sources.append(admission.source_row)
-                targets.append(admission.row)
-        self.runner.cache.copy(sources, targets, length)
+    def _num_free_pages(self) -> int | None:
+        """Pages that no running row has, those not allocated yet included."""
+        if self._pages is None:
+            return None
+        pool = self._pages.pool
+        used = max(0, pool.size - 1 - pool.num_free) - pool.num_only(self.scheduler.prefix_cache.finished)
+        return self.scheduler.budget // PAGE - used
 
-    def _set_prefix_rows(self) -> None:
-        if self.runner.shares_prefix_reads:
-            self.runner.rows.set_prefix_rows(self.scheduler.running)
+    def _place(self, first: int) -> list[Admission]:
+        """Give the rows from `first` on their memory, with the prefixes that are cached. Rows for which there
+        is none wait again."""
+        scheduler = self.scheduler
+        cache = self.runner.cache
+        slots = cache.rows if self._pages is None else _UNLIMITED
+        admissions, moves = scheduler.assign_prefixes(first, slots)
+        moved_length = 0
+        if moves:
+            moved_length = max(len(prefix.tokens) for prefix in scheduler.prefix_cache.finished.values())
+        placements = [admission.placement for admission in admissions]
+        placed = cache.place(placements, moves, moved_length, scheduler.prefix_cache.evict)
+        scheduler.take_back(admissions[placed:])
+        self._release_unused()
+        # Pages of finished sequences need no row.
+        self.runner.rows.move(moves if self._pages is None else [], len(scheduler.running))
+        return admissions[:placed]
+
+    def _count_admitted(self, admissions: Sequence[Admission], computed: int) -> None:
+        self._meter.admitted(computed, sum(admission.sample.length for admission in admissions))
+        for admission in admissions:
+            sample = admission.sample
+            if sample.preempted and admission.duplicate_of is None:
+                self._meter.recomputed_tokens += sample.length - admission.num_cached_tokens
+            sample.preempted = False
+
+    def _release_unused(self) -> None:
+        """Memory of sequences that neither run nor are kept is free."""
+        finished = self.scheduler.prefix_cache.finished
+        self.runner.cache.keep(len(self.scheduler.running), finished)
 
     def _fit_cache(self) -> None:
         """Make the cache large enough for the running rows, and for finished conversations if there is
         memory."""
         cache = self.runner.cache
         scheduler = self.scheduler
-        num_stops = max(len(sample.settings.stop_ids) for sample in scheduler.running)
+        num_stops = max(1, *(len(sample.settings.stop_ids) for sample in scheduler.running))
+        if self._pages is not None:
+            self._fit_pages(self._pages, num_stops)
+            return
         rows = len(scheduler.running)
         capacity = max(scheduler.lengths) + 1
         spare = scheduler.prefix_cache.num_multi_turn
@@ -231,8 +207,19 @@ class StepLoop:
         else:
             rows = cache.rows
         held_rows = max(self._num_filled, max(scheduler.prefix_cache.finished, default=-1) + 1)
-        self.runner.fit(rows, capacity, min(held_rows, rows), max(1, num_stops))
+        self.runner.fit(rows, capacity, min(held_rows, rows), num_stops)
         scheduler.prefix_cache.fit(cache.rows, cache.capacity)
+
+    def _fit_pages(self, cache: PagedKVCache, num_stops: int) -> None:
+        """All that is known can run up to its limit, if the budget allows."""
+        scheduler = self.scheduler
+        pages = min(scheduler.wanted_pages(), scheduler.budget // PAGE) + SPARE
+        if pages > cache.pool.size:
+            # Pages that are added little by little would be copied each time.
+            pages = min(max(pages, cache.pool.size * 5 // 4), scheduler.budget // PAGE + SPARE)
+            self._requested_area = pages * PAGE
+        rows, capacity = scheduler.table_shape()
+        self.runner.fit_pages(rows, capacity, pages, self._num_filled, num_stops)
 
     # --- decode ---------------------------------------------------------------------------------------------
 
@@ -241,22 +228,42 @@ class StepLoop:
         scheduler = self.scheduler
         if not scheduler.running:
             return
-        if max(scheduler.lengths) >= runner.cache.capacity:
+        if self._pages is None and max(scheduler.lengths) >= runner.cache.capacity:
             preempted = scheduler.select_preempted()
             self._meter.preemptions += len(preempted)
             self._preempt_from(len(scheduler.running) - len(preempted))
             self._fit_cache()
+        left = max(sample.limit - length for sample, length in zip(scheduler.running, scheduler.lengths))
+        steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
+        steps = max(1, min(steps, left, runner.cache.capacity - max(scheduler.lengths)))
+        if self._pages is not None:
+            self._reserve(self._pages, steps)
         lengths = scheduler.lengths
         count = len(scheduler.running)
-        left = max(sample.limit - length for sample, length in zip(scheduler.running, lengths))
-        steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
-        steps = max(1, min(steps, left, runner.cache.capacity - max(lengths)))
-        with self._meter.decode(runner.device):
+        with self._meter.decode(runner.device, count, waiting=bool(scheduler.waiting)):
             runner.decode(scheduler.running, lengths, steps)
         self._after_step(count)
         for row in range(count):
             lengths[row] += steps
-        self._meter.decoded(steps, count, sum(lengths), scheduler.budget)
+        pages = 0
+        if self._pages is not None:
+            pages = self._pages.pool.size - self._pages.pool.num_free
+        self._meter.decoded(steps, count, CacheUse(sum(lengths), scheduler.budget, pages))
+
+    def _reserve(self, cache: PagedKVCache, steps: int) -> None:
+        """Pages for the next steps of all rows. If there are none left, rows are preempted, newest first."""
+        scheduler = self.scheduler
+
+        def lengths() -> list[int]:
+            rows = zip(scheduler.running, scheduler.lengths)
+            return [min(sample.limit, length + steps) for sample, length in rows]
+
+        while not cache.reserve(lengths(), scheduler.prefix_cache.evict):
+            assert len(scheduler.running) > 1
+            self._meter.preemptions += 1
+            row = scheduler.newest()
+            self._read_tokens([row])
+            self._close_gaps(scheduler.send_back(row), 0)
 
     # --- preemption -----------------------------------------------------------------------------------------
 
@@ -268,6 +275,7 @@ class StepLoop:
         self._read_tokens(range(first, min(len(running), self._num_filled)))
         self.scheduler.preempt([(row, running[row]) for row in range(len(running) - 1, first - 1, -1)])
         self._num_filled = min(self._num_filled, first)
+        self._release_unused()
         self.runner.rows.move([], first)
 
     def _shrink_after_oom(self) -> None:
@@ -280,8 +288,7 @@ class StepLoop:
         self._meter.out_of_memory += 1
         scheduler.lengths[: self._num_filled] = runner.rows.states_and_lengths(self._num_filled)[1]
         self._preempt_from(0)
-        area = runner.cache.rows * runner.cache.capacity
-        self._max_budget = max(area, min(self._requested_area, scheduler.budget)) * 3 // 4
+        self._max_budget = max(runner.cache.tokens, min(self._requested_area, scheduler.budget)) * 3 // 4
         self.set_budget(self._max_budget)
         self.free()
         runner.batch_tokens = max(_MIN_BATCH_TOKENS, runner.batch_tokens // 2)
@@ -321,7 +328,6 @@ class StepLoop:
     def _finish(self, rows: Sequence[int], finishes: Sequence[str]) -> None:
         """Return these rows' samples and close the gaps. Their cached keys and values stay if other sequences
         may reuse them."""
-        runner = self.runner
         scheduler = self.scheduler
         self._read_tokens(rows)
         samples = [scheduler.running[row] for row in rows]
@@ -333,13 +339,17 @@ class StepLoop:
                 if finish != "error" and sample.length > sample.decode_prefill_len:
                     reusable[row] = tuple(sample.sequence[:-1])
         used = max(scheduler.lengths)
-        moves = scheduler.remove_finished(rows, reusable)
-        runner.cache.copy([source for source, _ in moves], [target for _, target in moves], used)
-        runner.rows.move(moves, len(scheduler.running))
-        self._set_prefix_rows()
-        self._num_filled = len(scheduler.running)
+        self._close_gaps(scheduler.remove_finished(rows, reusable), used)
         for sample, finish in zip(samples, finishes):
             self._complete(sample, finish, _NAN_LOGITS if finish == "error" else None)
+
+    def _close_gaps(self, moves: Sequence[tuple[int, int]], used: int) -> None:
+        """Rows of up to `used` tokens move; those behind the running ones are free."""
+        count = len(self.scheduler.running)
+        self.runner.cache.move(moves, used)
+        self._release_unused()
+        self.runner.rows.move(moves, count)
+        self._num_filled = count
 
     def _complete(self, sample: ScheduledSample, finish: str, error: str | None = None) -> None:
         _stream_new_tokens(sample)

@@ -1,0 +1,81 @@
+"""Samples as the scheduler sees them: waiting, running, admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from strop.rollout.base import Sampling
+from strop.rollout.native.kv_cache import CachedPrefix, Placement
+
+
+@dataclass(eq=False)
+class ScheduledSample:
+    """One completion that is waiting or running."""
+
+    request: int
+    """Number of the request; its samples have the same prompt."""
+    index: int
+    prompt: Sequence[int]
+    limit: int
+    """Limit of tokens, prompt included."""
+    settings: Sampling = Sampling()
+    stream: int = 0
+    """Its random stream."""
+    listener: Callable[[list[int], list[float]], None] | None = None
+    """Called with new tokens and their log-probs."""
+    multi_turn: bool = False
+    """It is a turn of a conversation, which may continue."""
+    adapter: int = 0
+    """The load of a LoRA adapter that samples it, 0: none. Keys and values of different adapters, and of
+    different loads of one adapter, are never shared."""
+    tokens: list[int] = field(default_factory=list)
+    """Sampled tokens when they were last read from the device."""
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Weights that sampled `tokens`: spans (version, number of tokens)."""
+    num_streamed: int = 0
+    """Sampled tokens that the listener already has."""
+    prefix: CachedPrefix | None = None
+    """How other sequences find its row; None if another row with the same tokens is found instead."""
+    decode_prefill_len: int = 0
+    """Length of a sequence that decode steps prefill (see Admission.decode_prefill), else 0. When it is
+    longer, all of these tokens are computed."""
+    order: int | None = None
+    """Its number in the order of first admissions."""
+    preempted: bool = False
+    """It was preempted and not admitted since."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """An admitted sample. The part of its sequence that is not cached is computed."""
+
+    sample: ScheduledSample
+    row: int
+    source_row: int | None = None
+    """A row with the same first `num_cached_tokens` tokens; its keys and values are copied."""
+    num_cached_tokens: int = 0
+    second_pass: bool = False
+    """Its source row, or that of the row it duplicates, is admitted at the same time and computed first."""
+    duplicate_of: int | None = None
+    """A row admitted at the same time with exactly the same tokens; it also shares its logits."""
+    decode_prefill: bool = False
+    """So few tokens are not cached that decode steps compute them: the steps feed it the next token of its
+    sequence instead of sampling one."""
+
+    @property
+    def placement(self) -> Placement:
+        """What the cache has to do for it."""
+        length = self.sample.length
+        if self.duplicate_of is not None:
+            return Placement(self.row, length, self.duplicate_of, length, source_is_new=True)
+        return Placement(self.row, length, self.source_row, self.num_cached_tokens, self.second_pass)
