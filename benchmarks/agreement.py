@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,9 @@ def attention(model: str, lengths: list[int]) -> dict[str, Any]:
         keys[row, :, :length] = k[begin : begin + length].transpose(0, 1)
         values[row, :, :length] = v[begin : begin + length].transpose(0, 1)
     positions = torch.tensor(lengths, device="cuda") - 1
-    alone = decode_attention(q[last, :, None], k[last, :, None], v[last, :, None], keys, values, positions)[
-        :, 0
-    ]
+    new = [x[last, :, None] for x in (q, k, v)]
+    table = torch.arange(len(lengths), device="cuda")[:, None]
+    alone = decode_attention(*new, keys, values, positions, table, longest)[:, 0]
     return {
         "part": "attention",
         "model": model,
@@ -96,6 +97,7 @@ def attention(model: str, lengths: list[int]) -> dict[str, Any]:
         "tokens": sum(lengths),
         "strop_us": microseconds(lambda: packed_attention(q, k, v, bounds, longest)),
         "torch_us": microseconds(lambda: plain(q, k, v, bounds, longest)),
+        "decode_us": microseconds(lambda: decode_attention(*new, keys, values, positions, table, longest)),
         "decode_differs": float((alone != mine[last]).float().mean()),
     }
 
@@ -124,7 +126,9 @@ def main() -> None:
     torch.manual_seed(0)
     ragged = torch.randint(60, 500, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     found = [products(model, layer) for model in MODELS for layer in layers(model)]
-    found += [attention(model, lengths) for model in HEADS for lengths in ([2048] * 8, ragged)]
+    long = [min(8192, round(random.Random(i).lognormvariate(7.3, 0.8))) for i in range(256)]
+    works = ([2048] * 8, [8192] * 4, [7400, 5200, 4100, 3900], ragged, long)
+    found += [attention(model, lengths) for model in HEADS for lengths in works]
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for line in found:
         text = json.dumps({**line, **machine})

@@ -8,8 +8,11 @@
 
 Every completion has exactly `--tokens` tokens (no stop token), temperature 1, no top-k and top-p, and the
 log-probs of its tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the
-model may end earlier. Engines take turns so that a noisy moment hits all of them. Prints one JSON line per
-engine (median, minimum and maximum over the repeats), then the ratios of the native engine to the others.
+model may end earlier. With `--lengths-lognormal 1500 0.8 8192` each prompt has a length of its own, drawn
+from a log-normal distribution with this median and sigma and at most 8,192, and all its completions have
+exactly this length. `--cache-gib` limits the KV cache of the native engine. Engines take turns so that a
+noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats),
+then the ratios of the native engine to the others.
 
 `vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process;
 `vllm-mp` has the engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -68,6 +72,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8960,
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    },
+    "tiny": QWEN
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
@@ -120,6 +147,10 @@ def prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 def limits(options: argparse.Namespace, asked: list[list[int]]) -> list[int]:
     """The most new tokens of each prompt."""
     draw = random.Random(1)
+    if options.lengths_lognormal:
+        median, sigma, most = options.lengths_lognormal
+        drawn = (draw.lognormvariate(math.log(median), sigma) for _ in asked)
+        return [max(1, min(int(most), round(length))) for length in drawn]
     return [draw.randint(*options.ragged) if options.ragged else options.tokens for _ in asked]
 
 
@@ -145,12 +176,16 @@ class Ours:
             enforce_eager=name.endswith("-eager"),
             max_num_seqs=options.max_num_seqs,
             max_model_len=longest(options, asked),
-            gpu_memory_utilization=options.vllm_memory if name.startswith("strop-vllm") else None,
+            gpu_memory_utilization=options.vllm_memory
+            if name.startswith("strop-vllm")
+            else options.native_memory,
+            cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
             engine_kwargs={"vllm": {"python": options.vllm_python}}
             if options.vllm_python != sys.executable
             else None,
         )
         self.facts: dict[str, Any] = {}
+        self.stats: dict[str, float] = {}
         most = limits(options, asked)
         self._requests = [
             Request(ids, n=options.samples, max_tokens=limit) for ids, limit in zip(asked, most)
@@ -168,6 +203,7 @@ class Ours:
         if self._cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
+        self.stats = dict(self._engine.stats())
         return sum(len(completion.ids) for group in answers for completion in group), seconds
 
     def close(self) -> None:
@@ -272,6 +308,15 @@ def options() -> argparse.Namespace:
         nargs=2,
         help="least and most new tokens, drawn for each prompt; may end earlier",
     )
+    parser.add_argument(
+        "--lengths-lognormal",
+        type=float,
+        nargs=3,
+        metavar=("MEDIAN", "SIGMA", "MOST"),
+        help="new tokens, drawn for each prompt; the end of the text is ignored",
+    )
+    parser.add_argument("--cache-gib", type=float, help="KV cache of the native engine")
+    parser.add_argument("--native-memory", type=float, help="share of the memory for the native engine")
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
     parser.add_argument("--questions", help="JSON lines with a question each, as prompts of --model")
     parser.add_argument("--max-num-seqs", type=int)
@@ -281,6 +326,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--stats", action="store_true", help="print what our engines counted in the last turn"
+    )
     parser.add_argument("--save", help="JSON-lines file to which the lines are added")
     return parser.parse_args()
 
@@ -301,6 +349,8 @@ def describe(
     name: str, found: list[float], facts: dict[str, Any], asked_for: argparse.Namespace
 ) -> dict[str, Any]:
     lengths = "{}-{}".format(*asked_for.ragged) if asked_for.ragged else asked_for.tokens
+    if asked_for.lengths_lognormal:
+        lengths = "lognormal({:g},{:g},{:g})".format(*asked_for.lengths_lognormal)
     return {
         "engine": name,
         "work": f"{asked_for.prompts}x{asked_for.samples}x{lengths}",
@@ -339,7 +389,9 @@ def main() -> None:
     if asked_for.save:
         with Path(asked_for.save).open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-    for system in systems.values():
+    for name, system in systems.items():
+        if isinstance(system, Ours) and asked_for.stats:
+            print(json.dumps({"engine": name, **{key: round(v, 4) for key, v in system.stats.items()}}))
         system.close()
 
 

@@ -8,6 +8,7 @@ import torch
 from strop.rollout.native import attention
 from strop.rollout.native.attention import AttentionOptions, Decode
 from strop.rollout.native.kv_cache import KVCache
+from strop.rollout.native.pages import PagedKVCache
 from tests.rollout import draws
 
 pytestmark = [
@@ -60,36 +61,48 @@ def test_decode_attention(
         for other in others:
             other.copy_(first)
     monkeypatch.setattr(attention, "kernels", lambda device: None)
-    every, spans = torch.arange(rows, device=DEVICE), [(0, rows, int(positions.max()) + 1)]
+    every, longest = torch.arange(rows, device=DEVICE), int(positions.max()) + 1
+    spans = [(0, rows, longest)]
     usual = Decode(plain, every, positions, spans).attend(0, *new, AttentionOptions(**flavour))
     wanted = Decode(exact, every, positions, spans).attend(
         0, *(x.double() for x in new), AttentionOptions(**flavour)
     )
-    found = decode_attention(*new, *fast.whole(0), positions, **flavour)
+    table = torch.arange(rows, device=DEVICE)[:, None]  # a row in one page
+    found = decode_attention(*new, *fast.whole(0), positions, table, longest, **flavour)
     off, allowed = ((x - wanted).norm() / wanted.norm() for x in (found, usual))
     assert off < 1.2 * allowed + 1e-6
     assert (found - wanted).abs().max() < (1e-5 if dtype == torch.float32 else 5e-2)
     assert all(torch.equal(a, b) for a, b in zip(plain.whole(0), fast.whole(0)))
 
 
-def test_beginnings_may_be_read_in_another_row():
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("window", [None, 1500])
+def test_pages_and_segments_give_the_bits_of_one_page(window, size):
+    """Long and short rows together, in pages anywhere, shared by rows, with a grid wider than they are."""
+    from strop.models.flash import packed_attention
     from strop.rollout.native.kernels import decode_attention
 
     torch.manual_seed(0)
-    positions = torch.tensor([150, 200, 64, 129, 310, 5], device=DEVICE)
-    prefix_rows, prefix_lens = torch.tensor([[0, 0, 2, 2, 0, 5], [0, 140, 0, 64, 140, 0]], device=DEVICE)
-    q, k, v = (torch.randn(6, heads, 1, 64, device=DEVICE, dtype=torch.bfloat16) for heads in (9, 3, 3))
-    keys, values = (torch.randn(6, 3, 320, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    for row, (other, count) in enumerate(zip(prefix_rows.tolist(), prefix_lens.tolist())):
-        for held in (keys, values):
-            held[row, :, :count] = held[other, :, :count]
-    expected = decode_attention(q, k, v, keys, values, positions)
-    for row, count in enumerate(prefix_lens.tolist()):
-        keys[row, :, : count // 64 * 64] = values[row, :, : count // 64 * 64] = 9  # not read here, then
-    assert torch.equal(
-        decode_attention(q, k, v, keys, values, positions, prefix_rows=prefix_rows, prefix_lens=prefix_lens),
-        expected,
-    )
+    lengths = [5000, 64, 1024, 1025, 1, 3000, 700, 8000]
+    q, k, v = (torch.randn(8000, n, size, device=DEVICE, dtype=torch.bfloat16) for n in (6, 2, 2))
+    bounds = torch.tensor([0, 8000], device=DEVICE, dtype=torch.int32)
+    together = packed_attention(q, k, v, bounds, 8000, window=window)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    # All rows begin alike: full pages are those of the longest row, the last one of each row is its own.
+    table = torch.randperm(200, device=DEVICE)[:125].repeat(8, 1)
+    own = 200 + torch.arange(8, device=DEVICE)
+    table[torch.arange(8, device=DEVICE), positions // 64] = own
+    keys, values = (torch.full((208, 2, 64, size), 9.0, device=DEVICE, dtype=k.dtype) for _ in range(2))
+    for held, x in ((keys, k), (values, v)):
+        held[table[6]] = x.view(125, 64, 2, size).transpose(1, 2)
+        held[table[7]] = x.view(125, 64, 2, size).transpose(1, 2)
+        for row, length in enumerate(lengths):
+            begin = (length - 1) // 64 * 64
+            held[own[row], :, : length - 1 - begin] = x[begin : length - 1].transpose(0, 1)
+    new = [x[positions, :, None] for x in (q, k, v)]
+    for longest in (8000, 20_000):
+        alone = decode_attention(*new, keys, values, positions, table.to(torch.int32), longest, window=window)
+        assert torch.equal(alone[:, 0], together[positions])
 
 
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
@@ -107,22 +120,17 @@ def test_a_draw_is_that_of_plain_torch(monkeypatch, vocabulary, used):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize(
-    "pairs", [([0, 0, 4], [1, 2, 9]), ([0, 3, 5, 7], [3, 0, 1, 5])], ids=["apart", "crossing"]
-)
-def test_rows_of_all_layers_are_copied_at_once(
-    dtype: torch.dtype, pairs: tuple[list[int], list[int]]
-) -> None:
-    """Layers of three shapes, keys wider than values, one that is not aligned; more than one thread block per row."""
+def test_pages_of_all_layers_are_copied_at_once(dtype: torch.dtype) -> None:
+    """Layers of three shapes, keys wider than values, one that is not aligned; more than one thread block."""
     layers = {0: (2, 64, 64), 1: (2, 64, 64), 2: (1, 96, 64), 3: (3, 24, 7)}
-    here, there = (KVCache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    here, there = (PagedKVCache(layers, dtype=dtype, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     for cache in (here, there):
-        cache.resize(12, 300, 0)
+        cache.resize_pool(12)
     for layer in layers:
-        for plain, fast in zip(here.read(layer, slice(None), 300), there.read(layer, slice(None), 300)):
+        for plain, fast in zip(here.whole(layer), there.whole(layer)):
             fast.copy_(plain.copy_(torch.randn(plain.shape)))
-    here.copy(*pairs, 257)
-    there.copy(*pairs, 257)
+    for cache in (here, there):
+        cache._copy([1, 1, 4], [2, 3, 9])
     for layer in layers:
-        for plain, fast in zip(here.read(layer, slice(None), 300), there.read(layer, slice(None), 300)):
+        for plain, fast in zip(here.whole(layer), there.whole(layer)):
             assert torch.equal(plain, fast.cpu())

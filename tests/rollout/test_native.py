@@ -274,7 +274,9 @@ def test_kernels_over_packed_prompts_change_nothing(
             assert longest == int(bounds.diff().max())
             parts = []
             for (a, b), origin, pages in zip(pairwise(bounds.tolist()), origins.tolist(), tables):
-                k, v = (cache[pages].transpose(1, 2).flatten(0, 1)[: origin + b - a] for cache in (keys, values))
+                k, v = (
+                    cache[pages].transpose(1, 2).flatten(0, 1)[: origin + b - a] for cache in (keys, values)
+                )
                 parts.append(attended(q[a:b], k, v, origin, scale, window))
             return torch.cat(parts)
 
