@@ -43,6 +43,10 @@ class PagePool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        return max(0, self.size - 1 - len(self._free))
+
     def grow(self, size: int) -> None:
         """Have so many pages. Page 0 is never free."""
         uses = np.zeros(size, dtype=np.int32)

@@ -29,7 +29,7 @@ class Scheduler:
         max_num_seqs: int,
         budget: int,
         block: int = 64,
-        headroom: int = 256,
+        headroom: int = 64,
         min_admit_share: float = 0.0,
         max_decode_prefill: int = 0,
     ) -> None:

@@ -28,6 +28,8 @@ _MAX_DECODE_PREFILL = {"cpu": 0, "cuda": 64}
 """See Scheduler. For the same reason the few new tokens of a conversation's next turn join decode steps."""
 _MIN_BATCH_TOKENS = 64
 _UNLIMITED = 1 << 62
+_HEADROOM = 256
+"""See Scheduler: free pages for so many more tokens of each row before another is admitted."""
 
 OnFinished = Callable[[ScheduledSample, Completion], None]
 
@@ -52,6 +54,7 @@ class StepLoop:
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             budget=0,
+            headroom=_HEADROOM,
             min_admit_share=_MIN_ADMIT_SHARE.get(kind, 0.0),
             max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
         )
@@ -147,7 +150,7 @@ class StepLoop:
         if self._pages is None:
             return None
         pool = self._pages.pool
-        used = max(0, pool.size - 1 - pool.num_free) - pool.num_only(self.scheduler.prefix_cache.finished)
+        used = pool.num_used - pool.num_only(self.scheduler.prefix_cache.finished)
         return self.scheduler.budget // PAGE - used
 
     def _place(self, first: int) -> list[Admission]:
@@ -247,7 +250,7 @@ class StepLoop:
             lengths[row] += steps
         pages = 0
         if self._pages is not None:
-            pages = self._pages.pool.size - self._pages.pool.num_free
+            pages = self._pages.pool.num_used
         self._meter.decoded(steps, count, CacheUse(sum(lengths), scheduler.budget, pages))
 
     def _reserve(self, cache: PagedKVCache, steps: int) -> None:
