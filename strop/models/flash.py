@@ -77,38 +77,34 @@ def _segment(
         place = block + tl.arange(0, BLOCK)
         k_from = keys
         v_from = values
-        held = place
-        if PAGE:
+        if PAGE:  # where the sequence would begin if all of it was like this page
             page = tl.load(table + block // PAGE).to(tl.int64)
-            k_from += page * key_page
-            v_from += page * value_page
-            held = block % PAGE + tl.arange(0, BLOCK)
-        k = tl.load(k_from + held[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
+            k_from += page * key_page - block // PAGE * PAGE * key_token
+            v_from += page * value_page - block // PAGE * PAGE * value_token
+        k = tl.load(k_from + place[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")
         if WINDOW:
             scores = tl.where(row[:, None] - place[None, :] < window, scores, float("-inf"))
-        v = tl.load(v_from + held[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
+        v = tl.load(v_from + place[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
         top, total, mixed = absorb(scores, v, top, total, mixed, scale)
     for block in range(tl.maximum(first, border), end, BLOCK):
         place = block + tl.arange(0, BLOCK)
         there = place < length
         k_from = keys
         v_from = values
-        held = place
-        if PAGE:
+        if PAGE:  # where the sequence would begin if all of it was like this page
             page = tl.load(table + block // PAGE).to(tl.int64)
-            k_from += page * key_page
-            v_from += page * value_page
-            held = block % PAGE + tl.arange(0, BLOCK)
+            k_from += page * key_page - block // PAGE * PAGE * key_token
+            v_from += page * value_page - block // PAGE * PAGE * value_token
         k = tl.load(
-            k_from + held[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
+            k_from + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
         )
         seen = place[None, :] <= row[:, None]
         if WINDOW:
             seen &= row[:, None] - place[None, :] < window
         scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
         v = tl.load(
-            v_from + held[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0
+            v_from + place[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0
         )
         top, total, mixed = absorb(scores, v, top, total, mixed, scale)
     return top, total, mixed

@@ -81,15 +81,18 @@ def _decode(
         page = tl.load(pages + start // PAGE)
         for at in range(start, end, BLOCK):
             next_page = tl.load(pages + tl.minimum(at + BLOCK, border) // PAGE)
-            there = at + tl.arange(0, BLOCK) <= position
-            held = at % PAGE + tl.arange(0, BLOCK)
-            k_at = k_cache + page.to(tl.int64) * keys_page + held[None, :] * key_size + dk[:, None]
+            place = at + tl.arange(0, BLOCK)
+            there = place <= position
+            # Where the row would begin if all of it was like this page: takes fewer registers.
+            k_from = k_cache + page.to(tl.int64) * keys_page - at // PAGE * (PAGE * key_size)
+            v_from = v_cache + page.to(tl.int64) * values_page - at // PAGE * (PAGE * value_size)
+            k_at = k_from + place[None, :] * key_size + dk[:, None]
             k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
             seen = there
             if WINDOW:
-                seen &= position - at - tl.arange(0, BLOCK) < window
+                seen &= position - place < window
             scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
-            v_at = v_cache + page.to(tl.int64) * values_page + held[:, None] * value_size + dv[None, :]
+            v_at = v_from + place[:, None] * value_size + dv[None, :]
             v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
             top, total, mixed = absorb(scores, v, top, total, mixed, power)
             page = next_page
