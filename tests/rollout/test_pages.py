@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine, pages, runner, scheduler, step_loop
-from strop.rollout.native.kv_cache import Placement
+from strop.rollout.native.kv_cache import RowPlacement
 from strop.rollout.native.pages import PagedKVCache
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, ids
@@ -178,7 +178,7 @@ def test_any_order_of_placing_moving_and_leaving_keeps_the_books(data: st.DataOb
             length = data.draw(st.integers(1, 4 * pages.PAGE))
             source = data.draw(st.sampled_from([None, *rows]))
             shared = 0 if source is None else min(length - 1, lengths[source])
-            if cache.place([Placement(row, length, source, shared)], [], 0, lambda: None):
+            if cache.place([RowPlacement(row, length, source, shared)], [], 0, lambda: None):
                 lengths[row] = length
                 assert len(cache.pool.pages[row]) == pages.pages_for(length)
                 last = cache.pool.pages[row][-1]

@@ -45,7 +45,7 @@ Evict = Callable[[], int | None]
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowPlacement:
     """Memory for a sequence of `length` tokens in `row`, the first `num_shared` of which are those of row
     `source`."""
 
@@ -145,7 +145,7 @@ class KVCache:
 
     def place(
         self,
-        placements: Sequence[Placement],
+        placements: Sequence[RowPlacement],
         moves: Sequence[tuple[int, int]],
         moved_length: int,
         evict: Evict,
@@ -165,7 +165,7 @@ class KVCache:
         self._copy(sources, targets, length)
         return len(placements)
 
-    def share(self, placements: Sequence[Placement]) -> None:
+    def share(self, placements: Sequence[RowPlacement]) -> None:
         """The sources of these placements are computed now: the targets hold the same from now on."""
         sources = [placement.source for placement in placements if placement.source is not None]
         longest = max((placement.num_shared for placement in placements), default=0)

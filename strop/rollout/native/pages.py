@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strop.rollout.native.kv_cache import Evict, Index, Placement, kernels
+from strop.rollout.native.kv_cache import Evict, Index, RowPlacement, kernels
 
 PAGE = 64
 """Tokens of a page: models/flash.py BLOCK."""
@@ -200,7 +200,7 @@ class PagedKVCache:
 
     def place(
         self,
-        placements: Sequence[Placement],
+        placements: Sequence[RowPlacement],
         moves: Sequence[tuple[int, int]],
         moved_length: int,
         evict: Evict,
@@ -239,7 +239,7 @@ class PagedKVCache:
         self._upload(placement.row for placement in placements[:placed])
         return placed
 
-    def share(self, placements: Sequence[Placement]) -> None:
+    def share(self, placements: Sequence[RowPlacement]) -> None:
         """The sources of these placements are computed now: copy the last page that they share in part."""
         sources = []
         targets = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from strop.rollout.base import Sampling
-from strop.rollout.native.kv_cache import CachedPrefix, Placement
+from strop.rollout.native.kv_cache import CachedPrefix, RowPlacement
 
 
 @dataclass(eq=False)
@@ -73,9 +73,9 @@ class Admission:
     sequence instead of sampling one."""
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> RowPlacement:
         """What the cache has to do for it."""
         length = self.sample.length
         if self.duplicate_of is not None:
-            return Placement(self.row, length, self.duplicate_of, length, source_is_new=True)
-        return Placement(self.row, length, self.source_row, self.num_cached_tokens, self.second_pass)
+            return RowPlacement(self.row, length, self.duplicate_of, length, source_is_new=True)
+        return RowPlacement(self.row, length, self.source_row, self.num_cached_tokens, self.second_pass)
