@@ -43,7 +43,8 @@ IN_SOURCE = (
     "board/package.json",
 )
 """Some files of each folder that `make quickstart` and `make test` need."""
-SHORT = ("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.logger=file")
+SHORT = ("--largest", "9", "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.logger=file")
+"""A quickstart of seconds."""
 
 
 def version_of(tree: Path) -> str:

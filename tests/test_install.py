@@ -303,3 +303,46 @@ def test_the_wheel_alone_works_in_an_empty_environment(tmp_path: Path) -> None:
     release.check_contents(files, tmp_path / "tree")
     (wheel,) = [file for file in files if file.suffix == ".whl"]
     release.try_wheel(wheel, tmp_path / "clean")
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """(instruction, rest) of each line, continued lines joined."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.split()[0], line.partition(" ")[2]) for line in lines]
+
+
+def test_the_dockerfile_copies_what_exists_and_installs_extras_that_exist() -> None:
+    """It cannot be built in CI; so each of its lines is checked by itself."""
+    extras_known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    stages = []
+    for instruction, rest in dockerfile():
+        assert instruction in ("ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"), instruction
+        if instruction == "FROM":
+            stages.append(rest.split()[-1])
+        elif instruction == "COPY":
+            for source in rest.split()[:-1]:
+                assert (ROOT / source).exists() and source not in ignored, source
+        elif instruction == "RUN":
+            assert subprocess.run(["bash", "-n", "-c", rest], check=False).returncode == 0, rest
+            if "pip install" in rest:
+                assert "-c constraints.txt" in rest, rest
+            for group in re.findall(r"'\.\[([\w,]+)\]'", rest):
+                assert set(group.split(",")) <= extras_known.keys(), rest
+            for program, options in re.findall(r"python (scripts/\S+) (--index \S+)\)", rest):
+                words = [sys.executable, str(ROOT / program), *options.split()]
+                done = subprocess.run(words, check=True, capture_output=True, text=True)
+                index = options.partition(" ")[2]
+                assert done.stdout.split() == ([] if index == "default" else ["--extra-index-url", index])
+    assert stages == ["base", "cpu", "cuda"]
+
+
+def test_the_images_have_what_an_installation_from_the_tree_needs() -> None:
+    copied = [
+        source for instruction, rest in dockerfile() if instruction == "COPY" for source in rest.split()[:-1]
+    ]
+    for stage_files in ("pyproject.toml", "README.md", "LICENSE", "examples", "strop"):
+        assert copied.count(stage_files) == 2, stage_files
+    link = ROOT / "strop" / "quickstart" / "quickstart.yaml"
+    assert link.resolve().is_relative_to(ROOT / "examples")

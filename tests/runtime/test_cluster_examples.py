@@ -13,6 +13,7 @@ import yaml
 
 from strop.config.commandline import parse
 from strop.config.compose import load
+from strop.config.rules import check
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -67,3 +68,17 @@ def test_ray_up_accepts_its_file():
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(yaml.safe_load((CLUSTER / "ray_up.yaml").read_text()), schema)
+
+
+def test_the_skypilot_job_composes_and_fits_its_machine():
+    job = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert job.keys() == {"name", "resources", "num_nodes", "workdir", "file_mounts", "envs", "setup", "run"}
+    for script in (job["setup"], job["run"]):
+        subprocess.run(["bash", "-n", "-c", script], check=True)
+    command = job["run"].replace("\\\n", " ").replace("$MODEL", job["envs"]["MODEL"])
+    loaded = load("ppo_trainer", settings_of(command))
+    trainer = loaded.config.trainer
+    assert job["resources"]["accelerators"].endswith(f":{trainer.n_gpus_per_node}")
+    assert job["num_nodes"] == trainer.nnodes
+    assert trainer.default_local_dir.startswith(next(iter(job["file_mounts"])))
+    assert [str(finding) for finding in check(loaded) if finding.level == "error"] == []
