@@ -12,9 +12,11 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "Chart",
+    "Datum",
     "Evaluation",
     "Policy",
     "Run",
+    "StepOutput",
     "Table",
     "__version__",
     "dpo",
@@ -38,6 +40,7 @@ _HOMES = {
     "strop.api.run": ("Chart", "Run"),
     "strop.api.supervised": ("dpo", "reward_model", "sft"),
     "strop.api.table": ("Table",),
+    "strop.policy.batches": ("Datum", "StepOutput"),
     "strop.policy.policy": ("Policy",),
 }
 """Modules and the public names that they define."""

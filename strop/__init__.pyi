@@ -13,6 +13,8 @@ from strop.api.supervised import dpo as dpo
 from strop.api.supervised import reward_model as reward_model
 from strop.api.supervised import sft as sft
 from strop.api.table import Table as Table
+from strop.policy.batches import Datum as Datum
+from strop.policy.batches import StepOutput as StepOutput
 from strop.policy.policy import Policy as Policy
 
 __version__: str

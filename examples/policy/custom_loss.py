@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from strop import Datum, Policy
 from strop.backends.base import Outputs
-from strop.policy.batches import Datum
-from strop.policy.policy import Policy
 from strop.types import Batch
 
 Pair = tuple[str, str, str]  # prompt, chosen answer, rejected answer

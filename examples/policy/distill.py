@@ -5,8 +5,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from strop.policy.batches import Datum
-from strop.policy.policy import Policy
+from strop import Datum, Policy
 
 
 def distill(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pyarrow.parquet as pq
 
-from strop.policy.policy import Policy
+from strop import Policy
 
 
 def reward(text: str, answer: str) -> float:

@@ -13,9 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from strop.backends.optimizer import LossScale, MasterWeights, make_optimizer, make_schedule
+from strop.backends.optimizer import MasterWeights, make_optimizer, make_schedule
 from strop.backends.single import ModuleBackend, SingleBackend
-from strop.models.lora import FIRST_ADAPTER, activate_adapter, add_adapter, has_adapters, remove_adapter
+from strop.backends.updates import LossScale
+from strop.models.lora import (
+    FIRST_ADAPTER,
+    activate_adapter,
+    add_adapter,
+    has_adapters,
+    merge_into_base,
+    remove_adapter,
+)
 from strop.registry import did_you_mean
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -50,6 +58,14 @@ class AdapterSet:
         if name == self.active:
             weights = self._backend.weights
         return {key: master.detach() for key, master in weights.masters.items()}
+
+    def release(self) -> None:
+        """The module belongs to its owner again: with the first adapter merged into its weights, and with
+        gradients of its own."""
+        for trained in self._trained.values():
+            trained.weights.release()
+        if has_adapters(self._backend.module):
+            merge_into_base(self._backend.module, FIRST_ADAPTER)
 
     def check(self, name: str) -> None:
         """Refuse the name of an adapter that does not exist."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.hooks import RemovableHandle
 
 from strop.catalog import SCHEDULES
 from strop.compat import Compat, conventions
@@ -157,50 +158,6 @@ def set_schedule(schedule: LambdaLR, step: int) -> None:
     schedule._last_lr = [group["lr"] for group in groups]
 
 
-# --- loss scaling -------------------------------------------------------------------------------------------
-
-_FIRST_SCALE = 2.0**16
-_LARGEST_SCALE = 2.0**24
-_PATIENCE = 100
-"""Updates with finite gradients after which the scale doubles."""
-
-
-class LossScale:
-    """Loss scaling for float16, which has three more bits than bfloat16, but no numbers below 6e-8 or above
-    65,504.
-
-    The loss is multiplied by a power of two before the backward pass and gradients are divided by it
-    afterwards, which is exact. It halves until gradients are finite, and doubles after many finite updates.
-    """
-
-    def __init__(self, value: float = _FIRST_SCALE) -> None:
-        self.value = value
-        self.quiet = 0
-        """Updates since it last changed."""
-
-    def shrink(self) -> bool:
-        """After gradients that are not finite. False when the scale is 1 already, so it is not the cause."""
-        if self.value <= 1:
-            return False
-        self.value = max(1.0, self.value / 2)
-        self.quiet = 0
-        return True
-
-    def stepped(self) -> None:
-        """After an update with finite gradients."""
-        self.quiet += 1
-        if self.quiet >= _PATIENCE and self.value < _LARGEST_SCALE:
-            self.value *= 2
-            self.quiet = 0
-
-    def state(self) -> dict[str, float | int]:
-        return {"value": self.value, "quiet": self.quiet}
-
-    def load(self, state: dict[str, float | int]) -> None:
-        self.value = float(state["value"])
-        self.quiet = int(state["quiet"])
-
-
 # --- master weights -----------------------------------------------------------------------------------------
 #
 # The module computes with weights in the compute precision (usually bf16). The optimizer updates master
@@ -224,6 +181,7 @@ class MasterWeights:
         are."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: dict[str, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
         for name, parameter in module.named_parameters():
             narrow = compute
             if name in keep:
@@ -239,7 +197,12 @@ class MasterWeights:
             else:
                 parameter.data = copy.to(narrow)
                 self.masters[name] = copy.requires_grad_()
-                parameter.register_post_accumulate_grad_hook(_sum_into(copy))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_sum_into(copy)))
+
+    def release(self) -> None:
+        """The module's parameters have gradients of their own again."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def gradients(self) -> list[Tensor]:

@@ -30,7 +30,6 @@ from strop.backends.base import (
 from strop.backends.micro_batches import NonFiniteLoss, OomRetry, on_device, partition, sum_reports, suspects
 from strop.backends.offload import Offloading, offload_saved_tensors
 from strop.backends.optimizer import (
-    LossScale,
     MasterWeights,
     load_optimizer_state,
     make_optimizer,
@@ -39,7 +38,7 @@ from strop.backends.optimizer import (
     optimizer_state,
     set_schedule,
 )
-from strop.backends.updates import StepSettings, overridden, quiet_about_order
+from strop.backends.updates import LossScale, StepSettings, overridden, quiet_about_order
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.lora import adapters_off, has_adapters, merged_weights

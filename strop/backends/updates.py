@@ -1,4 +1,4 @@
-"""One optimizer update with other hyperparameters than those of the configuration."""
+"""Around one optimizer update: hyperparameters other than those of the configuration, and loss scaling."""
 
 from __future__ import annotations
 
@@ -74,3 +74,47 @@ def quiet_about_order() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
         yield
+
+
+# --- loss scaling -------------------------------------------------------------------------------------------
+
+_FIRST_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**24
+_PATIENCE = 100
+"""Updates with finite gradients after which the scale doubles."""
+
+
+class LossScale:
+    """Loss scaling for float16, which has three more bits than bfloat16, but no numbers below 6e-8 or above
+    65,504.
+
+    The loss is multiplied by a power of two before the backward pass and gradients are divided by it
+    afterwards, which is exact. It halves until gradients are finite, and doubles after many finite updates.
+    """
+
+    def __init__(self, value: float = _FIRST_SCALE) -> None:
+        self.value = value
+        self.quiet = 0
+        """Updates since it last changed."""
+
+    def shrink(self) -> bool:
+        """After gradients that are not finite. False when the scale is 1 already, so it is not the cause."""
+        if self.value <= 1:
+            return False
+        self.value = max(1.0, self.value / 2)
+        self.quiet = 0
+        return True
+
+    def stepped(self) -> None:
+        """After an update with finite gradients."""
+        self.quiet += 1
+        if self.quiet >= _PATIENCE and self.value < _LARGEST_SCALE:
+            self.value *= 2
+            self.quiet = 0
+
+    def state(self) -> dict[str, float | int]:
+        return {"value": self.value, "quiet": self.quiet}
+
+    def load(self, state: dict[str, float | int]) -> None:
+        self.value = float(state["value"])
+        self.quiet = int(state["quiet"])

@@ -177,6 +177,11 @@ def remove_adapter(model: Any, name: str) -> None:
     model.delete_adapter(name)
 
 
+def merge_into_base(model: Any, name: str) -> None:
+    """Add an adapter to the weights of the Hugging Face model, and take all adapters off it."""
+    model.merge_and_unload(adapter_names=[name])
+
+
 def activate_adapter(model: Any, name: str) -> None:
     """From now on the model computes with this adapter, and only its weights have gradients."""
     model.set_adapter(name)

@@ -86,6 +86,7 @@ class PolicyCore:
     ) -> None:
         """`module`: a model that the caller has loaded, instead of that of model.path."""
         self.ranks = ranks or Ranks()
+        self._borrowed = module is not None
         load_plugins(config.plugins)
         torch.manual_seed(config.trainer.seed)
         self.device = device_of(config.trainer.device)
@@ -363,9 +364,11 @@ class PolicyCore:
         write_sampling_folder(path, self.backend, adapter, tokenizer)
 
     def close(self) -> None:
-        """Close the engine, and restore the module."""
+        """Close the engine, and give a loaded model back to its owner."""
         self.engine.close()
         undo_patches(self.backend.module)
+        if self._borrowed:
+            self.adapters.release()
 
 
 def _with_model_limit(config: PpoConfig, module: nn.Module) -> PpoConfig:

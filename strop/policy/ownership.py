@@ -8,18 +8,29 @@ from typing import TYPE_CHECKING
 
 from strop.config.schema.model import ModelConfig
 from strop.models.lora import has_adapters
-from strop.models.patches import applied_patches
+from strop.models.patches import applied_patches, undo_patches
 from strop.shared.build import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_owned: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+@dataclasses.dataclass(frozen=True)
+class _Before:
+    """What a model was like when a policy took it."""
+
+    training: bool
+    checkpointing: bool
+    trained: frozenset[str]
+    """Parameters that had gradients."""
 
 
-def own_module(module: PreTrainedModel, device: str) -> str:
-    """Take a loaded model for a policy; returns the kind of its device. Refuses a model that cannot be
-    trained here, or that somebody else trains."""
+_owned: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
+
+
+def module_device(module: PreTrainedModel, device: str) -> str:
+    """The kind of device that a loaded model is on. Refuses a model that cannot be trained here, or that
+    somebody else trains."""
     devices = sorted({parameter.device.type for parameter in module.parameters()})
     if "meta" in devices:
         raise ValueError("The model has weights on the meta device, which hold no numbers. Load it first.")
@@ -47,13 +58,24 @@ def own_module(module: PreTrainedModel, device: str) -> str:
             "The model has adapters of peft already. Give the model without them, and lora_rank or "
             "lora_adapter_path."
         )
-    _owned.add(module)
     return devices[0]
 
 
+def own_module(module: PreTrainedModel) -> None:
+    """From now on the model belongs to a policy."""
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    _owned[module] = _Before(module.training, module.is_gradient_checkpointing, frozenset(trained))
+
+
 def release_module(module: PreTrainedModel) -> None:
-    """The model belongs to its owner again."""
-    _owned.discard(module)
+    """The model belongs to its owner again, as it was except for its weights and their precision."""
+    undo_patches(module)
+    before = _owned.pop(module)
+    module.train(before.training)
+    if module.is_gradient_checkpointing and not before.checkpointing:
+        module.gradient_checkpointing_disable()
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in before.trained)
 
 
 def find_tokenizer(settings: ModelConfig, module: PreTrainedModel | None) -> PreTrainedTokenizerBase:
@@ -61,7 +83,6 @@ def find_tokenizer(settings: ModelConfig, module: PreTrainedModel | None) -> Pre
     if module is not None and not settings.tokenizer_path:
         path = module.config.name_or_path
         if not path:
-            release_module(module)
             raise ValueError("Policy(model, tokenizer): a loaded model needs its tokenizer; none was given.")
         settings = dataclasses.replace(settings, tokenizer_path=path)
     found: PreTrainedTokenizerBase = tokenizer_of(settings)

@@ -39,11 +39,12 @@ from strop.policy.batches import (
     training_batch,
     with_advantages,
 )
-from strop.policy.core import PolicyCore, PolicyFacts
+from strop.policy.core import PolicyFacts
 from strop.policy.gate import Gate
 from strop.policy.losses import OwnLoss, output_gradients, own_value
-from strop.policy.ownership import find_tokenizer, own_module, release_module
+from strop.policy.ownership import find_tokenizer, module_device, release_module
 from strop.policy.ranked import RankedCore
+from strop.policy.start import start_core
 from strop.policy.stops import Stops, cut_at_text, sampling_until
 from strop.ppo.sampler import single_turn_trajectory
 from strop.rollout.base import Request, Sampling, stream_seed
@@ -85,7 +86,7 @@ class Policy:
         if isinstance(model, str | Path):
             given["actor_rollout_ref.model.path"] = str(model)
         else:
-            given["trainer.device"] = own_module(model, device)
+            given["trainer.device"] = module_device(model, device)
             self._module = model
         self.config: PpoConfig = load("ppo_trainer", overrides("ppo_trainer", given)).config
         self.tokenizer: PreTrainedTokenizerBase = tokenizer or find_tokenizer(
@@ -96,22 +97,9 @@ class Policy:
         """How often `sample` and `asample` drew with a seed of the policy."""
         self._gate = Gate()
         self._closed = False
-        self._core = self._start(ranks, runtime)
+        self._core = start_core(self.config, ranks, runtime, self._module)
         self.config = self._core.config
         self._facts = self._core.facts()
-
-    def _start(self, ranks: int, runtime: str) -> PolicyCore | RankedCore:
-        if runtime not in ("local", "ray"):
-            raise ValueError(f"runtime={runtime!r} must be 'local' or 'ray'.")
-        if ranks == 1 and runtime == "local":
-            return PolicyCore(self.config, module=self._module)
-        if self._module is not None:
-            release_module(self._module)
-            raise ValueError(
-                f"A loaded model cannot be sent to other processes (ranks={ranks}, runtime={runtime!r}). "
-                "Save it, and give its folder."
-            )
-        return RankedCore(self.config, ray=runtime == "ray")
 
     @property
     def facts(self) -> PolicyFacts:

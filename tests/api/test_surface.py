@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SURFACE = {
     *("grpo", "ppo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
     *("sft", "dpo", "reward_model", "generate", "evaluate"),
-    *("Policy", "Run", "Table", "Evaluation", "Chart"),
+    *("Policy", "Datum", "StepOutput", "Run", "Table", "Evaluation", "Chart"),
 }
 
 

@@ -260,7 +260,11 @@ def test_an_adapter_can_be_removed(adapted: Policy) -> None:
     trained(adapted, "default")
 
 
-def test_samples_of_all_adapters_share_batches_and_are_their_own(tmp_path: Path, adapted: Policy) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_samples_of_all_adapters_share_batches_and_are_their_own(
+    task: Path, tmp_path: Path, device: str
+) -> None:
+    adapted = make(task, lora_rank=4, device=device)
     names = ["default", "b", "c"]
     for seed, name in enumerate(names):
         if seed:
@@ -285,7 +289,7 @@ def test_samples_of_all_adapters_share_batches_and_are_their_own(tmp_path: Path,
         assert own is not None
         exact = adapted.log_probs(samples, adapter=own, reference=name is None)
         for t, log_probs in zip(samples, exact, strict=True):
-            torch.testing.assert_close(torch.tensor(t.log_probs), log_probs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(torch.tensor(t.log_probs), log_probs, rtol=1e-3, atol=1e-3)
     texts = [tuple(tuple(t.response) for t in samples) for samples in together]
     assert texts[1] == texts[3] == texts[4]
     assert len(set(texts)) == 4
@@ -382,6 +386,35 @@ def test_a_loaded_model_is_trained_in_place_and_given_back(task: Path) -> None:
     with Policy(model, tokenizer, **FAST) as again:  # type: ignore[arg-type]
         for a, b in zip(inside, again.log_probs(data), strict=True):
             assert torch.equal(a, b)
+
+
+def test_a_loaded_model_comes_back_with_its_adapter_merged(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    model.lm_head.weight.requires_grad_(False)
+    names = list(model.state_dict())
+    with Policy(model, tokenizer, lora_rank=4, dtype="bfloat16", lr=1e-2) as policy:
+        policy.add_adapter("b")
+        trained(policy, "default", 2)
+        data = rows(policy)
+        inside = policy.log_probs(data)
+    assert list(model.state_dict()) == names and not model.training and not model.is_gradient_checkpointing
+    assert not model.lm_head.weight.requires_grad
+    with Policy(model, tokenizer, **FAST) as again:  # type: ignore[arg-type]
+        for a, b in zip(inside, again.log_probs(data), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    model(torch.tensor([[5, 6]])).logits.sum().backward()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.requires_grad and weight.grad is not None
+
+
+def test_a_model_whose_policy_could_not_start_stays_free(task: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    for bad in ({"lr_scheduler_type": "cosine"}, {"lora_dropot": 0.1}, {"ranks": 2}):
+        with pytest.raises(ValueError):
+            Policy(model, tokenizer, **bad)  # type: ignore[arg-type]
+    Policy(model, tokenizer).close()
 
 
 def test_models_that_cannot_be_trained_are_refused(task: Path) -> None:
