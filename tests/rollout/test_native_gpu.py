@@ -120,6 +120,7 @@ def test_sixteen_bits_are_sampled_and_trained_with_the_same_log_probs(dtype: tor
         num_hidden_layers=6,
         num_attention_heads=6,
         num_key_value_heads=2,
+        max_position_embeddings=4096,
     )
     model = AutoModelForCausalLM.from_config(config)
     for weight in model.parameters():
@@ -127,7 +128,9 @@ def test_sixteen_bits_are_sampled_and_trained_with_the_same_log_probs(dtype: tor
     model = model.to("cuda", dtype).eval()
     engine = NativeEngine(model, max_num_seqs=64)
     draw = torch.Generator().manual_seed(0)
-    talks = [torch.randint(512, (5 + 17 * i,), generator=draw).tolist() for i in range(12)]
+    # The last ones have several segments of keys, or begin their second one while they are sampled.
+    lengths = [*(5 + 17 * i for i in range(12)), 1000, 2500]
+    talks = [torch.randint(512, (length,), generator=draw).tolist() for length in lengths]
     for turn in range(2):
         answers = engine.generate([Request(talk, n=4, seed=turn) for talk in talks], Sampling(max_tokens=90))
         sampled = [(talk, c) for talk, group in zip(talks, answers) for c in group]

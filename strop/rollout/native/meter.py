@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ROWS = (8, 64, 256)
+_STEP_COUNTERS = {"steps_to_8_rows": 8, "steps_to_64_rows": 64, "steps_to_256_rows": 256}
 """Decode steps are counted by their number of rows: up to each of these, and more."""
 _TAIL_FRACTION = 8
 """The tail: nothing waits, and at most this fraction of the largest number of rows runs."""
@@ -45,7 +45,7 @@ class Meter:
         self._tail_seconds = 0.0
         self._steps = 0
         self._row_steps = 0
-        self._steps_by_rows = [0] * (len(_ROWS) + 1)
+        self._steps_by_rows = [0] * (len(_STEP_COUNTERS) + 1)
         self._max_rows = 0
         self._max_cache_use = 0.0
         self._max_tokens = 0
@@ -78,7 +78,7 @@ class Meter:
         """`steps` decode steps of `rows` rows ran."""
         self._steps += steps
         self._row_steps += steps * rows
-        self._steps_by_rows[sum(rows > most for most in _ROWS)] += steps
+        self._steps_by_rows[sum(rows > most for most in _STEP_COUNTERS.values())] += steps
         self._max_cache_use = max(self._max_cache_use, use.tokens / max(1, use.budget))
         self._max_tokens = max(self._max_tokens, use.tokens)
         self._max_pages = max(self._max_pages, use.pages)
@@ -105,7 +105,7 @@ class Meter:
             "recomputed_tokens": float(self.recomputed_tokens),
             "out_of_memory": float(self.out_of_memory),
         }
-        names = [*(f"steps_to_{most}_rows" for most in _ROWS), "steps_of_more_rows"]
+        names = [*_STEP_COUNTERS, "steps_of_more_rows"]
         numbers.update(zip(names, map(float, self._steps_by_rows)))
         self._reset()
         return numbers
