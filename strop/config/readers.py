@@ -24,7 +24,9 @@ from strop.config.schema.reflect import Key, keys
 from strop.config.source_reads import Read, SchemaIndex, Section, reads_of, reads_whole_sections
 
 PACKAGE = Path(__file__).parents[1]
-NOT_READERS = ("config/schema/", "config/openrlhf/", "config/readers.py", "config/source_reads.py")
+NOT_READERS = (
+    *("config/schema/", "config/openrlhf/", "config/trl/", "config/readers.py", "config/source_reads.py"),
+)
 """The schema itself, and files that only name keys."""
 
 _SUPERVISED = ("sft_trainer", "rm_trainer", "dpo_trainer")

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from strop.config.schema.training_service import ServiceConfig
 from strop.extras import require
 from strop.rewards.server_requests import MEGABYTE, RequestRefused, read_body
 from strop.run.atomic_files import to_json
@@ -35,6 +36,11 @@ Handler = Callable[["Request", str], Awaitable["Response"]]
 """(request, user) -> answer."""
 
 
+def max_body(settings: ServiceConfig) -> int:
+    """Bytes that the body of a request may have."""
+    return int(settings.max_body_mb * MEGABYTE)
+
+
 class ServiceApp:
     """The handlers of the web application."""
 
@@ -44,7 +50,7 @@ class ServiceApp:
         self.listing = Listing(service)
         self.accounts = accounts
         self.responses = responses
-        self.max_body = int(service.settings.max_body_mb * MEGABYTE)
+        self.max_body = max_body(service.settings)
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:

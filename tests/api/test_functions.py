@@ -86,7 +86,7 @@ def test_a_function_of_a_notebook_is_written_with_what_it_uses(notebook: ModuleT
     for text in ("", "17 and 7", "none"):
         assert loaded(text) == notebook.reward(text)
     assert locate(notebook.reward, tmp_path) == found  # the same content, the same file
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.py"))) == 1
 
 
 @pytest.mark.parametrize(
