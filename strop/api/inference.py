@@ -30,7 +30,8 @@ class Evaluation:
     """Scores of a model, or of responses that were given."""
 
     sources: Mapping[str, SourceResult]
-    """Counts and metrics (score, pass@k, maj@k ...) with confidence intervals, by data source."""
+    """Counts and metrics with confidence intervals, by data source: score, pass@k, maj@k ..., and the other
+    numbers that the reward returns."""
     rows: Table
     """A row per prompt: prompt, responses and their scores."""
 
@@ -68,7 +69,8 @@ def generate(
     prompts: texts, or rows with a prompt (text or messages) as for `grpo`.
     output: a .parquet file for the result, from which an interrupted call goes on.
     keys: any key of the configuration `generation`: n (responses per prompt, by default 1), temperature,
-        max_response_length, top_p, top_k, seed ...
+        max_response_length, top_p (by default 0.7) and top_k (50), seed ... Training samples with top_p=1 and
+        without top_k.
     """
     rows = _prompt_rows(prompts)
     with _folder_for(output) as folder, only_run(), random_states_kept(), quiet_transformers():

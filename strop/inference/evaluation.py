@@ -43,6 +43,8 @@ class ScoredPrompt:
     """1 or 0 where the scorer says which; None where it does not, or failed."""
     votes: list[str | None] | None = None
     """The final answers, for maj@k. None: no answer can be extracted from these responses."""
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """Other numbers that the scorer returned for responses, by name; `acc` is in `correct`."""
     errors: list[str] = field(default_factory=list)
     timed_out: int = 0
 
@@ -244,6 +246,9 @@ def _add_score(prompt: ScoredPrompt, response: object, verdict: Verdict | Except
     right = verdict.extras.get("acc", verdict.score)
     prompt.scores.append(verdict.score)
     prompt.correct.append(float(right) if right in (0, 1) else None)
+    for name, value in verdict.extras.items():
+        if name not in ("score", "acc") and isinstance(value, int | float):
+            prompt.parts.setdefault(name, []).append(float(value))
     votes = can_vote(prompt.source, verdict.extras)
     if votes and prompt.votes is None:
         prompt.votes = [None] * (len(prompt.scores) - 1)
@@ -317,6 +322,9 @@ def _columns(prompts: list[ScoredPrompt], settings: EvaluationSettingsConfig) ->
             columns[f"maj@{k}"] = _majority_of_k(prompts, k, settings.seed)
         if not binary and k > 1:
             columns[f"best@{k}"] = _best_of_k([prompt.scored for prompt in prompts], k)
+    for prompt in prompts:
+        for name, values in prompt.parts.items():
+            columns.setdefault(name, []).append(_mean(values))
     return columns
 
 

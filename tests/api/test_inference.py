@@ -35,6 +35,8 @@ def test_responses_are_scored(reward: object) -> None:
     each = 2.0 if isinstance(reward, list) else 1.0
     assert found["score"] == 0.75 * each
     assert found.rows["scores"] == [[each, 0.0], [each, each]] and found.rows["answer"] == ["2", "3"]
+    if isinstance(reward, list):
+        assert found["right"] == 0.75 and found["right_in_lists"] == 0.75
     assert "2 prompts, 4 responses" in repr(found)
     with pytest.raises(KeyError, match=r"no metric 'accuracy'. Metrics: .*score"):
         _ = found["accuracy"]
@@ -45,3 +47,13 @@ def test_what_cannot_be_scored_is_refused() -> None:
         strop.evaluate(None, ANSWERED, lambda completion, level: 0.0)
     with pytest.raises(ValueError, match=r"Scoring failed for all 4 responses.*ZeroDivisionError"):
         strop.evaluate(None, ANSWERED, lambda completion: 1 / 0)
+
+
+def test_numbers_of_a_reward_are_metrics() -> None:
+    def graded(completion: str, answer: str) -> dict[str, object]:
+        return {"score": float(completion == answer), "length": len(completion), "said": completion}
+
+    found = strop.evaluate(None, ANSWERED, graded)
+    assert found["length"] == 1.0 and found["score"] == 0.75
+    with pytest.raises(KeyError, match="said"):
+        _ = found["said"]
