@@ -58,9 +58,8 @@ quickstart: $(READY)
 
 test: lint unit
 
-# Three workers for two cores: many tests wait for processes and servers that they started.
 unit: $(READY)
-	$(BIN)/pytest -n 3 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py

@@ -105,7 +105,6 @@ def test_own_reward(kernel: Kernel, tmp_path: Path) -> None:
     assert "solution" in kernel.value("refused")  # type: ignore[operator]
 
 
-@pytest.mark.slow
 def test_own_tool(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("own_tool", tmp_path)
     called = kernel.value("run.metrics['reward/called/mean']")

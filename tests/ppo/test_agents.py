@@ -275,6 +275,7 @@ def calculated(folder: Path, *more: str) -> dict[int, dict[str, float]]:
     return metrics(folder / "run")
 
 
+@pytest.mark.slow  # the notebook of tests/examples/test_notebooks.py learns to call a tool in half the time
 def test_a_tiny_model_learns_to_call_a_calculator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example at small size: fewer lessons, a handful of steps."""
     monkeypatch.chdir(ROOT)

@@ -28,7 +28,7 @@ def numbers(step: dict[str, float]) -> dict[str, float]:
 REMAX = ["algorithm.adv_estimator=remax", "algorithm.filter_groups.enable=true"]
 
 
-@pytest.mark.parametrize("more", [[], REMAX])
+@pytest.mark.parametrize("more", [[], pytest.param(REMAX, marks=pytest.mark.slow)])
 def test_with_age_zero_it_is_the_synchronous_loop_bit_for_bit(overrides, tmp_path, more):
     plain = run(overrides, *more, f"trainer.default_local_dir={tmp_path}/plain")
     for name, mode in {"beside": BESIDE, "partial": PARTIAL, "both": [*BESIDE, *PARTIAL]}.items():
