@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from strop import http_replies
 from strop.agents import mcp
 from strop.agents.parsers.base import ToolCall
 from strop.agents.tool_set import ToolSet
+from tests.http_servers import PatientServer
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parent / "mcp_server.py"
@@ -245,7 +246,7 @@ class EndlessReplies(BaseHTTPRequestHandler):
 
 def test_a_result_without_end_fails_its_call(tmp_path, monkeypatch):
     monkeypatch.setattr(http_replies, "MAX_REPLY_BYTES", 1 << 20)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), EndlessReplies)
+    server = PatientServer(("127.0.0.1", 0), EndlessReplies)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     try:

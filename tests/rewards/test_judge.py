@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from strop.config.compose import load
 from strop.config.schema.reward import JudgeConfig
 from strop.rewards.base import build_samples
 from strop.rewards.judge import ChatCompletionsClient, Judge, ReplyCache, check_judge
+from tests.http_servers import PatientServer
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 
@@ -57,7 +58,7 @@ class ChatDouble:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = PatientServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

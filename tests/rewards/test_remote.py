@@ -6,13 +6,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from strop.rewards.base import build_samples
 from strop.rewards.remote import RewardServerClient, parse_reply
+from tests.http_servers import PatientServer
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
 Answer = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -39,7 +40,7 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.http = PatientServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_port}/get_reward"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

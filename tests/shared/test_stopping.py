@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from strop.ranks import Ranks, SharedFailure
 from strop.run.heartbeat import STOPPED_BY_SIGNAL, read_worker_states
 from strop.stopping import StopRequested, deferred, droppable, handle_stop_signals, requested
 from strop.supervised.trainer import SupervisedTrainer
+from tests.http_servers import PatientServer
 from tests.ppo.runs import metrics, same
 from tests.runtime.started import CLOCKS, Started, assert_same_run
 from tests.supervised.runs import VERBS, make_task
@@ -260,7 +261,7 @@ def test_a_reward_server_that_stays_away_leaves_a_checkpoint(overrides, tmp_path
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = PatientServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     more = [
