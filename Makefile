@@ -113,9 +113,9 @@ lint: $(READY)
 resolve: $(READY)
 	$(BIN)/python scripts/resolve.py
 
-# The page of every key, and the site in build/site; --strict refuses broken links.
+# The pages of every key, and the site in build/site; --strict refuses broken links.
 docs: $(READY)
-	$(BIN)/strop config docs > docs/configuration.md
+	$(BIN)/strop config docs --out docs
 	$(BIN)/python -m strop.api.surface > docs/api.md
 	$(BIN)/$(PIP) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from strop import __version__
 from strop.errors import answer
@@ -53,7 +54,7 @@ prepare
   check         check a configuration without a GPU: strop check ppo key=value ... [--json]
   plan          estimate memory and time on any devices:
                 strop plan key=value ... --gpu h100 --gpus-per-node 8
-  config        strop config show NAME [key=value ...] | explain KEY | docs
+  config        strop config show NAME [key=value ...] | explain KEY | docs --out docs
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
                 | strop convert trl SCRIPT.py
   data          write ready-made data sets:
@@ -187,7 +188,8 @@ def plan(arguments: list[str]) -> int:
 def config(arguments: list[str]) -> int:
     from strop.config.commandline import parse
     from strop.config.compose import load
-    from strop.config.explain import explain, reference, show
+    from strop.config.explain import explain, show
+    from strop.config.reference_pages import write_pages
     from strop.config.schema import ROOTS
 
     match arguments:
@@ -202,10 +204,12 @@ def config(arguments: list[str]) -> int:
             print(show(root, load(root, options.overrides, options.config, options.search).tree()), end="")
         case ["explain", key]:
             print(explain(key), end="")
-        case ["docs"]:
-            print(reference(), end="")
+        case ["docs", "--out", folder]:
+            print(f"{len(write_pages(Path(folder)))} pages below {folder}")
         case _:
-            raise ValueError("Expected: strop config show NAME [key=value ...] | explain KEY | docs.")
+            raise ValueError(
+                "Expected: strop config show NAME [key=value ...] | explain KEY | docs --out docs."
+            )
     return 0
 
 

@@ -16,7 +16,11 @@ from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -24,7 +28,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -32,16 +36,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = target.partition("#")
         found = (page.parent / path) if path else page
-        assert found.exists(), f"{page.name}: {target}"
+        assert found.exists(), f"{name_of(page)}: {target}"
         if anchor and found.suffix == ".md":
-            assert anchor in anchors(found), f"{page.name}: {target}"
+            assert anchor in anchors(found), f"{name_of(page)}: {target}"
 
 
-def test_the_menu_names_pages_that_exist() -> None:
+def test_the_menu_names_every_page() -> None:
     menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = [page for entry in menu for value in entry.values() for page in _pages(value)]
     assert len(pages) == len(set(pages)) > 15
-    assert [page for page in pages if not (ROOT / "docs" / page).exists()] == []
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert set(pages) == there
 
 
 def _pages(value: object) -> list[str]:
@@ -51,10 +56,10 @@ def _pages(value: object) -> list[str]:
     return [page for entry in value for nested in entry.values() for page in _pages(nested)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_are_verbs(page: Path) -> None:
     for verb in re.findall(r"(?:^|`)strop ([a-z][a-z-]+)\b", page.read_text(), re.MULTILINE):
-        assert verb in {*PROGRAMS, "help"}, f"{page.name}: strop {verb}"
+        assert verb in {*PROGRAMS, "help"}, f"{name_of(page)}: strop {verb}"
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
@@ -68,7 +73,7 @@ def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
                 yield VERBS.get(found[1], "ppo_trainer"), shlex.split(found[2], comments=True)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_name_keys_that_exist(page: Path) -> None:
     for root, words in commands(page):
         known = {key.path for key in keys(ROOTS[root])}
@@ -81,7 +86,7 @@ def test_commands_name_keys_that_exist(page: Path) -> None:
                 for key in current
                 if key not in known and not any(key.startswith(f"{path}.") for path in known)
             ]
-            assert not missing, f"{page.name}: {root} has no {missing}"
+            assert not missing, f"{name_of(page)}: {root} has no {missing}"
 
 
 def test_commands_are_found() -> None:
@@ -97,7 +102,7 @@ OF_THE_READER = {"my_reward.py", "centred_by_median.py"}
 """Files that a page asks the reader to write."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     missing = []
@@ -105,4 +110,4 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         found = [file for file in FILES if f"/{file}".endswith(f"/{name}")]
         if not found and name not in OF_THE_READER:
             missing.append(name)
-    assert not missing, f"{page.name} names files that do not exist: {missing}"
+    assert not missing, f"{name_of(page)} names files that do not exist: {missing}"

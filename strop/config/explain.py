@@ -1,4 +1,4 @@
-"""The schema as text: `strop config show`, `strop config explain`, docs/configuration.md."""
+"""The schema as text: `strop config show`, `strop config explain`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping
 
-from strop.config.aliases import ALIASES, WITHOUT_EFFECT, reason_for, translate
+from strop.config.aliases import ALIASES, reason_for, translate
 from strop.config.openrlhf.table import flags_for
 from strop.config.schema import ROOTS
-from strop.config.schema.reflect import Key, field_docs, hints, is_section, keys, sections, type_name
+from strop.config.schema.reflect import Key, field_docs, hints, is_section, keys, type_name
 from strop.config.typed import ConfigError
 from strop.registry import Registry, did_you_mean, nearest
 
@@ -96,8 +96,8 @@ def _about(name: str) -> str:
     if remark:
         lines.append(remark)
     lines += textwrap.wrap(text.doc, 118)
-    lines += ["", f"type:      {type_name(text.type)}", f"default:   {_default(text)}"]
-    lines += [f"{label + ':':<10} {value}" for label, value in _limits(text)]
+    lines += ["", f"type:      {type_name(text.type)}", f"default:   {default_text(text)}"]
+    lines += [f"{label + ':':<10} {value}" for label, value in limits(text)]
     lines.append(f"found in:  {', '.join(roots)}")
     if text.inert:
         lines.append(f"read by:   nobody; {text.inert}")
@@ -146,14 +146,16 @@ def _find(name: str) -> tuple[Key, list[str], str] | None:
     return None
 
 
-def _default(key: Key) -> str:
+def default_text(key: Key) -> str:
+    """The default of a key as YAML, or the key that it follows."""
     value = key.default
     if isinstance(value, str) and value.startswith("${") and value.endswith("}") and value.count("${") == 1:
         return f"follows {value[2:-1]}"
     return _yaml(value)
 
 
-def _limits(key: Key) -> list[tuple[str, str]]:
+def limits(key: Key) -> list[tuple[str, str]]:
+    """(label, text) of what the value of a key must satisfy."""
     facts = key.facts
     found = []
     if facts.get("choices"):
@@ -170,64 +172,3 @@ def _limits(key: Key) -> list[tuple[str, str]]:
 
 VERB_OF = {"ppo_trainer": "ppo", "sft_trainer": "sft", "rm_trainer": "rm", "dpo_trainer": "dpo"}
 BOUNDS = (("at_least", "at least"), ("above", "above"), ("at_most", "at most"))
-
-
-def reference() -> str:
-    """docs/configuration.md: every key of every configuration."""
-    lines = [
-        "# Configuration reference",
-        "",
-        "Generated from `strop/config/schema` by `make docs`; a test keeps it fresh. Keys are verl's where "
-        "verl has them.",
-        "",
-        "*no effect* marks keys that are accepted because people's files contain them, with the reason. A "
-        "default written as",
-        "`→ key` follows that key. `strop config explain KEY` shows one key, `strop config show NAME` a "
-        "whole resolved file.",
-        "",
-    ]
-    for root, kind in ROOTS.items():
-        if root == "ppo_megatron_trainer":
-            lines += [
-                "## ppo_megatron_trainer",
-                "",
-                "The keys of ppo_trainer with `actor.strategy: megatron`; see there.",
-                "",
-            ]
-            continue
-        lines += [f"## {root}", "", (kind.__doc__ or "").strip(), ""]
-        about = dict(sections(kind))
-        section = None
-        for key in keys(kind):
-            place = key.path.rpartition(".")[0]
-            if place != section:
-                section = place
-                lines += ["", f"### {place or '(top level)'}", "", about.get(place, "")]
-                lines += ["", "| key | default | meaning |", "|---|---|---|"]
-            lines.append(_row(key))
-        lines.append("")
-    lines += ["## Old names", "", "| old | now | why |", "|---|---|---|"]
-    for alias in ALIASES:
-        new = (
-            "depends on the value"
-            if callable(alias.new)
-            else ", ".join(f"`{n.replace('{prefix}', '*')}`" for n in alias.new)
-        )
-        lines.append(f"| `{alias.old}` | {new} | {alias.why} |")
-    lines += ["", "## Keys of verl without effect", ""]
-    lines += ["They are accepted, with one notice per reason. `*` stands for any text.", ""]
-    lines += ["| key | reason |", "|---|---|"]
-    for row in WITHOUT_EFFECT:
-        refused = "" if row.accepted is None else " (other values than null and off are refused)"
-        lines.append(f"| `{row.pattern}` | {row.why}{refused} |")
-    return "\n".join(lines) + "\n"
-
-
-def _row(key: Key) -> str:
-    default = _default(key)
-    shown = f"→ `{default.removeprefix('follows ')}`" if default.startswith("follows ") else f"`{default}`"
-    notes = [f"{label}: {value}" for label, value in _limits(key)]
-    if key.inert:
-        notes.append(f"*no effect: {key.inert}*")
-    meaning = " ".join([key.doc, *(f"({note})" for note in notes)])
-    return f"| `{key.name}` | {shown} | {meaning} |"

@@ -7,8 +7,8 @@ Every default is written once, in a dataclass, with its documentation as a strin
         lr: float = setting(1e-6, above=0)
         \"\"\"Learning rate after warm-up.\"\"\"
 
-`strop config show`, `strop config explain`, docs/configuration.md and all checks of single values read these
-classes.
+`strop config show`, `strop config explain`, the pages in docs/configuration and all checks of single values
+read these classes.
 """
 
 from __future__ import annotations
