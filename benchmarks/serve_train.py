@@ -1,13 +1,15 @@
 """Throughput of the training service: several users against one user, at the same total batch.
 
     python benchmarks/serve_train.py --adapters 8 --requests 64 --tokens 64 --repeats 3
-    python benchmarks/serve_train.py --model FOLDER --device cuda --requests 512 --tokens 256
+    OMP_NUM_THREADS=1 python benchmarks/serve_train.py --shape 40m --tokens 24 --clock process
+    python benchmarks/serve_train.py --shape 0.4b --device cuda --requests 256 --tokens 256 --rank 32
 
 All requests of a measurement are sent at once through the service (everything but HTTP). Sampling:
 `--requests` prompts of `--prompt` tokens, each with `--tokens` new ones, by one adapter or by `--adapters` in
 equal shares. Training: the same number of sequences in one forward_backward and an optim_step, or in one of
-each per adapter. The two take turns. Prints one JSON line: medians in tokens per second, and the ratio of
-many to one.
+each per adapter. The two take turns. Prints one JSON line: medians in tokens per second, the rate of every
+turn, and the ratio of many to one. With `--profile`, one more turn of each on a GPU shows for how much of the
+time kernels run.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +35,28 @@ from strop.serve.start import build_service
 from strop.serve.wire import Message, Writer
 
 USER = "bench"
-SHAPE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+SHAPES = {
+    "8m": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4},
+    "40m": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "0.4b": {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+    },
+}
 VOCABULARY = 4096
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, shape: str) -> Path:
     """A random model with a tokenizer that is never used on text."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=0, **SHAPE)
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, eos_token_id=0, **SHAPES[shape])
     LlamaForCausalLM(config).save_pretrained(folder)
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
@@ -139,33 +152,69 @@ def datum(ids: np.ndarray) -> Writer:
     return found
 
 
+def jobs(users: Users, options: argparse.Namespace) -> dict[str, Coroutine[Any, Any, int]]:
+    """One turn."""
+    return {
+        "sample_one": users.sample(users.samplers[:1]),
+        "sample_many": users.sample(users.samplers),
+        "train_one": users.train(users.models[:1], options.requests),
+        "train_many": users.train(users.models, options.requests),
+    }
+
+
+async def share_of_kernels(job: Coroutine[Any, Any, int]) -> float:
+    """Kernels in seconds per second of a job."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    start = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        await job
+        wall = time.perf_counter() - start
+    microseconds = 0.0
+    for event in seen.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            microseconds += event.self_device_time_total
+    return round(microseconds / 1e6 / wall, 3)
+
+
 async def measure(service: TrainingService, options: argparse.Namespace) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"sample_one": [], "sample_many": [], "train_one": [], "train_many": []}
+    busy: dict[str, float] = {}
+    clock = CLOCKS[options.clock]
     async with service.running():
         users = Users(service, options)
         for number in range(options.adapters):
             await users.add(number)
         for repeat in range(options.repeats + 1):  # the first one warms up
-            jobs = {
-                "sample_one": users.sample(users.samplers[:1]),
-                "sample_many": users.sample(users.samplers),
-                "train_one": users.train(users.models[:1], options.requests),
-                "train_many": users.train(users.models, options.requests),
-            }
-            for name, job in jobs.items():
-                start = time.perf_counter()
+            for name, job in jobs(users, options).items():
+                start = clock()
                 tokens = await job
                 if repeat:
-                    rates[name].append(tokens / (time.perf_counter() - start))
+                    rates[name].append(tokens / (clock() - start))
+        if options.profile:
+            for name, job in jobs(users, options).items():
+                busy[name] = await share_of_kernels(job)
     found: dict[str, Any] = {name: round(statistics.median(values)) for name, values in rates.items()}
     found["sample_ratio"] = round(found["sample_many"] / found["sample_one"], 3)
     found["train_ratio"] = round(found["train_many"] / found["train_one"], 3)
+    found["turns"] = {name: [round(value) for value in values] for name, values in rates.items()}
+    if busy:
+        found["kernels_per_second"] = busy
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="several users of the training service against one")
-    parser.add_argument("--model", help="folder; by default a random model of 8 million weights")
+    parser.add_argument("--model", help="folder; by default a random model of --shape")
+    parser.add_argument("--shape", default="8m", choices=list(SHAPES))
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=sorted(CLOCKS),
+        help="process: processor time, for a CPU that other processes use too; with one thread",
+    )
+    parser.add_argument("--profile", action="store_true", help="on a GPU: how long kernels run")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
@@ -175,7 +224,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = options.model or str(write_model(Path(folder) / "model"))
+        path = options.model or str(write_model(Path(folder) / "model", options.shape))
         server = ServiceConfig(
             state_dir=f"{folder}/state", device=options.device, max_adapters_per_user=options.adapters
         )
