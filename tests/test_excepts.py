@@ -38,7 +38,7 @@ ALLOWED: dict[str, tuple[int, str]] = {
     "rewards/timelimit.py": (2, f"user code in a child process: {HANDED_ON}; an error may not unpickle"),
     "rollout/native/async_driver.py": (1, f"one request of many: {HANDED_ON}"),
     "rollout/native/engine.py": (1, f"all requests: {HANDED_ON}"),
-    "rollout/native/streaming.py": (1, f"a callback is user code: its request fails alone, {HANDED_ON}"),
+    "rollout/native/requests.py": (1, f"a callback is user code: its request fails alone, {HANDED_ON}"),
     "rollout/vllm/driver.py": (2, f"the engine's thread: {HANDED_ON}"),
     "run/checkpoint/store.py": (2, f"a save in a thread ({HANDED_ON}), a copy to any remote file system"),
     "run/profile/capture.py": (1, "a profiler may fail and is switched off; the run goes on"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor, nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,11 @@ def completion_limit(request: Request, sampling: Sampling) -> int:
     if request.max_tokens is None:
         return sampling.max_tokens
     return request.max_tokens
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """The size of the vocabulary, padding of the embedding included."""
+    return int(cast("nn.Embedding", model.get_input_embeddings()).num_embeddings)
 
 
 def check_request(

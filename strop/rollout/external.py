@@ -34,6 +34,7 @@ from strop.rollout.base import (
     check_request,
     completion_limit,
     error_completions,
+    num_embeddings,
     refuse_more,
     resolve_max_model_len,
 )
@@ -123,8 +124,7 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
     config.save_pretrained(folder)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
     limit = resolve_max_model_len(base.config, max_model_len)
-    vocab_size = int(cast("nn.Embedding", base.get_input_embeddings()).num_embeddings)
-    return ModelSource(folder, limit, vocab_size, shapes, base)
+    return ModelSource(folder, limit, num_embeddings(base), shapes, base)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

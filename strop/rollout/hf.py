@@ -28,6 +28,7 @@ from strop.rollout.base import (
     completion_limit,
     copy_weights,
     error_completions,
+    num_embeddings,
     refuse_more,
     resolve_max_model_len,
 )
@@ -82,7 +83,7 @@ class HfEngine:
     def _generate(self, requests: Sequence[Request], sampling: Sampling, call: int) -> list[list[Completion]]:
         results: dict[int, list[Completion]] = {}
         valid: list[int] = []
-        vocab_size = cast("torch.nn.Embedding", self.model.get_input_embeddings()).num_embeddings
+        vocab_size = num_embeddings(self.model)
         for i, request in enumerate(requests):
             reason = check_request(request, vocab_size, self.max_model_len, sampling)
             if reason is None:

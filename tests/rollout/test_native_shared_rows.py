@@ -9,7 +9,7 @@ import torch
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine, decode_rows
-from strop.rollout.native.samples import ScheduledSample
+from strop.rollout.native.requests import ScheduledSample
 from tests.rollout import tiny
 
 PROMPTS = [[5, 9, 2], [7, 1, 1, 4, 30, 12, 8], [11], [5, 9, 2]]

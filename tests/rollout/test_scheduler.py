@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.native.samples import Admission, ScheduledSample
+from strop.rollout.native.requests import Admission, ScheduledSample
 from strop.rollout.native.scheduler import Scheduler
 
 

@@ -9,7 +9,7 @@ request in the engine has its number.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,18 +59,11 @@ class Adapters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._by_name: dict[str, LoadedAdapter] = {}
+        self.by_name: dict[str, LoadedAdapter] = {}
+        """The newest load of each."""
         self.by_number: dict[int, LoadedAdapter] = {}
         """Also replaced and unloaded ones, until no request uses them."""
         self._num_loads = 0
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._by_name.keys()
-
-    def number(self, name: str | None) -> int:
-        """The newest load of an adapter; None: no adapter."""
-        return NO_ADAPTER if name is None else self._by_name[name].number
 
     def load(self, name: str, weights: Mapping[str, Tensor], scale: float) -> None:
         """Check and copy the weights of an adapter; see AdapterEngine."""
@@ -82,26 +75,21 @@ class Adapters:
         factors = self._checked(name, weights, scale)
         self._num_loads += 1
         adapter = LoadedAdapter(name, self._num_loads, factors)
-        self._by_name[name] = adapter
+        self.by_name[name] = adapter
         self.by_number[adapter.number] = adapter
 
     def unload(self, name: str) -> None:
         """Requests cannot name it any more."""
-        if name not in self._by_name:
-            raise ValueError(f"No adapter {name!r} is loaded.{did_you_mean(name, self._by_name)}")
-        del self._by_name[name]
+        if name not in self.by_name:
+            raise ValueError(f"No adapter {name!r} is loaded.{did_you_mean(name, self.by_name)}")
+        del self.by_name[name]
 
     def drop_unused(self, used: Iterable[int]) -> None:
         """Free replaced and unloaded adapters, except those with the numbers `used`."""
-        kept = {adapter.number for adapter in self._by_name.values()}
+        kept = {adapter.number for adapter in self.by_name.values()}
         kept.update(used)
         for number in self.by_number.keys() - kept:
             del self.by_number[number]
-
-    @property
-    def any_replaced(self) -> bool:
-        """Whether `drop_unused` may find something to free."""
-        return len(self.by_number) > len(self._by_name)
 
     def _checked(
         self, name: str, weights: Mapping[str, Tensor], scale: float

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from strop.rollout.base import Completion, Request, Sampling
-from strop.rollout.native.request_state import RequestState
+from strop.rollout.native.requests import RequestState
 
 _SWITCH_INTERVAL = 5e-4
 """Seconds."""

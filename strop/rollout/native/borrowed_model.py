@@ -27,6 +27,7 @@ from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
+from strop.rollout.native.lora_bank import LoraBank
 
 # --- rollout patches ----------------------------------------------------------------------------------------
 
@@ -266,17 +267,17 @@ class BorrowedModel:
     """The trainer's module, patched for rollouts while at least one caller in the engine uses it."""
 
     def __init__(
-        self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None], adapters: Change
+        self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None], lora: LoraBank
     ) -> None:
-        """`on_change` is called when a rollout begins under other weights than the last one. `adapters`: the
-        change that adds loaded adapters to the rows that have one."""
+        """`on_change` is called when a rollout begins under other weights than the last one. `lora`
+        adds loaded adapters to the rows that have one."""
         self._model = model
         self._lock = lock
         self._on_change = on_change
         self._users = 0
         self._patches = RolloutPatches(model)
         self.packed = PackedLinear(model)
-        self._adapters = adapters
+        self._lora = lora
         self._seen: tuple[tuple[int, int], ...] = ()
 
     @contextmanager
@@ -292,16 +293,22 @@ class BorrowedModel:
                 self._users -= 1
                 if self._users == 0:
                     self._seen = _fingerprint(self._model)
-                    self._adapters.undo()
+                    if self._lora.hooks:
+                        self._lora.remove_hooks()
                     self.packed.undo()
                     self._patches.undo()
+
+    @property
+    def in_use(self) -> bool:
+        return self._users > 0
 
     def _begin(self) -> None:
         self._patches.apply()
         if self._seen and self._seen != _fingerprint(self._model):
             self._on_change()
         self.packed.apply()
-        self._adapters.do()
+        if self._lora.loaded:
+            self._lora.install_hooks()
 
 
 def _fingerprint(model: nn.Module) -> tuple[tuple[int, int], ...]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from strop.rollout.base import Sampling
 from strop.rollout.native.kv_cache import kernels
+from strop.rollout.native.requests import Admission, ScheduledSample
 from strop.rollout.native.sampler import ALL, SamplingTensors, apply_penalty, sample, uniforms
-from strop.rollout.native.samples import Admission, ScheduledSample
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 _NAMES = {STOP: "stop", LENGTH: "length", ERROR: "error"}

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.config.derived import prefill_token_budget
 from strop.config.schema.rollout import RolloutConfig
@@ -25,20 +25,19 @@ from strop.rollout.base import (
     completion_limit,
     copy_weights,
     error_completions,
+    num_embeddings,
     resolve_max_model_len,
 )
-from strop.rollout.native.adapters import Adapters
+from strop.rollout.native.adapters import NO_ADAPTER, Adapters
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.kv_cache import cache_memory, may_stay
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import Meter
-from strop.rollout.native.request_state import RequestState
+from strop.rollout.native.requests import RequestState, ScheduledSample, listener
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.sampler import SharedSettings, stream
-from strop.rollout.native.samples import ScheduledSample
 from strop.rollout.native.step_loop import StepLoop
-from strop.rollout.native.streaming import listener
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,7 +158,8 @@ class NativeEngine:
         """See AdapterEngine. Requests in the engine finish with the weights that they began with."""
         with self._between_steps(), torch.no_grad():
             self.adapters.load(name, weights, scale)
-            self._lora.install_hooks()
+            if self.borrowed_model.in_use:
+                self._lora.install_hooks()
 
     def unload_adapter(self, name: str) -> None:
         with self._lock:
@@ -251,7 +251,7 @@ class NativeEngine:
             scheduler = self._ready().scheduler
             limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
             reason = check_request(
-                request, self.vocab_size, self.max_model_len, sampling, self.adapters.names
+                request, num_embeddings(self.model), self.max_model_len, sampling, self.adapters.by_name
             )
             reason = reason or scheduler.over_budget(limit)
             if reason is not None:
@@ -261,7 +261,9 @@ class NativeEngine:
             self._requests[number] = state
             seed = stream(self.seed, number) if request.seed is None else request.seed
             settings = self._settings.of(sampling)
-            adapter = self.adapters.number(request.adapter)
+            adapter = NO_ADAPTER
+            if request.adapter is not None:
+                adapter = self.adapters.by_name[request.adapter].number
             prompt = list(request.ids)
             for index in range(state.count):
                 sample = ScheduledSample(
@@ -284,10 +286,6 @@ class NativeEngine:
         if scheduler.waiting:
             return 0
         return self._max_num_seqs - len(scheduler.running)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(cast("nn.Embedding", self.model.get_input_embeddings()).num_embeddings)
 
     @property
     def idle(self) -> bool:
@@ -395,6 +393,7 @@ class NativeEngine:
 
     def _drop_adapters(self) -> None:
         """Free the weights of replaced adapters that no request uses any more."""
-        if self.adapters.any_replaced and self._step_loop is not None:
+        any_replaced = len(self.adapters.by_number) > len(self.adapters.by_name)
+        if any_replaced and self._step_loop is not None:
             scheduler = self._step_loop.scheduler
             self.adapters.drop_unused(sample.adapter for sample in (*scheduler.running, *scheduler.waiting))

@@ -62,7 +62,7 @@ class LoraBank:
     def __init__(self, model: nn.Module, loaded: Mapping[int, LoadedAdapter]) -> None:
         """`loaded`: adapters by number; it changes as adapters are loaded."""
         self._model = model
-        self._loaded = loaded
+        self.loaded = loaded
         self._device = next(model.parameters()).device
         self.dense = self._device.type != "cpu"
         """One product of all slots, whatever the number of rows."""
@@ -70,7 +70,7 @@ class LoraBank:
         """Grows when tensors that a CUDA graph may have recorded are replaced."""
         self._first: dict[str, Tensor] = {}
         self._second: dict[str, Tensor] = {}
-        self._num_slots = 0
+        self.num_slots = 0
         self._rank = 0
         self._slot_of: dict[int, int] = {}
         self._owner = torch.empty(0)
@@ -83,43 +83,34 @@ class LoraBank:
         """Adapters of the decoding rows."""
         self._rows: AdaptedRows | None = None
         self._head_rows: AdaptedRows | None = None
-        self._installed = False
-        self._handles: dict[str, RemovableHandle] = {}
+        self.hooks: dict[str, RemovableHandle] = {}
+        """By path; without hooks on the model there is nothing to say about rows."""
         self._own: list[Any] = []
         self._own_off = False
         self._head_parts: set[nn.Module | None] = set()
 
     # --- hooks ----------------------------------------------------------------------------------------------
 
-    def do(self) -> None:
-        """Put the hooks on the model, if adapters are loaded."""
-        self._installed = True
-        self.install_hooks()
-
-    def undo(self) -> None:
+    def remove_hooks(self) -> None:
         """Leave the model as it was."""
         self._use(None, None)
-        for handle in self._handles.values():
+        for handle in self.hooks.values():
             handle.remove()
-        self._handles = {}
+        self.hooks = {}
         self._head_parts = set()
         self._own = []
-        self._installed = False
-
-    def can_undo(self) -> bool:
-        return True
 
     def install_hooks(self) -> None:
-        """Put hooks on modules that have none yet, after a load."""
-        paths = {path for adapter in self._loaded.values() for path in adapter.factors}
-        missing = paths - self._handles.keys()
-        if not self._installed or not missing:
+        """Put hooks on adapted modules that have none yet."""
+        paths = {path for adapter in self.loaded.values() for path in adapter.factors}
+        missing = paths - self.hooks.keys()
+        if not missing:
             return
-        if not self._handles:
+        if not self.hooks:
             self._watch_own_adapters()
         modules = adaptable(self._model)
         for path in missing:
-            self._handles[path] = modules[path].register_forward_hook(self._adding_hook(path))
+            self.hooks[path] = modules[path].register_forward_hook(self._adding_hook(path))
 
     def _watch_own_adapters(self) -> None:
         self._own = [layer for layer in own_layers(self._model) if not layer.disable_adapters]
@@ -129,7 +120,7 @@ class LoraBank:
             for name in layer.active_adapters:
                 if name in layer.lora_B:
                     part = layer.lora_B[name]
-                    self._handles[f"own adapter {i} {name}"] = part.register_forward_hook(self._leave_out)
+                    self.hooks[f"own adapter {i} {name}"] = part.register_forward_hook(self._leave_out)
                     if layer is head:
                         self._head_parts.add(part)
 
@@ -276,7 +267,7 @@ class LoraBank:
     def _add(self, path: str, rows: AdaptedRows, states: Tensor, output: Tensor) -> None:
         """Add the products of each row's adapter to `output`, in place."""
         for number, index in rows.groups:
-            factors = self._loaded[number].factors.get(path)
+            factors = self.loaded[number].factors.get(path)
             if factors is not None:
                 first, second = factors
                 output[index] += (states[index] @ first.t()) @ second
@@ -307,7 +298,7 @@ class LoraBank:
         """Free the bank; it is filled again from the loaded adapters."""
         self._first = {}
         self._second = {}
-        self._num_slots = 0
+        self.num_slots = 0
         self._rank = 0
         self._slot_of = {}
         self._owner = torch.empty(0)
@@ -316,7 +307,7 @@ class LoraBank:
         self._generation += 1
 
     def _fits_dense(self, numbers: Sequence[int]) -> bool:
-        wanted = [self._loaded[number] for number in set(numbers) - {NO_ADAPTER}]
+        wanted = [self.loaded[number] for number in set(numbers) - {NO_ADAPTER}]
         return len(wanted) * max((adapter.rank for adapter in wanted), default=0) <= _MAX_DENSE
 
     def _used_slots(self, numbers: Iterable[int]) -> int:
@@ -327,19 +318,19 @@ class LoraBank:
         """The slot of each number, -1 without adapter; adapters that have none get one."""
         wanted = set(numbers) - {NO_ADAPTER}
         if not wanted <= self._slot_of.keys():
-            self._place([self._loaded[number] for number in sorted(wanted)])
+            self._place([self.loaded[number] for number in sorted(wanted)])
         return [self._slot_of.get(number, -1) for number in numbers]
 
     def _place(self, adapters: Sequence[LoadedAdapter]) -> None:
         rank = max(adapter.rank for adapter in adapters)
         paths = {path for adapter in adapters for path in adapter.factors}
-        if len(adapters) > self._num_slots or rank > self._rank or not paths <= self._first.keys():
+        if len(adapters) > self.num_slots or rank > self._rank or not paths <= self._first.keys():
             self._allocate(len(adapters), rank, paths)
         wanted = {adapter.number for adapter in adapters}
         taken = {slot: number for number, slot in self._slot_of.items()}
         # Empty slots first, then those that no decoding row uses.
         free = sorted(
-            (slot for slot in range(self._num_slots) if taken.get(slot) not in wanted),
+            (slot for slot in range(self.num_slots) if taken.get(slot) not in wanted),
             key=lambda slot: (slot in taken, taken.get(slot) in self._numbers, slot),
         )
         for adapter in adapters:
@@ -353,7 +344,7 @@ class LoraBank:
 
     def _allocate(self, slots: int, rank: int, paths: set[str]) -> None:
         """A larger, empty bank."""
-        self._num_slots = max(self._num_slots, _power_of_two(slots))
+        self.num_slots = max(self.num_slots, _power_of_two(slots))
         self._rank = max(self._rank, -(-rank // _RANK_STEP) * _RANK_STEP)
         paths |= self._first.keys()
         modules = adaptable(self._model)
@@ -363,10 +354,10 @@ class LoraBank:
             weight = modules[path].weight
             sides = (modules[path].in_features, modules[path].out_features)
             self._first[path], self._second[path] = (
-                torch.zeros(self._num_slots, self._rank, side, dtype=weight.dtype, device=weight.device)
+                torch.zeros(self.num_slots, self._rank, side, dtype=weight.dtype, device=weight.device)
                 for side in sides
             )
-        self._owner = torch.arange(self._num_slots, device=self._device).repeat_interleave(self._rank)
+        self._owner = torch.arange(self.num_slots, device=self._device).repeat_interleave(self._rank)
         self._slot_of = {}
         self._generation += 1
 

@@ -26,7 +26,7 @@ from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
-from strop.rollout.native.samples import Admission, ScheduledSample
+from strop.rollout.native.requests import Admission, ScheduledSample
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -211,7 +211,8 @@ class Runner:
         if self._graphs is not None:
             self._graphs.clear()
         self.cache.free()
-        self.lora.free()
+        if self.lora.num_slots:
+            self.lora.free()
         self.rows.resize(0, 0, 0, 1)
 
     # --- prefill --------------------------------------------------------------------------------------------
@@ -255,8 +256,9 @@ class Runner:
         complete = [i for i, chunk in enumerate(batch) if chunk.end == by_row[chunk.row].sample.length]
         last = step.last[complete]
         more = {"logits_to_keep": last} if self._selects_logits else {}
-        spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
-        self.lora.use_tokens(spans, complete if more else None)
+        if self.lora.hooks:
+            spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
+            self.lora.use_tokens(spans, complete if more else None)
         logits = self._forward(step.ids, step.positions[None], step, **more)[0]
         if not complete:
             return
@@ -303,7 +305,9 @@ class Runner:
     def decode(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int) -> None:
         """Sample `steps` tokens for every running row."""
         used = self.rows.features(samples)
-        used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
+        used["adapters"] = 0
+        if self.lora.hooks:
+            used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
         for i in range(steps):
             if self._graphs is not None:
                 self._graphs.step(self, len(samples), max(lengths) + i, used)
@@ -331,12 +335,14 @@ class Runner:
         if self._dedup_rows and len(spans) == 1:
             shared = self.rows.shared_rows(count)
         if shared is None:
-            self.lora.use_rows(count)
+            if self.lora.hooks:
+                self.lora.use_rows(count)
             decode = Decode(self.cache, rows, positions, spans)
             logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
         else:
             first = shared.first
-            self.lora.use_rows(count, first)
+            if self.lora.hooks:
+                self.lora.use_rows(count, first)
             shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
             logits = self._forward(ids[first, None], positions[first, None], shared_decode)[:, -1]
             logits = logits[shared.group]

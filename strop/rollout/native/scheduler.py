@@ -16,7 +16,7 @@ from itertools import islice
 
 from strop.rollout.native.kv_cache import CachedPrefix, PrefixCache, block_hashes
 from strop.rollout.native.pages import PAGE, pages_for
-from strop.rollout.native.samples import Admission, ScheduledSample
+from strop.rollout.native.requests import Admission, ScheduledSample
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""

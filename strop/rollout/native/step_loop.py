@@ -14,8 +14,8 @@ from strop.rollout.base import Completion, merge_spans
 from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
 from strop.rollout.native.meter import CacheUse, Meter
 from strop.rollout.native.pages import PAGE, SPARE, PagedKVCache
+from strop.rollout.native.requests import Admission, ScheduledSample
 from strop.rollout.native.runner import Runner
-from strop.rollout.native.samples import Admission, ScheduledSample
 from strop.rollout.native.scheduler import Scheduler
 
 _NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"

@@ -1,12 +1,78 @@
-"""Samples as the scheduler sees them: waiting, running, admitted."""
+"""Requests in the native engine, and their samples as the scheduler sees them: waiting, running, admitted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from strop.rollout.base import Sampling
+from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native.kv_cache import CachedPrefix, RowPlacement
+
+Listener = Callable[[list[int], list[float]], None]
+
+
+@dataclass(eq=False)
+class RequestState:
+    """A request in the engine, and its completions so far."""
+
+    number: int
+    request: Request
+    on_done: Callable[[RequestState], None] | None = None
+    error: BaseException | None = None
+    """Why it failed; completions are missing then."""
+    _completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return max(1, self.request.n)
+
+    @property
+    def complete(self) -> bool:
+        """All samples have finished."""
+        return len(self._completions) == self.count
+
+    @property
+    def done(self) -> bool:
+        """Complete or failed."""
+        return self.error is not None or self.complete
+
+    def add(self, index: int, completion: Completion) -> None:
+        """A sample has finished."""
+        was_done = self.done
+        self._completions[index] = completion
+        self._notify(was_done)
+
+    def fail(self, error: BaseException) -> None:
+        """The request has failed; the first error is kept."""
+        was_done = self.done
+        self.error = self.error or error
+        self._notify(was_done)
+
+    def _notify(self, was_done: bool) -> None:
+        if self.done and not was_done and self.on_done is not None:
+            self.on_done(self)
+
+    def result(self) -> list[Completion]:
+        """The completions in order. Raises the error of a failed request."""
+        if self.error is not None:
+            raise self.error
+        assert self.complete
+        return [self._completions[index] for index in range(self.count)]
+
+
+def listener(request: Request, index: int, on_error: Callable[[Exception], None]) -> Listener | None:
+    """Calls `request.on_tokens` with new tokens of sample `index`; None: the request wants no stream."""
+    on_tokens = request.on_tokens
+    if on_tokens is None:
+        return None
+
+    def listen(ids: list[int], log_probs: list[float]) -> None:
+        try:
+            on_tokens(index, ids, log_probs)
+        except Exception as error:  # noqa: BLE001 - a failing callback fails only its request
+            on_error(error)
+
+    return listen
 
 
 @dataclass(eq=False)
@@ -22,7 +88,7 @@ class ScheduledSample:
     settings: Sampling = Sampling()
     stream: int = 0
     """Its random stream."""
-    listener: Callable[[list[int], list[float]], None] | None = None
+    listener: Listener | None = None
     """Called with new tokens and their log-probs."""
     multi_turn: bool = False
     """It is a turn of a conversation, which may continue."""
