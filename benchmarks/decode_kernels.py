@@ -22,8 +22,8 @@ from rollout import SHAPES, load
 from torch.profiler import ProfilerActivity, profile
 
 from strop.rollout.base import Request, Sampling, build_engine
+from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.runner import Runner
-from strop.rollout.native.samples import ScheduledSample
 
 _TOKENS = 96
 _PROFILED = range(16, 64)

@@ -216,9 +216,9 @@ def padded_length(longest: int) -> int:
 
 
 _FEW_PROGRAMS = 384
-"""With up to three programs per multiprocessor of an H200, there is memory for a third stage: 34 instead of 41
-microseconds for 8 rows of 6,000 tokens at 1.5B. With more, they wait for memory: 81 instead of 67 for 64 rows
-of 4,000."""
+"""With up to three programs per multiprocessor of an H200, there is memory for a third stage: 34 instead of
+41 microseconds for 8 rows of 6,000 tokens at 1.5B. With more, they wait for memory: 81 instead of 67 for 64
+rows of 4,000."""
 
 
 def _shape(lanes: int, size: int, dtype: torch.dtype, *, few: bool) -> tuple[int, int, int]:
