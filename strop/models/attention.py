@@ -14,13 +14,10 @@ between two passes.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +25,12 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from strop.models import varlen
-from strop.models.lora import base_model, decoder_of
+from strop.models.lora import base_model
 from strop.models.packing import AttentionGroup, Packing
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-log = logging.getLogger(__name__)
 
 PACKED = "strop_packed"
 
@@ -220,68 +215,6 @@ def other_kinds(config: PreTrainedConfig) -> list[str]:
     chunks, keys that an indexer selects."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     return sorted(set(kinds) - PLAIN_KINDS)
-
-
-_obstacles: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
-
-
-def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Why sequences of this model cannot be packed into one row, or None."""
-    if model not in _obstacles:
-        _obstacles[model] = _find_obstacle(model)
-    return _obstacles[model]
-
-
-def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = False) -> bool:
-    """Whether to pack, where use_remove_padding asks for it. A model with an obstacle runs padded; a line of
-    the log says so."""
-    obstacle = packing_obstacle(model) if wanted else None
-    if obstacle is None:
-        return wanted
-    name = type(base_model(model)).__name__
-    if sequence_parallel:
-        raise ValueError(
-            f"{name} cannot run packed: {obstacle}. Sequence parallelism divides packed rows; set "
-            "ulysses_sequence_parallel_size=1."
-        )
-    _log_padded(name, padded_attention(model), obstacle)
-    return False
-
-
-@cache
-def _log_padded(name: str, attention: str, obstacle: str) -> None:
-    """Once, although every pass asks."""
-    log.info(
-        "%s runs with padded rows (use_remove_padding=False) and attn_implementation=%s: %s.",
-        name,
-        attention,
-        obstacle,
-    )
-
-
-def _find_obstacle(model: PreTrainedModel) -> str | None:
-    core = base_model(model)
-    kinds = ", ".join(other_kinds(model.config))
-    if getattr(model, "_is_stateful", False):
-        return "it carries a recurrent state along the row, which would run from one sequence into the next"
-    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
-        return "it attends in chunks counted from the beginning of the row"
-    if kinds:
-        return f"packed attention does not know its layers of the kind {kinds}"
-    for name, part in decoder_of(model).named_modules():
-        if isinstance(part, _ALONG_THE_ROW):
-            return f"{name} ({type(part).__name__}) would run from one sequence into the next"
-        if isinstance(getattr(part, "sinks", None), Tensor):
-            return "it has attention sinks, which packed attention does not know"
-    if not model._can_set_attn_implementation():
-        return "its attention function cannot be exchanged"
-    if "position_ids" not in inspect.signature(core.forward).parameters:
-        return "it counts positions from the beginning of the row"
-    return None
-
-
-_ALONG_THE_ROW = (nn.Conv1d, nn.RNNBase)
-"""Modules that mix neighbouring tokens of a row and know no borders between sequences."""
 
 
 def padded_attention(model: PreTrainedModel) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from strop.config.schema.model import ModelConfig
-from strop.models.attention import runs_packed
 from strop.models.heads import empty_scalar_model, load_scalar_model
+from strop.models.layouts.check import runs_packed
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
 from strop.models.lora import add_adapters, base_model, load_adapters
 from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
@@ -152,7 +152,7 @@ def _scalar_model(
         with meta_init():
             model = empty_scalar_model(_config(settings))
             nn.Module.to(model, dtype)
-            return _prepare(model, settings)
+        return _prepare(model, settings)
     model = load_scalar_model(
         source.name,
         _config(settings),

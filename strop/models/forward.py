@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
-from strop.models.attention import PACKED, padded_attention, runs_packed, set_attention
+from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
+from strop.models.layouts.check import runs_packed
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing

@@ -75,11 +75,20 @@ def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
     return [error(f"{key}.lora_rank", rank_message(model.lora_rank, hidden, f"its hidden size is {hidden}"))]
 
 
-def native_obstacles(config: PreTrainedConfig) -> list[str]:
-    """Kinds of layers that the native engine cannot sample from."""
-    from strop.models.attention import other_kinds
+def native_obstacle(config: PreTrainedConfig) -> str | None:
+    """Why the native engine cannot sample from such a model, measured on a small one; None if it can, or if
+    the model cannot be made small."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return other_kinds(config)
+    from strop.models.layouts.check import FAILURES
+    from strop.rollout.native.checked_engine import sampling_complaint
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    try:
+        return sampling_complaint(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    except FAILURES:
+        return None
 
 
 def head_findings(key: str, path: str | None, wanted: str) -> list[ConfigFinding]:

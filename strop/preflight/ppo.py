@@ -26,7 +26,7 @@ from strop.preflight.model_checks import (
     head_findings,
     local_model_config,
     lora_findings,
-    native_obstacles,
+    native_obstacle,
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport
@@ -158,10 +158,9 @@ def _positions(config: PpoConfig) -> list[ConfigFinding]:
     except ValueError as problem:
         return [error("actor_rollout_ref.model.path", str(problem))]
     if model_config is not None and engine_name(rollout) == "native":
-        kinds = native_obstacles(model_config)
-        if kinds:
-            message = f"the native engine does not know layers of the kind {', '.join(kinds)}; set it to hf."
-            return [error("actor_rollout_ref.rollout.name", message)]
+        obstacle = native_obstacle(model_config)
+        if obstacle is not None:
+            return [error("actor_rollout_ref.rollout.name", f"{obstacle} Set it to hf.")]
     limit = getattr(model_config, "max_position_embeddings", None)
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if not limit or tokens <= limit:

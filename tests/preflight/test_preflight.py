@@ -91,7 +91,8 @@ def test_layers_that_the_native_engine_does_not_know_are_refused(overrides, tmp_
     (tmp_path / "config.json").write_text(json.dumps(config))
     other = f"actor_rollout_ref.model.hf_config_path={tmp_path}"
     found = errors(examined(overrides, other))
-    assert "of the kind conv; set it to hf" in found["actor_rollout_ref.rollout.name"], found
+    assert "layers of the kind conv" in found["actor_rollout_ref.rollout.name"], found
+    assert "Set it to hf" in found["actor_rollout_ref.rollout.name"], found
     found = errors(examined(overrides, other, "actor_rollout_ref.rollout.name=hf"))
     assert "actor_rollout_ref.rollout.name" not in found
 

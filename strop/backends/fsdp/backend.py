@@ -26,9 +26,9 @@ from strop.backends.micro_batches import OutOfMemoryOnRanks, partition, shard_ro
 from strop.backends.optimizer import load_optimizer_state
 from strop.backends.single import ModuleBackend
 from strop.config.schema.model import FsdpConfig
-from strop.models.attention import runs_packed
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
+from strop.models.layouts.check import runs_packed
 from strop.models.lora import has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing

@@ -160,7 +160,7 @@ class Runner:
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__
-        return ValueError(f"{name} {problem}, so the native engine cannot drive it. Set rollout.name=hf.")
+        return ValueError(f"{name} {problem}; set rollout.name=hf.")
 
     def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: Tensor) -> Tensor:
         output = self.model(input_ids=ids, position_ids=positions, use_cache=False, rollout=step, **more)

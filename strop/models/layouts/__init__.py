@@ -1,0 +1,1 @@
+"""Which layouts of sequences a model computes right."""
