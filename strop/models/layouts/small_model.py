@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 61
+_POSITIONS = 128
 _WINDOW = 5
 """Windows and chunks become so small that sequences are longer."""
 _LAYERS = 6
@@ -79,7 +80,7 @@ _BY_SIZE: dict[int, tuple[str, ...]] = {
         *("mamba_n_groups", "n_groups", "mamba_ngroups", "index_topk_blocks"),
         *("first_k_dense_replace", "num_dense_layers", "attn_layer_offset"),
     ),
-    128: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"),
+    _POSITIONS: ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"),
     0: (
         *("pad_token_id", "bos_token_id", "eos_token_id", "eod_token_id"),
         *("num_nextn_predict_layers", "num_mtp_layers"),
@@ -87,6 +88,8 @@ _BY_SIZE: dict[int, tuple[str, ...]] = {
 }
 """The largest size in a small model, with the names that configurations give to such sizes."""
 _SIZES = {name: size for size, names in _BY_SIZE.items() for name in names}
+_EXACT = (VOCABULARY, _POSITIONS)
+"""Sizes that a model gets even if its own are smaller: what is measured has such ids and lengths."""
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks")
@@ -255,4 +258,7 @@ def _small(name: str, value: object, own: Mapping[str, object]) -> object:
         return value
     if name in _KEY_HEADS and value == _number(own, _HEADS):
         return min(value, _SIZES["num_attention_heads"])
-    return min(value, _SIZES.get(name, value))
+    size = _SIZES.get(name, value)
+    if name in _SIZES and size in _EXACT:
+        return size
+    return min(value, size)

@@ -50,3 +50,8 @@ def test_the_key_depends_on_structure_alone() -> None:
     wider = AutoConfig.for_model("llama", num_hidden_layers=80, hidden_size=8192)
     biased = AutoConfig.for_model("llama", attention_bias=True)
     assert config_key(llama) == config_key(wider) != config_key(biased)
+
+
+def test_a_vocabulary_may_be_smaller_than_that_of_a_small_model() -> None:
+    config: Any = small_config(AutoConfig.for_model("llama", vocab_size=17, max_position_embeddings=8))
+    assert config.vocab_size == 61 and config.max_position_embeddings == 128
