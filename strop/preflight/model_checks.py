@@ -7,7 +7,7 @@ import dataclasses
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from strop.config.derived import engine_name
 from strop.config.rules import ConfigFinding, error, warning
@@ -20,7 +20,7 @@ from strop.planning.knobs import SettingChange, changed
 from strop.preflight.report import PreflightReport
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from strop.config.schema.roots import TrainingConfig
 
@@ -85,8 +85,9 @@ def native_obstacle(config: PreTrainedConfig) -> str | None:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
+    kind = cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     try:
-        return sampling_complaint(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+        return sampling_complaint(kind, config)
     except FAILURES:
         return None
 

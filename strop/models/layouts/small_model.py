@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -125,7 +125,10 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def class_of(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The class that a model had before it was sharded."""
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    for kind in type(model).__mro__:
+        if not issubclass(kind, FSDPModule):
+            return cast("type[PreTrainedModel]", kind)
+    return type(model)
 
 
 def build_small(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -8,6 +8,7 @@ not know, or computes wrongly, is refused before the run, with the difference in
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,7 +97,7 @@ def measure_sampling(model: PreTrainedModel) -> Measured:
     return Measured(largest, f"its log-probs differ by up to {largest:.2g} from recomputed ones")
 
 
-def _log_probs(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> Tensor:
+def _log_probs(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     ids = torch.tensor([[*prompt, *answer]])
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
