@@ -115,6 +115,7 @@ def test_own_tool(kernel: Kernel, tmp_path: Path) -> None:
     assert best and all("<tool>" in response for response in best), best  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_sft_to_dpo(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("sft_to_dpo", tmp_path)
     losses = kernel.value("learned.metrics['train/loss']")

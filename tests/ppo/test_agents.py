@@ -71,7 +71,7 @@ def played(game: list[str], *more: str) -> dict[int, dict[str, float]]:
     return metrics(Path(loaded.config.trainer.default_local_dir))
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+@pytest.mark.parametrize("estimator", ["grpo", pytest.param("gae", marks=pytest.mark.slow)])
 def test_a_game_with_rewards_of_turns_is_learned(game: list[str], estimator: str, tmp_path: Path) -> None:
     steps = played(
         game,

@@ -52,18 +52,19 @@ def test_late_calls_are_given_up_and_the_rest_goes_on() -> None:
 
 def test_workers_run_side_by_side_but_never_more() -> None:
     running, most, lock = 0, 0, threading.Lock()
+    all_three = threading.Barrier(3, timeout=60)
 
     def busy(_: int) -> int:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.02)
+        all_three.wait()  # breaks if fewer than three run side by side
         with lock:
             running -= 1
         return 1
 
-    assert call_each(busy, range(12), workers=3, timeout=5) == [1] * 12
+    assert call_each(busy, range(12), workers=3, timeout=120) == [1] * 12
     assert most == 3
 
 

@@ -49,7 +49,7 @@ class Started:
                 stderr=subprocess.STDOUT,
             )
 
-    def wait_for(self, where: Callable[[WorkerState], bool], limit: float = 120) -> WorkerState:
+    def wait_for(self, where: Callable[[WorkerState], bool], limit: float = 300) -> WorkerState:
         """The first beat that is `where` it should be."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -65,7 +65,7 @@ class Started:
         return beat
 
     def kill_child(
-        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120
+        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 300
     ) -> int:
         """Kill a child of one of `parents` that Ray has named so, one that was not killed before; its number."""
         pid = self.child(title, parents, besides, limit)
@@ -73,7 +73,7 @@ class Started:
         return pid
 
     def child(
-        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 120
+        self, title: str, parents: Sequence[int], besides: Sequence[int] = (), limit: float = 300
     ) -> int:
         """The number of such a process, as soon as there is one."""
         deadline = time.monotonic() + limit
