@@ -11,6 +11,7 @@ from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
 from strop.rollout.native import kv_cache as memory
 from strop.rollout.native.kv_cache import KVCache
+from strop.rollout.native.runner import graph_rows
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, ids
 
@@ -168,3 +169,12 @@ def test_memory_is_measured_anew_when_an_engine_wakes_with_its_cache(monkeypatch
     assert engine._step_loop is not None and 0 == held[0] < held[1]
     cache = engine._step_loop.runner.cache
     assert 100 < engine._step_loop.scheduler.budget == cache.rows * cache.capacity == held[1] // PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(1, 1), (3, 4), (17, 24), (97, 128), (129, 160), (224, 224), (257, 320), (513, 640), (1000, 1024)],
+)
+def test_a_recorded_step_has_few_idle_rows(rows: int, size: int) -> None:
+    assert graph_rows(rows, 4096) == size
+    assert graph_rows(rows, rows) == rows  # never more than the cache has

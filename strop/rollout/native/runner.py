@@ -47,13 +47,16 @@ def uses_pages(device: torch.device) -> bool:
 
 
 def graph_rows(rows: int, limit: int) -> int:
-    """The number of rows of the CUDA graph for `rows`: powers of two, and half-way points from 16 on."""
+    """The number of rows of the CUDA graph for `rows`. Idle rows cost little while a step is bound by reading
+    the weights, up to about 128 rows; above, products take time in proportion, so sizes are closer."""
     size = 1
     while size < rows:
         size *= 2
-    middle = size * 3 // 4
-    if size > 16 and rows <= middle:
-        size = middle
+    if size > 128:
+        step = size // 8
+        size = -(-rows // step) * step
+    elif size > 16 and rows <= size * 3 // 4:
+        size = size * 3 // 4
     return min(size, limit)
 
 
