@@ -34,10 +34,7 @@ def messages() -> list[str]:
 
 def is_printed(message: str) -> bool:
     pieces = [piece.strip(" ") if index else piece for index, piece in enumerate(message.split("..."))]
-    for text in texts_of_the_package():
-        if all(piece in text for piece in pieces):
-            return True
-    return False
+    return any(all(piece in text for piece in pieces) for text in texts_of_the_package())
 
 
 def test_every_message_is_printed_by_the_code() -> None:
