@@ -20,14 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strop.models.residual import add_product
+
 MODELS = {
     "135M": (576, 1536, 960),
     "0.5B": (896, 4864, 1152),
     "1.5B": (1536, 8960, 2048),
     "7B": (3584, 18944, 4608),
+    "Qwen3-8B": (4096, 12288, 6144),
 }
 """Width of the stream, of the feed-forward part, and of queries, keys and values together."""
-ROWS = (4096, 1024, 640, 512, 384, 256, 128, 64, 32, 16, 8, 1)
+ROWS = (
+    *(4096, 2048, 1024, 768, 640, 512, 448, 384, 320, 256, 224, 192, 160, 128),
+    *(96, 64, 48, 32, 24, 16, 8, 4, 2, 1),
+)
 MANY = 20_000
 HEADS = {"135M": (9, 3, 64), "0.5B": (14, 2, 64), "7B": (28, 4, 128)}
 
@@ -52,7 +58,7 @@ def products(model: str, layer: str) -> dict[str, Any]:
     def product(rows: Tensor) -> Tensor:
         if stream is None:
             return states[rows] @ weight.t()
-        return torch.addmm(stream[rows], states[rows], weight.t(), out_dtype=torch.float32)
+        return add_product(stream[rows], states[rows], weight)
 
     together = product(torch.arange(MANY, device="cuda"))
     other = {}

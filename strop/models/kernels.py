@@ -285,3 +285,27 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     result: Tensor = _GatedSilu.apply(gate, up)
     return result
+
+
+# --- sums of partial products -------------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_in_order(stream, parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(stream + at, mask=inside)
+    for part in tl.static_range(PARTS):
+        total = total + tl.load(parts + part * count + at, mask=inside)
+    tl.store(out + at, total, mask=inside)
+
+
+def add_in_order(stream: Tensor, parts: Tensor, *, in_place: bool = False) -> Tensor:
+    """stream + parts[0] + parts[1] ..., from the left, in float32; `parts` [n, *stream.shape]. Both are
+    contiguous."""
+    out = stream if in_place else torch.empty_like(stream)
+    count = stream.numel()
+    _add_in_order[(triton.cdiv(count, 1024),)](
+        stream, parts, out, count, PARTS=len(parts), BLOCK=1024, num_warps=4
+    )
+    return out

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from strop.models.split_products import add_wide
+
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NARROW = (torch.bfloat16, torch.float16)
 Angles = TypeVar("Angles", Tensor, tuple[Tensor, ...])
@@ -199,7 +201,7 @@ class AddingLinear(nn.Linear):
 
 
 def add_product(stream: Tensor, states: Tensor, weight: Tensor, *, in_place: bool = False) -> Tensor:
-    """stream + states @ weight.T, rounded once, to the dtype of the stream; `in_place`: in its memory."""
+    """stream + states @ weight.T in the dtype of the stream; `in_place`: in its memory."""
     rows = states.reshape(-1, states.shape[-1])
     wide = stream.reshape(-1, stream.shape[-1])
     if in_place:
@@ -214,7 +216,7 @@ def _add_in_place(wide: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     if wide.dtype == rows.dtype:
         return wide.addmm_(rows, weight.t())
     if rows.is_cuda:
-        return torch.addmm(wide, rows, weight.t(), out_dtype=wide.dtype, out=wide)
+        return add_wide(wide, rows, weight, in_place=True)
     return wide.add_(rows.float() @ weight.t().float())
 
 
@@ -225,7 +227,7 @@ class _AddWide(torch.autograd.Function):
     def forward(ctx: Any, stream: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight)
         if rows.is_cuda:
-            return torch.addmm(stream, rows, weight.t(), out_dtype=stream.dtype)
+            return add_wide(stream, rows, weight)
         return stream + rows.float() @ weight.t().float()
 
     @staticmethod

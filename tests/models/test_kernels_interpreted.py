@@ -186,6 +186,18 @@ def test_small_parts_are_their_formulas_with_their_gradients():
         )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_partial_products_are_added_from_the_left(in_place):
+    from strop.models import kernels
+
+    torch.manual_seed(0)
+    stream, parts = torch.randn(7, 300), torch.randn(2, 7, 300)
+    expected = (stream + parts[0]) + parts[1]
+    given = stream.clone()
+    assert torch.equal(kernels.add_in_order(given, parts, in_place=in_place), expected)
+    assert torch.equal(given, expected if in_place else stream)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("entropy", [False, True], ids=["log_probs", "entropy"])
 def test_passes_over_logits_give_the_numbers_and_gradients_of_plain_torch(monkeypatch, entropy, temperature):

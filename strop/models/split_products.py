@@ -1,0 +1,61 @@
+"""stream + states @ weight.T on a GPU, with the same bits for any number of rows.
+
+cuBLAS sums over the inner dimension in one order as long as the output has enough tiles for all
+multiprocessors. A product with few rows and a long inner dimension (the ends of a layer's branches, in a
+decode step) has not: cuBLAS then divides the sum by a number that depends on the rows, and a token gets other
+bits in sampling than in training. So products with a long inner dimension are always two: that of the first
+half of the inner dimension and that of the second, each rounded to float32 and added to the stream in this
+order. Few rows compute both in one batched product; many rows compute one after the other.
+`benchmarks/agreement.py` measures that the bits are equal and what it costs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from strop.extras import MissingExtra, require
+
+_LONG = 2048
+"""Inner dimension from which cuBLAS was seen to divide sums; 1,536 was not."""
+_FEW_ROWS = 512
+"""Up to so many rows one batched product is faster than two. Two products alone have equal bits from 320 rows
+on."""
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        return require("strop.models.kernels", extra="gpu", why="Fast training on a GPU")
+    except MissingExtra:
+        return None
+
+
+def divides(inner: int) -> bool:
+    """Whether products with this inner dimension are computed as two."""
+    return inner >= _LONG and inner % 16 == 0
+
+
+def add_wide(stream: Tensor, rows: Tensor, weight: Tensor, *, in_place: bool = False) -> Tensor:
+    """float32 `stream` [N, out] + 16-bit `rows` [N, in] @ `weight` [out, in].T, without gradients."""
+    inner = rows.shape[1]
+    out = stream if in_place else None
+    if not divides(inner):
+        return torch.addmm(stream, rows, weight.t(), out_dtype=stream.dtype, out=out)
+    half = inner // 2
+    if len(rows) > _FEW_ROWS:
+        first = torch.addmm(stream, rows[:, :half], weight[:, :half].t(), out_dtype=stream.dtype, out=out)
+        return torch.addmm(first, rows[:, half:], weight[:, half:].t(), out_dtype=stream.dtype, out=first)
+    both = torch.bmm(
+        rows.unflatten(1, (2, half)).transpose(0, 1),
+        weight.unflatten(1, (2, half)).permute(1, 2, 0),
+        out_dtype=torch.float32,
+    )
+    kernels = _kernels()
+    if kernels is not None and stream.is_contiguous():
+        added: Tensor = kernels.add_in_order(stream, both, in_place=in_place)
+        return added
+    return torch.add(stream, both[0], out=out).add_(both[1])

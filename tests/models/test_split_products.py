@@ -1,0 +1,50 @@
+"""A token gets the same bits from a product whatever the other rows are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from strop.models.residual import add_product
+from strop.models.split_products import divides
+
+
+@pytest.mark.parametrize(
+    ("inner", "divided"), [(576, False), (1536, False), (2048, True), (2056, False), (8960, True)]
+)
+def test_long_products_are_divided(inner: int, divided: bool) -> None:
+    assert divides(inner) is divided  # halves begin at multiples of 16 bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner, outer", [(4864, 896), (8960, 1536), (3584, 3584), (1536, 1536)])
+def test_few_rows_have_the_bits_of_many(inner: int, outer: int) -> None:
+    torch.manual_seed(0)
+    states = torch.randn(6000, inner, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(outer, inner, device="cuda", dtype=torch.bfloat16) * inner**-0.5
+    stream = torch.randn(6000, outer, device="cuda")
+    together = add_product(stream, states, weight)
+    exact = stream.double() + states.double() @ weight.double().t()
+    torch.testing.assert_close(together.double(), exact, rtol=1e-5, atol=1e-4)
+    for count in (1, 2, 7, 8, 16, 33, 64, 100, 160, 256, 300, 512, 513, 1024, 4096):
+        some = torch.randperm(6000, device="cuda")[:count]
+        assert torch.equal(add_product(stream[some], states[some], weight), together[some]), count
+        given = stream[some]
+        assert add_product(given, states[some], weight, in_place=True).data_ptr() == given.data_ptr()
+        assert torch.equal(given, together[some]), count
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_divided_product() -> None:
+    torch.manual_seed(0)
+    given = [
+        torch.randn(40, 96, device="cuda"),
+        torch.randn(40, 4096, device="cuda", dtype=torch.bfloat16),
+        torch.randn(96, 4096, device="cuda", dtype=torch.bfloat16) / 64,
+    ]
+    above = torch.randn(40, 96, device="cuda").bfloat16().float()
+    leaves = [x.clone().requires_grad_() for x in given]
+    found = torch.autograd.grad(add_product(*leaves), leaves, above)
+    exact = [above.double(), above.double() @ given[2].double(), above.double().t() @ given[1].double()]
+    for gradient, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-2, atol=1e-2)
