@@ -51,9 +51,11 @@ class AdaptedRows:
     foreign: Tensor | None = None
     """For one product of all slots: [rows, slots * rank], True where the slot is not the row's."""
     padded: Tensor | None = None
-    """For a batched product: [slots, rows of a slot] rows by slot, filled up with any."""
+    """For a batched product: the rows of each slot in turn, as many for each slot, filled up with any."""
+    used_slots: int = 0
+    """Slots of `padded`."""
     real: Tensor | None = None
-    """Which of `padded`, flat, are not filling; None: all."""
+    """Which of `padded` are not filling; None: all."""
     groups: Sequence[tuple[int, Index]] = ()
     """For one product per adapter: numbers of adapters and their rows."""
 
@@ -254,11 +256,11 @@ class LoraBank:
                 table = torch.full((used, most), -1)
                 for slot, rows in zip(slots, by_number.values()):
                     table[slot, : len(rows)] = torch.tensor(rows)
-                real = (table.view(-1) >= 0).nonzero()[:, 0]
-                padded = table.clamp(min=0)
-                return AdaptedRows(
-                    count, adapted, padded=padded, real=real if len(real) < table.numel() else None
-                )
+                flat = table.view(-1)
+                real = None
+                if int(flat.min()) < 0:
+                    real = (flat >= 0).nonzero()[:, 0]
+                return AdaptedRows(count, adapted, padded=flat.clamp(min=0), used_slots=used, real=real)
         groups = [(number, _index(rows, count)) for number, rows in by_number.items()]
         return AdaptedRows(count, adapted, groups=groups)
 
@@ -268,9 +270,14 @@ class LoraBank:
         """Add the products of each row's adapter to `output`, in place."""
         for number, index in rows.groups:
             factors = self.loaded[number].factors.get(path)
-            if factors is not None:
-                first, second = factors
-                output[index] += (states[index] @ first.t()) @ second
+            if factors is None:
+                continue
+            first, second = factors
+            inner = states[index] @ first.t()
+            if isinstance(index, slice) and output.dtype == inner.dtype:
+                output[index].addmm_(inner, second)
+            else:
+                output[index] += inner @ second
         if path not in self._first:
             return
         if rows.foreign is not None:
@@ -283,10 +290,11 @@ class LoraBank:
             else:
                 output += inner @ second
         elif rows.padded is not None:
-            used = len(rows.padded)
-            inner = torch.bmm(states[rows.padded], self._first[path][:used].transpose(1, 2))
+            used = rows.used_slots
+            by_slot = states.index_select(0, rows.padded).view(used, -1, states.shape[1])
+            inner = torch.bmm(by_slot, self._first[path][:used].transpose(1, 2))
             added = torch.bmm(inner, self._second[path][:used]).flatten(0, 1)
-            targets = rows.padded.view(-1)
+            targets = rows.padded
             if rows.real is not None:
                 added = added[rows.real]
                 targets = targets[rows.real]
