@@ -19,7 +19,9 @@ from strop.backends.updates import LossScale
 from strop.models.lora import (
     FIRST_ADAPTER,
     activate_adapter,
+    adapted_layers,
     add_adapter,
+    compute_with_adapter,
     has_adapters,
     merge_into_base,
     remove_adapter,
@@ -46,6 +48,7 @@ class AdapterSet:
         self._backend = backend
         self.active = FIRST_ADAPTER
         self._trained = {FIRST_ADAPTER: self._current()}
+        self._layers = adapted_layers(backend.module)
 
     @property
     def names(self) -> list[str]:
@@ -92,6 +95,7 @@ class AdapterSet:
         scaling = None if backend.scaling is None else LossScale()
         self._trained[name] = TrainedParameters(weights, optimizer, schedule, scaling)
         activate_adapter(backend.module, active)
+        backend.module.train(backend.module.training)  # the new modules too
 
     def remove(self, name: str) -> None:
         """Delete an adapter and its optimizer state."""
@@ -111,7 +115,11 @@ class AdapterSet:
         backend = self._backend
         self._trained[self.active] = self._current()
         trained = self._trained[name]
-        activate_adapter(backend.module, name)
+        for parameter in backend.weights.parameters.values():
+            parameter.requires_grad_(False)
+        for parameter in trained.weights.parameters.values():
+            parameter.requires_grad_(True)
+        compute_with_adapter(backend.module, self._layers, name)
         backend.weights = trained.weights
         backend.optimizer = trained.optimizer
         backend.schedule = trained.schedule

@@ -302,6 +302,7 @@ class SingleBackend(ModuleBackend):
         master weights and optimizer state do, from the last update of a step to the next step."""
         settings = settings or BackendSettings()
         super().__init__(module, settings, Ranks())
+        self._mode: bool | None = None  # of all modules; None: not known
         module.to(self.device)
         heads = frozenset(name for name, _ in module.named_parameters() if HEAD in name.split(".")[:-1])
         self.weights = MasterWeights(module, compute=settings.compute, master=settings.master, keep=heads)
@@ -336,8 +337,14 @@ class SingleBackend(ModuleBackend):
         if self.offloading is not None:
             self.offloading.offload()
 
+    def _set_mode(self, *, training: bool) -> None:
+        """A model with many adapters has thousands of modules: walk through them only for another mode."""
+        if (self._mode, self.module.training) != (training, training):
+            self.module.train(training)
+            self._mode = training
+
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        self.module.eval()
+        self._set_mode(training=False)
         width = batch.mask.shape[1]
         tables: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -354,7 +361,7 @@ class SingleBackend(ModuleBackend):
     def _forward_backward(
         self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
     ) -> dict[str, float]:
-        self.module.train()
+        self._set_mode(training=True)
         parts = partition(batch, micro)
         losses = []
         reports = []

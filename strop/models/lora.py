@@ -187,6 +187,23 @@ def activate_adapter(model: Any, name: str) -> None:
     model.set_adapter(name)
 
 
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """The modules of peft that have the weights of all adapters."""
+    return [part for part in model.modules() if isinstance(getattr(part, "lora_B", None), nn.ModuleDict)]
+
+
+def compute_with_adapter(model: Any, layers: Sequence[Any], name: str) -> None:
+    """From now on the model computes with this adapter; which weights have gradients is the caller's.
+
+    `set_adapter` of peft walks through all modules and visits the weights of all adapters, which takes longer
+    than the kernels of a small pass.
+    """
+    for layer in layers:
+        layer._active_adapter = [name]
+    model.active_adapter = name
+    model.base_model.active_adapter = name
+
+
 def without_adapter_name(weight: str) -> str:
     """The name of a weight of an adapter, without the name of the adapter.
 

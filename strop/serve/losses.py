@@ -1,5 +1,5 @@
-"""The loss functions of the protocol. Each takes one datum's log-probs of its target tokens and its tensors,
-and returns the loss summed over tokens; a pass sums over its data, and divides by nothing.
+"""The loss functions of the protocol. Each takes the log-probs of target tokens and the tensors of the data,
+and returns the loss of each token; a pass sums over the tokens of all data, and divides by nothing.
 
     cross_entropy        -sum(log p * weights)
     importance_sampling  -sum(exp(log p - log q) * advantages)
@@ -128,9 +128,9 @@ def check_datum(index: int, datum: LossDatum, loss: ServedLoss, vocabulary: int,
             raise RequestRefused(400, f"data[{index}] {name} must be token ids from 0 to {vocabulary - 1}.")
 
 
-def datum_loss(
+def summed_loss(
     loss: ServedLoss, settings: Settings, log_probs: Tensor, inputs: Mapping[str, np.ndarray]
 ) -> Tensor:
-    """The summed loss of one datum from the log-probs of its targets."""
+    """The summed loss from the log-probs of targets."""
     tensors = {name: torch.tensor(inputs[name]).to(log_probs) for name in loss.inputs}
     return loss.function(log_probs, tensors, settings).sum()

@@ -20,7 +20,7 @@ from torch import Tensor
 from strop.backends.base import Outputs
 from strop.policy.batches import Datum
 from strop.rewards.server_requests import RequestRefused
-from strop.serve.losses import ServedLoss, datum_loss
+from strop.serve.losses import ServedLoss, summed_loss
 from strop.serve.messages import LossDatum
 from strop.types import Batch
 
@@ -74,27 +74,29 @@ class TargetRows:
         return Places(rows, columns, absent)
 
     def loss(self, loss: ServedLoss, settings: Mapping[str, float]) -> Callable[[Outputs, Batch], Tensor]:
-        """The loss of the request, from the outputs of all rows."""
+        """The loss of the request, from the outputs of all rows. The targets of all data are one flat tensor,
+        so a request has as few kernels with many data as with one."""
+        rows = np.concatenate([places.rows.reshape(-1) for places in self._places])
+        columns = np.concatenate([places.columns.reshape(-1) for places in self._places])
+        inputs = {}
+        for name in loss.inputs:
+            inputs[name] = np.concatenate([datum.inputs[name].reshape(-1) for datum in self._sources])
 
         def total(outputs: Outputs, batch: Batch) -> Tensor:
             table = outputs.log_probs
             assert table is not None
-            parts = []
-            for places, datum in zip(self._places, self._sources, strict=True):
-                rows = torch.as_tensor(places.rows, device=table.device)
-                columns = torch.as_tensor(places.columns, device=table.device)
-                parts.append(datum_loss(loss, settings, table[rows, columns], datum.inputs))
-            return torch.stack(parts).sum()
+            where = torch.from_numpy(rows * table.shape[1] + columns).to(table.device)
+            return summed_loss(loss, settings, table.reshape(-1)[where], inputs)
 
         return total
 
     def log_probs(self, found: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The log-probs of the targets of each datum, from those of all rows."""
+        starts = np.cumsum([0, *(len(row) for row in found)])
+        flat = np.concatenate(found)
         result = []
         for places in self._places:
-            values = np.empty(places.rows.shape, np.float32)
-            for place in np.ndindex(values.shape):
-                values[place] = found[int(places.rows[place])][int(places.columns[place])]
+            values = flat[starts[places.rows] + places.columns].astype(np.float32)
             values[places.absent] = np.nan
             result.append(values)
         return result

@@ -12,10 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from strop.models.lora import adapted_layers
 from strop.models.patches import PatchContext, _residual_add
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.adapters import adaptable, own_layers
+from strop.rollout.native.adapters import adaptable
 from strop.rollout.native.borrowed_model import _fused_qkv
 from tests.rollout import tiny
 
@@ -117,7 +118,7 @@ def test_a_model_with_an_adapter_of_its_own_uses_it_for_rows_that_name_none(dens
     for requests in (all_requests(), [Request(PROMPTS[1], adapter=name) for name in SPECS]):
         for request, (completion,) in zip(requests, engine.generate(requests, GREEDY)):
             check(expected[request.adapter], list(request.ids), completion)
-    assert not any(layer.disable_adapters for layer in own_layers(model)), "left as it was"
+    assert not any(layer.disable_adapters for layer in adapted_layers(model)), "left as it was"
 
 
 @FORMS

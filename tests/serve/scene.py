@@ -19,7 +19,7 @@ from strop.config.schema.training_service import ServiceConfig, ServiceModelConf
 from strop.serve.accounts import Accounts
 from strop.serve.app import build_app
 from strop.serve.host import HostFacts, PassResult
-from strop.serve.losses import ServedLoss, datum_loss
+from strop.serve.losses import ServedLoss, summed_loss
 from strop.serve.messages import LossDatum, SampledSequence
 from strop.serve.requests import AdamStep, SampleRequest
 from strop.serve.start import build_service
@@ -70,7 +70,7 @@ class FakeHost:
         for datum in data:
             log_probs = w - torch.tensor(datum.targets) / 100
             rows.append(log_probs.detach().numpy().astype(np.float32))
-            total = total + datum_loss(loss, settings, log_probs, datum.inputs)
+            total = total + summed_loss(loss, settings, log_probs, datum.inputs)
         if backward:
             total.backward()
             assert w.grad is not None

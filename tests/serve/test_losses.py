@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from strop.rewards.server_requests import RequestRefused
-from strop.serve.losses import LOSSES, check_datum, datum_loss, find_loss, loss_settings
+from strop.serve.losses import LOSSES, check_datum, find_loss, loss_settings, summed_loss
 from strop.serve.messages import LossDatum
 
 P = [-1.0, -0.2, -3.0]
@@ -46,7 +46,7 @@ SLOPES = {
 def test_a_loss_and_its_gradient_are_those_of_the_formula(name: str) -> None:
     log_probs = torch.tensor(P, dtype=torch.float64, requires_grad=True)
     values = {"weights": np.array(A), "advantages": np.array(A), "logprobs": np.array(Q)}
-    loss = datum_loss(LOSSES[name], loss_settings(LOSSES[name], {}), log_probs, values)
+    loss = summed_loss(LOSSES[name], loss_settings(LOSSES[name], {}), log_probs, values)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(BY_HAND[name], abs=1e-12)
     assert log_probs.grad is not None

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.serve.losses import LOSSES, datum_loss
+from strop.serve.losses import LOSSES, summed_loss
 from tests.serve.tiny import write_tiny_model
 
 pytestmark = pytest.mark.tinker
@@ -164,7 +164,7 @@ def test_losses_and_steps_are_those_computed_by_hand(said: dict[str, Any], folde
             inputs = {"weights": values, "advantages": values, "logprobs": sampled.tolist()}
             arrays = {key: torch.tensor(value).numpy() for key, value in inputs.items()}
             settings = {**LOSSES[name].settings, **changed.get(name, {})}
-            total = total + datum_loss(LOSSES[name], settings, log_probs, arrays)
+            total = total + summed_loss(LOSSES[name], settings, log_probs, arrays)
         assert found["loss"] == pytest.approx(float(total.detach()), rel=1e-5)
         total.backward()
         torch.nn.utils.clip_grad_norm_(leaves.values(), 0.5)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strop.models.lora import base_model
+from strop.models.lora import adapted_layers, base_model
 from strop.registry import did_you_mean
 
 NO_ADAPTER = 0
@@ -47,11 +46,6 @@ def adaptable(model: nn.Module) -> dict[str, nn.Linear]:
         if isinstance(part, nn.Linear) and ".lora_" not in path:
             found[path.removesuffix(".base_layer")] = part
     return found
-
-
-def own_layers(model: nn.Module) -> list[Any]:
-    """The modules of peft with adapters of the model itself."""
-    return [part for part in model.modules() if isinstance(getattr(part, "lora_B", None), nn.ModuleDict)]
 
 
 class Adapters:
@@ -168,7 +162,7 @@ def _check_model(model: nn.Module, name: str) -> None:
                 f"The adapter {name!r} cannot be loaded: the adapter of the model trains whole modules "
                 "(modules_to_save), which cannot be left out for single rows."
             )
-    for layer in own_layers(model):
+    for layer in adapted_layers(model):
         if layer.merged:
             raise ValueError(
                 f"The adapter {name!r} cannot be loaded: adapters of peft are merged into the weights of the "

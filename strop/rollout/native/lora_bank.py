@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from strop.models.lora import base_model
-from strop.rollout.native.adapters import NO_ADAPTER, LoadedAdapter, adaptable, own_layers
+from strop.models.lora import adapted_layers, base_model
+from strop.rollout.native.adapters import NO_ADAPTER, LoadedAdapter, adaptable
 
 _RANK_STEP = 8
 """Ranks of the bank are multiples of this."""
@@ -115,7 +115,7 @@ class LoraBank:
             self.hooks[path] = modules[path].register_forward_hook(self._adding_hook(path))
 
     def _watch_own_adapters(self) -> None:
-        self._own = [layer for layer in own_layers(self._model) if not layer.disable_adapters]
+        self._own = [layer for layer in adapted_layers(self._model) if not layer.disable_adapters]
         head = base_model(self._model).get_output_embeddings()
         self._head_parts = {head, getattr(head, "base_layer", None)}
         for i, layer in enumerate(self._own):
