@@ -215,7 +215,7 @@ TRACKERS.declare("trackio", "strop.run.trackers.trackio:TrackioTracker", library
 # settings: the keys of the `rollout` section that the engine takes. library: the package that must be
 # installed, unless rollout.engine_kwargs names another interpreter or a server that has it. own_weights: the
 # engine holds a copy of the weights, so each update needs a weight sync; other engines sample from the
-# trainer's module. fed: `generate` accepts further requests while it runs.
+# trainer's module. fed: `generate` accepts further requests while it runs, and calls `Request.on_done`.
 ENGINES = Registry(
     "rollout engine", facts={"settings": (), "library": None, "own_weights": False, "fed": False}
 )

@@ -181,19 +181,24 @@ class AsyncPlan:
     """Training steps from one weight sync to the next."""
     between_updates: int
     """Prompts that may start between two weight syncs. 0: each starts when its training step starts."""
+    over_sampling: float = 1.0
+    """Prompts that a step starts, as a multiple of those that it trains on."""
 
     @property
     def off_policy(self) -> bool:
         """Whether a step may train on responses of older weights."""
-        return self.between_updates > 0
+        return self.between_updates > 0 or self.over_sampling > 1
 
 
 def async_plan(config: PpoConfig) -> AsyncPlan:
     """How far sampling runs ahead of training."""
     settings = config.trainer.async_training
+    age: float
     if not (settings.enable or settings.partial_rollout):
-        return AsyncPlan(concurrent=False, interrupts=False, age=0, sync_steps=1, between_updates=0)
-    age: float = settings.max_policy_age
+        factor = config.actor_rollout_ref.rollout.over_sampling
+        age = settings.max_policy_age if factor > 1 else 0
+        return AsyncPlan(False, False, age, sync_steps=1, between_updates=0, over_sampling=factor)
+    age = settings.max_policy_age
     if settings.staleness_threshold is not None:
         age = settings.staleness_threshold
     steps = settings.trigger_parameter_sync_step if settings.enable else 1
@@ -247,6 +252,12 @@ def describe_async(config: PpoConfig) -> tuple[str, str] | None:
         return None
     where = "beside training" if plan.concurrent else "between steps"
     updates = "weight update" if plan.age == 1 else "weight updates"
+    if plan.over_sampling > 1:
+        return (
+            f"over-sampling by {plan.over_sampling:g}, at most {plan.age:g} {updates} old",
+            "prompts that are unfinished when a step has enough continue in the next one; "
+            f"{_off_policy_remedy(config)}",
+        )
     every = "every step" if plan.sync_steps == 1 else f"every {plan.sync_steps} steps"
     interrupted = "interrupted by a weight update" if plan.interrupts else "waited for at a weight update"
     return (

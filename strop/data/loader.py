@@ -16,7 +16,7 @@ from strop.data.prompts import PromptDataset, Split, content_fingerprint, order_
 from strop.data.selection import Indices, permutation
 from strop.data.workers import Prefetcher
 from strop.registry import load_attribute
-from strop.types import Prompt
+from strop.types import Prompt, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,23 @@ class RowSampler(Protocol):
     """
 
     def __iter__(self) -> Iterator[int]: ...
+
+
+class PromptLoader(Protocol):
+    """A `Loader` of prompts, or its wrapper that knows which of them were trained on."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def draw(self) -> list[Prompt]: ...
+
+    def update(self, trajectories: list[Trajectory]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Loader(Generic[Item]):

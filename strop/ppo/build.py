@@ -28,12 +28,14 @@ from strop.config.derived import (
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.config.schema.trainer import TrainerConfig
-from strop.data.loader import Loader, build_loader
+from strop.data.loader import Loader, PromptLoader, build_loader
 from strop.data.prompts import build_chat, build_prompts
+from strop.ppo.admission import AnswerLengths, LengthRecorder
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
 from strop.ppo.micro_batching import micro_batches
+from strop.ppo.over_sampling import OpenPrompts, OverSampling
 from strop.ppo.pretrain import Pretraining, build_pretraining
 from strop.ppo.rank_sharing import RankSampler, RankScorer
 from strop.ppo.roles import (
@@ -46,7 +48,7 @@ from strop.ppo.roles import (
 )
 from strop.ppo.run_ahead import AsyncRollout, DrawnAhead
 from strop.ppo.sampler import PromptSampler, Sampler, StepRollout, WeightSync
-from strop.ppo.trainer import PpoTrainer, PromptLoader
+from strop.ppo.trainer import PpoTrainer
 from strop.ppo.update import ActorUpdate, CriticUpdate
 from strop.ranks import Ranks
 from strop.registry import load_plugins
@@ -104,6 +106,12 @@ def build_ppo(
     collector = build_collector(config, sampler, tokenizer, module, device, ranks, given)
     run_ahead = build_run_ahead(config, sampler, collector.rollout, loader, plan.total_steps, ranks)
     collector.run_ahead = run_ahead
+    if isinstance(loader, OpenPrompts):
+        collector.run_ahead = build_over_sampling(
+            config, sampler, collector.rollout, loader, plan.total_steps, ranks
+        )
+    if collector.rollout.lengths is not None:
+        loader = LengthRecorder(loader, collector.rollout.lengths)
     sequences_per_update = config.actor_rollout_ref.actor.ppo_mini_batch_size * plan.samples_per_prompt
     pretraining = build_pretraining(config, tokenizer, sequences_per_update)
     average = average_of(roles.actor, config.trainer)
@@ -141,7 +149,10 @@ def rollout_seed(config: PpoConfig) -> int:
 
 def training_loader(config: PpoConfig, loader: Loader) -> PromptLoader:
     """The loader, or its wrapper that keeps its state right when prompts are drawn ahead of training."""
-    return DrawnAhead(loader) if async_plan(config).off_policy else loader
+    ahead = async_plan(config)
+    if ahead.over_sampling > 1:
+        return OpenPrompts(loader)
+    return DrawnAhead(loader) if ahead.off_policy else loader
 
 
 def build_kl_controller(config: PpoConfig) -> KLController:
@@ -178,6 +189,29 @@ def build_run_ahead(
         ranks=ranks,
         tensor_parallel=tensor_parallel_size(config.actor_rollout_ref.rollout),
         on_use=loader.used if isinstance(loader, DrawnAhead) else None,
+    )
+
+
+def build_over_sampling(
+    config: PpoConfig,
+    sampler: Sampler,
+    rollout: StepRollout,
+    prompts: OpenPrompts,
+    total_steps: int,
+    ranks: Ranks,
+) -> OverSampling:
+    """More prompts per step than it trains on (rollout.over_sampling)."""
+    settings = config.actor_rollout_ref.rollout
+    return OverSampling(
+        sampler,
+        rollout,
+        prompts,
+        factor=settings.over_sampling,
+        max_age=config.trainer.async_training.max_policy_age,
+        last_step=total_steps,
+        calls_back=ENGINES.entry(engine_name(settings)).facts["fed"] and not settings.nnodes,
+        ranks=ranks,
+        tensor_parallel=tensor_parallel_size(settings),
     )
 
 
@@ -277,6 +311,7 @@ def build_collector(
             sampling_for(rollout, tokenizer, module),
             rollout.n,
             greedy_baseline="greedy_baseline" in estimator_needs(config),
+            lengths=AnswerLengths() if rollout.admission_order == "longest_first" else None,
         ),
         scorer,
         group_filter=build_group_filter(config),

@@ -49,14 +49,13 @@ class TrajectoryScorer(Protocol):
 
 
 class SampleQueue(Protocol):
-    """Sampling ahead of training: `AsyncRollout`."""
-
-    @property
-    def prompts_ahead(self) -> int: ...
+    """Sampling ahead of training: `AsyncRollout` or `OverSampling`."""
 
     def sampling_allowed(self) -> AbstractContextManager[None]: ...
 
     def take(self, draw: Draw, prompts: int, step: int, first: int) -> tuple[int, Samples]: ...
+
+    def metrics(self) -> dict[str, float]: ...
 
     def close(self) -> bool: ...
 
@@ -189,7 +188,7 @@ class Collector:
             trajectories = self._collect(draw, prompts, step, record)
         record.add(self.episode_metrics())
         record.add(staleness(trajectories, step))
-        record.add({"staleness/prompts_ahead": self.run_ahead.prompts_ahead})
+        record.add(self.run_ahead.metrics())
         return trajectories
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:

@@ -103,10 +103,9 @@ class AsyncRollout:
         """The engine has new weights: further prompts may be started."""
         self._allowed = self._taken + self.between_syncs
 
-    @property
-    def prompts_ahead(self) -> int:
-        """Prompts that are being sampled or wait to be trained on."""
-        return self._started - self._taken
+    def metrics(self) -> dict[str, float]:
+        """How many prompts are being sampled or wait to be trained on."""
+        return {"staleness/prompts_ahead": self._started - self._taken}
 
     @contextmanager
     def sampling_allowed(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Protocol
 from strop.agents.episode import Episode
 from strop.agents.runner import AgentSetup, EpisodeRequest, EpisodeRunner
 from strop.backends.base import Backend
+from strop.ppo.admission import AnswerLengths
 from strop.rollout.base import Completion, Engine, Request, Sampling, stream_seed
 from strop.types import Prompt, Trajectory
 
@@ -105,7 +106,7 @@ class Sampler:
     ) -> list[Trajectory]:
         if not prompts:
             return []
-        requests = [self._request(numbered, sampling, n, step) for numbered in prompts]
+        requests = [self.request(numbered, sampling, n, step) for numbered in prompts]
         return _trajectories(prompts, self.engine.generate(requests, sampling))
 
     def _sample_from_queue(
@@ -121,12 +122,13 @@ class Sampler:
         def more(free_rows: int) -> list[Request]:
             fresh = list(islice(waiting, max(1, free_rows // n)))
             started.extend(fresh)
-            return [self._request(numbered, sampling, n, step) for numbered in fresh]
+            return [self.request(numbered, sampling, n, step) for numbered in fresh]
 
-        requests = [self._request(numbered, sampling, n, step) for numbered in prompts]
+        requests = [self.request(numbered, sampling, n, step) for numbered in prompts]
         return _trajectories(started, self.engine.generate(requests, sampling, more))
 
-    def _request(self, numbered: NumberedPrompt, sampling: Sampling, n: int, step: int) -> Request:
+    def request(self, numbered: NumberedPrompt, sampling: Sampling, n: int, step: int) -> Request:
+        """The request of all samples of a prompt."""
         group, prompt = numbered
         return Request(
             prompt.ids,
@@ -189,13 +191,20 @@ class StepRollout:
     samples_per_prompt: int
     greedy_baseline: bool = False
     """Also sample one greedy response per prompt."""
+    lengths: AnswerLengths | None = None
+    """Admits prompts with long answers in earlier epochs first. None: in the order drawn."""
 
     def generate(self, prompts: Sequence[NumberedPrompt], step: int) -> Samples:
         """Samples of all prompts, without scores."""
+        if self.lengths is not None:
+            prompts = self.lengths.longest_first(prompts, lambda numbered: numbered[1])
         samples = self.sampler.generate(prompts, self.sampling, self.samples_per_prompt, step)
         if self.greedy_baseline:
             greedy = self.sampler.generate(prompts, replace(self.sampling, temperature=0.0), 1, step)
             samples += Samples(greedy=greedy.trajectories, episodes=greedy.episodes)
+        if self.lengths is not None:
+            samples.trajectories.sort(key=lambda t: t.group)
+            samples.greedy.sort(key=lambda t: t.group)
         return samples
 
 

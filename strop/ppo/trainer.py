@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.training import StepRecord, speed_metrics, step_metrics
@@ -17,6 +16,7 @@ from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import Plan
 from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
+from strop.data.loader import PromptLoader
 from strop.ppo.collect import Collector, Validator
 from strop.ppo.experience import (
     ExperienceFacts,
@@ -34,24 +34,7 @@ from strop.run.checkpoint.contents import LoopState
 from strop.shared.dropped_step import drop_unfinished, drop_validation, end_if_stopped
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred, droppable
-from strop.types import Batch, Prompt, Trajectory, batch_of
-
-
-class PromptLoader(Protocol):
-    """A `Loader` of prompts, or its wrapper for asynchronous sampling."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def draw(self) -> list[Prompt]: ...
-
-    def update(self, trajectories: list[Trajectory]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
+from strop.types import Batch, Trajectory, batch_of
 
 
 @dataclass

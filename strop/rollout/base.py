@@ -63,6 +63,9 @@ class Request:
     """Called with (sample, ids, log-probs) as tokens are sampled, by engines that can stream."""
     adapter: str | None = None
     """The loaded LoRA adapter to sample with (AdapterEngine); None: the model as it is."""
+    on_done: Callable[[], None] | None = field(default=None, compare=False)
+    """Called once all samples are complete or aborted, before the next step of the engine, by engines that
+    step in the thread of `generate` (the fact `fed` of the catalog)."""
 
 
 MoreRequests = Callable[[int], Sequence[Request]]

@@ -19,6 +19,8 @@ BASE = [
     "algorithm.adv_estimator=grpo",
     "trainer.save_freq=8",
 ]
+OVER_KEY = "actor_rollout_ref.rollout.over_sampling"
+OVER = f"{OVER_KEY}=1.5"
 ON, CUT = f"{ASYNC}enable=true", f"{ASYNC}partial_rollout=true"
 
 
@@ -119,6 +121,19 @@ def test_the_plan_says_how_far_ahead():
             "calculate_log_probs",
             ["compares with the engine's log-probs"],
         ),
+        ([OVER, ON], "error", "over_sampling", ["1.5 with", "enable=true", "Set over_sampling=1"]),
+        ([OVER, CUT], "error", "over_sampling", ["partial_rollout=true"]),
+        ([OVER, f"{ASYNC}max_policy_age=0"], "error", "over_sampling", ["at least 1"]),
+        ([f"{OVER_KEY}=1.01"], "error", "over_sampling", ["1.01 times 32", "at least 1.03"]),
+        (
+            [OVER, "actor_rollout_ref.rollout.multi_turn.enable=true"],
+            "error",
+            "over_sampling",
+            ["a conversation cannot be cut"],
+        ),
+        ([OVER, "data.sampler.class_path=s.py"], "error", "data.sampler.class_path", ["over_sampling=1"]),
+        ([OVER, f"{ASYNC}use_rollout_log_probs=false"], "warning", "use_rollout_log_probs", ["new"]),
+        ([OVER, f"{ASYNC}staleness_threshold=0.5"], "warning", "staleness_threshold", ["enable=true"]),
     ],
 )
 def test_what_does_not_go_together(overrides, level, key, words):
@@ -126,6 +141,20 @@ def test_what_does_not_go_together(overrides, level, key, words):
         message for found, where, message in findings(*overrides) if found == level and where.endswith(key)
     ]
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("value", ["0.5", "2.5", "nan", "much"])
+def test_over_sampling_has_limits(value):
+    with pytest.raises(ValueError, match="over_sampling"):
+        config(f"{OVER_KEY}={value}")
+
+
+def test_over_sampling_is_corrected_and_shown():
+    assert findings(OVER, f"{ASYNC}max_policy_age=2") == []
+    chosen = config(OVER, f"{ASYNC}max_policy_age=2")
+    assert rollout_correction(chosen).rollout_is == "token"
+    rows = {name: value for name, value, _ in plan_ppo(chosen).table()}
+    assert rows["sampling"] == "over-sampling by 1.5, at most 2 weight updates old"
 
 
 def test_a_sound_asynchronous_configuration_has_no_findings():

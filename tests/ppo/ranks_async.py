@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,25 @@ def test_ranks_run_ahead_together(overrides, folder):
     steps = fit(overrides, folder / "run", *BESIDE, *PARTIAL, f"{ASYNC}staleness_threshold=1.5")
     assert [steps[step]["staleness/prompts_ahead"] for step in range(1, 5)] == [12, 12, 8, 0]
     assert max(steps[step]["staleness/max"] for step in range(1, 5)) in (1, 2)
+
+
+def test_ranks_over_sample_together(overrides, folder):
+    """Each rank waits for its share; a step has as many prompts as without, and no row comes twice."""
+    steps = fit(
+        overrides,
+        folder / "run",
+        "actor_rollout_ref.rollout.over_sampling=1.5",
+        "actor_rollout_ref.rollout.max_num_seqs=6",
+        f"trainer.rollout_data_dir={folder}/said",
+    )
+    rows = []
+    for step in range(1, 5):
+        lines = (folder / "said" / f"{step}.jsonl").read_text().splitlines()
+        assert len(lines) == 8 * 4
+        rows += [json.loads(line)["index"] for line in lines]
+    assert max(rows.count(row) for row in rows) == 4
+    assert max(steps[step]["over_sampling/carried_prompts"] for step in range(1, 5)) > 0
+    assert steps[4]["staleness/prompts_ahead"] == 0 and steps[4]["staleness/max"] <= 1
 
 
 def test_parcels_bring_everything():

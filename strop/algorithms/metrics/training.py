@@ -255,6 +255,7 @@ def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]
     tokens = 0
     total_age = 0
     oldest: int | None = None
+    old_tokens = 0
     old_samples = 0
     mixed_samples = 0
     for trajectory in trajectories:
@@ -265,12 +266,14 @@ def staleness(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]
             if count:
                 tokens += count
                 total_age += age * count
+                old_tokens += count if age > 0 else 0
                 oldest = age if oldest is None else max(oldest, age)
     if oldest is None:
         return {}
     return {
         "staleness/mean": total_age / tokens,
         "staleness/max": oldest,
+        "staleness/old_tokens": old_tokens / tokens,
         "staleness/old_samples": old_samples / len(trajectories),
         "staleness/mixed_samples": mixed_samples / len(trajectories),
     }

@@ -1,4 +1,4 @@
-"""Rules of `trainer.async_training`: sampling that runs ahead of training."""
+"""Rules of sampling that runs ahead of training: `trainer.async_training` and `rollout.over_sampling`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     from strop.config.schema.ppo import PpoConfig
 
 ASYNC = "trainer.async_training"
+OVER_SAMPLING = "actor_rollout_ref.rollout.over_sampling"
+KEYS_OF_OVER_SAMPLING = ("max_policy_age", "use_rollout_log_probs", "compute_prox_log_prob")
+"""Keys of trainer.async_training that over-sampling reads too."""
 
 
 def run_ahead(loaded: Loaded[PpoConfig]) -> Findings:
     """The bounds, the size of a step, and what does not work while sampling runs ahead."""
     plan = async_plan(loaded.config)
+    yield from _over_sampling(loaded.config)
     if not (plan.concurrent or plan.interrupts):
-        yield from _keys_without_effect(loaded)
+        yield from _keys_without_effect(loaded, plan)
+        if plan.off_policy:
+            yield from _unsupported(loaded.config, plan)
+            yield from _uncorrected(loaded.config)
         return
     yield from _staleness_bound(loaded)
     yield from _batches_per_step(loaded.config)
@@ -29,7 +36,12 @@ def run_ahead(loaded: Loaded[PpoConfig]) -> Findings:
             "actor_rollout_ref.rollout.free_cache_engine",
             f"no effect: with {ASYNC}.enable the engine never rests.",
         )
-    if plan.off_policy and not loaded.config.trainer.async_training.use_rollout_log_probs:
+    if plan.off_policy:
+        yield from _uncorrected(loaded.config)
+
+
+def _uncorrected(config: PpoConfig) -> Findings:
+    if not config.trainer.async_training.use_rollout_log_probs:
         yield warning(
             f"{ASYNC}.use_rollout_log_probs",
             "false: answers of older weights are trained on as if they were new. Leave it true unless you "
@@ -37,9 +49,46 @@ def run_ahead(loaded: Loaded[PpoConfig]) -> Findings:
         )
 
 
-def _keys_without_effect(loaded: Loaded[PpoConfig]) -> Findings:
+def _over_sampling(config: PpoConfig) -> Findings:
+    """Over-sampling carries prompts over one step at a time, which other ways to run ahead do differently."""
+    rollout = config.actor_rollout_ref.rollout
+    factor = rollout.over_sampling
+    if factor == 1:
+        return
+    settings = config.trainer.async_training
+    if settings.enable or settings.partial_rollout:
+        yield error(
+            OVER_SAMPLING,
+            f"{factor:g} with {ASYNC}.enable={str(settings.enable).lower()} and partial_rollout="
+            f"{str(settings.partial_rollout).lower()}: both start prompts of later steps. Set "
+            f"over_sampling=1, or {ASYNC}.enable=false and {ASYNC}.partial_rollout=false.",
+        )
+    if settings.max_policy_age == 0:
+        yield error(
+            OVER_SAMPLING,
+            f"{factor:g} trains on answers that older weights began, but {ASYNC}.max_policy_age=0 forbids "
+            "them. Set max_policy_age to at least 1, or over_sampling=1.",
+        )
+    prompts = config.data.gen_batch_size or config.data.train_batch_size
+    if round(factor * prompts) == prompts:
+        yield error(
+            OVER_SAMPLING,
+            f"{factor:g} times {prompts} prompts are {prompts} prompts: nothing is over-sampled. Set it to "
+            f"at least {(prompts + 1) / prompts:.3g}, or to 1.",
+        )
+    if rollout.multi_turn.enable:
+        yield error(
+            OVER_SAMPLING,
+            f"{factor:g} with multi_turn.enable=true: a conversation cannot be cut and saved. Set "
+            f"over_sampling=1, and {ASYNC}.partial_rollout=true to sample conversations ahead.",
+        )
+
+
+def _keys_without_effect(loaded: Loaded[PpoConfig], plan: AsyncPlan) -> Findings:
     for key in sorted(loaded.set_by_user):
         value = loaded.set_by_user[key]
+        if plan.off_policy and key.removeprefix(f"{ASYNC}.") in KEYS_OF_OVER_SAMPLING:
+            continue
         if key.startswith(ASYNC) and value not in (False, None):
             yield warning(
                 key, f"{value} has no effect without {ASYNC}.enable=true or {ASYNC}.partial_rollout=true."
@@ -77,11 +126,12 @@ def _unsupported(config: PpoConfig, plan: AsyncPlan) -> Findings:
         yield error(
             "data.sampler.class_path",
             "a curriculum chooses rows by what came of the step before, but rows are drawn ahead of "
-            f"training. Set {ASYNC}.max_policy_age=0, or do without data.sampler.",
+            f"training. Set {ASYNC}.max_policy_age=0 and rollout.over_sampling=1, or do without "
+            "data.sampler.",
         )
     rollout = config.actor_rollout_ref.rollout
     ranks = rollout.tensor_model_parallel_size
-    if ranks > 1 and not holds_weights(rollout):
+    if ranks > 1 and not holds_weights(rollout) and plan.over_sampling == 1:
         yield error(
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             f"{ranks} ranks sample together in the native engine, but with {ASYNC} each is interrupted at a "

@@ -223,6 +223,15 @@ class RolloutConfig:
     CPU."""
     max_num_seqs: int = setting(1024, at_least=1)
     """Maximum number of concurrent sequences."""
+    over_sampling: float = setting(1.0, at_least=1, at_most=2)
+    """Start this many times the prompts of a step, train on those whose samples finish first, and continue
+    the others in the next step under its weights. No prompt is dropped: at most
+    trainer.async_training.max_policy_age steps after its start a prompt is waited for. 1: each step samples
+    its own prompts."""
+    admission_order: str = setting("fcfs", choices=("fcfs", "longest_first"))
+    """The order in which the prompts of a step are given to the engine. fcfs: as drawn. longest_first: rows
+    with long answers in earlier epochs start first, which shortens the tail of a step that has more samples
+    than the engine runs at once. It does not change what is sampled."""
     enable_chunked_prefill: bool = setting(True)
     """Split the prefill of long prompts over engine steps."""
     enable_prefix_caching: bool = setting(True)
@@ -266,8 +275,8 @@ class RolloutConfig:
     """Disable the engine's own log."""
     use_fire_sampling: bool = inert(False, "not supported")
     """Sample the first token at a higher temperature."""
-    over_sample_rate: float = inert(0.0, "use data.gen_batch_size with algorithm.filter_groups")
-    """Fraction of additional requests."""
+    over_sample_rate: float = inert(0.0, "use rollout.over_sampling, which drops nothing")
+    """Fraction of requests that are dropped unfinished."""
     multi_stage_wake_up: bool = inert(False, "the engine wakes in one step")
     """Restore weights and KV cache separately."""
     skip_rollout: bool = inert(False, "use trainer.record_steps and strop replay")

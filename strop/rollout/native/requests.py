@@ -49,8 +49,12 @@ class RequestState:
         self._notify(was_done)
 
     def _notify(self, was_done: bool) -> None:
-        if self.done and not was_done and self.on_done is not None:
+        if was_done or not self.done:
+            return
+        if self.on_done is not None:
             self.on_done(self)
+        if self.request.on_done is not None:
+            self.request.on_done()
 
     def result(self) -> list[Completion]:
         """The completions in order. Raises the error of a failed request."""
