@@ -171,8 +171,8 @@ import json, sys, threading
 from pathlib import Path
 from strop.cli import main
 
-package, found, steps = Path(sys.argv[1]), {}, []
-AFTER_THE_STEP = ("save_and_log", "save_due")
+package, found, steps, others = Path(sys.argv[1]), {}, [], set()
+AFTER_THE_STEP = ("write_samples", "save_and_log", "save_due")
 
 def count(frame, event, argument):
     file = frame.f_code.co_filename
@@ -181,9 +181,11 @@ def count(frame, event, argument):
     name = frame.f_code.co_name
     if name == "train_step":
         steps.append("running")
+        others.update(threading.enumerate())
+        others.discard(threading.main_thread())
     if name in AFTER_THE_STEP and steps:
         steps[-1] = "over"
-    if steps[1:] == ["running"] and not name.startswith("<"):
+    if steps[1:] == ["running"] and not name.startswith("<") and threading.current_thread() not in others:
         found.setdefault(str(Path(file).relative_to(package)), set()).add(frame.f_code.co_qualname)
 
 threading.setprofile(count)
@@ -192,7 +194,9 @@ main(sys.argv[2:])
 sys.setprofile(None)
 print(json.dumps({file: sorted(names) for file, names in sorted(found.items())}))
 """
-"""A step is the second `train_step` and its report: sample, score, estimate, update. Not the logging."""
+"""A step is the second `train_step` and its report: sample, score, estimate, update, with the threads that it
+starts. What is written afterwards (samples, checkpoints, logs), also in a thread of its own while the next
+step runs, is not counted."""
 
 
 def print_step(few: int = 5) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -146,6 +147,14 @@ def _progress(step: int, start: int, end: int, *, bounded: bool = True) -> float
 def _cosine(progress: float, min_ratio: float, num_cycles: float) -> float:
     wave = math.cos(2 * math.pi * num_cycles * progress)
     return max(min_ratio, (1.0 + min_ratio) / 2 + (1.0 - min_ratio) / 2 * wave)
+
+
+def advance(schedule: LambdaLR) -> None:
+    """The next step of a schedule. A skipped update (or a trainer step without one, as in critic warm-up)
+    makes torch warn about the order of optimizer and scheduler."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        schedule.step()
 
 
 def set_schedule(schedule: LambdaLR, step: int) -> None:

@@ -31,6 +31,7 @@ from strop.backends.micro_batches import NonFiniteLoss, OomRetry, on_device, par
 from strop.backends.offload import Offloading, offload_saved_tensors
 from strop.backends.optimizer import (
     MasterWeights,
+    advance,
     load_optimizer_state,
     make_optimizer,
     make_schedule,
@@ -38,7 +39,7 @@ from strop.backends.optimizer import (
     optimizer_state,
     set_schedule,
 )
-from strop.backends.updates import LossScale, StepSettings, overridden, quiet_about_order
+from strop.backends.updates import LossScale, StepSettings, overridden
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.lora import adapters_off, has_adapters, merged_weights
@@ -181,9 +182,9 @@ class ModuleBackend(ABC):
     def step(self, settings: StepSettings | None = None) -> StepInfo:
         """Clip, update, clear gradients. `settings`: other hyperparameters for this update."""
         assert self.optimizer is not None, "a frozen model takes no steps"
-        if settings is None:
-            settings = StepSettings()
         grad_clip = self.settings.grad_clip
+        if settings is None:
+            return self._step(self.optimizer, grad_clip)
         if settings.grad_clip is not None:
             grad_clip = settings.grad_clip or None
         with overridden(self.optimizer, settings):
@@ -215,8 +216,7 @@ class ModuleBackend(ABC):
     def advance_schedule(self) -> None:
         """Once per trainer step: the learning rate of the next one."""
         assert self.schedule is not None, "a frozen model has no schedule"
-        with quiet_about_order():
-            self.schedule.step()
+        advance(self.schedule)
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside it LoRA adapters are off: the model before training."""

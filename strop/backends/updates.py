@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -65,15 +64,6 @@ def _decays(parameters: list[object]) -> bool:
             "vectors in one group. Set actor_rollout_ref.actor.optim.weight_decay to more than 0."
         )
     return True in dimensions
-
-
-@contextlib.contextmanager
-def quiet_about_order() -> Iterator[None]:
-    """A skipped update (or a trainer step without one, as in critic warm-up) makes torch warn about the order
-    of optimizer and scheduler."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
-        yield
 
 
 # --- loss scaling -------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.data.text import has_escaped_surrogate, refuse_surrogates
+from strop.data.chat import has_escaped_surrogate, refuse_surrogates
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:

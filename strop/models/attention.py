@@ -17,7 +17,8 @@ import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -245,3 +246,26 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             f"attn_implementation={name!r} cannot be used with {type(model).__name__}: "
             f"{error}{did_you_mean(name, known)} Always there: sdpa, eager."
         ) from error
+
+
+class SetAttention:
+    """`set_attention` as a change that can be undone (models/changes.py)."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self._model = ref(cast("PreTrainedModel", model))
+        self.name = name
+        self._before = name
+
+    def do(self) -> None:
+        model = self._model()
+        assert model is not None
+        self._before = str(model.config._attn_implementation)
+        set_attention(model, self.name)
+
+    def undo(self) -> None:
+        model = self._model()
+        if model is not None:
+            set_attention(model, self._before)
+
+    def can_undo(self) -> bool:
+        return True

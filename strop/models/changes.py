@@ -8,11 +8,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
-
-from strop.models.attention import set_attention
 
 
 class Change(Protocol):
@@ -91,25 +89,3 @@ class SetClass:
         """Not after FSDP2 has made a subclass of the class."""
         owner = self._owner()
         return owner is None or type(owner) is self.value
-
-
-class SetAttention:
-    """The attention function of every layer of a model."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        self._model = weakref.ref(model)
-        self.name = name
-        self._before: str = name
-
-    def do(self) -> None:
-        model: Any = self._model()
-        self._before = model.config._attn_implementation
-        set_attention(model, self.name)
-
-    def undo(self) -> None:
-        model: Any = self._model()
-        if model is not None:
-            set_attention(model, self._before)
-
-    def can_undo(self) -> bool:
-        return True

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from strop.extras import require
 from strop.models import fused_modules
-from strop.models.attention import padded_attention
-from strop.models.changes import Change, SetAttention, SetAttribute, SetClass, done, undo_changes
+from strop.models.attention import SetAttention, padded_attention
+from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
 from strop.models.lora import base_model
 from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds, widen_residual
 from strop.models.varlen import UseFlash, checked_flash, head_shapes

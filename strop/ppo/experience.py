@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import torch
 
-from strop.algorithms.advantages.base import AdvantageResult, Normalisation, estimate
+from strop.algorithms.advantages.base import AdvantageResult, Estimator, Normalisation, estimate
 from strop.algorithms.advantages.returns import reinforce
 from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.training import StepRecord, probability_drift
@@ -50,6 +50,8 @@ class ExperienceFacts:
     """The old log-probs are those that the rollout engine reported."""
     needs_sum_pi_squared: bool
     correction: RolloutCorrectionConfig
+    estimator: Estimator
+    """The function of algorithm.adv_estimator."""
     estimator_kwargs: Mapping[str, object]
     """algorithm.adv_kwargs."""
     min_group: int
@@ -81,6 +83,7 @@ class ExperienceFacts:
             needs_sum_pi_squared=actor.calculate_sum_pi_squared
             or "sum_pi_squared" in estimator_needs(config),
             correction=rollout_correction(config),
+            estimator=entry.load(),
             estimator_kwargs=advantage_kwargs(config).converted(),
             min_group=entry.facts["min_group"],
             rules=rules,
@@ -183,7 +186,7 @@ def _terminal_rewards(
         rows = rows_to_compare(trajectories, facts.min_group)
         if rows:
             result = estimate(
-                algorithm.adv_estimator,
+                facts.estimator,
                 rewards=scores[rows, None],
                 mask=torch.ones(len(rows), 1),
                 groups=torch.unique(batch.groups[rows], return_inverse=True)[1],
@@ -267,7 +270,7 @@ def _estimate(
         return reinforce(batch.rewards, batch.mask, normalisation=how, compat=algorithm.compat)
     weights = algorithm.gdpo_reward_weights
     return estimate(
-        algorithm.adv_estimator,
+        facts.estimator,
         rewards=batch.rewards,
         mask=batch.mask,
         groups=torch.unique(batch.groups, return_inverse=True)[1],

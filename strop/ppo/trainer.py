@@ -5,8 +5,9 @@ No algorithm is named here. Facts of the registry decide which models exist and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from strop.algorithms.kl import KLController
@@ -30,11 +31,16 @@ from strop.ppo.experience import (
     shape_rewards,
 )
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
+from strop.ranks import SharedFailure
+from strop.rewards.scorer import BrokenScorer
 from strop.run.checkpoint.contents import LoopState
-from strop.shared.dropped_step import drop_unfinished, drop_validation, end_if_stopped
+from strop.run.samples import UpdateLogProbs
+from strop.shared.dropped_step import drop_validation, end_if_stopped, save_before_end
 from strop.shared.run_output import RunOutput
-from strop.stopping import deferred, droppable
+from strop.stopping import StopRequested, deferred, droppable, requested
 from strop.types import Batch, Trajectory, batch_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,6 +68,8 @@ class PpoTrainer:
     """Another loss of the actor, in each update."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
     """Called after each update of the actor."""
+    update_log_probs: UpdateLogProbs | None = None
+    """What the update of this step computed on the way, for its samples."""
     step: int = 0
 
     def fit(self) -> None:
@@ -76,6 +84,7 @@ class PpoTrainer:
                 with record.phase("step"):
                     trajectories, batch = self.train_step(record)
                 self.report(record, trajectories, batch)
+                self.write_samples(record, trajectories, batch)
                 state = LoopState.of(self, self.step)
                 self.validate_if_due(record)
                 self.save_and_log(record)
@@ -118,8 +127,37 @@ class PpoTrainer:
     def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
         """The scored samples of the next prompts."""
         alone = self.output.ranks.world == 1  # several ranks must drop the step together
-        with drop_unfinished(self.output, self, record), droppable(alone):
+        with self.drop_unfinished(record), droppable(alone):
             return self.collector.collect(self.loader.draw, self.plan.prompts_per_step, self.step, record)
+
+    @contextmanager
+    def drop_unfinished(self, record: StepRecord) -> Iterator[None]:
+        """Around sampling and scoring, before anything is updated: if they fail, the state before the step is
+        saved (shared/dropped_step.py)."""
+        start = LoopState.of(self, self.step - 1)
+        try:
+            yield
+        except StopRequested as stop:
+            save_before_end(self.output, self, record, start, stop)
+            raise
+        except BrokenScorer:
+            self.step = start.step
+            if self.output.save_if_missing(self, record, start):
+                log.error(
+                    "Step %d is dropped; the checkpoint of step %d is complete, and the same command goes on "
+                    "from it.",
+                    *(start.step + 1, start.step),
+                )
+            raise
+        except Exception as error:  # raised again, as what a signal has caused if one came
+            number = requested()
+            if number is None or (self.output.ranks.world > 1 and not isinstance(error, SharedFailure)):
+                raise
+            # A signal for all processes of a run also ends its helpers: data workers, scorers, engines.
+            log.warning("Sampling failed after the signal: %s: %s", type(error).__name__, error)
+            caused = StopRequested(number)
+            save_before_end(self.output, self, record, start, caused)
+            raise caused from error
 
     def run_models(self, batch: Batch, record: StepRecord) -> Batch:
         """Add old log-probs, reference log-probs and values, where they are needed."""
@@ -176,7 +214,7 @@ class PpoTrainer:
         known = objective.known(batch, self.roles.actor.ranks)
         if known is not None:
             record.add(objective.drift(batch, known))
-        self.output.remember(known)
+        self.update_log_probs = known
         if actor.use_kl_loss:
             record.add({"actor/kl_coef": actor.kl_loss_coef})
 
@@ -197,7 +235,7 @@ class PpoTrainer:
         record.add(metrics)
 
     def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
-        """Add the metrics of a step to its record, and dump its samples."""
+        """Add the metrics of a step to its record."""
         data = self.config.data
         record.add(
             step_metrics(
@@ -213,8 +251,12 @@ class PpoTrainer:
             record.add(imbalance_metrics(batch.lengths, balanced_partitions(batch.lengths, devices)))
         record.add(self.collector.engine.stats(), prefix="rollout/")
         record.add({"training/global_step": self.step, "training/epoch": self.loader.epoch})
+
+    def write_samples(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
+        """Dump the samples of a step, and keep some for the board."""
         self.output.dump_rollouts(trajectories, self.step, record)
-        self.output.keep_samples(trajectories, batch, self.step, record)
+        self.output.keep_samples(trajectories, batch, self.step, record, self.update_log_probs)
+        self.update_log_probs = None
 
     @property
     def is_last_step(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from strop.algorithms.aggregation import Totals, aggregate
 from strop.algorithms.kl import kl_limits, kl_penalty
 from strop.algorithms.losses import value_loss
-from strop.algorithms.policy_losses.clipped import policy_loss
+from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import POLICY_LOSSES
 from strop.compat import conventions
@@ -67,7 +67,9 @@ class ActorUpdate:
         self.loss_mode: str = self.actor.policy_loss.loss_mode
         if correction.bypass_mode:
             self.loss_mode = "bypass_mode"
-        facts = POLICY_LOSSES.entry(self.loss_mode).facts
+        entry = POLICY_LOSSES.entry(self.loss_mode)
+        facts = entry.facts
+        self.policy_loss: Callable[..., PolicyLoss] = entry.load()
         self.aggregation: str = facts["aggregation"] or self.actor.loss_agg_mode
         other_terms = self.actor.use_kl_loss or self.actor.entropy_coeff or self.actor.aux_loss_coef
         self.skips_zero_advantages = (
@@ -166,7 +168,7 @@ class ActorUpdate:
             self._capture(micro, log_probs, _entropies(outputs))
             old_log_probs = log_probs.detach()
         found = policy_loss(
-            self.loss_mode,
+            self.policy_loss,
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             advantages=micro.advantages,
@@ -204,7 +206,10 @@ class ActorUpdate:
         all_log_probs: list[Tensor] = []
         all_entropies: list[Tensor] = []
         width = batch.mask.shape[1]
-        for shard in ranks.all_gather_object(local):
+        shards = [local]
+        if ranks.world > 1:
+            shards = ranks.all_gather_object(local)
+        for shard in shards:
             for row_ids, log_probs, entropy in shard:
                 all_ids.append(row_ids)
                 all_log_probs.append(pad_columns(log_probs, width)[:, :width])

@@ -134,6 +134,13 @@ class ScorerCall(NamedTuple):
     kwargs: Mapping[str, object] = {}
 
 
+class _Rule(NamedTuple):
+    """The function of a rule, and the settings that every call has."""
+
+    function: Callable[..., object]
+    settings: Mapping[str, object]
+
+
 class RuleScorer:
     """Scores each sample with the built-in or registered rule of its data source."""
 
@@ -151,6 +158,7 @@ class RuleScorer:
         self.timeout = min(timeout, TIME_LIMIT)
         self.sandbox = sandbox or SandboxFusionConfig()
         self._entries: dict[str, Entry] = {}
+        self._rules: dict[str, _Rule] = {}
 
     def __call__(self, sample: RewardSample) -> object:
         function, args, kwargs = self.call_for(sample)
@@ -162,12 +170,8 @@ class RuleScorer:
         """Return the call of the bare rule, for callers that run it in their own worker process."""
         entry = self._entry(sample.data_source)
         check_ground_truth(entry, sample.data_source, sample.ground_truth)
-        kwargs: dict[str, object] = {}
-        if entry.facts["runs_programs"]:
-            kwargs["sandbox"] = self.sandbox
-        if self.compat in entry.facts["compat"]:
-            kwargs["compat"] = self.compat
-        return ScorerCall(entry.load(), (sample.solution_str, sample.ground_truth), kwargs)
+        function, kwargs = self._rule(entry)
+        return ScorerCall(function, (sample.solution_str, sample.ground_truth), kwargs)
 
     def concurrency(self, samples: Sequence[RewardSample]) -> int:
         """Return how many samples to score at the same time: more than 1 only for rules that run programs.
@@ -185,6 +189,16 @@ class RuleScorer:
         if data_source not in self._entries:  # matching patterns costs more than most rules do
             self._entries[data_source] = find_scorer(data_source)
         return self._entries[data_source]
+
+    def _rule(self, entry: Entry) -> _Rule:
+        if entry.name not in self._rules:
+            settings: dict[str, object] = {}
+            if entry.facts["runs_programs"]:
+                settings["sandbox"] = self.sandbox
+            if self.compat in entry.facts["compat"]:
+                settings["compat"] = self.compat
+            self._rules[entry.name] = _Rule(entry.load(), settings)
+        return self._rules[entry.name]
 
     def close(self) -> None:
         """There is nothing to close."""

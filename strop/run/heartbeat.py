@@ -21,7 +21,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from strop.stopping import requested
@@ -100,11 +100,10 @@ class Heartbeat:
         """Seconds since this worker entered its phase, by the monotonic clock."""
         return time.monotonic() - self._phase_start
 
-    def beat(self, step: int, phase: str) -> None:
-        """Record that this worker entered a phase. A file that cannot be written does not stop a run."""
-        self.last = WorkerState(
-            self.last.rank, self.last.world, self.last.host, self.last.pid, step, phase, time.time()
-        )
+    def beat(self, step: int, phase: str | None) -> None:
+        """Record that this worker entered a phase, or (None) left one. A file that cannot be written does not
+        stop a run."""
+        self.last = replace(self.last, step=step, phase=phase or BETWEEN_PHASES, since=time.time())
         self._phase_start = time.monotonic()
         temporary = self._path.with_name(f".{self._path.name}.new")
         try:

@@ -56,7 +56,6 @@ class SampleWriter:
         self.folder = directory / FOLDER
         self.max_samples = max_samples
         self.texts = texts
-        self._update_log_probs: UpdateLogProbs | None = None
         self._warned = threading.Lock()
         """Held from the first warning on."""
         self._jobs: queue.Queue[SampleJob | None] = queue.Queue(MAX_PENDING_STEPS)
@@ -76,16 +75,16 @@ class SampleWriter:
         except OSError as error:
             self._warn_once(f"older samples could not be put away: {error}")
 
-    def set_update_log_probs(self, log_probs: UpdateLogProbs | None) -> None:
-        """Log-probs from the update of this step; they belong to the next `submit`."""
-        self._update_log_probs = log_probs
-
     def submit(
-        self, split: str, step: int, trajectories: Sequence[Trajectory], batch: Batch | None = None
+        self,
+        split: str,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        batch: Batch | None = None,
+        log_probs: UpdateLogProbs | None = None,
     ) -> None:
-        """Queue a step for writing. `batch` has the same rows, in the same order."""
-        log_probs = self._update_log_probs
-        self._update_log_probs = None
+        """Queue a step for writing. `batch` has the same rows, in the same order; `log_probs` are those of
+        its update."""
         rows = choose_rows(trajectories, self.max_samples)
         if not rows:
             return

@@ -12,42 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from strop.algorithms.metrics.training import StepRecord
-from strop.ranks import SharedFailure
-from strop.rewards.scorer import BrokenScorer
 from strop.run.checkpoint.contents import Loop, LoopState
 from strop.shared.run_output import RunOutput
 from strop.stopping import StoppedByCaller, StopRequested, first_request, mark_saved, requested
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def drop_unfinished(output: RunOutput, loop: Loop, record: StepRecord) -> Iterator[None]:
-    """Around the sampling and scoring of a step, before anything is updated."""
-    start = LoopState.of(loop, loop.step - 1)
-    try:
-        yield
-    except StopRequested as stop:
-        save_before_end(output, loop, record, start, stop)
-        raise
-    except BrokenScorer:
-        loop.step = start.step
-        if output.save_if_missing(loop, record, start):
-            log.error(
-                "Step %d is dropped; the checkpoint of step %d is complete, and the same command goes on "
-                "from it.",
-                *(start.step + 1, start.step),
-            )
-        raise
-    except Exception as error:  # raised again, as what a signal has caused if one came
-        number = requested()
-        if number is None or (output.ranks.world > 1 and not isinstance(error, SharedFailure)):
-            raise
-        # A signal for all processes of a run also ends its helpers: data workers, scorers, engines.
-        log.warning("Sampling failed after the signal: %s: %s", type(error).__name__, error)
-        caused = StopRequested(number)
-        save_before_end(output, loop, record, start, caused)
-        raise caused from error
 
 
 def save_before_end(

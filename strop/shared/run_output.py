@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from strop.run.checkpoint.resume import ResumePoint, delete_checkpoint, log_conf
 from strop.run.checkpoint.retention import RetentionPolicy, save_is_due
 from strop.run.checkpoint.store import Checkpoints, Export, load
 from strop.run.health.monitor import HealthMonitor
-from strop.run.heartbeat import BETWEEN_PHASES, start_heartbeat
+from strop.run.heartbeat import start_heartbeat
 from strop.run.profile.capture import StepProfiler
 from strop.run.samples import (
     SampleWriter,
@@ -117,10 +118,7 @@ class RunOutput:
 
     def record(self, step: int) -> StepRecord:
         """An empty record; its phases reach the heartbeat and the profiler."""
-
-        def on_phase(phase: str | None) -> None:
-            self._heart.beat(step, phase or BETWEEN_PHASES)
-
+        on_phase = partial(self._heart.beat, step)
         if self.profiler.tool is None:
             return StepRecord(on_phase)
         return StepRecord(on_phase, around=lambda phase: self.profiler.phase(step, phase))
@@ -375,19 +373,19 @@ class RunOutput:
                 dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
                 write_transcripts(folder, step, trajectories, decode=self.decode)
 
-    def remember(self, known: UpdateLogProbs | None) -> None:
-        """Keep the log-probs that the update of this step computed, for its samples."""
-        if self.samples is not None and self.ranks.is_rank0:
-            self.samples.set_update_log_probs(known)
-
     def keep_samples(
-        self, trajectories: list[Trajectory], batch: Batch, step: int, record: StepRecord
+        self,
+        trajectories: list[Trajectory],
+        batch: Batch,
+        step: int,
+        record: StepRecord,
+        log_probs: UpdateLogProbs | None,
     ) -> None:
-        """Keep some samples of a step for the board."""
+        """Keep some samples of a step for the board. `log_probs`: what its update computed on the way."""
         self._show_samples("train", step, trajectories)
         if self.samples is not None and self.ranks.is_rank0:
             with record.phase("keep_samples"):
-                self.samples.submit("train", step, trajectories, batch)
+                self.samples.submit("train", step, trajectories, batch, log_probs)
 
     def _show_samples(self, split: str, step: int, samples: list[Trajectory]) -> None:
         if self.observer is not None and self.observer.wants_samples:

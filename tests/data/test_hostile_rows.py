@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.data.chat import Chat
+from strop.data.chat import Chat, has_escaped_surrogate, lone_surrogate, refuse_surrogates
 from strop.data.files import open_file
-from strop.data.text import has_escaped_surrogate, lone_surrogate, refuse_surrogates
 from strop.quickstart.tiny_model import tiny_tokenizer
 
 PLAIN = [{"prompt": "1+1=", "extra": {"a": [1, "é", "\U0001f600"]}}, {"prompt": "2+2=", "extra": None}]

@@ -11,7 +11,7 @@ where the default differs. Inputs are detached here, so no gradient flows throug
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -25,6 +25,8 @@ from strop.compat import Compat, conventions
 
 __all__ = ["AdvantageResult", "estimate"]
 
+Estimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
 
 class AdvantageResult(NamedTuple):
     """Both [B, T]. `advantages` weigh the policy loss, `returns` are the targets of a critic."""
@@ -34,28 +36,27 @@ class AdvantageResult(NamedTuple):
 
 
 def estimate(
-    name: str, *, hyperparameters: Mapping[str, object] | None = None, **available: object
+    estimator: str | Estimator, *, hyperparameters: Mapping[str, object] | None = None, **available: object
 ) -> AdvantageResult:
-    """Call the estimator registered as `name` with those of the `available` arguments that its signature
-    names, and with all `hyperparameters`, which replace available arguments of the same name.
+    """Call an estimator, given as function or by name, with those of the `available` arguments that its
+    signature names, and with all `hyperparameters`, which replace available arguments of the same name.
 
     An available argument that is None counts as missing. A plugin may return one tensor, or a pair.
     """
-    estimator = ADVANTAGES.get(name)
-    parameters = inspect.signature(estimator).parameters.values()
+    function = ADVANTAGES.get(estimator) if isinstance(estimator, str) else estimator
+    parameters = inspect.signature(function).parameters.values()
     given = {key: value for key, value in available.items() if value is not None}
     given.update(hyperparameters or {})
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing:
         raise ValueError(
-            f"The advantage estimator {name!r} needs {', '.join(missing)}, but only "
-            f"{', '.join(sorted(given))} are available."
+            f"The advantage estimator {getattr(function, '__name__', function)!r} needs "
+            f"{', '.join(missing)}, but only {', '.join(sorted(given))} are available."
         )
-    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if not takes_any_name:
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         given = {p.name: given[p.name] for p in named if p.name in given}
-    result = estimator(**given)
+    result = function(**given)
     if isinstance(result, Tensor):
         return AdvantageResult(result, result)
     return AdvantageResult(*result)
@@ -69,8 +70,7 @@ def checked_rewards(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     A reward that is not finite is refused where the mask is set and read as 0 elsewhere.
     """
-    rewards, mask, _ = checked_scores(rewards, mask)
-    return rewards, mask
+    return checked_scores(rewards, mask)[:2]
 
 
 def checked_scores(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

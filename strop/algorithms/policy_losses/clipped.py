@@ -14,6 +14,7 @@ micro-batches cannot change the result. If a formula is only defined for one red
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -33,8 +34,9 @@ class PolicyLoss(NamedTuple):
     metrics: dict[str, Tensor]  # [B, T] each, without gradient, to be averaged over the mask
 
 
-def policy_loss(name: str, **available: object) -> PolicyLoss:
-    """Call the loss `name` with those of the `available` arguments that its signature names.
+def policy_loss(loss: str | Callable[..., PolicyLoss], **available: object) -> PolicyLoss:
+    """Call a loss, or the one with this name, with those of the `available` arguments that its signature
+    names.
 
     >>> import torch
     >>> one = torch.ones(1, 2)
@@ -42,7 +44,7 @@ def policy_loss(name: str, **available: object) -> PolicyLoss:
     >>> policy_loss("gpg", **inputs, clip_low=0.2).per_token
     tensor([[1., 1.]])
     """
-    function = POLICY_LOSSES.get(name)
+    function = POLICY_LOSSES.get(loss) if isinstance(loss, str) else loss
     parameters = inspect.signature(function).parameters
     named = {key: p for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD}
     chosen = available
@@ -51,7 +53,8 @@ def policy_loss(name: str, **available: object) -> PolicyLoss:
     missing = [key for key, p in named.items() if p.default is p.empty and key not in chosen]
     if missing:
         raise ValueError(
-            f"The policy loss {name!r} needs {', '.join(missing)}; given were {', '.join(sorted(available))}."
+            f"The policy loss {getattr(function, '__name__', function)!r} needs {', '.join(missing)}; given "
+            f"were {', '.join(sorted(available))}."
         )
     result: PolicyLoss = function(**chosen)
     return result

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.models import fused_modules
-from strop.models.changes import Change, SetAttention, SetAttribute, done, undo_changes
+from strop.models.attention import SetAttention
+from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
@@ -139,10 +140,12 @@ class RolloutPatches:
             self._changes = self._found()
             return
         with _undone_on_error(self._changes):
-            done(self._changes)
+            for change in self._changes:
+                change.do()
 
     def undo(self) -> None:
-        undo_changes(self._changes or [])
+        for change in reversed(self._changes or []):
+            change.undo()
 
     def _found(self) -> list[Change]:
         """Find and make the changes, after those of training."""
@@ -216,7 +219,8 @@ class PackedLinear:
     def apply(self) -> None:
         """Use the copies again, in the next rollout under the same weights."""
         if not self._applied:
-            done(self.changes)
+            for change in self.changes:
+                change.do()
             self._applied = True
 
     def undo(self) -> None:
