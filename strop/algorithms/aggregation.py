@@ -16,6 +16,7 @@ contribute exact zeros to the value and to the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,12 @@ class Totals:
         return cls(max(tokens, 1), max(sequences, 1), float(width or max(mask.shape[-1], 1)))
 
 
-def aggregate(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Tensor:
-    """The contribution of `per_token` [B, T] over `mask` [B, T] to the loss of the step, by the named mode.
+Aggregation = Callable[[Tensor, Tensor, Totals], Tensor]
+
+
+def aggregate(per_token: Tensor, mask: Tensor, mode: str | Aggregation, totals: Totals) -> Tensor:
+    """The contribution of `per_token` [B, T] over `mask` [B, T] to the loss of the step, by an aggregation or
+    the one with this name.
 
     An aggregation gets the losses with zeros outside the mask, the mask as zeros and ones, and the totals.
     """
@@ -64,8 +69,8 @@ def aggregate(per_token: Tensor, mask: Tensor, mode: str, totals: Totals) -> Ten
     # Half precision can neither sum nor count the tokens of a row.
     per_token = per_token.to(torch.promote_types(per_token.dtype, torch.float32))
     weights = as_weights(mask, per_token.dtype)
-    share: Tensor = AGGREGATIONS.get(mode)(masked_fill_zero(per_token, mask, weights), weights, totals)
-    return share
+    function: Aggregation = AGGREGATIONS.get(mode) if isinstance(mode, str) else mode
+    return function(masked_fill_zero(per_token, mask, weights), weights, totals)
 
 
 def token_sum(per_token: Tensor, mask: Tensor, totals: Totals) -> Tensor:

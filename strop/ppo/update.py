@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import Totals, aggregate
+from strop.algorithms import aggregation
+from strop.algorithms.aggregation import Aggregation, Totals, aggregate
 from strop.algorithms.kl import kl_limits, kl_penalty
 from strop.algorithms.losses import value_loss
 from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
-from strop.catalog import POLICY_LOSSES
+from strop.catalog import AGGREGATIONS, POLICY_LOSSES
 from strop.compat import conventions
 from strop.config.derived import clip_range
 from strop.config.hyperparameters import policy_loss_kwargs
@@ -46,7 +47,7 @@ def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int)
 
 
 def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:
-    return aggregate(values, mask, "token-mean", totals).detach()
+    return aggregate(values, mask, aggregation.token_mean, totals).detach()
 
 
 @dataclass
@@ -70,7 +71,7 @@ class ActorUpdate:
         entry = POLICY_LOSSES.entry(self.loss_mode)
         facts = entry.facts
         self.policy_loss: Callable[..., PolicyLoss] = entry.load()
-        self.aggregation: str = facts["aggregation"] or self.actor.loss_agg_mode
+        self.aggregation: Aggregation = AGGREGATIONS.get(facts["aggregation"] or self.actor.loss_agg_mode)
         other_terms = self.actor.use_kl_loss or self.actor.entropy_coeff or self.actor.aux_loss_coef
         self.skips_zero_advantages = (
             self.actor.skip_zero_advantages and facts["proportional"] and not other_terms

@@ -214,13 +214,12 @@ class PackedLinear:
         self._steps += 1
         if self._steps == _STEPS and is_chosen(self._model, PACKED_LINEAR):
             self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
-            self._applied = True
+            self._applied = bool(self.changes)
 
     def apply(self) -> None:
         """Use the copies again, in the next rollout under the same weights."""
-        if not self._applied:
-            for change in self.changes:
-                change.do()
+        if self.changes and not self._applied:
+            done(self.changes)
             self._applied = True
 
     def undo(self) -> None:
