@@ -112,6 +112,10 @@ class GenerationRolloutConfig(RolloutConfig):
     """A key of training runs."""
     log_prob_micro_batch_size: int | None = inert(None, _NO_TRAINING)
     """A key of training runs."""
+    over_sampling: float = inert(1.0, _NO_TRAINING)
+    """A key of training runs."""
+    admission_order: str = inert("fcfs", _NO_TRAINING)
+    """A key of training runs."""
 
 
 @dataclass(eq=False)
