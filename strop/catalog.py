@@ -233,6 +233,7 @@ ENGINES.declare(
         "gpu_memory_utilization",
         "cache_bytes",
         "enforce_eager",
+        "speculation",
     ),
 )
 _outside = (

@@ -191,6 +191,7 @@ ENGINE_SETTINGS = (
     "enable_prefix_caching",
     "gpu_memory_utilization",
     "enforce_eager",
+    "speculation",
     "cudagraph_capture_sizes",
     "free_cache_engine",
     "tensor_model_parallel_size",

@@ -275,3 +275,19 @@ def test_transports_of_weights_that_are_not_there():
         "unknown setting 'foldr'"
         in errors(rollout, f"+{path}.engine_kwargs.foldr=x")[f"{path}.engine_kwargs"]
     )
+
+
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("draft_model=small", "draft_model"),
+        ("mtp=true", "mtp"),
+        ("min_match=9", "min_match"),
+        ("enable=true actor_rollout_ref.rollout.name=hf", "enable"),
+    ],
+)
+def test_speculation_that_cannot_be_is_refused(override, key):
+    prefix = "actor_rollout_ref.rollout.speculation"
+    messages = errors(*f"{prefix}.{override}".split())
+    assert set(messages) == {f"{prefix}.{key}"}
+    assert not errors(f"{prefix}.enable=true", f"{prefix}.num_tokens=3")

@@ -41,6 +41,7 @@ PPO: tuple[Rule, ...] = (
     rollout.weight_transport,
     rollout.engine_size,
     rollout.engine_library,
+    rollout.speculation,
     actor.reference_pool,
     critic.resource_pool,
     reward.resource_pool,

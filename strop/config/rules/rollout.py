@@ -164,3 +164,34 @@ def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
             f"{library} is not installed; the native engine samples instead ({path}.strict=true would "
             f"refuse). {advice}",
         )
+
+
+def speculation(loaded: Loaded[PpoConfig]) -> Findings:
+    """Speculative decoding is a part of the native engine, which guesses from earlier tokens only."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    path = f"{ROLLOUT}.speculation"
+    settings = rollout.speculation
+    if settings.draft_model is not None:
+        yield error(
+            f"{path}.draft_model",
+            f"{settings.draft_model} cannot draft: draft models are not supported yet. Leave it null; tokens "
+            "are guessed from the prompt and from earlier answers.",
+        )
+    if settings.mtp:
+        yield error(
+            f"{path}.mtp",
+            "multi-token prediction heads are not supported yet. Set false; tokens are guessed from the "
+            "prompt and from earlier answers.",
+        )
+    if settings.min_match > settings.max_match:
+        yield error(
+            f"{path}.min_match",
+            f"{settings.min_match} tokens can never match, because only max_match={settings.max_match} are "
+            "compared. Set min_match to at most max_match.",
+        )
+    engine = engine_name(rollout)
+    if settings.enable is True and engine != "native":
+        yield error(
+            f"{path}.enable",
+            f"true has no effect with rollout.name={engine}. Set rollout.name=native, or enable=auto.",
+        )

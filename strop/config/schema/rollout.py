@@ -156,6 +156,35 @@ class LayerNameMapConfig:
 
 
 @dataclass(eq=False)
+class SpeculationConfig:
+    """Speculative decoding in the native engine: several tokens of a sequence are guessed and checked in one
+    pass."""
+
+    enable: bool | str = setting("auto", choices=("auto", True, False))
+    """true: whenever at most max_rows sequences run. auto: on a GPU, when that is also measured to be faster;
+    the choice follows the clock, so log-probs of two runs may differ by rounding. On a CPU, and with tensor
+    parallelism, auto is off. Tokens are those of decoding one by one, with the same seeds, up to the rounding
+    of a pass with more tokens."""
+    num_tokens: int = setting(7, at_least=1, at_most=63)
+    """Tokens that are guessed for each sequence and pass."""
+    max_rows: int = setting(64, at_least=1)
+    """Running sequences up to which tokens are guessed. With more, a pass has enough work without."""
+    min_match: int = setting(1, at_least=1)
+    """A guess continues where at least so many of the last tokens occurred before."""
+    max_match: int = setting(8, at_least=1, at_most=64)
+    """Last tokens that are compared; the place where most of them are equal wins."""
+    memory_tokens: int = setting(32768, at_least=1)
+    """Tokens of earlier answers to the same prompt, of this step and of earlier epochs, to guess from."""
+    memory_megabytes: int = setting(512, at_least=0)
+    """Host memory for earlier answers to all prompts; 0: guess from the sequence itself only. It is not
+    saved: a resumed run begins without."""
+    draft_model: str | None = setting(None)
+    """A small model that guesses. Not supported yet."""
+    mtp: bool = setting(False)
+    """Guess with the model's own multi-token prediction head. Not supported yet."""
+
+
+@dataclass(eq=False)
 class RolloutConfig:
     """Sampling and the rollout engine."""
 
@@ -236,6 +265,8 @@ class RolloutConfig:
     """Split the prefill of long prompts over engine steps."""
     enable_prefix_caching: bool = setting(True)
     """Reuse the KV cache of equal prefixes: the next turn of an agent prefills only the new tokens."""
+    speculation: SpeculationConfig = section(SpeculationConfig)
+    """Speculative decoding."""
     calculate_log_probs: bool = setting(True)
     """Return the log-probs of sampled tokens. Rollout correction and the mismatch metrics need them."""
     log_prob_micro_batch_size: int | None = setting(None, at_least=1)

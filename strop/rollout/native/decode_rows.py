@@ -17,7 +17,14 @@ from torch import Tensor
 from strop.rollout.base import Sampling
 from strop.rollout.native.kv_cache import kernels
 from strop.rollout.native.requests import Admission, ScheduledSample
-from strop.rollout.native.sampler import ALL, SamplingTensors, apply_penalty, sample, uniforms
+from strop.rollout.native.sampler import (
+    ALL,
+    SampledTokens,
+    SamplingTensors,
+    apply_penalty,
+    sample,
+    uniforms,
+)
 
 RUNNING, STOP, LENGTH, ERROR = range(4)
 _NAMES = {STOP: "stop", LENGTH: "length", ERROR: "error"}
@@ -218,6 +225,13 @@ class DecodeRows:
         positions = self.fields["length"][rows] - 1
         return self.fields["tokens"][rows, positions], positions
 
+    def inputs_ahead(self, rows: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+        """The newest token of a row and the next `ahead` - 1 tokens behind it, and their positions. `rows`:
+        the row of each."""
+        places = torch.arange(len(rows), device=self.device) % ahead
+        positions = (self.fields["length"][rows] - 1 + places).clamp(max=max(0, self.capacity - 1))
+        return self.fields["tokens"][rows, positions], positions
+
     def features(self, samples: Sequence[ScheduledSample]) -> Features:
         """The settings that any of these samples uses; `sample_next` skips the others."""
         settings = set({id(one.settings): one.settings for one in samples}.values())
@@ -238,18 +252,43 @@ class DecodeRows:
         change."""
         fields = self.fields
         fast = kernels(self.device.type)
-        if fast is not None and not (used["top_k"] or used["top_p"] or used["min_p"] or used["penalty"]):
-            fast.draw(
-                logits,
-                rows,
-                fields,
-                temperature=bool(used["temperature"]),
-                greedy=bool(used["greedy"]),
-                all_greedy=bool(used["all_greedy"]),
-            )
+        if fast is not None and _only_temperature(used):
+            fast.draw(logits, rows, fields, **_draw_features(used))
             return
         length = fields["length"][rows]
         state = fields["state"][rows]
+        sampled = self._sampled(rows, length, logits, used, longest)
+        known = length < fields["num_known"][rows]
+        old_tokens = fields["tokens"][rows, length]
+        old_log_probs = fields["log_probs"][rows, length]
+        fields["tokens"][rows, length] = torch.where(known, old_tokens, sampled.tokens)
+        fields["log_probs"][rows, length] = torch.where(known, old_log_probs, sampled.log_probs)
+        stopped = (sampled.tokens[:, None] == fields["stops"][rows]).any(-1)
+        after = torch.where(length + 1 >= fields["limit"][rows], LENGTH, RUNNING)
+        after = torch.where(stopped, STOP, after)
+        after = torch.where(known, RUNNING, after)
+        after = torch.where(sampled.valid, after, ERROR)
+        running = state == RUNNING
+        fields["state"][rows] = torch.where(running, after, state)
+        fields["length"][rows] = torch.where(running & sampled.valid, length + 1, length)
+
+    def sample_ahead(
+        self, rows: Tensor, ahead: int, logits: Tensor, used: Features, longest: int
+    ) -> SampledTokens:
+        """Sample a token from each of `logits`, which are those after the newest token of a row and after
+        each of the next `ahead` - 1 tokens behind it. `rows`: the row of each. Changes no row."""
+        fast = kernels(self.device.type)
+        if fast is not None and _only_temperature(used):
+            drawn = fast.draw(logits, rows, self.fields, ahead=ahead, **_draw_features(used))
+            return SampledTokens(*drawn)
+        places = torch.arange(len(rows), device=self.device) % ahead
+        return self._sampled(rows, self.fields["length"][rows] + places, logits, used, longest)
+
+    def _sampled(
+        self, rows: Tensor, length: Tensor, logits: Tensor, used: Features, longest: int
+    ) -> SampledTokens:
+        """The token that follows the first `length` tokens of each row."""
+        fields = self.fields
 
         def setting(name: str) -> Tensor | None:
             return fields[name][rows] if used[name] else None
@@ -270,25 +309,15 @@ class DecodeRows:
             # Columns past the end repeat the first token: it is in the sequence anyway.
             seen = tokens[:, :longest].where(columns < length[:, None], tokens[:, :1])
             penalised = apply_penalty(logits, seen, fields["penalty"][rows])
-        sampled = sample(logits, uniforms(fields["stream"][rows], length), settings, penalised)
-        known = length < fields["num_known"][rows]
-        old_tokens = fields["tokens"][rows, length]
-        old_log_probs = fields["log_probs"][rows, length]
-        fields["tokens"][rows, length] = torch.where(known, old_tokens, sampled.tokens)
-        fields["log_probs"][rows, length] = torch.where(known, old_log_probs, sampled.log_probs)
-        stopped = (sampled.tokens[:, None] == fields["stops"][rows]).any(-1)
-        after = torch.where(length + 1 >= fields["limit"][rows], LENGTH, RUNNING)
-        after = torch.where(stopped, STOP, after)
-        after = torch.where(known, RUNNING, after)
-        after = torch.where(sampled.valid, after, ERROR)
-        running = state == RUNNING
-        fields["state"][rows] = torch.where(running, after, state)
-        fields["length"][rows] = torch.where(running & sampled.valid, length + 1, length)
+        return sample(logits, uniforms(fields["stream"][rows], length), settings, penalised)
 
-    def split_groups(self, rows: Tensor) -> None:
-        """Rows of one group that sampled different tokens get different groups."""
-        newest, _ = self.inputs(rows)
-        self.fields["group"][rows] = self._row_groups.split(self.fields["group"][rows], newest)
+    def split_groups(self, rows: Tensor, newest: Tensor) -> None:
+        """Rows of one group that got different tokens, `newest` [rows, any], get different groups. Negative
+        entries are none."""
+        groups = self.fields["group"][rows]
+        for tokens in newest.where(newest >= 0, _MAX_VOCAB - 1).unbind(1):
+            groups = self._row_groups.split(groups, tokens)
+        self.fields["group"][rows] = groups
 
     def shared_rows(self, count: int) -> SharedRows | None:
         """Which of the first rows hold exactly the same tokens, if computing them once pays."""
@@ -322,6 +351,15 @@ def _table(
     """[fields, rows], each line filled with its default."""
     column = torch.tensor(list(defaults.values()), dtype=dtype, device=device)
     return column[:, None].repeat(1, rows)
+
+
+def _only_temperature(used: Features) -> bool:
+    """The kernels draw without any other setting."""
+    return not (used["top_k"] or used["top_p"] or used["min_p"] or used["penalty"])
+
+
+def _draw_features(used: Features) -> dict[str, bool]:
+    return {name: bool(used[name]) for name in ("temperature", "greedy", "all_greedy")}
 
 
 def _top_k(settings: Sampling) -> int:

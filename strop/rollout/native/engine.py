@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.config.derived import prefill_token_budget
-from strop.config.schema.rollout import RolloutConfig
+from strop.config.schema.rollout import RolloutConfig, SpeculationConfig
 from strop.rollout.base import (
     Completion,
     MoreRequests,
@@ -63,6 +63,7 @@ class NativeEngine:
         gpu_memory_utilization: float = RolloutConfig.gpu_memory_utilization,
         cache_bytes: int | None = None,
         enforce_eager: bool = RolloutConfig.enforce_eager,
+        speculation: SpeculationConfig | None = None,
         seed: int = 0,
     ) -> None:
         """`cache_bytes`: memory of the KV cache; by default what `gpu_memory_utilization` leaves, or a
@@ -86,6 +87,7 @@ class NativeEngine:
         self._tensor_parallel: Divided | None = getattr(model, "divided", None)
         # With tensor parallelism other ranks take part in every step, which a CUDA graph cannot record.
         self._cuda_graphs = not enforce_eager and self._tensor_parallel is None
+        self._speculation = speculation or SpeculationConfig()
         self._woke = False
         """wake() was called since memory was last measured."""
         self._kept_cache = False
@@ -172,9 +174,8 @@ class NativeEngine:
     def sleep(self) -> None:
         """Free the KV cache.
 
-        A cache that recorded CUDA graphs point into stays allocated if there is plenty of memory: it would be
-        allocated again soon, and recording all graphs again costs one or two seconds each time. A model that
-        runs out of memory calls `release_memory`.
+        A cache that recorded CUDA graphs point into stays if there is plenty of memory: recording all graphs
+        again costs one or two seconds. A model that runs out of memory calls `release_memory`.
         """
         with self._lock:
             if not self.idle:
@@ -183,7 +184,9 @@ class NativeEngine:
             if self._step_loop is None:
                 return
             runner = self._step_loop.runner
-            self._kept_cache = runner.recorded and not self._memory_is_scarce and may_stay(runner.device)
+            self._kept_cache = (
+                bool(runner.num_recorded) and not self._memory_is_scarce and may_stay(runner.device)
+            )
             if not self._kept_cache:
                 self._step_loop.free()
 
@@ -201,9 +204,8 @@ class NativeEngine:
         """Forget cached prefixes of earlier requests; the KV cache is allocated when the next request needs
         it.
 
-        Copied keys and values come from another forward pass and may differ from computed ones in the last
-        bits. A resumed run must have the numbers of a run that was never killed, so a rollout must not reuse
-        what an earlier rollout left in the cache.
+        Copied keys and values may differ from computed ones in the last bits. A resumed run must have the
+        numbers of a run that was never killed, so a rollout must not reuse what an earlier one left.
         """
         with self._lock:
             self._kept_cache = False
@@ -266,16 +268,10 @@ class NativeEngine:
                 adapter = self.adapters.by_name[request.adapter].number
             prompt = list(request.ids)
             for index in range(state.count):
+                random = stream(seed, request.first + index)
+                hears = listener(request, index, partial(self._fail, state))
                 sample = ScheduledSample(
-                    number,
-                    index,
-                    prompt,
-                    limit,
-                    settings,
-                    stream(seed, request.first + index),
-                    listener(request, index, partial(self._fail, state)),
-                    multi_turn,
-                    adapter,
+                    number, index, prompt, limit, settings, random, hears, multi_turn, adapter
                 )
                 scheduler.add([sample])
             return state
@@ -364,6 +360,7 @@ class NativeEngine:
             on_finished=self._on_finished,
             after_step=self.borrowed_model.packed.stepped,
             meter=self._meter,
+            speculation=self._speculation,
         )
         loop.version = self.version
         return loop

@@ -1,10 +1,8 @@
 """Triton kernels for the parts of a decode step that plain torch computes with dozens of small kernels.
 
-A decode step of a small model is bound by the number of kernels, not by their work. Here are: attention of
-one new token per row over the used part of its cache row (which also stores the new key and value), copies of
-cache rows, and the sampling of a token with its log-prob and the row's state. Where plain torch rounds to the
-dtype of the model, so do these, so that they agree with the training pass. Kernels that training also uses
-are in models/kernels.py. This file needs Triton and is imported only on a GPU.
+A decode step of a small model is bound by the number of kernels, not by their work. Where plain torch rounds
+to the dtype of the model, so do these, so that they agree with the training pass. Kernels that training also
+uses are in models/kernels.py. This file needs Triton and is imported only on a GPU.
 """
 
 from __future__ import annotations
@@ -303,8 +301,9 @@ def _draw(
     logits, rows, temperatures, tops, totals, places, tokens, log_probs, stops, lengths, num_known, limits,
     states, streams, greedys, vocabulary, stride, blocks, width, stop_count,
     TEMPERATURE: tl.constexpr, GREEDY: tl.constexpr, ALL_GREEDY: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    # AHEAD: entries of each row. The row stays; tokens, log_probs and states have a number per entry.
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     block = tl.arange(0, BLOCKS)
@@ -316,6 +315,8 @@ def _draw(
     share = tl.where(known & (top > float("-inf")) | (total != total), share, 0.0)
     mass = tl.sum(share, 0)
     length = tl.load(lengths + row)
+    if AHEAD:
+        length += at % AHEAD
     temperature = 1.0
     if TEMPERATURE:
         temperature = tl.load(temperatures + row)
@@ -342,20 +343,25 @@ def _draw(
     token = tl.where(valid, token, 0)
     z_token = tl.load(logits + at * stride + token).to(tl.float32) / temperature
     log_prob = z_token - highest - tl.log(mass).to(tl.float32)
-    is_known = length < tl.load(num_known + row)
-    tl.store(tokens + row * width + length, token, mask=is_known == 0)
-    tl.store(log_probs + row * width + length, log_prob, mask=is_known == 0)
-    stop = tl.arange(0, STOPS)
-    ends = tl.load(stops + row * stop_count + stop, mask=stop < stop_count, other=-1)
-    stopped = tl.sum((ends == token).to(tl.int32), 0) > 0
-    state = tl.load(states + row)
-    after = tl.where(length + 1 >= tl.load(limits + row), _LENGTH, _RUNNING)
-    after = tl.where(stopped, _STOP, after)
-    after = tl.where(is_known, _RUNNING, after)
-    after = tl.where(valid, after, _ERROR)
-    running = state == _RUNNING
-    tl.store(states + row, tl.where(running, after.to(tl.int64), state))
-    tl.store(lengths + row, length + (running & valid).to(tl.int64))
+    if AHEAD:
+        tl.store(tokens + at, token)
+        tl.store(log_probs + at, log_prob)
+        tl.store(states + at, valid)
+    else:
+        is_known = length < tl.load(num_known + row)
+        tl.store(tokens + row * width + length, token, mask=is_known == 0)
+        tl.store(log_probs + row * width + length, log_prob, mask=is_known == 0)
+        stop = tl.arange(0, STOPS)
+        ends = tl.load(stops + row * stop_count + stop, mask=stop < stop_count, other=-1)
+        stopped = tl.sum((ends == token).to(tl.int32), 0) > 0
+        state = tl.load(states + row)
+        after = tl.where(length + 1 >= tl.load(limits + row), _LENGTH, _RUNNING)
+        after = tl.where(stopped, _STOP, after)
+        after = tl.where(is_known, _RUNNING, after)
+        after = tl.where(valid, after, _ERROR)
+        running = state == _RUNNING
+        tl.store(states + row, tl.where(running, after.to(tl.int64), state))
+        tl.store(lengths + row, length + (running & valid).to(tl.int64))
 
 
 def draw(
@@ -366,26 +372,30 @@ def draw(
     temperature: bool,
     greedy: bool,
     all_greedy: bool,
-) -> None:
+    ahead: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sample a token for each of `rows` from `logits` [rows, vocabulary] and update the row's state: what
     DecodeRows.sample_next does for rows that use no other setting than the temperature. Two passes over the
-    logits at most, the second over one block."""
+    logits at most, the second over one block. With `ahead`: DecodeRows.sample_ahead."""
     count, vocabulary = logits.shape
     assert logits.stride(1) == 1
     blocks = triton.cdiv(vocabulary, _DRAW_BLOCK)
-    tops = torch.empty(count, blocks, dtype=torch.float32, device=logits.device)
-    totals = torch.empty_like(tops)
+    tops, totals = torch.empty(2, count, blocks, dtype=torch.float32, device=logits.device)
     places = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
+    f = fields
     _summarise[(count, blocks)](
-        logits, rows, fields["temperature"], tops, totals, places, vocabulary, logits.stride(0), blocks,
+        logits, rows, f["temperature"], tops, totals, places, vocabulary, logits.stride(0), blocks,
         TEMPERATURE=temperature, BLOCK=_DRAW_BLOCK, num_warps=4,
     )  # fmt: skip
-    f = fields
+    out = (f["tokens"], f["log_probs"], f["state"])
+    if ahead:
+        out = (rows.new_empty(count), tops.new_empty(count), rows.new_empty(count, dtype=torch.bool))
     _draw[(count,)](
-        logits, rows, f["temperature"], tops, totals, places, f["tokens"], f["log_probs"], f["stops"],
-        f["length"], f["num_known"], f["limit"], f["state"], f["stream"], f["greedy"],
+        logits, rows, f["temperature"], tops, totals, places, out[0], out[1], f["stops"],
+        f["length"], f["num_known"], f["limit"], out[2], f["stream"], f["greedy"],
         vocabulary, logits.stride(0), blocks, f["tokens"].shape[1], f["stops"].shape[1],
         TEMPERATURE=temperature, GREEDY=greedy, ALL_GREEDY=all_greedy,
         BLOCK=_DRAW_BLOCK, BLOCKS=triton.next_power_of_2(blocks),
-        STOPS=triton.next_power_of_2(f["stops"].shape[1]), num_warps=4,
+        STOPS=triton.next_power_of_2(f["stops"].shape[1]), AHEAD=ahead, num_warps=4,
     )  # fmt: skip
+    return out

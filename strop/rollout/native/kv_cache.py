@@ -226,12 +226,16 @@ def _powers(size: int) -> np.ndarray:
     return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
 
 
+def prefix_hashes(tokens: Sequence[int]) -> np.ndarray:
+    """Hashes of the first 1, 2, 3 ... tokens."""
+    powers = _powers(1 << len(tokens).bit_length())[: len(tokens)]
+    values = np.array(tokens, dtype=np.uint64) + np.uint64(1)
+    return np.cumsum(values * powers, dtype=np.uint64)
+
+
 def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
     """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
-    size = len(tokens) // BLOCK * BLOCK
-    powers = _powers(1 << size.bit_length())[:size]
-    values = np.array(tokens[:size], dtype=np.uint64) + np.uint64(1)
-    sums = np.cumsum(values * powers, dtype=np.uint64)[BLOCK - 1 :: BLOCK]
+    sums = prefix_hashes(tokens[: len(tokens) // BLOCK * BLOCK])[BLOCK - 1 :: BLOCK]
     hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
     return hashes
 

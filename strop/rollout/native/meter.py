@@ -31,6 +31,7 @@ class Meter:
     """Counts tokens and time of the engine since the last reading."""
 
     def __init__(self) -> None:
+        self.last_decode_seconds = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -50,6 +51,9 @@ class Meter:
         self._max_cache_use = 0.0
         self._max_tokens = 0
         self._max_pages = 0
+        self._passes_with_drafts = 0
+        self._drafted = 0
+        self._accepted = 0
 
     @contextmanager
     def prefill(self, device: torch.device) -> Iterator[None]:
@@ -64,6 +68,7 @@ class Meter:
         start = _now(device)
         yield
         seconds = _now(device) - start
+        self.last_decode_seconds = seconds
         self._decode_seconds += seconds
         self._max_rows = max(self._max_rows, rows)
         if not waiting and rows * _TAIL_FRACTION <= self._max_rows:
@@ -82,6 +87,12 @@ class Meter:
         self._max_cache_use = max(self._max_cache_use, use.tokens / max(1, use.budget))
         self._max_tokens = max(self._max_tokens, use.tokens)
         self._max_pages = max(self._max_pages, use.pages)
+
+    def speculated(self, passes: int, drafted: int, accepted: int) -> None:
+        """So many decode steps guessed tokens: `drafted` ones, of which `accepted` were sampled."""
+        self._passes_with_drafts += passes
+        self._drafted += drafted
+        self._accepted += accepted
 
     def read(self, max_num_seqs: int) -> dict[str, float]:
         """The numbers since the last reading."""
@@ -104,6 +115,11 @@ class Meter:
             "preemptions": float(self.preemptions),
             "recomputed_tokens": float(self.recomputed_tokens),
             "out_of_memory": float(self.out_of_memory),
+            "speculation/share_of_steps": _ratio(self._passes_with_drafts, self._steps),
+            "speculation/drafted": float(self._drafted),
+            "speculation/accepted": float(self._accepted),
+            "speculation/wasted": float(self._drafted - self._accepted),
+            "speculation/acceptance": _ratio(self._accepted, self._drafted),
         }
         names = [*_STEP_COUNTERS, "steps_of_more_rows"]
         numbers.update(zip(names, map(float, self._steps_by_rows)))

@@ -27,6 +27,8 @@ from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
 from strop.rollout.native.requests import Admission, ScheduledSample
+from strop.rollout.native.speculation.attention import AheadDecode
+from strop.rollout.native.speculation.drafts import Drafts
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -147,6 +149,13 @@ class Runner:
         # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was
         # sampled.
         self._dedup_rows = self.device.type == "cpu"
+        self.divided = getattr(model, "divided", None) is not None
+        """Other ranks compute a part of the model."""
+        self._drafts: Drafts | None = None
+
+    def use_drafts(self, drafts: Drafts) -> None:
+        """What passes with drafts need; see `decode`."""
+        self._drafts = drafts
 
     def _build_cache(self) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
@@ -205,9 +214,13 @@ class Runner:
             self.rows.resize(cache.rows, cache.capacity, keep, max(num_stops, self.rows.num_stops))
 
     @property
+    def num_recorded(self) -> int:
+        """CUDA graphs that were recorded; they point into the cache."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    @property
     def recorded(self) -> bool:
-        """Whether CUDA graphs were recorded, which point into the cache."""
-        return self._graphs is not None and len(self._graphs) > 0
+        return self.num_recorded > 0
 
     def free(self) -> None:
         """Free the cache and the rows."""
@@ -216,6 +229,8 @@ class Runner:
         self.cache.free()
         if self.lora.num_slots:
             self.lora.free()
+        if self._drafts is not None:
+            self._drafts.free()
         self.rows.resize(0, 0, 0, 1)
 
     # --- prefill --------------------------------------------------------------------------------------------
@@ -305,15 +320,25 @@ class Runner:
 
     # --- decode ---------------------------------------------------------------------------------------------
 
-    def decode(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int) -> None:
-        """Sample `steps` tokens for every running row."""
+    def decode(
+        self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int, drafts: int = 0
+    ) -> None:
+        """`steps` passes for all running rows: each samples a token, and up to `drafts` more if it guessed
+        them."""
         used = self.rows.features(samples)
         used["adapters"] = 0
         if self.lora.hooks:
             used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
+        used["drafts"] = drafts
+        if drafts:
+            assert self._drafts is not None
+            used["line_width"] = self._drafts.set_rows(samples)
         for i in range(steps):
+            more = i * (drafts + 1) + drafts
             if self._graphs is not None:
-                self._graphs.step(self, len(samples), max(lengths) + i, used)
+                self._graphs.step(self, len(samples), max(lengths) + more, used)
+            elif drafts:
+                self.step(len(samples), [(0, len(samples), max(lengths) + more)], used)
             else:
                 self.step(len(samples), self._spans(lengths, i), used)
 
@@ -331,9 +356,12 @@ class Runner:
     def step(self, count: int, spans: Sequence[Span], used: Features) -> None:
         """One token for the first `count` rows. It reads and writes tensors at fixed addresses only, so a
         CUDA graph can record it."""
+        longest = max(length for *_, length in spans)
+        if self._drafts is not None and used["drafts"]:
+            self._step_ahead(self._drafts, count, min(longest, self.cache.capacity), used)
+            return
         rows = torch.arange(count, device=self.device)
         ids, positions = self.rows.inputs(rows)
-        longest = max(length for *_, length in spans)
         shared = None
         if self._dedup_rows and len(spans) == 1:
             shared = self.rows.shared_rows(count)
@@ -354,4 +382,20 @@ class Runner:
     def _sample(self, rows: Tensor, logits: Tensor, used: Features, longest: int) -> None:
         self.rows.sample_next(rows, logits, used, longest)
         if self._dedup_rows:
-            self.rows.split_groups(rows)
+            self.rows.split_groups(rows, self.rows.inputs(rows)[0][:, None])
+
+    def _step_ahead(self, drafts: Drafts, count: int, longest: int, used: Features) -> None:
+        """The same for a pass with drafts: one to several tokens for each row."""
+        ahead = int(used["drafts"]) + 1
+        drafted = drafts.propose(self.rows, count, ahead - 1, int(used["line_width"]), longest)
+        rows = torch.arange(count, device=self.device)
+        index = torch.arange(count * ahead, device=self.device) // ahead
+        ids, positions = self.rows.inputs_ahead(index, ahead)
+        if self.lora.hooks:
+            self.lora.use_rows(count, index)
+        decode = AheadDecode(self.cache, index, positions, ahead, longest)
+        logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
+        sampled = self.rows.sample_ahead(index, ahead, logits, used, longest)
+        tokens = drafts.keep(self.rows, rows, drafted, sampled)
+        if self._dedup_rows:
+            self.rows.split_groups(rows, tokens)

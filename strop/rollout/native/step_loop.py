@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Completion, merge_spans
 from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
 from strop.rollout.native.meter import CacheUse, Meter
@@ -17,6 +18,7 @@ from strop.rollout.native.pages import PAGE, SPARE, PagedKVCache
 from strop.rollout.native.requests import Admission, ScheduledSample
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.scheduler import Scheduler
+from strop.rollout.native.speculation.speculator import build_speculator
 
 _NAN_LOGITS = "the model's logits are not numbers (NaN or infinity)"
 _STEPS_PER_SYNC = {"cpu": 1, "cuda": 16}
@@ -44,6 +46,7 @@ class StepLoop:
         on_finished: OnFinished,
         after_step: Callable[[int], None],
         meter: Meter,
+        speculation: SpeculationConfig,
     ) -> None:
         """`prefix_caching`: finished sequences stay in free rows, for later ones with the same prefix.
         `after_step` is called with the number of rows of each decode step."""
@@ -62,6 +65,7 @@ class StepLoop:
         self._on_finished = on_finished
         self._after_step = after_step
         self._meter = meter
+        self._speculator = build_speculator(speculation, runner, meter)
         self._num_filled = 0
         """Rows whose tokens are on the device."""
         self._requested_area = 0
@@ -238,16 +242,25 @@ class StepLoop:
             self._fit_cache()
         left = max(sample.limit - length for sample, length in zip(scheduler.running, scheduler.lengths))
         steps = _STEPS_PER_SYNC.get(runner.device.type, 1)
-        steps = max(1, min(steps, left, runner.cache.capacity - max(scheduler.lengths)))
+        drafts = 0
+        if self._speculator is not None:
+            drafts = self._speculator.num_drafts(scheduler.running)
+            steps = self._speculator.num_passes(drafts, steps)
+        room = runner.cache.capacity - max(scheduler.lengths)
+        steps = max(1, min(steps, left, room // (drafts + 1)))
         if self._pages is not None:
-            self._reserve(self._pages, steps)
+            self._reserve(self._pages, steps * (drafts + 1))
         lengths = scheduler.lengths
         count = len(scheduler.running)
+        recorded = runner.num_recorded
         with self._meter.decode(runner.device, count, waiting=bool(scheduler.waiting)):
-            runner.decode(scheduler.running, lengths, steps)
+            runner.decode(scheduler.running, lengths, steps, drafts)
+        if self._speculator is not None:
+            seconds = self._meter.last_decode_seconds if runner.num_recorded == recorded else None
+            self._speculator.measured(count, drafts, steps, seconds)
         self._after_step(count)
-        for row in range(count):
-            lengths[row] += steps
+        for row, sample in enumerate(scheduler.running):
+            lengths[row] = min(sample.limit, lengths[row] + steps * (drafts + 1))
         pages = 0
         if self._pages is not None:
             pages = self._pages.pool.num_used
@@ -357,6 +370,8 @@ class StepLoop:
     def _complete(self, sample: ScheduledSample, finish: str, error: str | None = None) -> None:
         _stream_new_tokens(sample)
         self._meter.tokens += len(sample.tokens)
+        if self._speculator is not None and error is None:
+            self._speculator.remember(sample)
         versions = sample.versions if len(sample.versions) > 1 else []
         completion = Completion(
             sample.tokens, sample.log_probs, finish, self.version, error, versions, sample.adapter

@@ -1,0 +1,133 @@
+"""What a pass with drafts reads and writes on the device: earlier answers of the running rows, and counts of
+kept tokens. Addresses stay the same, so that a CUDA graph can record such a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from strop.config.schema.rollout import SpeculationConfig
+from strop.rollout.native.decode_rows import DecodeRows
+from strop.rollout.native.requests import ScheduledSample
+from strop.rollout.native.sampler import SampledTokens
+from strop.rollout.native.speculation.memory import DraftMemory, PromptMemory
+from strop.rollout.native.speculation.propose import NO_TOKEN, propose
+from strop.rollout.native.speculation.verify import judge, write
+
+_SHORT_LINE = 4096
+"""Width of the lines that a pass searches, if the earlier answers of all rows are shorter."""
+_BYTES = 1 << 20
+
+
+class DraftCounts:
+    """What passes with drafts did since the last reading."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.drafted, self.accepted, *self.kept = numbers
+        """Drafts; those that were sampled; row passes that kept more than 0, 1, 2 ... tokens."""
+
+
+class Drafts:
+    def __init__(self, settings: SpeculationConfig, device: torch.device) -> None:
+        self.settings = settings
+        self.device = device
+        self.memory = DraftMemory(
+            max_bytes=settings.memory_megabytes * _BYTES,
+            max_tokens=settings.memory_tokens,
+            context=settings.max_match,
+        )
+        self._lines = torch.empty(0)
+        self._lengths: list[int] = []
+        """Tokens in each line."""
+        self._written: list[tuple[PromptMemory | None, int]] = []
+        """What each line was filled with, and its version."""
+        self._counts = torch.empty(0)
+        self.free()
+
+    def free(self) -> None:
+        """Free the tensors; no recorded pass may use them any more."""
+        self._lines = torch.empty(0, 0, dtype=torch.int32, device=self.device)
+        self._counts = torch.zeros(3 + self.settings.num_tokens, dtype=torch.int64, device=self.device)
+        self._lengths = []
+        self._written = []
+
+    # --- rows -----------------------------------------------------------------------------------------------
+
+    def num_known(self, samples: Sequence[ScheduledSample]) -> int:
+        """How many of these samples have earlier answers to guess from."""
+        return sum(self.memory.find(one.request, one.prompt) is not None for one in samples)
+
+    def set_rows(self, samples: Sequence[ScheduledSample]) -> int:
+        """The samples that run from now on, by row. Returns the width of the lines that a pass searches."""
+        settings = self.settings
+        if not len(self._lines):
+            rows = settings.max_rows
+            size = (rows, settings.memory_tokens)
+            self._lines = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)
+            self._lengths = [0] * rows
+            self._written = [(None, 0)] * rows
+        outdated: dict[PromptMemory | None, list[int]] = {}
+        for row, sample in enumerate(samples):
+            known = self.memory.find(sample.request, sample.prompt)
+            stamp = (known, 0 if known is None else known.version)
+            if stamp != self._written[row]:
+                outdated.setdefault(known, []).append(row)
+                self._written[row] = stamp
+        for known, rows in outdated.items():
+            self._write_lines(rows, known)
+        longest = max(self._lengths[: len(samples)])
+        widths = (1, _SHORT_LINE, settings.memory_tokens)
+        return min(width for width in widths if width >= min(longest, settings.memory_tokens))
+
+    def _write_lines(self, rows: list[int], known: PromptMemory | None) -> None:
+        index = torch.tensor(rows, device=self.device)
+        before = max(self._lengths[row] for row in rows)
+        length = 0
+        if known is not None:
+            line = torch.from_numpy(known.line(self.settings.memory_tokens)).to(self.device)
+            length = len(line)
+            self._lines[index, :length] = line
+        self._lines[index, length:before] = NO_TOKEN
+        for row in rows:
+            self._lengths[row] = length
+
+    # --- a pass ---------------------------------------------------------------------------------------------
+
+    def propose(self, rows: DecodeRows, count: int, num_tokens: int, width: int, longest: int) -> Tensor:
+        """Drafts [count, num_tokens] for the first rows; they are also put behind the tokens of the rows."""
+        fields = rows.fields
+        length = fields["length"][:count]
+        drafts = propose(
+            fields["tokens"][:count, :longest],
+            length,
+            self._lines[:count, :width],
+            num_tokens,
+            min_match=self.settings.min_match,
+            max_match=self.settings.max_match,
+        )
+        places = length[:, None] + torch.arange(num_tokens, device=self.device)
+        index = (torch.arange(count, device=self.device)[:, None], places.clamp(max=rows.capacity))
+        # The given tokens of a prefill by decode steps are certain; what follows them cannot be guessed yet.
+        num_known = fields["num_known"][:count, None]
+        drafts = torch.where(length[:, None] < num_known, NO_TOKEN, drafts)
+        drafts = torch.where(places < num_known, fields["tokens"][index], drafts)
+        drafts = torch.where(places + 2 <= rows.capacity, drafts, NO_TOKEN)  # two tokens: it and the next
+        fields["tokens"][index] = drafts.clamp(min=0)
+        return drafts
+
+    def keep(self, rows: DecodeRows, index: Tensor, drafts: Tensor, sampled: SampledTokens) -> Tensor:
+        """The rows get the tokens that an ordinary step would have sampled. Returns them, [rows, ahead];
+        entries that are not part of a row are NO_TOKEN."""
+        verdict = judge(rows.fields, index, drafts, sampled)
+        write(rows.fields, index, verdict, sampled.log_probs)
+        counts = [verdict.drafted.sum(), verdict.accepted.sum(), *verdict.kept.sum(0).unbind()]
+        self._counts[: len(counts)] += torch.stack(counts)
+        return verdict.tokens.where(verdict.kept, NO_TOKEN)
+
+    def read_counts(self, num_tokens: int) -> DraftCounts:
+        """Counts of passes with so many drafts, since the last reading."""
+        numbers = self._counts.tolist()
+        self._counts.zero_()
+        return DraftCounts(numbers[: 3 + num_tokens])

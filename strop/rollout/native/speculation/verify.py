@@ -1,0 +1,84 @@
+"""Which of the drafted tokens of a row are kept.
+
+A pass computes the logits after the newest token of a row and after each of its drafts, and samples a token
+from all of them as an ordinary step would: from the random stream of its position, with all sampling
+settings. As long as the sampled token is the draft, the logits after the draft are those that an ordinary
+step would have computed next. So the tokens are those of decoding without drafts, one by one: a draft is kept
+with the probability that the model gives it, which is the rejection rule for drafts without a distribution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from strop.rollout.native.decode_rows import ERROR, LENGTH, RUNNING, STOP
+from strop.rollout.native.sampler import SampledTokens
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tokens: Tensor
+    """[rows, ahead] sampled tokens, or known ones."""
+    kept: Tensor
+    """[rows, ahead] whether a token is part of the sequence from now on."""
+    known: Tensor
+    """[rows, ahead] whether the token was given, not sampled."""
+    drafted: Tensor
+    """[rows, ahead] whether there was a draft."""
+    accepted: Tensor
+    """[rows, ahead] whether the draft was sampled."""
+    state: Tensor
+    """[rows] the state afterwards."""
+    gained: Tensor
+    """[rows] tokens that the row is longer."""
+
+
+def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: SampledTokens) -> Verdict:
+    """`fields`: those of DecodeRows; `drafts` [rows, ahead - 1]; `sampled` for rows x ahead positions. Tokens
+    of a prefill by decode steps are known and count as accepted drafts."""
+    count = len(rows)
+    ahead = drafts.shape[1] + 1
+    length = fields["length"][rows][:, None] + torch.arange(ahead, device=rows.device)
+    columns = length.clamp(max=fields["tokens"].shape[1] - 1)
+    known = length < fields["num_known"][rows][:, None]
+    tokens = torch.where(known, fields["tokens"][rows[:, None], columns], sampled.tokens.view(count, ahead))
+    valid = sampled.valid.view(count, ahead)
+    stopped = (tokens[..., None] == fields["stops"][rows][:, None]).any(-1)
+    after = torch.where(length + 1 >= fields["limit"][rows][:, None], LENGTH, RUNNING)
+    after = torch.where(stopped, STOP, after)
+    after = torch.where(known, RUNNING, after)
+    after = torch.where(valid, after, ERROR)
+    same = tokens[:, :-1] == drafts
+    goes_on = (same & (after[:, :-1] == RUNNING)).cumprod(-1).bool()
+    state = fields["state"][rows]
+    running = (state == RUNNING)[:, None]
+    reached = torch.cat([running, running & goes_on], 1)
+    last = (reached.sum(-1) - 1).clamp(min=0)
+    kept = reached & valid
+    sampled_draft = reached[:, :-1] & same & (drafts >= 0) & ~known[:, :-1]
+    return Verdict(
+        tokens=tokens,
+        kept=kept,
+        known=known,
+        drafted=running & (drafts >= 0) & ~known[:, :-1],
+        accepted=sampled_draft,
+        state=torch.where(running[:, 0], after.gather(1, last[:, None])[:, 0], state),
+        gained=kept.sum(-1),
+    )
+
+
+def write(fields: dict[str, Tensor], rows: Tensor, verdict: Verdict, log_probs: Tensor) -> None:
+    """The rows have the kept tokens from now on. `log_probs`: of the sampled tokens."""
+    ahead = verdict.tokens.shape[1]
+    columns = fields["length"][rows][:, None] + torch.arange(ahead, device=rows.device)
+    columns = columns.clamp(max=fields["tokens"].shape[1] - 1)
+    index = (rows[:, None], columns)
+    new = verdict.kept & ~verdict.known
+    fields["tokens"][index] = torch.where(new, verdict.tokens, fields["tokens"][index])
+    old = fields["log_probs"][index]
+    fields["log_probs"][index] = torch.where(new, log_probs.view_as(old), old)
+    fields["state"][rows] = verdict.state
+    fields["length"][rows] += verdict.gained
