@@ -303,7 +303,6 @@ def _draw(
     TEMPERATURE: tl.constexpr, GREEDY: tl.constexpr, ALL_GREEDY: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    # AHEAD: entries of each row. The row stays; tokens, log_probs and states have a number per entry.
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at)
     block = tl.arange(0, BLOCKS)
@@ -343,7 +342,7 @@ def _draw(
     token = tl.where(valid, token, 0)
     z_token = tl.load(logits + at * stride + token).to(tl.float32) / temperature
     log_prob = z_token - highest - tl.log(mass).to(tl.float32)
-    if AHEAD:
+    if AHEAD:  # the row stays as it is
         tl.store(tokens + at, token)
         tl.store(log_probs + at, log_prob)
         tl.store(states + at, valid)

@@ -17,7 +17,8 @@ from strop.rollout.native.speculation.propose import NO_TOKEN, propose
 from strop.rollout.native.speculation.verify import judge, write
 
 _SHORT_LINE = 4096
-"""Width of the lines that a pass searches, if the earlier answers of all rows are shorter."""
+"""Width of the lines that a recorded pass searches, if the earlier answers of all rows are shorter: few
+widths, because each is recorded for itself."""
 _BYTES = 1 << 20
 
 
@@ -63,11 +64,11 @@ class Drafts:
         """The samples that run from now on, by row. Returns the width of the lines that a pass searches."""
         settings = self.settings
         if not len(self._lines):
-            rows = settings.max_rows
-            size = (rows, settings.memory_tokens)
+            count = 1 << (settings.max_rows - 1).bit_length()  # recorded passes have at most so many
+            size = (count, settings.memory_tokens)
             self._lines = torch.full(size, NO_TOKEN, dtype=torch.int32, device=self.device)
-            self._lengths = [0] * rows
-            self._written = [(None, 0)] * rows
+            self._lengths = [0] * count
+            self._written = [(None, 0)] * count
         outdated: dict[PromptMemory | None, list[int]] = {}
         for row, sample in enumerate(samples):
             known = self.memory.find(sample.request, sample.prompt)
@@ -78,6 +79,8 @@ class Drafts:
         for known, rows in outdated.items():
             self._write_lines(rows, known)
         longest = max(self._lengths[: len(samples)])
+        if self.device.type == "cpu":
+            return max(1, longest)
         widths = (1, _SHORT_LINE, settings.memory_tokens)
         return min(width for width in widths if width >= min(longest, settings.memory_tokens))
 

@@ -104,6 +104,7 @@ class DraftMemory:
         while self.num_tokens > self._max_tokens_of_all and self._prompts:
             _, gone = self._prompts.popitem(last=False)
             self._lengths[gone.prompt_length] -= 1
+            self._lengths += Counter()  # without those that no prompt has
             self.num_tokens -= gone.num_tokens
 
     def _key(self, request: int, prompt: Sequence[int]) -> int | None:
@@ -113,10 +114,9 @@ class DraftMemory:
         if len(self._by_request) >= _MAX_REQUESTS:
             self._by_request.clear()
         hashes = prefix_hashes(prompt)
-        lengths = sorted(
-            (n for n, count in self._lengths.items() if count and n <= len(prompt)), reverse=True
-        )
-        for length in lengths:
+        for length in sorted(self._lengths, reverse=True):
+            if length > len(prompt):
+                continue
             key = int(hashes[length - 1])
             if key in self._prompts and self._prompts[key].prompt_length == length:
                 self._by_request[request] = key
