@@ -218,10 +218,6 @@ class Runner:
         """CUDA graphs that were recorded; they point into the cache."""
         return 0 if self._graphs is None else len(self._graphs)
 
-    @property
-    def recorded(self) -> bool:
-        return self.num_recorded > 0
-
     def free(self) -> None:
         """Free the cache and the rows."""
         if self._graphs is not None:
