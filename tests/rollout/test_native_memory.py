@@ -122,7 +122,7 @@ def test_a_cache_with_recorded_steps_stays_when_the_engine_sleeps_until_memory_i
     assert engine._step_loop is not None
     cache = engine._step_loop.runner.cache
     size = cache.bytes
-    monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
+    monkeypatch.setattr("strop.rollout.native.runner.Runner.num_recorded", 1)
     assert not engine.release_memory(), "it is awake"
     monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
     engine.sleep()

@@ -155,8 +155,8 @@ def judged(
         valid[invalid] = False
     drawn = SampledTokens(torch.tensor(sampled), -torch.tensor(sampled).float(), valid)
     rows = torch.tensor([0])
-    verdict = judge(fields, rows, torch.tensor([drafts]), drawn)
-    write(fields, rows, verdict, drawn.log_probs)
+    found = judge(fields, rows, torch.tensor([drafts]), drawn)
+    write(fields, rows, found, drawn.log_probs)
     end = int(fields["length"])
     new: list[int] = fields["tokens"][0, length:end].tolist()
     sampled_from = length + len(known)

@@ -123,11 +123,11 @@ class Drafts:
     def keep(self, rows: DecodeRows, index: Tensor, drafts: Tensor, sampled: SampledTokens) -> Tensor:
         """The rows get the tokens that an ordinary step would have sampled. Returns them, [rows, ahead];
         entries that are not part of a row are NO_TOKEN."""
-        verdict = judge(rows.fields, index, drafts, sampled)
-        write(rows.fields, index, verdict, sampled.log_probs)
-        counts = [verdict.drafted.sum(), verdict.accepted.sum(), *verdict.kept.sum(0).unbind()]
+        found = judge(rows.fields, index, drafts, sampled)
+        write(rows.fields, index, found, sampled.log_probs)
+        counts = [found.drafted.sum(), found.accepted.sum(), *found.kept.sum(0).unbind()]
         self._counts[: len(counts)] += torch.stack(counts)
-        return verdict.tokens.where(verdict.kept, NO_TOKEN)
+        return found.tokens.where(found.kept, NO_TOKEN)
 
     def read_counts(self, num_tokens: int) -> DraftCounts:
         """Counts of passes with so many drafts, since the last reading."""

@@ -19,7 +19,7 @@ from strop.rollout.native.sampler import SampledTokens
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeptTokens:
     tokens: Tensor
     """[rows, ahead] sampled tokens, or known ones."""
     kept: Tensor
@@ -36,7 +36,7 @@ class Verdict:
     """[rows] tokens that the row is longer."""
 
 
-def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: SampledTokens) -> Verdict:
+def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: SampledTokens) -> KeptTokens:
     """`fields`: those of DecodeRows; `drafts` [rows, ahead - 1]; `sampled` for rows x ahead positions. Tokens
     of a prefill by decode steps are known and count as accepted drafts."""
     count = len(rows)
@@ -59,7 +59,7 @@ def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: Samp
     last = (reached.sum(-1) - 1).clamp(min=0)
     kept = reached & valid
     sampled_draft = reached[:, :-1] & same & (drafts >= 0) & ~known[:, :-1]
-    return Verdict(
+    return KeptTokens(
         tokens=tokens,
         kept=kept,
         known=known,
@@ -70,15 +70,15 @@ def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: Samp
     )
 
 
-def write(fields: dict[str, Tensor], rows: Tensor, verdict: Verdict, log_probs: Tensor) -> None:
+def write(fields: dict[str, Tensor], rows: Tensor, found: KeptTokens, log_probs: Tensor) -> None:
     """The rows have the kept tokens from now on. `log_probs`: of the sampled tokens."""
-    ahead = verdict.tokens.shape[1]
+    ahead = found.tokens.shape[1]
     columns = fields["length"][rows][:, None] + torch.arange(ahead, device=rows.device)
     columns = columns.clamp(max=fields["tokens"].shape[1] - 1)
     index = (rows[:, None], columns)
-    new = verdict.kept & ~verdict.known
-    fields["tokens"][index] = torch.where(new, verdict.tokens, fields["tokens"][index])
+    new = found.kept & ~found.known
+    fields["tokens"][index] = torch.where(new, found.tokens, fields["tokens"][index])
     old = fields["log_probs"][index]
     fields["log_probs"][index] = torch.where(new, log_probs.view_as(old), old)
-    fields["state"][rows] = verdict.state
-    fields["length"][rows] += verdict.gained
+    fields["state"][rows] = found.state
+    fields["length"][rows] += found.gained
