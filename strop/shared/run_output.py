@@ -184,6 +184,7 @@ class RunOutput:
             config=self.tree,
             resumed_from=resumed_from,
             total_steps=self.total_steps,
+            console="full" if set(wanted) == {"console"} else settings.console,
         )
         # The preflight has reported the names that are left out here.
         wanted = [name for name in wanted if name in TRACKERS]

@@ -105,9 +105,9 @@ def test_csv_columns_grow(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == ["1", "2", "3"] and rows[2]["d"] == "5" and rows[2]["c"] == ""
 
 
-def test_console_prints_the_line_people_know() -> None:
+def test_the_full_line_is_that_of_verl() -> None:
     stream = io.StringIO()
-    tracker = ConsoleTracker(TrackedRun(Path(".")), stream=stream)
+    tracker = ConsoleTracker(TrackedRun(Path("."), console="full"), stream=stream)
     tracker.log(
         {"actor/lr": 1e-6, "critic/score/mean": 0.123456789, "tokens": 1234567, "note": "x", "total": 2e6}, 7
     )
@@ -116,6 +116,27 @@ def test_console_prints_the_line_people_know() -> None:
     first, *rest = stream.getvalue().splitlines()
     assert first == "step:7 - actor/lr:1e-06 - critic/score/mean:0.123457 - tokens:1234567 - total:2000000.0"
     assert rest == ["step:7 - sample", "  input: a", "    b", "  output: c"]
+
+
+def test_the_short_line_has_the_first_numbers_and_the_time_left() -> None:
+    stream = io.StringIO()
+    now = [0.0]
+    run = TrackedRun(Path("."), resumed_from=4, total_steps=20)
+    tracker = ConsoleTracker(run, stream=stream, clock=lambda: now[0])
+    now[0] = 100.0
+    tracker.log({"val-core/sums/acc/mean@1": 0.5, "val-aux/sums/x": 1.0}, 4)
+    now[0] = 110.0
+    tracker.log({**METRICS, "actor/lr": 1e-6, "timing_s/step": 9.5, "note": "x"}, 5)
+    assert stream.getvalue().splitlines() == [
+        "step:4/20 - sums/acc/mean@1:0.5",
+        "step:5/20 - reward:0.75 - length:64 - KL:0.0125 - gsm8k/acc/mean@1:0.41 - 9.5 s - ETA 0:02:30",
+    ]
+
+
+def test_the_short_line_of_a_run_without_rewards() -> None:
+    stream = io.StringIO()
+    ConsoleTracker(TrackedRun(Path(".")), stream=stream).log({"train/loss": 1.25, "train/lr": 1e-5}, 3)
+    assert stream.getvalue() == "step:3 - loss:1.25\n"
 
 
 METRICS = {
@@ -165,10 +186,12 @@ def test_time_left_counts_the_steps_of_this_process_only() -> None:
     assert remaining == 70
 
 
-def test_on_a_terminal_the_lines_stand_above_the_view() -> None:
+@pytest.mark.parametrize("console", ["short", "full"])
+def test_on_a_terminal_there_is_the_view_and_above_it_full_lines(console: str) -> None:
     script = (
         "from pathlib import Path; from strop.run.trackers.base import TrackedRun, start\n"
-        f"with start('console', TrackedRun(Path('.'), total_steps=3)) as t: [t.log({METRICS!r}, step) for step in (1, 2, 3)]"
+        f"run = TrackedRun(Path('.'), total_steps=3, console={console!r})\n"
+        f"with start('console', run) as t: [t.log({METRICS!r}, step) for step in (1, 2, 3)]"
     )
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
@@ -189,14 +212,17 @@ def test_on_a_terminal_the_lines_stand_above_the_view() -> None:
     os.close(leader)
     text = seen.decode()
     assert process.wait() == 0, text
-    assert "step:3 - critic/score/mean:0.75" in text and "3/3" in text and "tokens/s" in text
-    assert text.rindex("step:3 - critic") < text.rindex("tokens/s")
+    assert "3/3" in text and "tokens/s" in text
+    if console == "short":
+        assert "step:" not in text
+    else:
+        assert text.rindex("step:3 - critic/score/mean:0.75") < text.rindex("tokens/s")
 
 
 def test_a_pipe_gets_lines_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with start("console", TrackedRun(tmp_path, total_steps=3)) as trackers:
         trackers.log({"a": 1.0}, 1)
-    assert capsys.readouterr().out == "step:1 - a:1.0\n"
+    assert capsys.readouterr().out.startswith("step:1/3 - ETA ")
 
 
 def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:

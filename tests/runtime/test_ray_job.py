@@ -98,7 +98,7 @@ def test_a_submitted_run_learns_what_ranks_of_one_machine_learn(dashboard, setti
         *strop(*settings, "trainer.n_gpus_per_node=2", f"trainer.default_local_dir={tmp_path}/far"),
     )
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout
-    assert f"step:{STEPS} - " in done.stdout
+    assert f"step:{STEPS}" in done.stdout
     assert_same_run(local_run, tmp_path / "far", STEPS)
 
 

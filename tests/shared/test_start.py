@@ -22,7 +22,7 @@ from strop.shared.process_setup import OneLine
 from tests.forked import Forked
 from tests.ppo.runs import run
 
-SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logger=console"]
+SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.logger=[console,file]"]
 
 
 def test_a_log_file_gets_plain_lines(overrides):
@@ -38,7 +38,10 @@ def test_a_log_file_gets_plain_lines(overrides):
     said = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in said[:3]] == ["plan", "objective", "roles"]
     assert "total steps 2" in said[0] and "grpo" in said[1] and "critic no" in said[2]
-    assert [line.split(" ")[0] for line in said if line.startswith("step:")] == ["step:0", "step:1", "step:2"]
+    steps = [line.split(" - ") for line in said if line.startswith("step:")]
+    assert [parts[0] for parts in steps] == ["step:0/2", "step:1/2", "step:2/2"]
+    assert [part.split(":")[0] for part in steps[1][:4]] == ["step", "reward", "length", "KL"]
+    assert steps[1][4].endswith(" s") and steps[1][-1].startswith("ETA ")
     assert "Loading weights" not in done.stderr and "\x1b" not in done.stdout
     assert all(line.startswith("strop: ") for line in done.stderr.splitlines()), done.stderr
 
@@ -60,7 +63,7 @@ def test_a_terminal_gets_tables_and_the_live_view(overrides):
     text = said.decode()
     assert "ready to run" in text and "sequences per step" in text
     assert "strop / default" in text and "2/2" in text and "response length" in text
-    assert "step:2 - " in text
+    assert "step:2" not in text
 
 
 def test_one_line_for_everything(overrides):

@@ -54,6 +54,10 @@ class TrainerConfig:
     """Name of the run in trackers and paths."""
     logger: str | list[str] = setting(["console", "file"])
     """Trackers of the metrics: console, file (jsonl), csv, tensorboard, wandb, swanlab, mlflow, trackio."""
+    console: str = setting("short", choices=("short", "full"))
+    """What the logger `console` prints of each step. short: on a terminal a live view; elsewhere one line
+    with step, reward, response length, KL, seconds and ETA. full: one line with all metrics, as verl prints
+    it. If `console` is the only logger, lines are always full, because no file has the other metrics."""
     log_val_generations: int = setting(0, at_least=0)
     """Validation samples to send to trackers at each validation."""
     rollout_data_dir: str | None = None

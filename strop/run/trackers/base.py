@@ -46,6 +46,8 @@ class TrackedRun:
     """The step that the run resumes from: later records are void. None: a new run."""
     total_steps: int | None = None
     """The number of steps, where it is known."""
+    console: str = TrainerConfig.console
+    """What the console shows of a step: short or full."""
 
 
 class Tracker(Protocol):

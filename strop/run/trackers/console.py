@@ -1,13 +1,16 @@
-"""The `console` tracker: a line `step:N - key:value - ...` per step, and a live view on a terminal.
+"""The `console` tracker: a live view on a terminal, elsewhere a line per step.
 
-The live view shows progress, time left and the most important metrics.
+The live view and the short line show progress, time left and the most important metrics. The full line has
+all metrics in verl's format.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -34,6 +37,9 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "response length": ("response_length/mean",),
     "tokens/s": ("perf/throughput",),
 }
+IN_A_LINE = ("reward", "loss", "response length", "KL")
+"""The labels of SHOWN that a short line has."""
+SECONDS = "timing_s/step"
 VALIDATION = ("val-core/", "val/")
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -132,19 +138,40 @@ def sparkline(values: Sequence[float]) -> str:
 class ConsoleTracker:
     """Writes metrics and samples to a stream, and updates the live view where it is a terminal."""
 
-    def __init__(self, run: TrackedRun, *, stream: TextIO | None = None):
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.stream = stream or sys.stdout
+        self.full = run.console == "full"
+        self.start = run.resumed_from or 0
+        self.total = run.total_steps
+        self.clock = clock
+        self.began = clock()
         self.live = LiveView.on_terminal(
-            self.stream,
-            title=f"{run.project} / {run.experiment}",
-            total=run.total_steps,
-            start=run.resumed_from or 0,
+            self.stream, title=f"{run.project} / {run.experiment}", total=run.total_steps, start=self.start
         )
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._write(line(metrics, step))
+        if self.full:
+            self._write(line(metrics, step))
+        elif self.live is None:
+            self._write(short_line(metrics, step, self.total, self._seconds_left(step)))
         if self.live is not None:
             self.live.update(metrics, step)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """By the mean time of the steps of this process. None before the first step and without a total."""
+        done = step - self.start
+        if done <= 0:
+            self.began = self.clock()  # a validation before the first step says nothing about steps
+            return None
+        if self.total is None:
+            return None
+        return (self.clock() - self.began) / done * (self.total - step)
 
     def log_generations(self, rows: Rows, step: int) -> None:
         for row in rows:
@@ -174,6 +201,27 @@ def line(metrics: Metrics, step: int) -> str:
     for key, value in metrics.items():
         if not isinstance(value, str):
             parts.append(f"{key}:{number(value)}")
+    return " - ".join(parts)
+
+
+def short_line(metrics: Metrics, step: int, total: int | None, seconds_left: float | None) -> str:
+    """A step as one short line: the most important metrics, its seconds, and the time left.
+
+    >>> values = {"critic/score/mean": 0.25, "response_length/mean": 61.5, "timing_s/step": 2}
+    >>> short_line(values, 3, 20, 75.2)
+    'step:3/20 - reward:0.25 - length:61.5 - 2 s - ETA 0:01:15'
+    """
+    parts = [f"step:{step}" if total is None else f"step:{step}/{total}"]
+    values = shown(metrics)
+    validated = [label for label in values if label not in SHOWN]
+    for label in (*IN_A_LINE, *validated):
+        if label in values:
+            parts.append(f"{label.removeprefix('response ')}:{values[label]:.4g}")
+    seconds = metrics.get(SECONDS)
+    if isinstance(seconds, int | float):
+        parts.append(f"{seconds:.3g} s")
+    if seconds_left is not None:
+        parts.append(f"ETA {timedelta(seconds=round(seconds_left))}")
     return " - ".join(parts)
 
 
