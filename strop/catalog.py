@@ -223,7 +223,7 @@ _shared = ("max_model_len", "max_num_seqs", "seed")
 ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
 ENGINES.declare(
     "native",
-    "strop.rollout.native.checked_engine:checked_engine",
+    "strop.rollout.native_check:checked_engine",
     fed=True,
     settings=(
         *_shared,

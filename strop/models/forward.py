@@ -23,6 +23,7 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.layouts.check import runs_packed
+from strop.models.layouts.mixers import prepare_mixers
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
@@ -194,6 +195,7 @@ def _run(
     given: dict[str, Any] = dict(options)
     if inputs.packing is not None:
         set_attention(model, PACKED)
+        prepare_mixers(model)
         given["packing"] = inputs.packing
     else:
         set_attention(model, attention or padded_attention(model))

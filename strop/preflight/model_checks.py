@@ -81,7 +81,7 @@ def native_obstacle(config: PreTrainedConfig) -> str | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from strop.models.layouts.check import FAILURES
-    from strop.rollout.native.checked_engine import sampling_complaint
+    from strop.rollout.native_check import sampling_complaint
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None

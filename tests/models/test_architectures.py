@@ -1,5 +1,5 @@
-"""Architectures whose layers mix tokens in other ways than causal attention: never packed, never sampled by
-the native engine, and trained with the log-probs of a plain forward pass."""
+"""Architectures whose layers mix tokens in other ways than causal attention: trained with the log-probs of a
+plain pass over each sequence, and sampled likewise or refused."""
 
 from __future__ import annotations
 
@@ -15,74 +15,16 @@ from strop.models.attention import padded_attention
 from strop.models.forward import response_outputs
 from strop.models.layouts import check
 from strop.models.layouts.check import packing_obstacle, runs_packed
-from strop.rollout.base import Request, Sampling
+from strop.rollout.base import Request, Sampling, build_engine
 from strop.rollout.native.engine import NativeEngine
+from strop.rollout.native_check import measure_sampling
 from strop.types import Batch
+from tests.models.hybrids import LATENT, OTHERS, STATEFUL, hybrid
 from tests.models.tiny import SIZE, tiny_batch
 
-_EXPERTS = {
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
-_LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-_DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_MIXED = ["linear_attention", "full_attention"]
-# With few heads many scores of the indexer are exactly 0, and which of them are the largest is open.
-_INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 2}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
-    "qwen3_next": {"layer_types": _MIXED, **_EXPERTS, **_DELTA},
-    "qwen3_5_text": {"layer_types": _MIXED, **_DELTA},
-    "kimi_linear": {
-        "layer_types": _MIXED,
-        "linear_head_dim": 8,
-        "linear_num_heads": 4,
-        **_EXPERTS,
-        **_LATENT,
-    },
-    "minimax": {"layer_types": _MIXED, "block_size": 8, **_EXPERTS},
-    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-    "falcon_h1": {"mamba_d_ssm": 64, **_MAMBA},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16, **_MAMBA},
-    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER},
-    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
-    "bloom": {"n_head": 4, "n_layer": 2},
-}
-SAMPLED = {"gpt_oss"}
+PACKED = {"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "falcon_h1", "granitemoehybrid"}
+SAMPLED = PACKED | {"mamba2", "gpt_oss"}
 """Those that the native engine samples from."""
-
-
-def build(family: str) -> Any:
-    config = AutoConfig.for_model(family, **{**SIZE, **ARCHITECTURES[family]})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(8)
-    return model
 
 
 def plain_log_probs(model: Any, batch: Batch) -> Tensor:
@@ -95,13 +37,13 @@ def plain_log_probs(model: Any, batch: Batch) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", [*STATEFUL, *OTHERS])
 @torch.no_grad()
-def test_it_trains_on_the_log_probs_of_each_sequence_alone_and_is_not_sampled_wrongly(
+def test_it_trains_on_the_log_probs_of_each_sequence_alone(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     check._log_padded.cache_clear()
-    model = build(family)
+    model = hybrid(family)
     batch = tiny_batch()
     expected = plain_log_probs(model, batch)
     with caplog.at_level(logging.INFO, "strop"):
@@ -109,22 +51,30 @@ def test_it_trains_on_the_log_probs_of_each_sequence_alone_and_is_not_sampled_wr
         response_outputs(model, batch, ["log_probs"])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     obstacle = packing_obstacle(model)
+    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
+        runs_packed(model, True, sequence_parallel=True)
+    if family in PACKED:
+        assert obstacle is None
+        return
     assert obstacle is not None
     assert caplog.text.count("runs with padded rows") == 1 and obstacle in caplog.text
     assert f"attn_implementation={padded_attention(model)}" in caplog.text
-    with pytest.raises(ValueError, match="ulysses_sequence_parallel_size=1"):
-        runs_packed(model, True, sequence_parallel=True)
-    engine = NativeEngine(model)
+
+
+@pytest.mark.parametrize("family", [*STATEFUL, *OTHERS])
+def test_it_is_sampled_as_it_is_recomputed_or_refused(family: str) -> None:
+    model = hybrid(family)
     if family in SAMPLED:
-        assert len(engine.generate([Request([1, 5, 7])], Sampling(max_tokens=2))[0]) == 1
+        measured = measure_sampling(model)
+        assert measured.difference is not None and measured.difference < 1e-5, measured
         return
     with pytest.raises(ValueError, match=r"rollout\.name=hf"):
-        engine.generate([Request([1, 5, 7])], Sampling(max_tokens=2))
+        build_engine("native", model)
 
 
 def test_sinks_need_no_settings() -> None:
     """gpt-oss: padded rows and eager attention are chosen without being asked for."""
-    model = build("gpt_oss")
+    model = hybrid("gpt_oss")
     assert "sinks" in (packing_obstacle(model) or "") and padded_attention(model) == "eager"
 
 
@@ -150,7 +100,7 @@ def test_a_model_that_does_not_pass_the_borders_on_runs_padded() -> None:
 @torch.no_grad()
 def test_what_a_model_does_to_states_before_its_head_is_done_once(change: dict[str, float]) -> None:
     """MiniCPM3 divides the last hidden states before the head."""
-    sizes = {**SIZE, **_LATENT, "dim_model_base": 8}
+    sizes = {**SIZE, **LATENT, "dim_model_base": 8}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minicpm3", **sizes)).eval()
     model.lm_head.weight.mul_(20)

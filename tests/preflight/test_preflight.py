@@ -86,12 +86,12 @@ def test_what_would_fail_later_fails_now(overrides, change, key, words):
         assert word in found[key]
 
 
-def test_layers_that_the_native_engine_does_not_know_are_refused(overrides, tmp_path):
-    config = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+def test_a_model_that_the_native_engine_samples_wrongly_is_refused(overrides, tmp_path):
+    config = {"model_type": "diffllama", "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     other = f"actor_rollout_ref.model.hf_config_path={tmp_path}"
     found = errors(examined(overrides, other))
-    assert "layers of the kind conv" in found["actor_rollout_ref.rollout.name"], found
+    assert "differ by up to" in found["actor_rollout_ref.rollout.name"], found
     assert "Set it to hf" in found["actor_rollout_ref.rollout.name"], found
     found = errors(examined(overrides, other, "actor_rollout_ref.rollout.name=hf"))
     assert "actor_rollout_ref.rollout.name" not in found

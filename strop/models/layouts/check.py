@@ -7,7 +7,6 @@ in which packed sequences change each other runs padded; one that padding change
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.attention import PACKED, padded_attention, set_attention
+from strop.models.layouts.mixers import prepare_mixers
 from strop.models.layouts.small_model import (
     VOCABULARY,
     class_of,
@@ -108,9 +108,14 @@ def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = 
     """Whether to pack, where use_remove_padding asks for it. A model with an obstacle runs padded, and a line
     of the log says so; a model that padding changes is refused."""
     layouts = layouts_of(model)
-    if wanted and layouts.packed.right:
-        return True
     name = type(base_model(model)).__name__
+    if wanted and layouts.packed.right:
+        if sequence_parallel and prepare_mixers(model):
+            raise ValueError(
+                f"{name} carries states along the row, which ranks cannot share; set "
+                "ulysses_sequence_parallel_size=1."
+            )
+        return True
     if sequence_parallel:
         raise ValueError(
             f"{name} cannot run packed: {layouts.packed}. Sequence parallelism divides packed rows; set "
@@ -200,8 +205,6 @@ def _compare(
 ) -> Measured:
     if packed and not model._can_set_attn_implementation():
         return Measured(None, "its attention function cannot be exchanged")
-    if packed and "position_ids" not in inspect.signature(model.forward).parameters:
-        return Measured(None, "it counts positions from the beginning of the row")
     try:
         found = _run(model, sequences, packed=packed)
     except FAILURES as error:
@@ -215,6 +218,7 @@ def _run(model: PreTrainedModel, sequences: Sequence[Tensor], *, packed: bool) -
     inputs = lay_out(rectangle(sequences), packed=packed, device=device)
     given: dict[str, object] = {}
     if inputs.packing is not None:
+        prepare_mixers(model)
         given["packing"] = inputs.packing
     set_attention(model, PACKED if packed else padded_attention(model))
     output = model(

@@ -8,7 +8,7 @@ tokens). All of them write to the KV cache and read from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -19,10 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from strop.models.layouts.mixers import MixerForward
+from strop.models.layouts.states import RowGroup, RowStates, by_length
 from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.requests import Member, PrefillChunk, similar_lengths
 
 NAME = "strop_rollout"
 
@@ -44,6 +47,8 @@ class AttentionOptions:
 
 class Step(Protocol):
     """One forward pass of a rollout."""
+
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor: ...
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -85,6 +90,10 @@ class ShapeProbe:
 
     layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+    states: RowStates = field(default_factory=RowStates)
+
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
+        return self.states.probe(mixer, hidden)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -92,23 +101,6 @@ class ShapeProbe:
         self.layers[layer] = (key.shape[1], key.shape[3], value.shape[3])
         self.dtype = key.dtype
         return attention_output(query, key, value, options, causal=True)
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Tokens `start ..` of the sequence in a row, computed in one forward pass."""
-
-    row: int
-    start: int
-    tokens: Sequence[int]
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
-
-
-Member = tuple[int, PrefillChunk]
-"""Offset in the packed row, and the chunk."""
 
 
 class _PaddedGroup:
@@ -165,9 +157,18 @@ class Prefill:
         self._longest = max(len(chunk.tokens) for chunk in chunks)
         self._from_start = all(chunk.start == 0 for chunk in chunks)
 
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
+        return self.cache.states.start(mixer, hidden, self._by_length)
+
+    @cached_property
+    def _by_length(self) -> list[RowGroup]:
+        assert all(chunk.start == 0 for _, chunk in self._members), "a mixer begins at the first token"
+        places = [(chunk.row, offset, len(chunk.tokens)) for offset, chunk in self._members]
+        return by_length(places, self._device)
+
     @cached_property
     def groups(self) -> list[_PaddedGroup]:
-        return [_PaddedGroup(members, self._device) for members in _similar_lengths(self._members)]
+        return [_PaddedGroup(members, self._device) for members in similar_lengths(self._members)]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -239,6 +240,9 @@ class Decode:
         self.spans = spans
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
+        return self.cache.states.step(mixer, hidden)
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -298,6 +302,9 @@ class SharedDecode:
         self.used = used
         self.shared = shared
         self._masks: dict[int | None, Tensor] = {}
+
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("rows of models with states are not shared")
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -376,23 +383,3 @@ def _eager_attention(
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
         return scores.softmax(-1)[..., :-1].to(value.dtype) @ value
     return scores.softmax(-1).to(value.dtype) @ value
-
-
-def _similar_lengths(members: list[Member]) -> Iterator[list[Member]]:
-    """Groups in which padding adds at most a half, and in which all chunks start at 0 or all read the
-    cache."""
-
-    def order(member: Member) -> tuple[bool, int]:
-        _, chunk = member
-        return chunk.start > 0, len(chunk.tokens)
-
-    group: list[Member] = []
-    for member in sorted(members, key=order):
-        reads_cache, length = order(member)
-        if group:
-            group_reads_cache, shortest = order(group[0])
-            if length > 1.5 * shortest + 8 or reads_cache != group_reads_cache:
-                yield group
-                group = []
-        group.append(member)
-    yield group

@@ -341,7 +341,7 @@ class NativeEngine:
                 size = max(cache.bytes, free)  # what the cache already has stays available
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            loop.set_budget(size // cache.bytes_per_token)
+            loop.set_budget((size - loop.reserve_states(size)) // cache.bytes_per_token)
         return loop
 
     def _build_step_loop(self) -> StepLoop:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.extras import MissingExtra, require
+from strop.models.layouts.states import RowStates
 
 BLOCK = 16
 """Tokens per hash of a prefix."""
@@ -72,10 +73,17 @@ def kernels(device: str) -> ModuleType | None:
 
 class KVCache:
     def __init__(
-        self, layers: Mapping[int, tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, tuple[int, int, int]],
+        states: RowStates | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`layers`: by layer, the number of key heads, the size of a key and the size of a value."""
+        """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
+        those of mixers, by row."""
         self.layers = dict(layers)
+        self.states = states or RowStates()
         self.dtype = dtype
         self.device = device
         self.rows = 0
@@ -86,7 +94,7 @@ class KVCache:
     @property
     def bytes_per_token(self) -> int:
         numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
-        return numbers * self.dtype.itemsize
+        return max(1, numbers * self.dtype.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -105,11 +113,13 @@ class KVCache:
                     length = min(capacity, old.shape[2])
                     new[:keep, :, :length] = old[:keep, :, :length]
                 tensors[layer] = new
+        self.states.resize(rows, keep)
         self.rows = rows
         self.capacity = capacity
 
     def free(self) -> None:
         """Free all memory."""
+        self.states.free()
         self.keys = {}
         self.values = {}
         self.rows = 0
@@ -187,12 +197,14 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
+        self.states.copy(source, target)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Set these rows to 0."""
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[list(rows)] = 0
+        self.states.clear(rows)
 
 
 # --- memory -------------------------------------------------------------------------------------------------

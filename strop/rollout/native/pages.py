@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from strop.models.layouts.states import RowStates
 from strop.rollout.native.kv_cache import Evict, Index, RowPlacement, kernels
 
 PAGE = 64
@@ -96,10 +97,17 @@ class PagePool:
 
 class PagedKVCache:
     def __init__(
-        self, layers: Mapping[int, tuple[int, int, int]], *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, tuple[int, int, int]],
+        states: RowStates | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`layers`: by layer, the number of key heads, the size of a key and the size of a value."""
+        """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
+        those of mixers, by row."""
         self.layers = dict(layers)
+        self.states = states or RowStates()
         self.dtype = dtype
         self.device = device
         self.pool = PagePool()
@@ -127,7 +135,7 @@ class PagedKVCache:
     @property
     def bytes_per_token(self) -> int:
         numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
-        return numbers * self.dtype.itemsize
+        return max(1, numbers * self.dtype.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -137,6 +145,7 @@ class PagedKVCache:
 
     def resize_table(self, rows: int, capacity: int) -> None:
         """Room for so many running rows, and tokens in each."""
+        self.states.resize(rows, min(rows, self.rows))
         self.table = torch.zeros(rows, pages_for(capacity), dtype=torch.int32, device=self.device)
         self._upload(row for row in self.pool.pages if row < rows)
 
@@ -157,6 +166,7 @@ class PagedKVCache:
 
     def free(self) -> None:
         """Free all memory."""
+        self.states.free()
         self.keys = {}
         self.values = {}
         self.pool = PagePool()
@@ -195,6 +205,7 @@ class PagedKVCache:
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[pages] = 0
+        self.states.clear(rows)
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -249,6 +260,7 @@ class PagedKVCache:
                 sources.append(self.pool.pages[placement.source][page])
                 targets.append(self.pool.pages[placement.row][page])
         self._copy(sources, targets)
+        self._copy_states([(one.source, one.row) for one in placements if one.source is not None])
 
     def reserve(self, lengths: Sequence[int], evict: Evict) -> bool:
         """Give the running rows pages for these lengths; False, and none, if there are not enough."""
@@ -272,6 +284,7 @@ class PagedKVCache:
         """Move rows (source, target), all at once."""
         self.pool.move(moves)
         self._upload(target for _, target in moves)
+        self._copy_states(moves)
 
     def keep(self, running: int, finished: Collection[int]) -> None:
         """Only the first rows and these are in use any more."""
@@ -279,6 +292,11 @@ class PagedKVCache:
         for row in gone:
             self.pool.release(row)
         self.table[running:] = 0  # idle rows of a recorded step must not write to pages of others
+
+    def _copy_states(self, moves: Sequence[tuple[int, int]]) -> None:
+        if moves and self.states:
+            source, target = torch.tensor(list(moves), device=self.device).unbind(1)
+            self.states.copy(source, target)
 
     def _take(self, count: int, evict: Evict) -> list[int] | None:
         while self.pool.num_free < count:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from strop.rollout.base import Completion, Request, Sampling
@@ -149,3 +149,40 @@ class Admission:
         if self.duplicate_of is not None:
             return RowPlacement(self.row, length, self.duplicate_of, length, source_is_new=True)
         return RowPlacement(self.row, length, self.source_row, self.num_cached_tokens, self.second_pass)
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens `start ..` of the sequence in a row, computed in one forward pass."""
+
+    row: int
+    start: int
+    tokens: Sequence[int]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+Member = tuple[int, PrefillChunk]
+"""Offset in the packed row, and the chunk."""
+
+
+def similar_lengths(members: list[Member]) -> Iterator[list[Member]]:
+    """Groups in which padding adds at most a half, and in which all chunks start at 0 or all read the
+    cache."""
+
+    def order(member: Member) -> tuple[bool, int]:
+        _, chunk = member
+        return chunk.start > 0, len(chunk.tokens)
+
+    group: list[Member] = []
+    for member in sorted(members, key=order):
+        reads_cache, length = order(member)
+        if group:
+            group_reads_cache, shortest = order(group[0])
+            if length > 1.5 * shortest + 8 or reads_cache != group_reads_cache:
+                yield group
+                group = []
+        group.append(member)
+    yield group

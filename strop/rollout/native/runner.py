@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.attention import other_kinds
+from strop.models.layouts.mixers import prepare_mixers
 from strop.models.lora import base_model
 from strop.rollout.native.attention import (
     Cache,
     Decode,
     Prefill,
-    PrefillChunk,
     ShapeProbe,
     SharedDecode,
     Step,
@@ -26,7 +26,7 @@ from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
-from strop.rollout.native.requests import Admission, ScheduledSample
+from strop.rollout.native.requests import Admission, PrefillChunk, ScheduledSample
 from strop.rollout.native.speculation.attention import AheadDecode
 from strop.rollout.native.speculation.drafts import Drafts
 
@@ -136,10 +136,11 @@ class Runner:
         self.model = model
         self.lora = lora
         self.batch_tokens = batch_tokens
-        self.chunked = chunked
         self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
         self.rows = DecodeRows(self.device)
         self.cache = self._build_cache()
+        # A mixer begins at the first token of a sequence.
+        self.chunked = chunked and not self.cache.states
         get_base_model = getattr(model, "get_base_model", None)
         core = model if get_base_model is None else get_base_model()
         self._selects_logits = "logits_to_keep" in inspect.signature(core.forward).parameters
@@ -148,7 +149,7 @@ class Runner:
             self._graphs = CudaGraphs()
         # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was
         # sampled.
-        self._dedup_rows = self.device.type == "cpu"
+        self._dedup_rows = self.device.type == "cpu" and not self.cache.states
         self.divided = getattr(model, "divided", None) is not None
         """Other ranks compute a part of the model."""
         self._drafts: Drafts | None = None
@@ -159,16 +160,17 @@ class Runner:
 
     def _build_cache(self) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
-        kinds = other_kinds(self.model.config)
-        if kinds:
-            raise self._refusal(f"has layers of the kind {', '.join(kinds)}")
+        prepare_mixers(self.model)
         probe = ShapeProbe()
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._forward(zero, zero, probe)
-        if not probe.layers:
+        kinds = other_kinds(self.model.config)
+        if kinds and not probe.states:
+            raise self._refusal(f"has layers of the kind {', '.join(kinds)}")
+        if not probe.layers and not probe.states:
             raise self._refusal("does not take a registered attention function")
         kind = PagedKVCache if uses_pages(self.device) else KVCache
-        return kind(probe.layers, dtype=probe.dtype, device=self.device)
+        return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device)
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__

@@ -32,13 +32,15 @@ class Scheduler:
         headroom: int = 64,
         min_admit_share: float = 0.0,
         max_decode_prefill: int = 0,
+        copies_prefixes: bool = True,
     ) -> None:
         """`budget`: tokens that the cache may hold. Capacities are multiples of `block`, which is also the
         headroom of a row; with pages that is `headroom`.
 
         `min_admit_share`: while more samples wait than rows are free, new samples wait until they are this
         share of all rows, so that few large passes prefill them instead of many small ones.
-        `max_decode_prefill`: limit of uncached tokens that decode steps prefill.
+        `max_decode_prefill`: limit of uncached tokens that decode steps prefill. `copies_prefixes`: a
+        sequence may begin with a part of another; else only with all of it.
         """
         self.max_num_seqs = max_num_seqs
         self.budget = budget
@@ -46,6 +48,7 @@ class Scheduler:
         self.headroom = headroom
         self.min_admit_share = min_admit_share
         self.max_decode_prefill = max_decode_prefill
+        self.copies_prefixes = copies_prefixes
         self.waiting: deque[ScheduledSample] = deque()
         self.running: list[ScheduledSample] = []
         self.lengths: list[int] = []
@@ -185,6 +188,8 @@ class Scheduler:
     ) -> Admission:
         """The row with the longest common prefix: a running sample of the same request, another row, or a row
         admitted at the same time."""
+        if not self.copies_prefixes:
+            return Admission(sample, prefix.row)
         source = sibling
         num_cached = 0
         second_pass = False

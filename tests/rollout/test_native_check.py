@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.rollout.base import build_engine
-from strop.rollout.native.checked_engine import measure_sampling
 from strop.rollout.native.engine import NativeEngine
+from strop.rollout.native_check import measure_sampling
 from tests.models.tiny import SIZE, tiny_model
 
 
