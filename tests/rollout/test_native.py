@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import RwkvConfig, RwkvForCausalLM
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.native import NativeEngine, attention
@@ -189,8 +189,8 @@ def test_a_training_pass_during_a_rollout_is_refused() -> None:
     assert model(input_ids=torch.tensor([[1, 2]])).logits.shape == (1, 2, tiny.VOCABULARY)
 
 
-def test_a_model_without_attention_is_refused_with_a_way_out() -> None:
-    model = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+def test_a_model_without_attention_or_states_in_a_cache_is_refused_with_a_way_out() -> None:
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2))
     with pytest.raises(ValueError, match=r"rollout\.name=hf"):
         NativeEngine(model).generate([Request([1])], Sampling(max_tokens=2))
 

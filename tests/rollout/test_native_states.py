@@ -9,7 +9,9 @@ import torch
 
 from strop.models.layouts.states import RowStates, by_length
 from strop.rollout.base import Request, Sampling
+from strop.rollout.native import runner
 from strop.rollout.native.engine import NativeEngine
+from strop.rollout.native.pages import PagedKVCache
 from tests.models.hybrids import hybrid
 
 PROMPTS = [[5, 9, 3], [7, 4, 4, 4, 30, 12, 8, 57, 3, 3, 6], [11], list(range(3, 45)), [3, 4, 5, 6, 7, 8]]
@@ -52,6 +54,15 @@ def test_limits_change_the_order_of_work_and_nothing_else(family: str, limits: d
         set_back = model.config._attn_implementation
         assert set_back == "sdpa"
         assert largest_difference(model, requests(), answers, 0.8) < 1e-5
+
+
+def test_states_follow_their_rows_in_a_cache_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "uses_pages", lambda device: True)
+    model = hybrid("lfm2")
+    engine = NativeEngine(model, max_num_seqs=3)
+    answers = engine.generate(requests(), SAMPLING)
+    assert engine._step_loop is not None and isinstance(engine._step_loop.runner.cache, PagedKVCache)
+    assert largest_difference(model, requests(), answers, 0.8) < 1e-5
 
 
 def test_new_weights_compute_the_states_again() -> None:
