@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.config.schema.rollout import SpeculationConfig
 from strop.models.layouts.states import RowStates, by_length
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import runner
@@ -15,7 +16,7 @@ from strop.rollout.native.pages import PagedKVCache
 from tests.models.hybrids import hybrid
 
 PROMPTS = [[5, 9, 3], [7, 4, 4, 4, 30, 12, 8, 57, 3, 3, 6], [11], list(range(3, 45)), [3, 4, 5, 6, 7, 8]]
-SAMPLING = Sampling(temperature=0.8, top_p=0.9, ignore_eos=True)
+SAMPLING = Sampling(temperature=0.8, top_p=0.9, ignore_eos=True, max_tokens=8)
 
 
 def requests() -> list[Request]:
@@ -104,3 +105,11 @@ def test_rows_without_states_cost_nothing() -> None:
     states.copy(torch.tensor([1]), torch.tensor([2]))
     states.clear([1])
     states.free()
+
+
+def test_guesses_cannot_be_taken_back() -> None:
+    model = hybrid("lfm2")
+    NativeEngine(model, speculation=SpeculationConfig(enable="auto")).generate([Request([5])], SAMPLING)
+    engine = NativeEngine(model, speculation=SpeculationConfig(enable=True))
+    with pytest.raises(ValueError, match=r"speculation\.enable=true.*Set it to auto"):
+        engine.generate([Request([5])], SAMPLING)

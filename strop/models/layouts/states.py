@@ -57,6 +57,12 @@ class RowStates:
             sizes += sum(example.numel() * example.element_size() for example in examples.values())
         return sizes
 
+    def rows_within(self, size: int, rows: int) -> int:
+        """So many of these rows have states of together at most so many bytes; at least one."""
+        if not self:
+            return rows
+        return max(1, min(rows, size // self.bytes_per_row))
+
     # --- passes ---------------------------------------------------------------------------------------------
 
     def probe(self, mixer: MixerForward, hidden: Tensor) -> Tensor:

@@ -341,7 +341,9 @@ class NativeEngine:
                 size = max(cache.bytes, free)  # what the cache already has stays available
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            loop.set_budget((size - loop.reserve_states(size)) // cache.bytes_per_token)
+            rows = cache.states.rows_within(size // 2, self._max_num_seqs)
+            loop.scheduler.max_num_seqs = rows
+            loop.set_budget((size - rows * cache.states.bytes_per_row) // cache.bytes_per_token)
         return loop
 
     def _build_step_loop(self) -> StepLoop:

@@ -48,8 +48,7 @@ class StepLoop:
         meter: Meter,
         speculation: SpeculationConfig,
     ) -> None:
-        """`prefix_caching`: finished sequences stay in free rows, for later ones with the same prefix.
-        `after_step` is called with the number of rows of each decode step."""
+        """`prefix_caching`: finished sequences stay in free rows. `after_step` gets the rows of each step."""
         self.runner = runner
         self._pages = runner.cache if isinstance(runner.cache, PagedKVCache) else None
         self.version = 0
@@ -62,7 +61,6 @@ class StepLoop:
             max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
             copies_prefixes=not runner.cache.states,
         )
-        self._max_num_seqs = max_num_seqs
         self._prefix_caching = prefix_caching and not runner.cache.states
         self._on_finished = on_finished
         self._after_step = after_step
@@ -86,15 +84,6 @@ class StepLoop:
         if self._pages is not None:
             tokens = max(0, tokens // PAGE - SPARE) * PAGE
         self.scheduler.budget = tokens
-
-    def reserve_states(self, size: int) -> int:
-        """Of so many bytes, those for the states of mixers. Fewer rows run if states would take more than
-        half."""
-        per_row = self.runner.cache.states.bytes_per_row
-        if not per_row:
-            return 0
-        self.scheduler.max_num_seqs = max(1, min(self._max_num_seqs, size // 2 // per_row))
-        return self.scheduler.max_num_seqs * per_row
 
     def step(self) -> None:
         """Admit, decode and return finished samples; after an OOM, shrink the cache and continue."""

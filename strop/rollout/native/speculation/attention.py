@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from strop.models.layouts.mixers import MixerForward
 from strop.rollout.native.attention import AttentionOptions, Cache, attention_output, causal_mask
 from strop.rollout.native.kv_cache import kernels
 
@@ -24,6 +25,9 @@ class AheadDecode:
         self.ahead = ahead
         self.longest = longest
         self._masks: dict[int | None, Tensor] = {}
+
+    def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("states cannot be taken back")
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -64,6 +64,14 @@ def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) 
     bit."""
     if settings.enable is False:
         return None
+    if runner.cache.states:
+        if settings.enable == "auto":
+            return None
+        raise ValueError(
+            "rollout.speculation.enable=true: the model carries states along the row (linear attention, "
+            "state spaces or convolutions), and a state cannot be taken back where a guess was wrong. Set it "
+            "to auto."
+        )
     if settings.enable == "auto" and (runner.device.type != "cuda" or runner.divided):
         return None
     drafts = Drafts(settings, runner.device)
