@@ -127,7 +127,7 @@ class RowStates:
         self._rows = 0
 
 
-class _CacheLayer(LinearAttentionLayer):  # type: ignore[misc] # transformers gives it no types
+class _CacheLayer(LinearAttentionLayer):
     """A layer of transformers' cache that leaves its memory to others."""
 
     def lazy_initialization(
