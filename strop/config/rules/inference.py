@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from strop.config.rules.findings import Findings, error
-from strop.config.rules.rollout import installed_engine
+from strop.config.rules.rollout import installed_engine, possible_speculation
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -39,6 +39,7 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
             f"{config.data.n_samples} samples at temperature 0 would all be the same. Set n_samples=1.",
         )
     yield from installed_engine("rollout", config.rollout)
+    yield from possible_speculation("rollout", config.rollout)
 
 
 def evaluation(loaded: Loaded[EvaluationConfig]) -> Findings:

@@ -168,8 +168,12 @@ def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
 
 def speculation(loaded: Loaded[PpoConfig]) -> Findings:
     """Speculative decoding is a part of the native engine, which guesses from earlier tokens only."""
-    rollout = loaded.config.actor_rollout_ref.rollout
-    path = f"{ROLLOUT}.speculation"
+    yield from possible_speculation(ROLLOUT, loaded.config.actor_rollout_ref.rollout)
+
+
+def possible_speculation(section: str, rollout: RolloutConfig) -> Findings:
+    """The same for the rollout section at the path `section`."""
+    path = f"{section}.speculation"
     settings = rollout.speculation
     if settings.draft_model is not None:
         yield error(
