@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from strop import __version__
 from strop.cli import PROGRAMS, VERBS
 from strop.config.aliases import translate
 from strop.config.schema import ROOTS
@@ -111,3 +112,38 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         if not found and name not in OF_THE_READER:
             missing.append(name)
     assert not missing, f"{name_of(page)} names files that do not exist: {missing}"
+
+
+def test_the_actions_run_what_every_change_must_pass() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in steps and "make docs" in steps
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_templates_of_issues_are_forms(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    if path.parent.name != "ISSUE_TEMPLATE" or path.name == "config.yml":
+        return
+    assert {"name", "description", "body"} <= set(form)
+    fields = [field["id"] for field in form["body"]]
+    assert len(fields) == len(set(fields)) >= 3
+
+
+def test_hooks_and_citation_agree_with_the_project() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    commands_of_hooks = {hook["id"]: hook["entry"] for hook in hooks}
+    assert commands_of_hooks["configuration-reference"].endswith("strop config docs --out docs")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert __version__.startswith(citation["version"]) and citation["license"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("word", ["docker", "FAQ", "DAPO"])
+def test_the_search_of_the_site_finds(word: str) -> None:
+    """The site searches titles and texts of the pages in its menu."""
+    found = [
+        page
+        for page in (ROOT / "docs").rglob("*.md")
+        if re.search(rf"^#+ .*\b{word}\b", page.read_text(), re.M | re.I)
+    ]
+    assert found and "search" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
