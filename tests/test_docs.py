@@ -147,3 +147,38 @@ def test_the_search_of_the_site_finds(word: str) -> None:
         if re.search(rf"^#+ .*\b{word}\b", page.read_text(), re.M | re.I)
     ]
     assert found and "search" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+
+
+def headings(page: Path) -> list[int]:
+    """The levels of the headings, outside of blocks of code."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+
+
+def code(page: Path) -> list[str]:
+    """The lines of commands, without comments: a translation must have the same ones."""
+    lines = [
+        line
+        for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    return [line.partition(" #")[0].strip() for line in lines if re.match(r"strop |make |python", line)]
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "zh").glob("*.md")), ids=name_of)
+def test_a_chinese_page_has_the_parts_and_commands_of_the_english_one(page: Path) -> None:
+    english = ROOT / "docs" / page.name
+    assert headings(page) == headings(english)
+    assert code(page) == code(english)
+
+
+def test_the_chinese_readme_has_the_commands_and_links_of_the_english_one() -> None:
+    english, chinese = ROOT / "README.md", ROOT / "README_zh.md"
+    verbs = [set(re.findall(r"`strop ([a-z-]+)", page.read_text())) for page in (english, chinese)]
+    assert verbs[0] <= verbs[1]
+    links = [
+        set(re.findall(r"\]\(((?:docs|examples)/[\w./-]+)\)", page.read_text()))
+        for page in (english, chinese)
+    ]
+    translated = {link.replace("docs/", "docs/zh/", 1) for link in links[0]} & links[1]
+    assert links[0] - links[1] <= {link.replace("docs/zh/", "docs/") for link in translated}

@@ -13,7 +13,7 @@ from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README_zh.md", "docs/porting_openrlhf.md"]
+PAGES = ["README_zh.md", "docs/porting_openrlhf.md", "docs/zh/porting_openrlhf.md"]
 KEYS = {key.path for key in keys(ROOTS["ppo_trainer"])}
 FLAGS = {name for row in load_rows() for name in row.names}
 
