@@ -14,6 +14,15 @@ exactly this length. `--cache-gib` limits the KV cache of the native engine. Eng
 noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats),
 then the ratios of the native engine to the others.
 
+`native` decodes token by token. `--speculation auto` (or `on`) adds `native-auto` (`native-on`), which
+guesses tokens from earlier answers: the warm-up round is its first epoch, the others are later epochs.
+`--epochs 2` is one round after that. With random weights two answers to one prompt have nothing in common, so
+nothing is guessed right; `--same-seeds` repeats the answers of the first epoch, where all is guessed right:
+the upper bound. A low `--temperature` is in between. With `--model` and `--questions` answers are real ones.
+
+    python benchmarks/rollout.py --shape qwen2.5-1.5b --dtype bfloat16 --engines native --speculation auto \\
+        --epochs 2 --same-seeds --prompts 8 --samples 8 --tokens 512 --stats
+
 `vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process;
 `vllm-mp` has the engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's
 rollout.name=vllm. With `-eager` at the end they do without compilation and CUDA graphs. Without `--model`, a
@@ -39,6 +48,7 @@ from typing import Any
 
 import torch
 
+from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Request, Sampling, build_engine
 
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
@@ -166,14 +176,21 @@ def end_tokens(model: Any, options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
+SPECULATION: dict[str, bool | str] = {"native-on": True, "native-auto": "auto"}
+
+
 class Ours:
     """An engine of Strop's, in this process or behind it."""
 
     def __init__(self, name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> None:
+        plain = name.removeprefix("strop-")
+        for suffix in ("-eager", "-on", "-auto"):
+            plain = plain.removesuffix(suffix)
         self._engine = build_engine(
-            name.removeprefix("strop-").removesuffix("-eager"),
+            plain,
             model,
             enforce_eager=name.endswith("-eager"),
+            speculation=SpeculationConfig(enable=SPECULATION.get(name, False)),
             max_num_seqs=options.max_num_seqs,
             max_model_len=longest(options, asked),
             gpu_memory_utilization=options.vllm_memory
@@ -188,9 +205,14 @@ class Ours:
         self.stats: dict[str, float] = {}
         most = limits(options, asked)
         self._requests = [
-            Request(ids, n=options.samples, max_tokens=limit) for ids, limit in zip(asked, most)
+            Request(ids, n=options.samples, max_tokens=limit, seed=i if options.same_seeds else None)
+            for i, (ids, limit) in enumerate(zip(asked, most))
         ]
-        self._sampling = Sampling(ignore_eos=not options.ragged, stop_ids=end_tokens(model, options))
+        self._sampling = Sampling(
+            temperature=options.temperature,
+            ignore_eos=not options.ragged,
+            stop_ids=end_tokens(model, options),
+        )
         self._cuda, self._turn = options.device == "cuda", 0
 
     def __call__(self) -> tuple[int, float]:
@@ -326,11 +348,22 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, default=0.5, help="share of the memory for each vLLM")
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--speculation", default="off", choices=("off", "on", "auto"))
+    parser.add_argument("--epochs", type=int, help="rounds, the first of which is the warm-up")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of our engines")
+    parser.add_argument(
+        "--same-seeds", action="store_true", help="every round of our engines samples the same answers"
+    )
     parser.add_argument(
         "--stats", action="store_true", help="print what our engines counted in the last turn"
     )
     parser.add_argument("--save", help="JSON-lines file to which the lines are added")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if found.epochs is not None:
+        found.repeats = max(1, found.epochs - 1)
+    if found.speculation != "off":
+        found.engines += f",native-{found.speculation}"
+    return found
 
 
 def systems_of(
@@ -383,6 +416,8 @@ def main() -> None:
         ratios = {
             f"native/{n}": round(own / statistics.median(r), 2) for n, r in rates.items() if n != "native"
         }
+        for name in SPECULATION.keys() & rates.keys():
+            ratios[f"{name}/native"] = round(statistics.median(rates[name]) / own, 2)
         lines.append({"work": lines[0]["work"], "model": lines[0]["model"], **ratios})
     for line in lines:
         print(json.dumps(line), flush=True)

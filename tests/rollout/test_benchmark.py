@@ -74,3 +74,14 @@ def test_adapters_take_turns_with_the_base_model(
     assert [line["way"] for line in lines] == ["base", "ordinary", "one", "many"]
     assert all(line["work"] == "4x2x3" and line["tokens_per_second"] > 0 for line in lines)
     assert {"many/base", "many/ordinary", "many/one"} <= ratios.keys()
+
+
+def test_a_second_epoch_with_speculation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.make().save_pretrained(tmp_path)
+    more = "--engines native --speculation on --epochs 2 --same-seeds --tokens 9 --stats"
+    native, guessing, ratios, _, stats = run(monkeypatch, capsys, tmp_path, *more.split())
+    assert [native["engine"], guessing["engine"]] == ["native", "native-on"]
+    assert "native-on/native" in ratios
+    assert stats["speculation/acceptance"] > 0.8  # type: ignore[operator]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from strop.config.schema.rollout import SpeculationConfig
 from strop.models.forward import response_outputs
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
@@ -57,6 +58,32 @@ def test_graphs_give_the_samples_of_single_steps(kind: str) -> None:
         for sampling in ways:
             with_graphs, without = graphs.generate(requests, sampling), single.generate(requests, sampling)
             assert [[c.ids for c in g] for g in with_graphs] == [[c.ids for c in g] for g in without]
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("kind", ["qwen2", "mistral_window", "gpt_oss_sinks"])
+def test_guessed_tokens_are_those_of_single_steps(kind: str, eager: bool) -> None:
+    model = on_device(kind)
+    requests = [Request(PROMPTS[i % 4], n=1 + i % 3, seed=i, max_tokens=5 + 7 * (i % 9)) for i in range(12)]
+    ways = [
+        Sampling(),
+        Sampling(temperature=0),
+        Sampling(temperature=0.7, top_p=0.9, stop_ids=(3, 4)),
+        Sampling(top_k=7, repetition_penalty=1.2),
+    ]
+    speculation = SpeculationConfig(enable=True, num_tokens=3, max_rows=24, memory_tokens=8192)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # experts that ask the device cannot be recorded, and say so
+        for sampling in ways:
+            single = NativeEngine(model, speculation=SpeculationConfig(enable=False)).generate(
+                requests, sampling
+            )
+            engine = NativeEngine(model, enforce_eager=eager, speculation=speculation)
+            for _ in range(2):
+                guessed = engine.generate(requests, sampling)
+                assert [[c.ids for c in g] for g in guessed] == [[c.ids for c in g] for g in single]
+                found = engine.stats()
+            assert found["speculation/acceptance"] > 0.7
 
 
 def test_weights_that_changed_or_moved_are_seen_by_graphs() -> None:
