@@ -241,3 +241,75 @@ def test_pages_of_all_layers_are_copied_at_once(monkeypatch):
 def test_a_draw_is_that_of_plain_torch(monkeypatch, mixed):
     used = {"temperature": mixed, "greedy": mixed, "all_greedy": False}
     draws.assert_drawn_as_plain(monkeypatch, torch.device("cpu"), 4097, used)
+
+
+def draft_case(seed, rows=6, width=24, ahead=4):
+    """Rows in all states: running, finished, in a prefill by decode steps, at their limit, at the end of the cache."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=draw)
+
+    length = numbers(1, width - 2, rows)
+    fields = {
+        "tokens": numbers(0, 4, rows, width + 1),
+        "log_probs": torch.zeros(rows, width + 1),
+        "length": length,
+        "num_known": torch.where(numbers(0, 3, rows) == 0, (length + 2).clamp(max=width - 1), 0),
+        "limit": (length + numbers(1, 9, rows)).clamp(max=width),
+        "state": torch.where(numbers(0, 5, rows) == 0, 1, 0),
+        "stops": numbers(-1, 9, rows, 2),
+    }
+    lines = numbers(-1, 4, rows, 40).to(torch.int32)
+    sampled = (
+        numbers(0, 4, rows * ahead),
+        -torch.rand(rows * ahead, generator=draw),
+        numbers(0, 9, rows * ahead) > 0,
+    )
+    return fields, lines, sampled
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_found_and_kept_as_in_plain_torch(monkeypatch, seed):
+    from strop.config.schema.rollout import SpeculationConfig
+    from strop.rollout.native.decode_rows import DecodeRows
+    from strop.rollout.native.sampler import SampledTokens
+    from strop.rollout.native.speculation import drafts as module
+    from strop.rollout.native.speculation import kernels
+
+    monkeypatch.setattr(kernels, "_BLOCK", 16)
+    found = []
+    for fast in (None, kernels):
+        monkeypatch.setattr(module, "draft_kernels", lambda device, fast=fast: fast)
+        fields, lines, (tokens, log_probs, valid) = draft_case(seed)
+        rows = DecodeRows(torch.device("cpu"))
+        rows.fields = fields
+        rows.capacity = 24
+        drafts = module.Drafts(SpeculationConfig(num_tokens=3, max_match=3), torch.device("cpu"))
+        drafts._lines = lines
+        drafted = drafts.propose(rows, 6, 3, 40, 24)
+        found.append([drafted.clone(), rows.fields["tokens"][:, :24].clone()])
+        sampled = torch.where(
+            torch.arange(24) % 4 < seed % 4, torch.nn.functional.pad(drafted, (0, 1)).flatten(), tokens
+        )
+        drafts.keep(rows, drafted, SampledTokens(sampled.clamp(min=0), log_probs, valid))
+        ends = torch.arange(25) < rows.fields["length"][:, None]
+        found[-1] += [rows.fields[name].where(ends, 0) for name in ("tokens", "log_probs")]
+        found[-1] += [rows.fields["length"], rows.fields["state"], drafts._counts]
+    for plain, kernel in zip(*found):
+        assert torch.equal(plain, kernel)
+    assert found[0][-1][0] > 0
+
+
+def test_keys_and_values_of_several_tokens_are_stored(monkeypatch):
+    from strop.rollout.native.speculation import kernels
+
+    key, value = (torch.randn(6, 1, 2, size).transpose(1, 2) for size in (24, 16))
+    keys, values = (torch.zeros(8, 2, 64, size) for size in (24, 16))
+    positions = torch.tensor([62, 63, 64, 0, 1, 2])
+    table = torch.tensor([[3, 5]] * 3 + [[7, 0]] * 3, dtype=torch.int32)
+    kernels.store(key, value, keys, values, positions, table)
+    pages = torch.tensor([3, 3, 5, 7, 7, 7])
+    assert torch.equal(keys[pages, :, positions % 64], key[:, :, 0])
+    assert torch.equal(values[pages, :, positions % 64], value[:, :, 0])
+    assert int((keys != 0).sum()) == key.numel()

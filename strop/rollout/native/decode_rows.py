@@ -232,6 +232,12 @@ class DecodeRows:
         positions = (self.fields["length"][rows] - 1 + places).clamp(max=max(0, self.capacity - 1))
         return self.fields["tokens"][rows, positions], positions
 
+    def tokens_from(self, rows: Tensor, start: Tensor, count: int) -> Tensor:
+        """The tokens of each row from `start` on, [rows, count]; -1 behind its end."""
+        places = start[:, None] + torch.arange(count, device=self.device)
+        tokens = self.fields["tokens"][rows[:, None], places.clamp(max=self.capacity)]
+        return tokens.where(places < self.fields["length"][rows][:, None], -1)
+
     def features(self, samples: Sequence[ScheduledSample]) -> Features:
         """The settings that any of these samples uses; `sample_next` skips the others."""
         settings = set({id(one.settings): one.settings for one in samples}.values())

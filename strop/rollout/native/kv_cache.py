@@ -71,6 +71,14 @@ def kernels(device: str) -> ModuleType | None:
         return None
 
 
+@cache
+def draft_kernels(device: str) -> ModuleType | None:
+    """The same for passes with drafts."""
+    if kernels(device) is None:
+        return None
+    return require("strop.rollout.native.speculation.kernels", extra="gpu", why="Fast decoding on a GPU")
+
+
 class KVCache:
     def __init__(
         self,

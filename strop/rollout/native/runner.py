@@ -394,6 +394,7 @@ class Runner:
         decode = AheadDecode(self.cache, index, positions, ahead, longest)
         logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
         sampled = self.rows.sample_ahead(index, ahead, logits, used, longest)
-        tokens = drafts.keep(self.rows, rows, drafted, sampled)
+        before = self.rows.fields["length"][:count].clone()
+        drafts.keep(self.rows, drafted, sampled)
         if self._dedup_rows:
-            self.rows.split_groups(rows, tokens)
+            self.rows.split_groups(rows, self.rows.tokens_from(rows, before, ahead))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strop.models.layouts.mixers import MixerForward
 from strop.rollout.native.attention import AttentionOptions, Cache, attention_output, causal_mask
-from strop.rollout.native.kv_cache import kernels
+from strop.rollout.native.kv_cache import draft_kernels, kernels
 
 
 class AheadDecode:
@@ -32,14 +32,17 @@ class AheadDecode:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
         fast = kernels(query.device.type)
-        if fast is not None:
+        stores = draft_kernels(query.device.type)
+        if fast is not None and stores is not None:
             keys, values = self.cache.whole(layer)
+            key = key.to(self.cache.dtype)
+            value = value.to(self.cache.dtype)
+            stores.store(key, value, keys, values, self.positions, self._tables)
             out: Tensor = fast.decode_attention(
                 query,
-                key.to(self.cache.dtype),
-                value.to(self.cache.dtype),
+                key,
+                value,
                 keys,
                 values,
                 self.positions,
@@ -51,6 +54,7 @@ class AheadDecode:
                 sinks=options.sinks,
             )
             return out
+        self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
         count = len(self.rows) // self.ahead
         keys, values = self.cache.read(layer, slice(0, count), self.longest)
         queries = query[:, :, 0].unflatten(0, (count, self.ahead)).transpose(1, 2)

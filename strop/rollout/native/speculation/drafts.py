@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.native.decode_rows import DecodeRows
+from strop.rollout.native.kv_cache import draft_kernels
 from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.sampler import SampledTokens
 from strop.rollout.native.speculation.memory import DraftMemory, PromptMemory
@@ -45,12 +46,13 @@ class Drafts:
         self._written: list[tuple[PromptMemory | None, int]] = []
         """What each line was filled with, and its version."""
         self._counts = torch.empty(0)
+        self._matches = {"min_match": settings.min_match, "max_match": settings.max_match}
         self.free()
 
     def free(self) -> None:
         """Free the tensors; no recorded pass may use them any more."""
         self._lines = torch.empty(0, 0, dtype=torch.int32, device=self.device)
-        self._counts = torch.zeros(3 + self.settings.num_tokens, dtype=torch.int64, device=self.device)
+        self._counts = torch.zeros(3 + self.settings.num_tokens, dtype=torch.int32, device=self.device)
         self._lengths = []
         self._written = []
 
@@ -101,15 +103,13 @@ class Drafts:
     def propose(self, rows: DecodeRows, count: int, num_tokens: int, width: int, longest: int) -> Tensor:
         """Drafts [count, num_tokens] for the first rows; they are also put behind the tokens of the rows."""
         fields = rows.fields
+        lines = self._lines[:count, :width]
+        fast = draft_kernels(self.device.type)
+        if fast is not None:
+            found: Tensor = fast.propose(fields, count, lines, num_tokens, longest, **self._matches)
+            return found
         length = fields["length"][:count]
-        drafts = propose(
-            fields["tokens"][:count, :longest],
-            length,
-            self._lines[:count, :width],
-            num_tokens,
-            min_match=self.settings.min_match,
-            max_match=self.settings.max_match,
-        )
+        drafts = propose(fields["tokens"][:count, :longest], length, lines, num_tokens, **self._matches)
         places = length[:, None] + torch.arange(num_tokens, device=self.device)
         index = (torch.arange(count, device=self.device)[:, None], places.clamp(max=rows.capacity))
         # The given tokens of a prefill by decode steps are certain; what follows them cannot be guessed yet.
@@ -120,14 +120,19 @@ class Drafts:
         fields["tokens"][index] = drafts.clamp(min=0)
         return drafts
 
-    def keep(self, rows: DecodeRows, index: Tensor, drafts: Tensor, sampled: SampledTokens) -> Tensor:
-        """The rows get the tokens that an ordinary step would have sampled. Returns them, [rows, ahead];
-        entries that are not part of a row are NO_TOKEN."""
+    def keep(self, rows: DecodeRows, drafts: Tensor, sampled: SampledTokens) -> None:
+        """The first rows get the tokens that ordinary steps would have sampled."""
+        fast = draft_kernels(self.device.type)
+        if fast is not None:
+            fast.keep(
+                rows.fields, drafts, sampled.tokens, sampled.log_probs, sampled.valid, counts=self._counts
+            )
+            return
+        index = torch.arange(len(drafts), device=self.device)
         found = judge(rows.fields, index, drafts, sampled)
         write(rows.fields, index, found, sampled.log_probs)
         counts = [found.drafted.sum(), found.accepted.sum(), *found.kept.sum(0).unbind()]
         self._counts[: len(counts)] += torch.stack(counts)
-        return found.tokens.where(found.kept, NO_TOKEN)
 
     def read_counts(self, num_tokens: int) -> DraftCounts:
         """Counts of passes with so many drafts, since the last reading."""
