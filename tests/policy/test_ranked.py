@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,21 +129,34 @@ def test_a_loaded_model_is_not_sent_to_ranks(task: Path) -> None:
 
 
 SCRIPT = """
-import sys
-from strop.policy.batches import Datum
+import json, sys
+from pathlib import Path
 from strop.policy.policy import Policy
-policy = Policy(sys.argv[1], ranks=2, runtime=sys.argv[2], seed=3)
-data = [Datum(t.prompt.ids, t.response) for t in policy.sample(["1+2="], n=2, max_tokens=3)[0]]
-loss = policy.forward_backward(data, lambda outputs, batch: outputs.log_probs.sum()).loss
-print(loss < 0, policy.optim_step()["grad_norm"] > 0)
-policy.close()
+from tests.policy.test_ranked import KEYS, learned
+with Policy(sys.argv[1], lora_rank=4, ranks=2, runtime=sys.argv[2], **KEYS) as policy:
+    numbers, samples = learned(policy)
+    log_probs = [row.tolist() for row in policy.log_probs(samples)]
+found = {"numbers": numbers, "responses": [t.response for t in samples], "log_probs": log_probs}
+Path(sys.argv[3]).write_text(json.dumps(found))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["local", "ray"])
-def test_a_plain_script_trains_on_ranks(task: Path, tmp_path: Path, runtime: str) -> None:
+def test_a_plain_script_on_ranks_has_the_numbers_of_one_process(
+    task: Path, tmp_path: Path, runtime: str
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(task / "model"), runtime]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path.cwd())
-    assert done.stdout.strip().endswith("True True"), done.stderr[-3000:]
+    result = tmp_path / "found.json"
+    command = [sys.executable, str(tmp_path / "script.py"), str(task / "model"), runtime, str(result)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.exists(), done.stderr[-3000:]
+    found = json.loads(result.read_text())
+    with Policy(task / "model", lora_rank=4, **KEYS) as alone:
+        numbers, samples = learned(alone)
+        log_probs = alone.log_probs(samples)
+    assert found["responses"] == [t.response for t in samples]
+    assert found["numbers"] == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+    for row, expected in zip(found["log_probs"], log_probs, strict=True):
+        assert row == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-4)
