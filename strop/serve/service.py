@@ -41,6 +41,8 @@ POLL_SECONDS = 25.0
 """How long a request for a future waits for it; the client gives up after 45."""
 FINISHED_SAMPLES_KEPT = 4096
 MAX_SEED = 2**31
+MAX_SEQ = 2**31
+"""Of the numbers that a client gives to the requests of a model."""
 
 
 class TrainingService:
@@ -187,6 +189,10 @@ class TrainingService:
         find_loss(wanted.loss)
         if not wanted.data:
             raise RequestRefused(400, "The request has no data.")
+        if not 0 <= wanted.seq_id <= MAX_SEQ:
+            raise RequestRefused(
+                400, f"seq_id must be a whole number from 0 to {MAX_SEQ}, it is {wanted.seq_id}."
+            )
         limit = self.settings.max_batch_tokens
         if wanted.num_tokens > limit:
             raise RequestRefused(
@@ -205,7 +211,7 @@ class TrainingService:
             return self._submit(model, self._last_seq[model.model_id] + 1, Stored(kind, body))
         if kind == SAVE_SAMPLER and not fields.has("path"):
             fields.integer("sampling_session_seq_id", high=10**9)
-        return self._submit(model, fields.integer("seq_id", high=2**31), Stored(kind, body))
+        return self._submit(model, fields.integer("seq_id", high=MAX_SEQ), Stored(kind, body))
 
     def _check_weights(self, user: str, model: ModelRecord, fields: Fields) -> None:
         source = self.weights(user, CheckpointPath.parse(fields.text("path")))
@@ -265,7 +271,8 @@ class TrainingService:
         if owner_id in self.samplers and self.samplers[owner_id].owner == user:
             return await self._retrieve_sample(request_id)
         model = self.models.get(owner_id)
-        if model is None or model.owner != user or not number.isdecimal():
+        is_number = number.isdecimal() and len(number) <= len(str(MAX_SEQ))
+        if model is None or model.owner != user or not is_number:
             raise _absent("future", request_id)
         self._last_seen[model.session_id] = time.monotonic()
         pending = self._pending.get(request_id)
