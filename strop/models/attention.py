@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKED = "strop_packed"
+SINKS_UNDIVIDED = (
+    "has attention sinks, which sequence parallelism does not divide; set ulysses_sequence_parallel_size=1."
+)
 
 _SLICE = 64
 """Queries attended at a time on a CPU. Its kernel multiplies a query with all keys it is given (up to 512),
@@ -50,6 +53,13 @@ class _Options:
     """A token sees itself and the window - 1 tokens before it."""
     softcap: float | None
     """c bounds the scores: c tanh(s / c)."""
+    sinks: Tensor | None = None
+    """One score per head that takes part in the softmax and has no value."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether sdpa has all of it."""
+        return not self.softcap and self.sinks is None
 
 
 def packed_attention(
@@ -79,14 +89,14 @@ def packed_attention(
         problem = "is not given the borders of packed sequences by its model"
     elif attention_mask is not None:
         problem = "masks keys by a rule of its own, which packed attention does not know"
-    elif s_aux is not None:
-        problem = "uses attention sinks, which packed attention does not know"
+    elif s_aux is not None and packing.slicing is not None:
+        raise ValueError(f"{type(module).__name__} {SINKS_UNDIVIDED}")
     if packing is None or problem is not None:
         raise ValueError(f"{type(module).__name__} {problem}; set use_remove_padding=False.")
     window = None
     if sliding_window is not None and sliding_window < packing.longest:
         window = sliding_window
-    options = _Options(scaling, dropout, window, softcap)
+    options = _Options(scaling, dropout, window, softcap, s_aux)
     if packing.slicing is None:
         return _attend_row(query, key, value, packing, options), None
     row = dataclasses.replace(packing, slicing=None)
@@ -100,7 +110,7 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, opt
     k = key[0].transpose(0, 1)
     v = value[0].transpose(0, 1)
     kernel = None
-    if q.device.type in varlen.DEVICES and not options.softcap and not options.dropout:
+    if q.device.type in varlen.DEVICES and options.plain and not options.dropout:
         kernel = varlen.varlen_kernel(q, k, v)
     if kernel is None:
         return _attend_groups(q, k, v, packing, options)[None]
@@ -136,8 +146,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, options: _Op
     q = _by_sequence(q, group)
     k = _by_sequence(k, group)
     v = _by_sequence(v, group)
-    if options.softcap:
-        out = _capped_attention(q, k, v, options, options.softcap).transpose(1, 2)
+    if not options.plain:
+        out = _defined_attention(q, k, v, options).transpose(1, 2)
     else:
         slices = [(0, group.width)]
         if q.device.type == "cpu":
@@ -189,8 +199,8 @@ def _visible(first: int, begin: int, end: int, window: int | None, device: torch
     return seen
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options, cap: float) -> Tensor:
-    """The definition with a soft cap, which sdpa does not have."""
+def _defined_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+    """The definition with a soft cap and sinks, which sdpa does not have."""
     mask = _visible(0, 0, q.shape[2], options.window, q.device)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -198,8 +208,13 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options, cap: f
     if scaling is None:
         scaling = q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2) * scaling
-    scores = cap * torch.tanh(scores / cap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(-1, 1, 1)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
     return F.dropout(weights, options.dropout) @ v
 
 

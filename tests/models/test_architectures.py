@@ -23,7 +23,8 @@ from tests.models.hybrids import LATENT, OTHERS, STATEFUL, hybrid
 from tests.models.tiny import SIZE, tiny_batch
 
 PACKED = {"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "falcon_h1", "granitemoehybrid"}
-SAMPLED = PACKED | {"mamba2", "gpt_oss"}
+PACKED.add("gpt_oss")
+SAMPLED = PACKED | {"mamba2"}
 """Those that the native engine samples from."""
 
 
@@ -72,10 +73,21 @@ def test_it_is_sampled_as_it_is_recomputed_or_refused(family: str) -> None:
         build_engine("native", model)
 
 
-def test_sinks_need_no_settings() -> None:
-    """gpt-oss: padded rows and eager attention are chosen without being asked for."""
+def test_sinks_are_trained_packed_as_padded() -> None:
+    """gpt-oss: padded rows choose eager attention without being asked for it."""
     model = hybrid("gpt_oss")
-    assert "sinks" in (packing_obstacle(model) or "") and padded_attention(model) == "eager"
+    assert padded_attention(model) == "eager"
+    batch = tiny_batch()
+    gradients = []
+    for packed in (True, False):
+        model.zero_grad()
+        (
+            response_outputs(model, batch, ["log_probs"], packed=packed)["log_probs"] * batch.mask
+        ).sum().backward()
+        sinks = [part.sinks.grad.clone() for part in model.modules() if hasattr(part, "sinks")]
+        gradients.append(torch.cat(sinks))
+    assert gradients[0].abs().max() > 1e-3
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
 
 
 def test_a_mask_of_ones_own_is_refused() -> None:

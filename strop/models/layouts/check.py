@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from strop.models.attention import PACKED, padded_attention, set_attention
+from strop.models.attention import PACKED, SINKS_UNDIVIDED, padded_attention, set_attention
 from strop.models.layouts.mixers import prepare_mixers
 from strop.models.layouts.small_model import (
     VOCABULARY,
@@ -115,6 +115,10 @@ def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = 
                 f"{name} carries states along the row, which ranks cannot share; set "
                 "ulysses_sequence_parallel_size=1."
             )
+        if sequence_parallel and any(
+            isinstance(getattr(part, "sinks", None), Tensor) for part in model.modules()
+        ):
+            raise ValueError(f"{name} {SINKS_UNDIVIDED}")
         return True
     if sequence_parallel:
         raise ValueError(
@@ -129,6 +133,10 @@ def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = 
     if wanted:
         _log_padded(name, padded_attention(model), str(layouts.packed))
     return False
+
+
+def _has_sinks(model: nn.Module) -> bool:
+    return any(isinstance(getattr(part, "sinks", None), Tensor) for part in model.modules())
 
 
 @cache
