@@ -44,6 +44,7 @@ def refuse_wrong_sampling(model: PreTrainedModel) -> None:
     core = base_model(model)
     try:
         small = small_model(core)
+        complaint = sampling_complaint(class_of(core), core.config, small)
     except FAILURES as error:
         log.warning(
             "%s: no small model of this class can be built (%s), so the native engine is not measured. "
@@ -52,7 +53,6 @@ def refuse_wrong_sampling(model: PreTrainedModel) -> None:
             words_of(error),
         )
         return
-    complaint = sampling_complaint(class_of(core), core.config, small)
     if complaint is not None:
         raise ValueError(f"{complaint} Set actor_rollout_ref.rollout.name=hf.")
 
@@ -76,11 +76,14 @@ def sampling_complaint(
 
 @torch.no_grad()
 def measure_sampling(model: PreTrainedModel) -> Measured:
-    """Sample from this very model, and compare the log-probs with those of a plain pass."""
+    """Sample from this very model, and compare the log-probs with those of a plain pass. Raises what the
+    model raises in a plain pass."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 61, (length,), generator=generator).tolist() for length in _PROMPTS]
     prompts[3][:_COMMON] = prompts[1][:_COMMON]
     requests = [Request(prompt, n=2) for prompt in prompts]
+    set_attention(model, padded_attention(model))
+    _log_probs(model, prompts[0], prompts[0])
     try:
         engine = NativeEngine(model, max_num_seqs=4, max_num_batched_tokens=_BATCH_TOKENS)
         completions = engine.generate(requests, Sampling(max_tokens=_TOKENS, ignore_eos=True))

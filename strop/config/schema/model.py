@@ -76,8 +76,9 @@ class ModelConfig:
     enable_activation_offload: bool = setting(False)
     """Offload activations to host memory between forward and backward."""
     use_remove_padding: bool = setting(True)
-    """Pack sequences without padding tokens: same numbers, less compute. Models that cannot be packed
-    (convolutions, recurrent states, attention sinks) run with padding, and the log says so."""
+    """Pack sequences without padding tokens: same numbers, less compute. A model that computes packed
+    rows otherwise than single sequences (measured before the run, docs/models.md) runs with padding, and the
+    log says so."""
     lora_rank: int = setting(0, at_least=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the model without adapters is the reference."""
     lora_alpha: float = setting(16, at_least=0)

@@ -167,16 +167,21 @@ def _find(core: PreTrainedModel) -> Layouts:
 
 
 def _measured_itself(core: PreTrainedModel, problem: str) -> Layouts:
-    """The layouts of a model that cannot be made small, measured on its own weights if they are in memory."""
-    if any(weight.is_meta for weight in core.parameters()):
-        unknown = Measured(None, f"they could not be measured on a small model of its class ({problem})")
-        return Layouts(unknown, Measured(0.0))
-    return measure_layouts(core)
+    """The layouts of a model that cannot be made small, measured on its own weights if they are in memory.
+    What cannot be measured runs padded, as transformers computes it."""
+    if not any(weight.is_meta for weight in core.parameters()):
+        try:
+            return measure_layouts(core)
+        except FAILURES as error:
+            problem = f"{problem}; on the model itself: {words_of(error)}"
+    unknown = Measured(None, f"they could not be measured on a small model of its class ({problem})")
+    return Layouts(unknown, Measured(0.0))
 
 
 @torch.no_grad()
 def measure_layouts(model: PreTrainedModel) -> Layouts:
-    """Compare both layouts with sequences alone, on the weights of this very model."""
+    """Compare both layouts with sequences alone, on the weights of this very model. Raises what the model
+    raises for a sequence alone."""
     sequences = _sequences(model)
     before = model.config._attn_implementation
     training = model.training
@@ -186,9 +191,6 @@ def measure_layouts(model: PreTrainedModel) -> Layouts:
         packed = _compare(model, sequences, expected, packed=True)
         padded = _compare(model, sequences, expected, packed=False)
         ahead = _seen_ahead(model, sequences, expected)
-    except FAILURES as error:
-        failed = Measured(None, f"a pass over a single sequence fails ({words_of(error)})")
-        return Layouts(failed, failed)
     finally:
         model.train(training)
         if model.config._attn_implementation != before:

@@ -149,12 +149,21 @@ def prepare_mixers(model: nn.Module) -> bool:
     return _prepared[core]
 
 
+def mixer_names(model: nn.Module) -> list[str]:
+    """Paths of the mixers in the model."""
+    return [name for name, part in base_model(model).named_modules() if _is_mixer(part)]
+
+
 def _mixers(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Mixers, each with the module that calls it."""
     for parent in model.modules():
         for child in parent.children():
-            if _updates_states(type(child)) and isinstance(getattr(child, "layer_idx", None), int):
+            if _is_mixer(child):
                 yield parent, child
+
+
+def _is_mixer(part: nn.Module) -> bool:
+    return isinstance(getattr(part, "layer_idx", None), int) and _updates_states(type(part))
 
 
 def _updates_states(kind: type[nn.Module]) -> bool:

@@ -9,12 +9,13 @@ request in the engine has its number.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from strop.models.layouts.mixers import mixer_names
 from strop.models.lora import adapted_layers, base_model
 from strop.registry import did_you_mean
 
@@ -100,6 +101,7 @@ class Adapters:
             by_path.setdefault(path, {})[part] = weight
         if not by_path:
             raise ValueError(f"The adapter {name!r} has no weights.")
+        _refuse_mixers(name, by_path, mixer_names(self._model))
         factors = {}
         for path, parts in by_path.items():
             factors[path] = _factors(name, path, modules[path], parts, scale)
@@ -107,6 +109,16 @@ class Adapters:
         if not torch.stack([one.cpu() for one in finite]).all():
             raise ValueError(f"The adapter {name!r} has weights that are not finite numbers.")
         return factors
+
+
+def _refuse_mixers(name: str, paths: Iterable[str], mixers: Sequence[str]) -> None:
+    for path in paths:
+        if path.startswith(tuple(f"{mixer}." for mixer in mixers)):
+            raise ValueError(
+                f"The adapter {name!r} adapts {path!r}: modules that carry a state along the row run "
+                "sequence by sequence, and rows of several adapters cannot be told apart there. Leave them "
+                "out of target_modules."
+            )
 
 
 def _split_key(name: str, key: str) -> tuple[str, str]:
