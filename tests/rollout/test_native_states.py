@@ -113,3 +113,11 @@ def test_guesses_cannot_be_taken_back() -> None:
     engine = NativeEngine(model, speculation=SpeculationConfig(enable=True))
     with pytest.raises(ValueError, match=r"speculation\.enable=true.*Set it to auto"):
         engine.generate([Request([5])], SAMPLING)
+
+
+def test_adapters_of_requests_do_not_adapt_modules_inside_mixers() -> None:
+    engine = NativeEngine(hybrid("lfm2"))
+    path = "model.layers.0.conv.out_proj"
+    weights = {f"{path}.lora_A": torch.zeros(2, 32), f"{path}.lora_B": torch.zeros(32, 2)}
+    with pytest.raises(ValueError, match=r"conv\.out_proj.*Leave them out of target_modules"):
+        engine.load_adapter("one", weights, 1.0)
