@@ -10,9 +10,10 @@ Every completion has exactly `--tokens` tokens (no stop token), temperature 1, n
 log-probs of its tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the
 model may end earlier. With `--lengths-lognormal 1500 0.8 8192` each prompt has a length of its own, drawn
 from a log-normal distribution with this median and sigma and at most 8,192, and all its completions have
-exactly this length. `--cache-gib` limits the KV cache of the native engine. Engines take turns so that a
-noisy moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats),
-then the ratios of the native engine to the others.
+exactly this length. `--cache-gib` limits the KV cache of the native engine. With `--quantization fp8` the
+engine `native-fp8` is measured too (`int8`: `native-int8`). Engines take turns so that a noisy moment hits
+all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then the ratios
+of the native engine to the others.
 
 `native` decodes token by token. `--speculation auto` (or `on`) adds `native-auto` (`native-on`), which
 guesses tokens from earlier answers: the warm-up round is its first epoch, the others are later epochs.
@@ -186,6 +187,7 @@ class Ours:
         plain = name.removeprefix("strop-")
         for suffix in ("-eager", "-on", "-auto"):
             plain = plain.removesuffix(suffix)
+        plain, _, quantization = plain.partition("-")
         self._engine = build_engine(
             plain,
             model,
@@ -196,6 +198,7 @@ class Ours:
             gpu_memory_utilization=options.vllm_memory
             if name.startswith("strop-vllm")
             else options.native_memory,
+            quantization=quantization or None,
             cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
             engine_kwargs={"vllm": {"python": options.vllm_python}}
             if options.vllm_python != sys.executable
@@ -338,6 +341,13 @@ def options() -> argparse.Namespace:
         help="new tokens, drawn for each prompt; the end of the text is ignored",
     )
     parser.add_argument("--cache-gib", type=float, help="KV cache of the native engine")
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8", "int8"),
+        action="append",
+        default=[],
+        help="measure the native engine with such weights too",
+    )
     parser.add_argument("--native-memory", type=float, help="share of the memory for the native engine")
     parser.add_argument("--lengths", type=int, nargs=2, default=(70, 170), help="shortest and longest prompt")
     parser.add_argument("--questions", help="JSON lines with a question each, as prompts of --model")
@@ -370,7 +380,8 @@ def systems_of(
     model: Any, folder: str, asked: list[list[int]], options: argparse.Namespace
 ) -> dict[str, System]:
     made: dict[str, System] = {}
-    for name in options.engines.split(","):
+    names = options.engines.split(",")
+    for name in [*names, *(f"native-{form}" for form in options.quantization)]:
         if name.startswith("vllm"):
             made[name] = Vllm(name, folder, asked, end_tokens(model, options), options)
         else:

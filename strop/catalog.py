@@ -234,6 +234,7 @@ ENGINES.declare(
         "cache_bytes",
         "enforce_eager",
         "speculation",
+        "quantization",
     ),
 )
 _outside = (
@@ -246,6 +247,7 @@ _outside = (
     "free_cache_engine",
     "bucket_megabytes",
     "load_format",
+    "quantization",
     "engine_kwargs",
 )
 ENGINES.declare(

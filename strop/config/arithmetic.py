@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strop.config.derived import describe_async, device_count, resource_pools
+from strop.config.derived import describe_async, describe_quantization, device_count, resource_pools
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
@@ -49,6 +49,8 @@ class Plan:
     why: str
     ahead: tuple[str, str] | None = None
     """How far sampling runs ahead, and what that means; None: it is synchronous."""
+    quantized: tuple[str, str] | None = None
+    """Precision of the engine's weights, and how the loss corrects for it; None: not quantised."""
 
     def table(self) -> list[tuple[str, str, str]]:
         """Rows (quantity, value, where it comes from) for the printed report."""
@@ -93,6 +95,8 @@ class Plan:
         ]
         if self.ahead is not None:
             rows.append(("sampling", *self.ahead))
+        if self.quantized is not None:
+            rows.append(("rollout weights", *self.quantized))
         return rows
 
 
@@ -146,6 +150,7 @@ def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") ->
         on_policy=updates == 1,
         why=_why(updates == 1, per_epoch, section.ppo_epochs, prompts),
         ahead=describe_async(config),
+        quantized=describe_quantization(config),
     )
 
 

@@ -277,18 +277,38 @@ def _off_policy_remedy(config: PpoConfig) -> str:
 
 
 def rollout_correction(config: PpoConfig) -> RolloutCorrectionConfig:
-    """algorithm.rollout_correction; token-level importance weights when off-policy training sets none."""
+    """algorithm.rollout_correction; by default token-level weights for stale or quantised rollouts."""
     chosen = config.algorithm.rollout_correction
-    if _is_uncorrected(config) and config.trainer.async_training.compute_prox_log_prob:
+    is_stale = _is_uncorrected(config) and config.trainer.async_training.compute_prox_log_prob
+    if is_stale or _corrects_quantization(config):
         return dataclasses.replace(chosen, rollout_is="token")
     return chosen
 
 
+def _corrects_quantization(config: PpoConfig) -> bool:
+    """Whether a quantised engine samples and no correction is chosen (a null threshold: on purpose)."""
+    chosen = config.algorithm.rollout_correction
+    if config.actor_rollout_ref.rollout.quantization is None or uses_engine_log_probs(config):
+        return False
+    return not chosen.rollout_is and not chosen.rollout_rs and chosen.rollout_is_threshold is not None
+
+
+def describe_quantization(config: PpoConfig) -> tuple[str, str] | None:
+    """(precision of the engine's weights, how the loss corrects for it) as text; None: not quantised."""
+    quantization = config.actor_rollout_ref.rollout.quantization
+    if quantization is None:
+        return None
+    text = _off_policy_remedy(config)
+    if _corrects_quantization(config):
+        threshold = config.algorithm.rollout_correction.rollout_is_threshold
+        text += f", truncated at {threshold} (the default with rollout.quantization)"
+    return f"{quantization} weights", text
+
+
 def uses_engine_log_probs(config: PpoConfig) -> bool:
     """Whether the old log-probs of the PPO ratio are those of the rollout engine."""
-    if config.algorithm.rollout_correction.bypass_mode:
-        return True
-    if config.actor_rollout_ref.actor.use_rollout_log_probs:
+    chosen = config.algorithm.rollout_correction.bypass_mode
+    if chosen or config.actor_rollout_ref.actor.use_rollout_log_probs:
         return True
     return _is_uncorrected(config) and not config.trainer.async_training.compute_prox_log_prob
 

@@ -329,21 +329,25 @@ class FusedProjection:
     """Several linear layers as one matrix product."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self._layers = list(layers)
+        self.layers = list(layers)
         self._sizes = [layer.out_features for layer in layers]
         self._weight: Tensor = layers[0].weight.data
         self._bias: Tensor | None = None
         self.waiting: dict[int, Tensor] = {}
         """Outputs of later layers, from the call of the first layer until they are called themselves."""
+        self.multiply: Callable[[Tensor, Tensor | None], Tensor] | None = None
+        """Multiplies states with the weights and adds the bias; None: with the weights as they are."""
 
     def lay_out(self) -> None:
         """Put the weights side by side, unless they are."""
-        self._weight = _side_by_side([layer.weight for layer in self._layers])
-        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        self._weight = _side_by_side([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self._bias = _side_by_side(biases) if biases else None
 
     def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
-        return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
+        if self.multiply is None:
+            return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
+        return self.multiply(hidden, self._bias).split(self._sizes, -1)
 
     def first(self, hidden: Tensor) -> Tensor:
         """The output of the first layer; the outputs of the others wait for their calls."""

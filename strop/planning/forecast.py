@@ -209,9 +209,12 @@ def _asleep(job: PlannedJob, sampler: PlannedSampler, cache: int, at_rest: dict[
         used = _allocated(at_rest) + sampler.weights
         kept = sampler.kept(cache, memory, used, frees=job.frees_cache)
         graphs = 0
+        weights = sampler.weights
         if kept:
             graphs = sampler.recorded
-        return {"weights": sampler.weights, "cache": kept + sampler.bookkeeping(kept), "graphs": graphs}
+        else:
+            weights -= sampler.copies  # freed with the cache
+        return {"weights": weights, "cache": kept + sampler.bookkeeping(kept), "graphs": graphs}
     held = int(memory * sampler.share)
     if job.frees_cache:
         held = SLEEPING_ENGINE

@@ -339,6 +339,7 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
         shares_module=cluster.ranks == 1 and not apart,
         records=not rollout.enforce_eager and not cluster.device.is_cpu,
         on_cpu=cluster.device.is_cpu,
+        quantized=rollout.quantization is not None,
     )
 
 

@@ -36,6 +36,8 @@ class PlannedSampler:
     records: bool = True
     """Decode steps are CUDA graphs."""
     on_cpu: bool = False
+    quantized: bool = False
+    """It samples from 8-bit copies of the weights of all layers (rollout.quantization)."""
 
     @property
     def module(self) -> int:
@@ -49,11 +51,18 @@ class PlannedSampler:
         return self.numbers.compute * weights
 
     @property
+    def copies(self) -> int:
+        """Bytes of quantised weights."""
+        if self.quantized:
+            return self.shape.body
+        return 0
+
+    @property
     def weights(self) -> int:
         """Bytes of weights in addition to those of the actor."""
         if self.shares_module:
-            return 0
-        return self.module
+            return self.copies
+        return self.module + self.copies
 
     @property
     def per_token(self) -> int:
@@ -82,7 +91,8 @@ class PlannedSampler:
         CPU, a quarter of the memory."""
         if self.on_cpu:
             return memory // HOST_SHARE
-        return max(0, int(min((memory - used) * ENGINE_SAFE, memory * self.share - self.module)))
+        weights = self.module + self.copies
+        return max(0, int(min((memory - used) * ENGINE_SAFE, memory * self.share - weights)))
 
     def cache(self, memory: int, used: int) -> int:
         """Bytes of the KV cache."""

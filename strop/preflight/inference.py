@@ -6,7 +6,12 @@ from strop.config.rules import ConfigFinding, error
 from strop.config.schema.inference import EvaluationConfig, GenerationConfig, RewardServerConfig
 from strop.config.schema.training_service import TrainingServiceConfig
 from strop.data.report import probe_template
-from strop.preflight.model_checks import find_tokenizer, head_findings, reward_file_finding
+from strop.preflight.model_checks import (
+    find_tokenizer,
+    head_findings,
+    quantization_findings,
+    reward_file_finding,
+)
 from strop.preflight.report import PreflightReport
 from strop.rewards.function import load_function
 
@@ -33,6 +38,7 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
 
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
     report.findings += findings or head_findings("model.path", config.model.path, "language")
+    report.findings += quantization_findings("rollout", config.rollout, config.trainer.device)
     if tokenizer is not None:
         found = probe_template(
             tokenizer,

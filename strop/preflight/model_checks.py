@@ -22,6 +22,7 @@ from strop.preflight.report import PreflightReport
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from strop.config.schema.rollout import RolloutConfig
     from strop.config.schema.roots import TrainingConfig
 
 EVERY_ROW_UP_TO = 50_000
@@ -29,7 +30,8 @@ EVERY_ROW_UP_TO = 50_000
 ACCURACY = 0.15
 """How far a forecast may be off: a run that lacks less than this is warned of and not refused."""
 GIB = 2**30
-_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+FP8_CAPABILITY = 8.9
+"""Compute capability of GPUs that multiply fp8."""
 
 
 def count_file_rows(paths: str | list[str], key: str) -> tuple[int | None, list[ConfigFinding]]:
@@ -201,13 +203,45 @@ def local_device(trainer: TrainerConfig) -> Device | None:
     return dataclasses.replace(DEVICES["cpu"], memory=memory)
 
 
-def _gpu() -> Device | None:
-    """The first GPU. nvidia-smi is used, because torch would create a CUDA context, which takes memory."""
+def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list[ConfigFinding]:
+    """An error if the native engine is to sample with fp8 weights on a machine whose first GPU cannot
+    multiply them, or that has none."""
+    if rollout.quantization != "fp8" or engine_name(rollout) != "native" or device == "cpu":
+        return []
+    if rollout.nnodes:  # the engines are on other machines
+        return []
+    found = _query_gpu("name,compute_cap")
+    if found is None:
+        missing = "this machine has none (nvidia-smi does not answer)"
+    else:
+        name, capability = found.rsplit(",", 1)
+        if float(capability) >= FP8_CAPABILITY:
+            return []
+        missing = f"{name.strip()} has {capability.strip()}"
+    message = (
+        f"fp8 needs a GPU with compute capability {FP8_CAPABILITY} or more, but {missing}. Set "
+        "quantization=int8 or null."
+    )
+    return [error(f"{key}.quantization", message, about_machine=True)]
+
+
+def _query_gpu(fields: str) -> str | None:
+    """What nvidia-smi says about the first GPU. It is used because torch would create a CUDA context, which
+    takes memory."""
+    command = ("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     try:
-        output = subprocess.run(_QUERY, capture_output=True, text=True, timeout=10, check=True).stdout
-        name, memory = output.splitlines()[0].rsplit(",", 1)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return output.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
         return None
+
+
+def _gpu() -> Device | None:
+    """The first GPU."""
+    found = _query_gpu("name,memory.total")
+    if found is None or "," not in found:
+        return None
+    name, memory = found.rsplit(",", 1)
     similar = DEVICES[OTHER]
     for key, known in DEVICES.items():
         if key.split("-")[0] in name.lower():

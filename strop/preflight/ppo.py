@@ -27,6 +27,7 @@ from strop.preflight.model_checks import (
     local_model_config,
     lora_findings,
     native_obstacle,
+    quantization_findings,
     reward_file_finding,
 )
 from strop.preflight.report import PreflightReport
@@ -65,6 +66,8 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     agents.close(report)
     report.findings += agents.findings
     report.findings += _models(config, tokenizer is not None)
+    rollout = config.actor_rollout_ref.rollout
+    report.findings += quantization_findings(ROLLOUT, rollout, config.trainer.device)
     if tokenizer is not None and report.ok:
         report.findings += _positions(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
@@ -77,7 +80,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
         if found is not None:
             sources.update(found.data_sources)
     report.data["data sources"] = ", ".join(f"{name} ({of.rows} rows)" for name, of in sources.items())
-    if report.ok and config.actor_rollout_ref.rollout.multi_turn.reward_weights.score:
+    if report.ok and rollout.multi_turn.reward_weights.score:
         report.findings += _rewards(config, sources, report, given.reward)
     return None if train is None else _training_rows(config, train)
 

@@ -44,6 +44,7 @@ class SglangEngine(ExternalEngine):
         expert_parallel_size: int = RolloutConfig.expert_parallel_size,
         free_cache_engine: bool = RolloutConfig.free_cache_engine,
         bucket_megabytes: int = CheckpointEngineConfig.update_weights_bucket_megabytes,
+        quantization: str | None = RolloutConfig.quantization,
         engine_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         """`model`: a module, whose weights are copied, or the folder of a model.
@@ -81,6 +82,7 @@ class SglangEngine(ExternalEngine):
                 "mem_fraction_static": gpu_memory_utilization,
                 "disable_radix_cache": not enable_prefix_caching,
                 "enable_memory_saver": free_cache_engine,
+                "quantization": quantization,
                 **server_arguments,
             }
             self._process = HostProcess(

@@ -199,6 +199,7 @@ ENGINE_SETTINGS = (
     "expert_parallel_size",
     "scheduling_policy",
     "load_format",
+    "quantization",
     "engine_kwargs",
 )
 """Keys of the `rollout` section that engines take under the same name. Each engine takes a subset."""

@@ -6,7 +6,7 @@ import pytest
 
 from strop.config.arithmetic import plan_ppo
 from strop.config.compose import load
-from strop.config.derived import objective, roles
+from strop.config.derived import objective, roles, rollout_correction
 from strop.config.rules import check
 
 READY = [
@@ -291,3 +291,43 @@ def test_speculation_that_cannot_be_is_refused(override, key):
     messages = errors(*f"{prefix}.{override}".split())
     assert set(messages) == {f"{prefix}.{key}"}
     assert not errors(f"{prefix}.enable=true", f"{prefix}.num_tokens=3")
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["quantization=fp8", "name=hf"], "rollout.name=hf samples"),
+        (["quantization=fp-8"], "Did you mean 'fp8'"),
+        (["quantization=int8", "tensor_model_parallel_size=2"], "whole weights only"),
+        (["quantization=fp8"], "trainer.device=cpu"),
+        (["quantization=int8"], None),
+        (["quantization=torchao", "name=vllm", "+engine_kwargs.vllm.python=python"], None),
+    ],
+)
+def test_which_engines_sample_with_quantised_weights(overrides, message):
+    section = "actor_rollout_ref.rollout."
+    keys = [f"+{section}{word[1:]}" if word[0] == "+" else section + word for word in overrides]
+    got = errors(*keys, "trainer.device=cpu", "trainer.n_gpus_per_node=2").get(f"{section}quantization")
+    if message is None:
+        assert got is None
+    else:
+        assert message in got
+
+
+def test_quantised_rollouts_are_corrected_by_default():
+    correction = "algorithm.rollout_correction."
+    quantised = "actor_rollout_ref.rollout.quantization=int8"
+
+    def weights(*overrides):
+        config = load("ppo_trainer", [*GRPO, quantised, *overrides]).config
+        chosen = rollout_correction(config)
+        shown = {row[0]: row[1:] for row in plan_ppo(config).table()}["rollout weights"]
+        return chosen.rollout_is, chosen.rollout_is_threshold, shown[1]
+
+    default = "rollout_is=token, truncated at 2.0 (the default with rollout.quantization)"
+    assert weights() == ("token", 2.0, default)
+    assert weights(f"{correction}rollout_is=sequence")[0] == "sequence"
+    assert weights(f"{correction}rollout_is_threshold=null")[::2] == (None, "no correction")
+    assert weights(f"{correction}bypass_mode=true")[::2] == (None, "the engine's log-probs")
+    key = "actor_rollout_ref.rollout.calculate_log_probs"
+    assert "compares with the engine's log-probs" in errors(quantised, f"{key}=false")[key]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,3 +66,12 @@ def test_caches_stay_where_there_is_plenty_of_memory_and_are_given_back_elsewher
     assert sampler.kept(memory // 8, memory, memory // 8, frees=True) == memory // 8
     assert sampler.kept(memory // 8, memory, memory // 8 + 1, frees=True) == 0
     assert sampler.kept(memory // 4, memory, memory // 2, frees=False) == memory // 4
+
+
+def test_quantised_copies_count_as_weights():
+    arguments = {"max_rows": 1024, "batch_tokens": 32768, "share": 0.5}
+    sampler = PlannedSampler(shape_of("qwen2.5-7b"), 4096, 1024, 4096, **arguments)
+    quantised = dataclasses.replace(sampler, quantized=True)
+    memory = 80 * 2**30
+    assert quantised.weights == quantised.shape.body == sampler.weights + quantised.copies
+    assert quantised.cache(memory, used=0) == sampler.cache(memory, used=0) - quantised.copies

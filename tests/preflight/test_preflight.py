@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from strop.config.compose import load
+from strop.config.schema.rollout import RolloutConfig
 from strop.data.make import write
+from strop.preflight import model_checks
 from strop.preflight.examine import examine, main, require
 from tests.config.test_seeds import COMMAND
 
@@ -307,3 +309,19 @@ def test_agents_that_do_not_exist_are_refused(overrides, tmp_path):
 def test_a_run_refuses_to_start(overrides):
     with pytest.raises(ValueError, match="there is no folder"):
         require(load("ppo_trainer", [*overrides, "actor_rollout_ref.model.path=/nowhere/model"]))
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        (None, "this machine has none"),
+        ("NVIDIA A100, 8.0", "NVIDIA A100 has 8.0"),
+        ("NVIDIA H200, 9.0", None),
+    ],
+)
+def test_fp8_needs_a_device_that_has_it(monkeypatch, answer, message):
+    monkeypatch.setattr(model_checks, "_query_gpu", lambda fields: answer)
+    rollout = RolloutConfig(quantization="fp8")
+    found = model_checks.quantization_findings("rollout", rollout, "auto")
+    assert [finding.key for finding in found] == ["rollout.quantization"] * (message is not None)
+    assert all(message in finding.message for finding in found)

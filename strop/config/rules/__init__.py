@@ -42,6 +42,7 @@ PPO: tuple[Rule, ...] = (
     rollout.engine_size,
     rollout.engine_library,
     rollout.speculation,
+    rollout.quantization,
     actor.reference_pool,
     critic.resource_pool,
     reward.resource_pool,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from strop.config.rules.findings import Findings, error
-from strop.config.rules.rollout import installed_engine, possible_speculation
+from strop.config.rules.rollout import installed_engine, possible_speculation, quantized_engine
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -40,6 +40,7 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
         )
     yield from installed_engine("rollout", config.rollout)
     yield from possible_speculation("rollout", config.rollout)
+    yield from quantized_engine("rollout", config.rollout, config.trainer.device)
 
 
 def evaluation(loaded: Loaded[EvaluationConfig]) -> Findings:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from strop.config.derived import device_count, engine_name, missing_library
 from strop.config.rules.findings import Findings, error, warning
+from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from strop.config.schema.rollout import RolloutConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
+NATIVE_QUANTIZATION = ("fp8", "int8")
 
 
 def sampling(loaded: Loaded[PpoConfig]) -> Findings:
@@ -138,6 +140,40 @@ def engine_size(loaded: Loaded[PpoConfig]) -> Findings:
             f"{ROLLOUT}.expert_parallel_size",
             f"{rollout.expert_parallel_size} must equal tensor_model_parallel_size x data_parallel_size = "
             f"{size}.",
+        )
+
+
+def quantization(loaded: Loaded[PpoConfig]) -> Findings:
+    """Which engines and devices sample with 8-bit weights."""
+    config = loaded.config
+    yield from quantized_engine(ROLLOUT, config.actor_rollout_ref.rollout, config.trainer.device)
+
+
+def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings:
+    """The same for the rollout section at `path`. Values for vllm and sglang are checked by them."""
+    value = rollout.quantization
+    key = f"{path}.quantization"
+    engine = engine_name(rollout)
+    if value is None or engine not in ("native", "hf"):
+        return
+    if engine == "hf":
+        yield error(
+            key, f"{value}, but rollout.name=hf samples from the weights as they are. Set name=native."
+        )
+    elif value not in NATIVE_QUANTIZATION:
+        hint = did_you_mean(value, NATIVE_QUANTIZATION)
+        yield error(key, f"{value!r} must be fp8 or int8 with the native engine.{hint}")
+    elif rollout.tensor_model_parallel_size > 1:
+        yield error(
+            key,
+            f"{value} with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the native "
+            "engine quantises whole weights only. Set tensor_model_parallel_size=1, or quantization=null.",
+        )
+    elif value == "fp8" and device == "cpu":
+        yield error(
+            key,
+            "fp8 needs a GPU with compute capability 8.9 or more (H100, L4, RTX 40), but trainer.device=cpu. "
+            "Set quantization=int8 or null.",
         )
 
 

@@ -318,9 +318,12 @@ class RolloutConfig:
     """Start the engine without tokenizer."""
     enable_rollout_routing_replay: bool = inert(False, "router replay is not supported")
     """Return the experts that the router selected."""
-    quantization: str | None = inert(None, "quantised rollouts are not supported")
-    """Quantisation of the engine's weights."""
-    quantization_config_file: str | None = inert(None, "quantised rollouts are not supported")
+    quantization: str | None = setting(None)
+    """Precision of the weights that the engine samples with: fp8 or int8 (native), or a name that vLLM or
+    SGLang knows. Null: that of dtype. Responses are then sampled by a policy that differs slightly from the
+    trained one, so token-level importance weights are on unless algorithm.rollout_correction says
+    otherwise."""
+    quantization_config_file: str | None = inert(None, "8-bit weights need no settings")
     """Settings of the quantisation."""
     trace: TraceConfig = section(TraceConfig)
     """Tracing of agent calls."""

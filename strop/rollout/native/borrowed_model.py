@@ -3,8 +3,9 @@ undone.
 
 `ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
 output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
-place. They are applied when sampling begins and undone when it ends. On a CPU, linear layers get weights in
-the layout of oneDNN after some decode steps (`packed_linear`).
+place. They are applied when sampling begins and undone when it ends. So are quantised copies of the weights
+(quantization/). On a CPU, linear layers get weights in the layout of oneDNN after some decode steps
+(`packed_linear`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
+from strop.rollout.native.kv_cache import cache_memory
 from strop.rollout.native.lora_bank import LoraBank
+from strop.rollout.native.quantization import QuantizedLayers
 
 # --- rollout patches ----------------------------------------------------------------------------------------
 
@@ -58,10 +61,10 @@ class _LayOut:
     """Weights of a fused projection side by side. They may stay so."""
 
     def __init__(self, product: FusedProjection) -> None:
-        self._product = product
+        self.product = product
 
     def do(self) -> None:
-        self._product.lay_out()
+        self.product.lay_out()
 
     def undo(self) -> None:
         pass
@@ -146,6 +149,11 @@ class RolloutPatches:
     def undo(self) -> None:
         for change in reversed(self._changes or []):
             change.undo()
+
+    @property
+    def fused(self) -> list[FusedProjection]:
+        """The fused projections of the model, once applied."""
+        return [change.product for change in self._changes or [] if isinstance(change, _LayOut)]
 
     def _found(self) -> list[Change]:
         """Find and make the changes, after those of training."""
@@ -270,7 +278,12 @@ class BorrowedModel:
     """The trainer's module, patched for rollouts while at least one caller in the engine uses it."""
 
     def __init__(
-        self, model: nn.Module, lock: threading.RLock, on_change: Callable[[], None], lora: LoraBank
+        self,
+        model: nn.Module,
+        lock: threading.RLock,
+        on_change: Callable[[], None],
+        lora: LoraBank,
+        quantization: str | None = None,
     ) -> None:
         """`on_change` is called when a rollout begins under other weights than the last one. `lora`
         adds loaded adapters to the rows that have one."""
@@ -280,6 +293,7 @@ class BorrowedModel:
         self._users = 0
         self._patches = RolloutPatches(model)
         self.packed = PackedLinear(model)
+        self.quantized = QuantizedLayers(model, quantization)
         self._lora = lora
         self._seen: tuple[tuple[int, int], ...] = ()
 
@@ -299,16 +313,34 @@ class BorrowedModel:
                     if self._lora.hooks:
                         self._lora.remove_hooks()
                     self.packed.undo()
+                    self.quantized.undo()
                     self._patches.undo()
 
     @property
     def in_use(self) -> bool:
         return self._users > 0
 
+    def cache_memory(self, share: float, held: int) -> int:
+        """Bytes for a KV cache that has `held` bytes, if weights, their copies and the cache take `share` of
+        the device."""
+        copies = self.quantized
+        device = next(self._model.parameters()).device
+        return cache_memory(self._model, device, share, held - copies.missing_bytes, copies.num_bytes)
+
+    def drop_copies(self) -> None:
+        """The weights may change: packed and quantised copies are made again."""
+        self.packed.drop()
+        self.quantized.drop()
+
     def _begin(self) -> None:
         self._patches.apply()
         if self._seen and self._seen != _fingerprint(self._model):
             self._on_change()
+        try:
+            self.quantized.apply(self._patches.fused)
+        except BaseException:
+            self._patches.undo()
+            raise
         self.packed.apply()
         if self._lora.loaded:
             self._lora.install_hooks()

@@ -31,7 +31,7 @@ from strop.rollout.base import (
 from strop.rollout.native.adapters import NO_ADAPTER, Adapters
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.borrowed_model import BorrowedModel
-from strop.rollout.native.kv_cache import cache_memory, may_stay
+from strop.rollout.native.kv_cache import may_stay
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import Meter
 from strop.rollout.native.requests import RequestState, ScheduledSample, listener
@@ -64,19 +64,18 @@ class NativeEngine:
         cache_bytes: int | None = None,
         enforce_eager: bool = RolloutConfig.enforce_eager,
         speculation: SpeculationConfig | None = None,
+        quantization: str | None = RolloutConfig.quantization,
         seed: int = 0,
     ) -> None:
-        """`cache_bytes`: memory of the KV cache; by default what `gpu_memory_utilization` leaves, or a
-        quarter of the host's memory."""
+        """`cache_bytes`: memory of the KV cache; None: gpu_memory_utilization, or a quarter of the host."""
         self.model = model
         self.device = next(model.parameters()).device
         self.seed = seed
         self.version = 0
         batch_tokens = prefill_token_budget(max_num_batched_tokens, on_cpu=self.device.type == "cpu")
         if max_num_seqs < 1 or batch_tokens < 1:
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={batch_tokens} must be at least 1."
-            )
+            limits = f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={batch_tokens}"
+            raise ValueError(f"{limits} must be at least 1.")
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self._max_num_seqs = max_num_seqs
         self._batch_tokens = batch_tokens
@@ -107,7 +106,8 @@ class NativeEngine:
         self._cuda_stream: torch.cuda.Stream | None = None
         self.adapters = Adapters(model)
         self._lora = LoraBank(model, self.adapters.by_number)
-        self.borrowed_model = BorrowedModel(model, self._lock, self._weights_changed, self._lora)
+        changed = self._weights_changed
+        self.borrowed_model = BorrowedModel(model, self._lock, changed, self._lora, quantization)
         self._async_driver = AsyncDriver(self, short_calls=self.device.type == "cuda")
 
     # --- the engine protocol --------------------------------------------------------------------------------
@@ -152,6 +152,7 @@ class NativeEngine:
             if self._tensor_parallel is not None:
                 weights = self._tensor_parallel.own(weights)
             copy_weights(self.model, weights)
+            self.borrowed_model.quantized.refresh()
             self.version = version
             if self._step_loop is not None:
                 self._step_loop.version = version
@@ -172,30 +173,31 @@ class NativeEngine:
         self._cuda_stream = stream
 
     def sleep(self) -> None:
-        """Free the KV cache.
+        """Free the KV cache and quantised weights.
 
-        A cache that recorded CUDA graphs point into stays if there is plenty of memory: recording all graphs
+        If recorded CUDA graphs point into them and there is plenty of memory, they stay: recording all graphs
         again costs one or two seconds. A model that runs out of memory calls `release_memory`.
         """
         with self._lock:
             if not self.idle:
                 raise ValueError("sleep() while requests are running: wait for them, or call abort() first.")
-            self.borrowed_model.packed.drop()
+            self.borrowed_model.drop_copies()
             if self._step_loop is None:
                 return
             runner = self._step_loop.runner
-            self._kept_cache = (
-                bool(runner.num_recorded) and not self._memory_is_scarce and may_stay(runner.device)
-            )
+            plenty = not self._memory_is_scarce and may_stay(runner.device)
+            self._kept_cache = plenty and bool(runner.num_recorded)
             if not self._kept_cache:
                 self._step_loop.free()
+                self.borrowed_model.quantized.free()
 
     def release_memory(self) -> bool:
-        """Free the KV cache that `sleep` kept, and keep it never again."""
+        """Free what `sleep` kept, and keep it never again."""
         with self._lock:
             if not self._kept_cache or self._step_loop is None:
                 return False
             self._step_loop.free()
+            self.borrowed_model.quantized.free()
             self._kept_cache = False
             self._memory_is_scarce = True
             return True
@@ -210,7 +212,7 @@ class NativeEngine:
         with self._lock:
             self._kept_cache = False
             self._woke = True
-            self.borrowed_model.packed.drop()
+            self.borrowed_model.drop_copies()
             if self._step_loop is not None:
                 self._step_loop.forget_finished()
 
@@ -337,7 +339,7 @@ class NativeEngine:
             self._woke = False
             size = self._cache_bytes
             if not size:
-                free = cache_memory(self.model, loop.runner.device, self._memory_share, cache.bytes)
+                free = self.borrowed_model.cache_memory(self._memory_share, cache.bytes)
                 size = max(cache.bytes, free)  # what the cache already has stays available
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
@@ -368,7 +370,7 @@ class NativeEngine:
         return loop
 
     def _weights_changed(self) -> None:
-        self.borrowed_model.packed.drop()
+        self.borrowed_model.drop_copies()
         if self._step_loop is not None:
             self._step_loop.recompute_all()
 

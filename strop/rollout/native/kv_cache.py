@@ -218,16 +218,16 @@ class KVCache:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def cache_memory(model: nn.Module, device: torch.device, share: float, held: int = 0) -> int:
+def cache_memory(model: nn.Module, device: torch.device, share: float, held: int = 0, copies: int = 0) -> int:
     """Bytes for the cache, so that weights and cache together take `share` of the device; on a CPU, a quarter
-    of the host. `held`: bytes that the cache already has."""
+    of the host. `held`: bytes that the cache already has; `copies`: bytes of quantised weights."""
     if device.type != "cuda":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_FRACTION
     free, total = torch.cuda.mem_get_info(device)
     # Memory that torch has reserved and does not use is available too.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + held
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return max(0, int(min(free * _SAFE_SHARE, total * share - weights)))
+    return max(0, int(min(free * _SAFE_SHARE, total * share - weights - copies)))
 
 
 def may_stay(device: torch.device) -> bool:

@@ -1,0 +1,91 @@
+"""Triton kernels of 8-bit products: quantise each row of a matrix with a scale of its own, and scale the sums
+of an integer product. This file needs Triton and is imported only on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_COLUMNS = 1024
+"""Outputs of one program of `scale_sums`."""
+
+
+@triton.jit
+def _quantize(x, values, scales, size, stride, largest, BLOCK: tl.constexpr, ROUND: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    wide = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    most = tl.max(tl.abs(wide), 0)
+    scale = tl.maximum(tl.div_rn(most, largest), 1e-12)
+    # Zero, or NaN if the row has a NaN or an infinity: a maximum may pass over a NaN.
+    scale += tl.sum(wide * 0.0, 0)
+    ratio = tl.div_rn(wide, tl.zeros([BLOCK], tl.float32) + scale)
+    if ROUND:
+        ratio = tl.floor(ratio + 0.5)
+    tl.store(values + row * size + column, ratio.to(values.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def quantize_rows(rows: Tensor, values: Tensor, scales: Tensor, largest: float) -> None:
+    """See formats.quantize_rows. `values` and `scales` are contiguous."""
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    count, size = rows.shape
+    if count == 0:
+        return
+    block = triton.next_power_of_2(size)
+    _quantize[(count,)](
+        rows,
+        values,
+        scales,
+        size,
+        rows.stride(0),
+        largest,
+        BLOCK=block,
+        ROUND=not values.dtype.is_floating_point,
+        num_warps=_warps(block),
+    )
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+@triton.jit
+def _scale(sums, row_scales, column_scales, bias, out, size, stride, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    scaled = tl.load(sums + row * stride + column, mask=inside, other=0).to(tl.float32)
+    scaled *= tl.load(row_scales + row)
+    scaled *= tl.load(column_scales + column, mask=inside, other=0.0)
+    if BIAS:
+        scaled += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_sums(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """sums [rows, columns] times both scales, plus the bias, in `dtype`."""
+    rows, size = sums.shape
+    out = torch.empty(rows, size, dtype=dtype, device=sums.device)
+    if rows == 0:
+        return out
+    block = min(_COLUMNS, triton.next_power_of_2(size))
+    _scale[(rows, triton.cdiv(size, block))](
+        sums,
+        row_scales,
+        column_scales,
+        sums if bias is None else bias,
+        out,
+        size,
+        sums.stride(0),
+        BLOCK=block,
+        BIAS=bias is not None,
+        num_warps=4,
+    )
+    return out
