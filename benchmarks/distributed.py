@@ -96,7 +96,8 @@ def backend_of(asked: argparse.Namespace, device: torch.device) -> Any:
     from strop.backends.fsdp.backend import FsdpBackend
     from strop.backends.single import SingleBackend
     from strop.config.schema.model import FsdpConfig, OptimConfig
-    from strop.models.build import checkpoint_activations, compute_dtype
+    from strop.models.build import compute_dtype
+    from strop.models.checkpointing import checkpoint_activations
     from strop.models.residual import widen_residual
     from strop.ranks import Ranks
 

@@ -42,7 +42,7 @@ def measure(system: str, sequences: int, length: int, layers: int) -> dict[str, 
     from strop.backends.base import BackendSettings, MicroBatching, Outputs
     from strop.backends.single import SingleBackend
     from strop.config.schema.model import OptimConfig
-    from strop.models.build import checkpoint_activations
+    from strop.models.checkpointing import checkpoint_activations
     from strop.types import Batch
 
     class Plain(SingleBackend):

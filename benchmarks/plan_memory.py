@@ -125,7 +125,7 @@ def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
     from strop.backends.base import BackendSettings
     from strop.backends.single import SingleBackend
     from strop.config.schema.model import OptimConfig
-    from strop.models.build import checkpoint_activations
+    from strop.models.checkpointing import Checkpointing, checkpoint_activations
     from strop.models.lora import add_adapters
     from strop.models.residual import widen_residual
 
@@ -141,9 +141,8 @@ def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
     widen_residual(module)
     if variant == "lora":
         module = add_adapters(module, rank=LORA_RANK, alpha=2 * LORA_RANK)
-    checkpointed = variant != "plain"
-    if checkpointed:
-        checkpoint_activations(module)
+    mode: Checkpointing = "none" if variant == "plain" else "full"
+    checkpoint_activations(module, mode)
     settings = BackendSettings(
         optim=OptimConfig(lr=1e-6, lr_warmup_steps=0), device=device, compute=compute, master=master
     )
@@ -161,9 +160,7 @@ def build(name: str, variant: str, asked: argparse.Namespace) -> Bench:
         records=device.type == "cuda",
     )
     rank = LORA_RANK if variant == "lora" else 0
-    model = TrainedModel(
-        shape, numbers, checkpointed=checkpointed, lora_rank=rank, kernels=device.type == "cuda"
-    )
+    model = TrainedModel(shape, numbers, checkpointing=mode, lora_rank=rank, kernels=device.type == "cuda")
     return Bench(name, variant, asked, device, shape, backend, model, sampler)
 
 

@@ -64,7 +64,8 @@ def build(asked: argparse.Namespace, device: torch.device) -> Any:
     from strop.backends.base import BackendSettings
     from strop.backends.single import SingleBackend
     from strop.config.schema.model import OptimConfig
-    from strop.models.build import checkpoint_activations, compute_dtype
+    from strop.models.build import compute_dtype
+    from strop.models.checkpointing import checkpoint_activations
 
     torch.manual_seed(0)
     with torch.device(device):

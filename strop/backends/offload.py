@@ -6,12 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-_SMALL = 4096
-"""Saved tensors with fewer numbers stay on the device."""
 
 
 class Offloadable(Protocol):
@@ -54,21 +50,6 @@ class Offloading:
         if not self._updating:
             self._backend.onload(model=self._model, optimizer=self._optimizer)
         self._updating = True
-
-
-def offload_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
-    """Inside it activations wait for the backward pass in host memory. Weights stay where they are."""
-
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        if is_weight(tensor) or tensor.numel() < _SMALL:
-            return tensor.device, tensor
-        return tensor.device, tensor.to("cpu", non_blocking=False)
-
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def is_weight(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ other backend, and `fsdp/backend.py`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from strop.backends.activation_offload import saved_activations
 from strop.backends.base import (
     BackendSettings,
     Loss,
@@ -28,7 +28,7 @@ from strop.backends.base import (
     refuse_other_weights,
 )
 from strop.backends.micro_batches import NonFiniteLoss, OomRetry, on_device, partition, sum_reports, suspects
-from strop.backends.offload import Offloading, offload_saved_tensors
+from strop.backends.offload import Offloading
 from strop.backends.optimizer import (
     MasterWeights,
     advance,
@@ -137,18 +137,12 @@ class ModuleBackend(ABC):
 
     def _learn(self, piece: Batch, want: Sequence[str], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of one micro-batch: its loss and what it reports."""
-        with self._saved_activations():
+        with saved_activations(self.device, offload=self.settings.offload_activations):
             outputs = Outputs(**self._outputs(piece, want))
             value, sums = loss(outputs, on_device(piece, self.device))
         scaled = value if self.scaling is None else value * self.scaling.value
         scaled.backward()
         return value.detach(), {name: number.detach() for name, number in sums.items()}
-
-    def _saved_activations(self) -> AbstractContextManager[object]:
-        """Where tensors wait for the backward pass: on the device, or offloaded to host memory."""
-        if self.settings.offload_activations and self.device.type != "cpu":
-            return offload_saved_tensors()
-        return contextlib.nullcontext()
 
     def _refuse_loss(
         self,

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.layouts.check import runs_packed
 from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
@@ -197,8 +199,7 @@ def _finish(model: PreTrainedModel, settings: ModelConfig, weights: bool = True)
     else:
         with meta_init():
             model = _with_adapters(model, settings)
-    if settings.enable_gradient_checkpointing:
-        checkpoint_activations(model)
+    checkpoint_activations(model, checkpointing_of(settings))
     return model
 
 
@@ -215,12 +216,6 @@ def _with_adapters(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedM
             exclude_modules=settings.exclude_modules,
         )
     return model
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Gradient checkpointing: keep the input of each layer and recompute its activations in the backward
-    pass."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 # --- meta device --------------------------------------------------------------------------------------------

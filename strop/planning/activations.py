@@ -79,16 +79,40 @@ def mlp_kept(
 
 
 def layers_kept(
-    shape: Shape, tokens: int, numbers: Numbers, *, checkpointed: bool, tensor: int = 1, kernels: bool = False
+    shape: Shape,
+    tokens: int,
+    numbers: Numbers,
+    *,
+    checkpointing: str = "none",
+    tensor: int = 1,
+    kernels: bool = False,
 ) -> int:
-    """Bytes that all layers keep. With gradient checkpointing a layer keeps only its input."""
-    if checkpointed:
+    """Bytes that all layers keep, by model.gradient_checkpointing: with `full` the input of each layer, with
+    `selective` everything but the inside of the feed-forward part."""
+    if checkpointing == "full":
         return tokens * shape.layers * numbers.residual * shape.hidden
     sparse = shape.sparse_layers
-    layers = (shape.layers - sparse) * layer_kept(shape, numbers, tensor=tensor, kernels=kernels)
-    if sparse:
-        layers += sparse * layer_kept(shape, numbers, sparse=True, tensor=tensor, kernels=kernels)
-    return tokens * layers
+    kept = 0
+    for count, is_sparse in ((shape.layers - sparse, False), (sparse, True)):
+        if count:
+            one = layer_kept(shape, numbers, sparse=is_sparse, tensor=tensor, kernels=kernels)
+            if checkpointing == "selective":
+                one -= mlp_kept(shape, numbers, sparse=is_sparse, tensor=tensor, kernels=kernels)
+            kept += count * one
+    return tokens * kept
+
+
+def recomputed(
+    shape: Shape, numbers: Numbers, *, checkpointing: str, tensor: int = 1, kernels: bool = False
+) -> int:
+    """Bytes per token that one layer computes again in the backward pass."""
+    sparse = shape.sparse_layers > 0
+    if checkpointing == "selective":
+        return mlp_kept(shape, numbers, sparse=sparse, tensor=tensor, kernels=kernels)
+    if checkpointing == "full":  # its input is kept already
+        whole = layer_kept(shape, numbers, sparse=sparse, tensor=tensor, kernels=kernels)
+        return whole - numbers.residual * shape.hidden
+    return 0
 
 
 def end_kept(shape: Shape, tokens: Tokens, numbers: Numbers, *, kernels: bool = False) -> int:

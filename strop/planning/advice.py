@@ -171,8 +171,12 @@ def _alternative_values(config: TrainingConfig, cluster: PlannedCluster) -> dict
     job = job_of(config, cluster)
     values: dict[str, object] = {}
     for path in job.model_paths.values():
-        key = f"{path}.enable_gradient_checkpointing"
-        values[key] = not read(config, key)
+        key = f"{path}.gradient_checkpointing"
+        if read(config, key) is None:
+            key = f"{path}.enable_gradient_checkpointing"
+            values[key] = not read(config, key)
+        else:
+            values[key] = "none" if read(config, key) == "full" else "full"
     for one in job.passes:
         if one.learns:
             minimum = 1

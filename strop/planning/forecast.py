@@ -245,11 +245,19 @@ def _weight_sync(job: PlannedJob, resident: dict[str, Parts]) -> Phase:
     return Phase("sync", {**resident, "actor": {**actor.present(), "gathered": actor.syncing}}, "actor")
 
 
+def _offloaded_activations(job: PlannedJob, one: Pass) -> int:
+    model = job.models[one.role]
+    if not one.learns or not model.offloads_activations:
+        return 0
+    return model.kept(one.tokens)
+
+
 def _host(job: PlannedJob) -> int:
     """Bytes of host memory per machine. One device loads weights in float32 through host memory."""
     models = job.models.values()
     per_node = job.cluster.per_node
     offloaded = sum(model.in_host for model in models) * per_node
+    offloaded += max((_offloaded_activations(job, one) for one in job.passes), default=0) * per_node
     saving = sum(model.checkpoint for model in models) * per_node // job.cluster.ranks
     loading = 0
     if job.cluster.ranks == 1:

@@ -102,6 +102,7 @@ def candidates(config: TrainingConfig, cluster: PlannedCluster, found: Forecast)
         yield from _engine(config, cluster, found, phase)
     yield from _checkpointing(config, found, phase)
     yield from _sequence_parallel(config, cluster, found, phase)
+    yield from _activation_offload(config, found, phase)
     yield from _sharding(config, cluster, found)
 
 
@@ -184,9 +185,23 @@ def _checkpointing(config: TrainingConfig, found: Forecast, phase: Phase) -> Ite
     path = found.job.model_paths.get(phase.role or "")
     if path is None or not any(one.learns and one.phase == phase.name for one in found.job.passes):
         return
-    key = f"{path}.enable_gradient_checkpointing"
-    if not read(config, key):
+    model = found.job.models[phase.role or ""]
+    mode = f"{path}.gradient_checkpointing"
+    chosen = read(config, mode)
+    if chosen not in (None, "full"):
+        yield SettingChange(mode, chosen, "full", "activations are computed again in the backward pass")
+    elif model.checkpointing == "none":
+        key = f"{path}.enable_gradient_checkpointing"
         yield SettingChange(key, False, True, "activations are computed again in the backward pass")
+
+
+def _activation_offload(config: TrainingConfig, found: Forecast, phase: Phase) -> Iterator[SettingChange]:
+    path = found.job.model_paths.get(phase.role or "")
+    if path is None or found.job.cluster.device.is_cpu:
+        return
+    key = f"{path}.enable_activation_offload"
+    if any(one.learns and one.phase == phase.name for one in found.job.passes) and not read(config, key):
+        yield SettingChange(key, False, True, "what layers keep waits in host memory")
 
 
 def _sequence_parallel(

@@ -30,7 +30,8 @@ from strop.planning.training import TrainedModel
 FORWARD = 1
 FORWARD_BACKWARD = 3
 FORWARD_BACKWARD_RECOMPUTE = 4
-"""The cost of a pass in forward passes: alone, with its backward pass, and with gradient checkpointing."""
+"""The cost of a pass in forward passes: alone, with its backward pass, and with gradient checkpointing of
+whole layers."""
 
 
 def seconds(forecast: Forecast) -> dict[str, float]:
@@ -78,13 +79,24 @@ def pass_seconds(one: Pass, job: PlannedJob) -> float:
     return one.times * (max(computing, communicating) + stepping)
 
 
-def _forward_passes(one: Pass, model: TrainedModel) -> int:
-    """The cost of a pass in forward passes."""
+def _forward_passes(one: Pass, model: TrainedModel) -> float:
+    """The cost of a pass in forward passes. Gradient checkpointing computes a part of the forward pass
+    again."""
     if not one.learns:
         return FORWARD
-    if model.checkpointed:
+    if model.checkpointing == "none":
+        return FORWARD_BACKWARD
+    if model.checkpointing == "full":
         return FORWARD_BACKWARD_RECOMPUTE
-    return FORWARD_BACKWARD
+    shape = model.shape
+    feed_forward = 2.0 * (shape.multiplied - shape.layers * _attention_weights(shape))
+    whole = operations(shape, 1, 1, one.longest)
+    return FORWARD_BACKWARD + feed_forward / whole
+
+
+def _attention_weights(shape: Shape) -> int:
+    """Weights of the products around attention, in one layer."""
+    return shape.hidden * (2 * shape.queries + 2 * shape.keys)
 
 
 def _host_step(model: TrainedModel) -> float:
@@ -99,7 +111,7 @@ def forward_seconds(model: TrainedModel, device: Device, tokens: int, answered: 
     """Seconds of a forward pass on one device: matrix products, and operations bound by memory bandwidth."""
     shape = model.shape
     products = operations(shape, tokens, answered, length) / (device.flops * PRODUCT_EFFICIENCY)
-    layers = layers_kept(shape, tokens, model.numbers, checkpointed=False)
+    layers = layers_kept(shape, tokens, model.numbers)
     logits = FLOAT32 * shape.vocabulary * answered
     if shape.scalar:
         logits = 0

@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.planning.activations import (
     Numbers,
@@ -22,8 +23,8 @@ from strop.planning.activations import (
     head_forward,
     layer_backward,
     layer_forward,
-    layer_kept,
     layers_kept,
+    recomputed,
 )
 from strop.planning.devices import Device, PlannedCluster
 from strop.planning.shape import Shape, shape_of
@@ -32,6 +33,8 @@ Parts = dict[str, int]
 """Bytes by what they are for."""
 BACKWARD_GATHERS = 3
 """Layers that FSDP2 holds gathered at a time: the running one, the next one, and the buffer it arrives in."""
+PREFETCHED = 1 << 29
+"""Bytes of offloaded activations that are copied back ahead of their use (backends/activation_offload.py)."""
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 """Bytes of one number, by the name of its dtype."""
 
@@ -69,7 +72,10 @@ class TrainedModel:
     numbers: Numbers = field(default_factory=Numbers)
     placement: Placement = field(default_factory=Placement)
     frozen: bool = False
-    checkpointed: bool = True
+    checkpointing: str = "full"
+    """model.gradient_checkpointing: none, full or selective."""
+    offloads_activations: bool = False
+    """What the layers keep waits in host memory."""
     lora_rank: int = 0
     kernels: bool = False
     """Norms, gates and the head use Triton kernels (on a GPU)."""
@@ -207,13 +213,14 @@ class TrainedModel:
         numbers = self.numbers
         tensor = self.placement.tensor
         kernels = self.kernels
-        kept = layers_kept(
-            shape, tokens.all, numbers, checkpointed=self.checkpointed, tensor=tensor, kernels=kernels
-        )
+        kept = self.kept(tokens)
+        one_layer = kept // shape.layers
+        if self.offloads_activations:  # one layer and what is copied back ahead are on the device
+            kept = min(kept, one_layer + PREFETCHED)
         running = layer_backward(shape, tokens.all, numbers, tensor=tensor)
-        if self.checkpointed:  # one layer is recomputed in full; its input is kept already
-            again = layer_kept(shape, numbers, sparse=shape.sparse_layers > 0, tensor=tensor, kernels=kernels)
-            running += tokens.all * (again - numbers.residual * shape.hidden)
+        running += tokens.all * recomputed(
+            shape, numbers, checkpointing=self.checkpointing, tensor=tensor, kernels=kernels
+        )
         whole = not self.lora_rank
         head = head_backward(shape, tokens, numbers, entropy=entropy, trained=whole, kernels=kernels)
         end = end_kept(shape, tokens, numbers, kernels=kernels)
@@ -224,10 +231,21 @@ class TrainedModel:
             "head": self._parts(before, 0, kept + end + head),
             "last layer": self._parts(before, self._held(outputs=True), kept + running),
             "first layer": self._parts(
-                max(before, self._of_layers), self._held(outputs=True), kept // shape.layers + running
+                max(before, self._of_layers), self._held(outputs=True), one_layer + running
             ),
             "embedding": self._parts(self.gradients, self._held(outputs=False), 0),
         }
+
+    def kept(self, tokens: Tokens) -> int:
+        """What all layers keep for the backward pass of a micro-batch, on the device or in host memory."""
+        return layers_kept(
+            self.shape,
+            tokens.all,
+            self.numbers,
+            checkpointing=self.checkpointing,
+            tensor=self.placement.tensor,
+            kernels=self.kernels,
+        )
 
     def _parts(self, gradients: int, held: int, activations: int) -> Parts:
         return {
@@ -288,7 +306,8 @@ def trained_model(
         _shape(model, scalar=scalar),
         _numbers(model, fsdp, cluster.device),
         _placement(fsdp, cluster, tensor_parallel, on_device=on_device),
-        checkpointed=model.enable_gradient_checkpointing,
+        checkpointing=checkpointing_of(model),
+        offloads_activations=model.enable_activation_offload and not cluster.device.is_cpu,
         lora_rank=_lora_rank(model),
         kernels=not cluster.device.is_cpu,
         moments=_moments(optim),

@@ -13,7 +13,7 @@ from strop.backends.fsdp.backend import FsdpBackend
 from strop.backends.offload import is_weight
 from strop.backends.single import ModuleBackend
 from strop.config.schema.model import FsdpConfig, WrapPolicyConfig
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.residual import widen_residual
 from tests.backends.make import make_backend, sharded, single
 from tests.backends.ranks import here
@@ -62,9 +62,10 @@ def test_families_train_alike(family):
     assert_trained_alike(one, sharded(tiny_model(family), ranks=here(), optim=plain))
 
 
-def test_checkpointed_activations_change_nothing():
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointed_activations_change_nothing(mode):
     model = tiny_model()
-    checkpoint_activations(model)
+    checkpoint_activations(model, mode)
     assert_trained_alike(single(tiny_model(), optim=optim()), sharded(model, ranks=here(), optim=optim()))
 
 

@@ -11,8 +11,9 @@ import torch
 
 from strop.backends.base import MicroBatching
 from strop.backends.single import ModuleBackend
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.forward import response_outputs
+from strop.models.residual import widen_residual
 from strop.models.varlen import plain_kernel
 from strop.ranks import Ranks
 from strop.runtime.local import joined
@@ -103,17 +104,22 @@ def test_parked_optimizers_and_models_rest_in_host_memory():
     assert {p.device.type for p in parked.module.parameters()} == {"cpu"}
 
 
-def test_parked_activations_give_the_same_gradient():
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_checkpointed_and_parked_activations_give_the_same_gradient(mode, dtype):
+    """Twice, so that memory of the first pass is used again by the second."""
     batch = tiny_batch([(40, 40)] * 4)
-    plain, parked = (
-        single(
-            tiny_model(max_position_embeddings=256), optim=optim(), device="cuda", offload_activations=park
-        )
-        for park in (False, True)
-    )
-    for backend in (plain, parked):
-        backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
-    assert torch.equal(flat_gradient(parked), flat_gradient(plain))
+    made = []
+    for checkpointing, park in (("none", False), (mode, False), (mode, True)):
+        model = tiny_model(max_position_embeddings=256, num_hidden_layers=4)
+        widen_residual(model)
+        checkpoint_activations(model, checkpointing)
+        backend = single(model, optim=optim(), device="cuda", compute=dtype, offload_activations=park)
+        for _ in range(2):
+            backend.forward_backward(batch, ["log_probs"], policy_loss, ALL)
+        made.append(flat_gradient(backend))
+    assert torch.equal(made[1], made[2])
+    assert torch.equal(made[0], made[1])
 
 
 @pytest.fixture

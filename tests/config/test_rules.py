@@ -331,3 +331,11 @@ def test_quantised_rollouts_are_corrected_by_default():
     assert weights(f"{correction}bypass_mode=true")[::2] == (None, "the engine's log-probs")
     key = "actor_rollout_ref.rollout.calculate_log_probs"
     assert "compares with the engine's log-probs" in errors(quantised, f"{key}=false")[key]
+
+
+def test_gradient_checkpointing_named_twice():
+    model = "actor_rollout_ref.model"
+    both = [f"{model}.gradient_checkpointing=none", f"{model}.enable_gradient_checkpointing=true"]
+    assert "Leave out one" in errors(*both)[f"{model}.gradient_checkpointing"]
+    agree = [f"{model}.gradient_checkpointing=selective", f"{model}.enable_gradient_checkpointing=true"]
+    assert f"{model}.gradient_checkpointing" not in errors(*agree)

@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from strop.backends.single import SingleBackend
 from strop.config.schema.model import ModelConfig
 from strop.models import fused_modules, patches, varlen
-from strop.models.build import build_policy, checkpoint_activations
+from strop.models.build import build_policy
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.forward import response_outputs
 from strop.models.lora import add_adapters
 from strop.models.patches import (

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.lora import add_adapters
 from strop.models.patches import DEVICE_PATCHES, PatchContext
 from strop.models.residual import AddingLinear, widen_residual

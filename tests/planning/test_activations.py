@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.forward import response_outputs
 from strop.models.residual import widen_residual
 from strop.planning.activations import LOSS_BYTES, Numbers, Tokens, end_kept, layers_kept
@@ -53,11 +53,11 @@ def batch_of() -> Batch:
     )
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:mkldnn")
-def test_kept_activations_are_those_that_torch_saves(kind, dtype, checkpointed):
+def test_kept_activations_are_those_that_torch_saves(kind, dtype, mode):
     experts = (
         {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
         if kind == "qwen3_moe"
@@ -67,12 +67,11 @@ def test_kept_activations_are_those_that_torch_saves(kind, dtype, checkpointed):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).train()
     widen_residual(model)
-    if checkpointed:
-        checkpoint_activations(model)
+    checkpoint_activations(model, mode)
     shape, numbers = read_shape(config.to_dict()), Numbers(dtype.itemsize, 4, residual=4)
     tokens, answered = ROWS * (LENGTH - 1), ROWS * (LENGTH - PROMPT)
     # What losses keep is not part of this pass; the numbers per answer are less than a hundredth of it.
-    expected = layers_kept(shape, tokens, numbers, checkpointed=checkpointed)
+    expected = layers_kept(shape, tokens, numbers, checkpointing=mode)
     expected += end_kept(shape, Tokens(tokens, answered), numbers) - LOSS_BYTES * answered
     tolerance = 0.12 if kind == "qwen3_moe" else 0.04
     assert saved_bytes(model, batch_of()) == pytest.approx(expected, rel=tolerance)

@@ -28,7 +28,9 @@ def foretold(line: dict) -> tuple[float, float]:
     variant = line["variant"]
     numbers = Numbers(master=2 if variant == "bf16" else 4)
     rank = 32 if variant == "lora" else 0
-    model = TrainedModel(shape, numbers, checkpointed=variant != "plain", lora_rank=rank, kernels=True)
+    model = TrainedModel(
+        shape, numbers, checkpointing="none" if variant == "plain" else "full", lora_rank=rank, kernels=True
+    )
     sampler = PlannedSampler(
         shape, 1024, 128, 256, max_rows=1024, batch_tokens=32768, share=0.5, samples=4, numbers=numbers
     )

@@ -19,7 +19,7 @@ from strop.algorithms import logprobs
 from strop.backends.optimizer import MasterWeights
 from strop.models import forward, fused_modules
 from strop.models.attention import PACKED, packed_attention
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.packing import lay_out, rectangle, without_last
 from strop.models.patches import choose_patches, patch_for_device
 from strop.models.residual import widen_residual
@@ -123,13 +123,12 @@ def as_on_a_gpu(monkeypatch, kernels):
     AttentionInterface.register(PACKED, packed_attention)
 
 
-def peak_of_update(config: dict, *, checkpointed: bool, rows: int, micro_batches: int) -> int:
+def peak_of_update(config: dict, *, checkpointing: str, rows: int, micro_batches: int) -> int:
     settings = {key: value for key, value in config.items() if key not in ("model_type", "head_dim")}
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(**settings)).train()
     widen_residual(model)
-    if checkpointed:
-        checkpoint_activations(model)
+    checkpoint_activations(model, checkpointing)
     forward._plain[model.get_output_embeddings()] = True
     weights = MasterWeights(model, compute=torch.bfloat16, master=torch.float32)
     choose_patches(
@@ -157,18 +156,21 @@ def peak_of_update(config: dict, *, checkpointed: bool, rows: int, micro_batches
 
 
 @pytest.mark.parametrize(
-    "name, checkpointed, rows, micro_batches, kernels",
+    "name, checkpointing, rows, micro_batches, kernels",
     [
-        ("qwen2.5-0.5b", True, 16, 1, False),
-        ("qwen2.5-0.5b", False, 8, 2, True),
-        ("qwen2.5-1.5b", True, 8, 1, True),
-        ("qwen2.5-7b", True, 8, 2, True),
+        ("qwen2.5-0.5b", "full", 16, 1, False),
+        ("qwen2.5-0.5b", "none", 8, 2, True),
+        ("qwen2.5-1.5b", "full", 8, 1, True),
+        ("qwen2.5-7b", "full", 8, 2, True),
+        ("qwen2.5-0.5b", "selective", 8, 1, False),
+        ("qwen2.5-1.5b", "selective", 16, 1, True),
+        ("qwen2.5-7b", "selective", 8, 2, True),
     ],
 )
-def test_updates_of_real_sizes_are_foretold(as_on_a_gpu, name, checkpointed, rows, micro_batches, kernels):
-    peak = peak_of_update(KNOWN[name], checkpointed=checkpointed, rows=rows, micro_batches=micro_batches)
+def test_updates_of_real_sizes_are_foretold(as_on_a_gpu, name, checkpointing, rows, micro_batches, kernels):
+    peak = peak_of_update(KNOWN[name], checkpointing=checkpointing, rows=rows, micro_batches=micro_batches)
     numbers = Numbers(2, 4, residual=4)
-    model = TrainedModel(read_shape(KNOWN[name]), numbers, checkpointed=checkpointed, kernels=kernels)
+    model = TrainedModel(read_shape(KNOWN[name]), numbers, checkpointing=checkpointing, kernels=kernels)
     tokens = Tokens(rows * (ROW - 1), rows * (ROW - PROMPT))
     moment = model.update(tokens, accumulated=micro_batches > 1, entropy=True)
     assert sum(moment.values()) == pytest.approx(peak, rel=0.06)

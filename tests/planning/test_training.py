@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strop.backends.base import BackendSettings, MicroBatching
 from strop.backends.single import SingleBackend
 from strop.config.schema.model import OptimConfig
-from strop.models.build import checkpoint_activations
+from strop.models.checkpointing import checkpoint_activations
 from strop.models.residual import widen_residual
 from strop.planning.activations import Numbers, Tokens
 from strop.planning.shape import read_shape, shape_of
@@ -64,18 +64,17 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-def backend_of(dtype: torch.dtype, *, checkpointed: bool, tied: bool) -> tuple[SingleBackend, TrainedModel]:
+def backend_of(dtype: torch.dtype, *, checkpointing: str, tied: bool) -> tuple[SingleBackend, TrainedModel]:
     config = AutoConfig.for_model("qwen2", **SIZE, tie_word_embeddings=tied)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     widen_residual(model)
-    if checkpointed:
-        checkpoint_activations(model)
+    checkpoint_activations(model, checkpointing)
     backend = SingleBackend(
         model, BackendSettings(optim=OptimConfig(lr=1e-6, lr_warmup_steps=0), compute=dtype)
     )
     numbers = Numbers(dtype.itemsize, 4, residual=4)
-    return backend, TrainedModel(read_shape(config.to_dict()), numbers, checkpointed=checkpointed)
+    return backend, TrainedModel(read_shape(config.to_dict()), numbers, checkpointing=checkpointing)
 
 
 def batch_of(rows: int, length: int = LENGTH) -> Batch:
@@ -96,7 +95,7 @@ def loss(outputs, piece):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore:mkldnn")
 def test_weights_gradients_and_optimizer_are_those_of_the_backend(dtype):
-    backend, model = backend_of(dtype, checkpointed=True, tied=True)
+    backend, model = backend_of(dtype, checkpointing="full", tied=True)
     assert (
         sum(p.nbytes for p in {*backend.module.parameters(), *backend.weights.masters.values()})
         == model.weights
@@ -112,9 +111,9 @@ def test_weights_gradients_and_optimizer_are_those_of_the_backend(dtype):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_peak_of_an_update_is_foretold(checkpointed, tied, micro_batches):
-    backend, model = backend_of(torch.float32, checkpointed=checkpointed, tied=tied)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_the_peak_of_an_update_is_foretold(checkpointing, tied, micro_batches):
+    backend, model = backend_of(torch.float32, checkpointing=checkpointing, tied=tied)
     batch = batch_of(ROWS * micro_batches)
     with Live(*backend.module.parameters(), *backend.module.buffers()) as live:
         backend.forward_backward(batch, ["log_probs"], loss, MicroBatching(rows=ROWS))

@@ -35,8 +35,24 @@ def any_training(loaded: Loaded[TrainingConfig]) -> Findings:
     names = [trainer.logger] if isinstance(trainer.logger, str) else trainer.logger
     for name in names:
         yield from _tracker(name)
+    yield from _checkpointing_named_twice(loaded)
     if trainer.device == "npu":
         yield error("trainer.device", "Ascend devices are not supported. Use cuda or cpu.")
+
+
+def _checkpointing_named_twice(loaded: Loaded[TrainingConfig]) -> Findings:
+    """enable_gradient_checkpointing and gradient_checkpointing of one model agree, if both are set."""
+    for key, mode in loaded.set_by_user.items():
+        section, _, name = key.rpartition(".")
+        switch = loaded.set_by_user.get(f"{section}.enable_gradient_checkpointing")
+        if name != "gradient_checkpointing" or mode is None or switch is None:
+            continue
+        if switch != (mode != "none"):
+            yield error(
+                key,
+                f"{mode}, but {section}.enable_gradient_checkpointing={str(switch).lower()}. Leave out "
+                "one of the two.",
+            )
 
 
 def _tracker(name: str) -> Findings:

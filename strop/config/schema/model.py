@@ -72,9 +72,16 @@ class ModelConfig:
     override_config: FreeForm = setting({})
     """Changes to the model's config.json, for instance {attn_implementation: sdpa}."""
     enable_gradient_checkpointing: bool = setting(True)
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    """Recompute activations in the backward pass: less memory, about a third more compute. False: keep all
+    activations. gradient_checkpointing has a third choice."""
+    gradient_checkpointing: str | None = setting(None, choices=(None, "none", "full", "selective"))
+    """Which activations are recomputed in the backward pass. full: those of whole layers, about a third more
+    compute. selective: those of the feed-forward part of each layer, which are most of the memory; attention
+    is not computed again. none: no recomputation. Null: full or none, as enable_gradient_checkpointing
+    says."""
     enable_activation_offload: bool = setting(False)
-    """Offload activations to host memory between forward and backward."""
+    """Offload activations to host memory between forward and backward: with gradient checkpointing, what the
+    layers keep. On a GPU the copies run while it computes. No effect on a CPU."""
     use_remove_padding: bool = setting(True)
     """Pack sequences without padding tokens: same numbers, less compute. A model that computes packed
     rows otherwise than single sequences (measured before the run, docs/models.md) runs with padding, and the

@@ -79,6 +79,8 @@ class RewardModelWeightsConfig(ModelConfig):
     """Modules that get no adapter."""
     enable_gradient_checkpointing: bool = inert(True, _FROZEN)
     """Recompute activations in the backward pass."""
+    gradient_checkpointing: str | None = inert(None, _FROZEN)
+    """Which activations are recomputed."""
     enable_activation_offload: bool = inert(False, _FROZEN)
     """Offload activations to host memory."""
     fsdp_config: RewardModelFsdpConfig = section(RewardModelFsdpConfig)

@@ -261,13 +261,15 @@ def _model_levers(
     model = _section(config, "actor_rollout_ref", "model")
     found = _log_prob_levers(phases, config)
     update = phases.get("update_actor", 0.0) + phases.get("update_critic", 0.0) + phases.get("update", 0.0)
-    if update and model.get("enable_gradient_checkpointing"):
+    mode = model.get("gradient_checkpointing")
+    whole_layers = mode == "full" or (mode is None and model.get("enable_gradient_checkpointing"))
+    if update and whole_layers:
         found.append(
             Lever(
                 update / 4,
                 "updates compute every layer twice to save memory",
-                "actor_rollout_ref.model.enable_gradient_checkpointing=false where memory allows (`strop "
-                "plan`)",
+                "actor_rollout_ref.model.enable_gradient_checkpointing=false or gradient_checkpointing="
+                "selective where memory allows (`strop plan`)",
             )
         )
     if update and actor and not actor.get("use_dynamic_bsz"):
