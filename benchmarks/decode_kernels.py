@@ -21,6 +21,7 @@ import torch
 from rollout import SHAPES, load
 from torch.profiler import ProfilerActivity, profile
 
+from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Request, Sampling, build_engine
 from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.runner import Runner
@@ -48,18 +49,23 @@ class Clock:
         self.seconds = 0.0
 
     def decode(
-        self, runner: Runner, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int
+        self,
+        runner: Runner,
+        samples: Sequence[ScheduledSample],
+        lengths: Sequence[int],
+        steps: int,
+        drafts: int = 0,
     ) -> None:
         in_window = self.taken in _PROFILED
         self.taken += steps
         if not in_window:
-            self.plain(runner, samples, lengths, steps)
+            self.plain(runner, samples, lengths, steps, drafts)
             return
         self._synchronize()
         if self.profiler is not None and self.measured == 0:
             self.profiler.start()
         start = time.perf_counter()
-        self.plain(runner, samples, lengths, steps)
+        self.plain(runner, samples, lengths, steps, drafts)
         self._synchronize()
         self.seconds += time.perf_counter() - start
         self.measured += steps
@@ -76,14 +82,27 @@ def case(model: Any, rows: int, context: int, options: argparse.Namespace) -> di
     draw = random.Random(0)
     config = model.config
     prompts = [[draw.randrange(config.vocab_size) for _ in range(context)] for _ in range(rows)]
-    engine = build_engine("native", model, max_model_len=context + _TOKENS + 1, max_num_seqs=rows)
+    speculation = SpeculationConfig(enable=False)
+    if options.drafts:
+        speculation = SpeculationConfig(enable=True, num_tokens=options.drafts, max_rows=rows)
+    engine = build_engine(
+        "native",
+        model,
+        max_model_len=context + _TOKENS + 1,
+        max_num_seqs=rows,
+        speculation=speculation,
+    )
     requests = [Request(ids, n=1, max_tokens=_TOKENS) for ids in prompts]
     clock = Clock(options.device)
 
     def decode(
-        runner: Runner, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int
+        runner: Runner,
+        samples: Sequence[ScheduledSample],
+        lengths: Sequence[int],
+        steps: int,
+        drafts: int = 0,
     ) -> None:
-        clock.decode(runner, samples, lengths, steps)
+        clock.decode(runner, samples, lengths, steps, drafts)
 
     Runner.decode = decode
     try:
@@ -113,6 +132,7 @@ def case(model: Any, rows: int, context: int, options: argparse.Namespace) -> di
         "shape": options.shape,
         "rows": rows,
         "context": context,
+        "drafts": options.drafts,
         "step_us": round(seconds * 1e6, 1),
         "bytes_us": round((weights + cache) / options.bandwidth * 1e6, 1),
         "kernels_us": round(sum(spent for spent, _, _ in kernels), 1),
@@ -132,6 +152,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 64, 8])
     parser.add_argument("--context", type=int, nargs="+", default=[1500, 4000, 6000])
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes per second of the device")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="passes of speculation with so many drafts a row"
+    )
     parser.add_argument("--most", type=int, default=30, help="kernels printed")
     options = parser.parse_args()
     model = load(options)
