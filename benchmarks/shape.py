@@ -172,7 +172,7 @@ from pathlib import Path
 from strop.cli import main
 
 package, found, steps, others = Path(sys.argv[1]), {}, [], set()
-AFTER_THE_STEP = ("write_samples", "save_and_log", "save_due")
+AFTER_THE_STEP = ("PpoTrainer.write_samples", "PpoTrainer.save_and_log")
 
 def count(frame, event, argument):
     file = frame.f_code.co_filename
@@ -183,7 +183,7 @@ def count(frame, event, argument):
         steps.append("running")
         others.update(threading.enumerate())
         others.discard(threading.main_thread())
-    if name in AFTER_THE_STEP and steps:
+    if frame.f_code.co_qualname in AFTER_THE_STEP and steps:
         steps[-1] = "over"
     if steps[1:] == ["running"] and not name.startswith("<") and threading.current_thread() not in others:
         found.setdefault(str(Path(file).relative_to(package)), set()).add(frame.f_code.co_qualname)
