@@ -160,11 +160,11 @@ class SpeculationConfig:
     """Speculative decoding in the native engine: several tokens of a sequence are guessed and checked in one
     pass."""
 
-    enable: bool | str = setting("auto", choices=("auto", True, False))
+    enable: bool | str = setting(False, choices=("auto", True, False))
     """true: whenever at most max_rows sequences run. auto: on a GPU, when that is also measured to be faster;
     the choice follows the clock, so log-probs of two runs may differ by rounding. On a CPU, and with tensor
-    parallelism, auto is off. Tokens are those of decoding one by one, with the same seeds, up to the rounding
-    of a pass with more tokens."""
+    parallelism, auto is off. The default is off until the gain is measured on real answers. Tokens are those
+    of decoding one by one, with the same seeds, up to the rounding of a pass with more tokens."""
     num_tokens: int = setting(7, at_least=1, at_most=63)
     """Tokens that are guessed for each sequence and pass."""
     max_rows: int = setting(64, at_least=1)
