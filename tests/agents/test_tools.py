@@ -246,7 +246,7 @@ def test_a_thousand_episodes_wait_together():
 
     start = time.perf_counter()
     assert asyncio.run(all_of_them()) == 1000
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 60  # one after the other they take 500
 
 
 def hang() -> str:

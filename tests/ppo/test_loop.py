@@ -75,7 +75,7 @@ def test_stopping_and_resuming_gives_the_same_run(overrides, tmp_path, estimator
 def test_a_model_that_runs_out_of_memory_gets_what_the_engine_kept(overrides, tmp_path, monkeypatch):
     """The cache stays over an update, as on a large GPU; the update of the second step lacks memory once."""
     monkeypatch.setattr("strop.rollout.native.engine.may_stay", lambda device: True)
-    monkeypatch.setattr("strop.rollout.native.runner.Runner.recorded", True)
+    monkeypatch.setattr("strop.rollout.native.runner.Runner.num_recorded", 1)
     usual = tmp_path / "usual"
     run(overrides, f"trainer.default_local_dir={usual}")
     own, passes = SingleBackend._forward_backward, []

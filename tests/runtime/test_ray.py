@@ -61,6 +61,7 @@ def on(nodes: Nodes, *more: str) -> list[str]:
     return ["trainer.nnodes=2", f"ray_kwargs.ray_init.address={nodes.cluster.address}", *more]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_on_another_machine_changes_nothing(nodes, settings, tmp_path):
     """Two ranks on two nodes learn what one process learns; what becomes of numbers bit for bit is a matter of slow tests."""
     one = tmp_path / "one"

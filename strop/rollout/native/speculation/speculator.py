@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor, nn
+
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.native.meter import Meter
 from strop.rollout.native.requests import ScheduledSample
@@ -58,6 +60,10 @@ class Speculator:
             self._drafts.memory.add(sample.request, sample.prompt, sample.tokens)
 
 
+def _has_sinks(model: nn.Module) -> bool:
+    return any(isinstance(getattr(part, "sinks", None), Tensor) for part in model.modules())
+
+
 def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) -> Speculator | None:
     """None if speculation is off. With `auto` it is on for a GPU that computes the model alone: the choice
     follows the clock, which ranks of one model do not share, and a run on a CPU must be repeatable to the
@@ -74,6 +80,13 @@ def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) 
         )
     if settings.enable == "auto" and (runner.device.type != "cuda" or runner.divided):
         return None
+    if runner.device.type == "cuda" and _has_sinks(runner.model):
+        if settings.enable == "auto":
+            return None
+        raise ValueError(
+            "rollout.speculation.enable=true: on a GPU, a test of guesses fails for models with attention "
+            "sinks. Set it to auto or false."
+        )
     drafts = Drafts(settings, runner.device)
     runner.use_drafts(drafts)
     return Speculator(settings, runner, drafts, meter)
