@@ -76,7 +76,7 @@ $(KERNELS)/.ready: $(READY)
 	touch $@
 
 test-kernels: $(KERNELS)/.ready
-	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m kernels -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/pytest -m 'kernels and not slow' -W 'ignore::RuntimeWarning' tests/models/test_kernels_interpreted.py
 
 # The Tinker client wants an older transformers. What the project needs is seen in its own environment.
 $(TINKER)/.ready: $(READY) constraints-tinker.txt

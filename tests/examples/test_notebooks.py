@@ -94,6 +94,7 @@ def test_quickstart(kernel: Kernel, tmp_path: Path) -> None:
     assert kernel.value("run.finished") is True
 
 
+@pytest.mark.slow
 def test_own_reward(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("own_reward", tmp_path)
     assert kernel.value("scores") == dict.fromkeys(("plain", "batched", "waiting", "compute_score"), 0.5)
@@ -105,6 +106,7 @@ def test_own_reward(kernel: Kernel, tmp_path: Path) -> None:
     assert "solution" in kernel.value("refused")  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_own_tool(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run("own_tool", tmp_path)
     called = kernel.value("run.metrics['reward/called/mean']")

@@ -84,7 +84,7 @@ def in_pages(tensors, table, size=64):
     return found
 
 
-@pytest.mark.parametrize("segment", [64, 128, 1024])
+@pytest.mark.parametrize("segment", [64, pytest.param(128, marks=pytest.mark.slow), 1024])
 @pytest.mark.parametrize("heads, key_heads, size, window", HEADS)
 def test_one_token_at_a_time_gives_the_same_bits(monkeypatch, heads, key_heads, size, window, segment):
     """In pages that lie anywhere, in as many segments as there are, and where the grid is wider than the rows."""

@@ -221,10 +221,12 @@ def test_two_servers_of_which_one_dies(serve: Any) -> None:
 
 def test_the_batcher_forgets_who_went_away() -> None:
     seen: list[list[int]] = []
+    begun, may_end = threading.Event(), threading.Event()
 
     def answer(items: list[int]) -> list[int]:
         seen.append(items)
-        time.sleep(0.1)
+        begun.set()
+        assert may_end.wait(60)
         return [item * 2 for item in items]
 
     async def scene() -> list[int]:
@@ -233,11 +235,14 @@ def test_the_batcher_forgets_who_went_away() -> None:
         )
         worker = asyncio.create_task(batcher.run())
         first = asyncio.create_task(batcher.submit([1, 2]))
-        await asyncio.sleep(0.03)
+        assert await asyncio.to_thread(begun.wait, 60)
         gone = asyncio.create_task(batcher.submit([3, 4]))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)  # it is in the queue
         gone.cancel()
-        found = await batcher.submit([5]) + await first
+        last = asyncio.create_task(batcher.submit([5]))
+        await asyncio.sleep(0)
+        may_end.set()
+        found = await last + await first
         with pytest.raises(QueueFull):
             await batcher.submit(list(range(11)))
         worker.cancel()

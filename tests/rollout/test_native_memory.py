@@ -145,7 +145,7 @@ def test_a_cache_with_recorded_steps_stays_when_the_engine_sleeps_until_memory_i
 
 def test_memory_is_measured_anew_when_the_cache_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: Any = iter([50 * PER_TOKEN, 200 * PER_TOKEN])
-    monkeypatch.setattr("strop.rollout.native.engine.cache_memory", lambda *_: next(sizes))
+    monkeypatch.setattr("strop.rollout.native.borrowed_model.cache_memory", lambda *_: next(sizes))
     engine = NativeEngine(tiny.make())
     (answer,) = engine.generate([Request([1] * 40, max_tokens=60)], Sampling())[0]
     assert "the cache holds 50" in (answer.error or "")
@@ -159,7 +159,8 @@ def test_memory_is_measured_anew_when_an_engine_wakes_with_its_cache(monkeypatch
     held: list[int] = []
     sizes: Any = iter([600 * PER_TOKEN, 100 * PER_TOKEN])
     monkeypatch.setattr(
-        "strop.rollout.native.engine.cache_memory", lambda *asked: held.append(asked[-1]) or next(sizes)
+        "strop.rollout.native.borrowed_model.cache_memory",
+        lambda *asked: held.append(asked[3]) or next(sizes),
     )
     engine = NativeEngine(tiny.make())
     first = ids(engine.generate(REQUESTS, Sampling()))

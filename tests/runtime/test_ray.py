@@ -138,6 +138,7 @@ def test_killing_at_random_moments_changes_nothing(nodes, settings, local_run, t
     assert sum(run.said().count("Starting again") for run in runs) >= 10
 
 
+@pytest.mark.slow
 def test_what_a_cluster_lacks_is_said_in_seconds(nodes, settings, tmp_path, caplog):
     more = [*on(nodes), "trainer.nnodes=4", "trainer.ray_wait_register_center_timeout=2"]
     loaded = load("ppo_trainer", [*settings, *more, f"trainer.default_local_dir={tmp_path}/run"])

