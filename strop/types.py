@@ -162,6 +162,8 @@ class Batch:
     """Log-probs under the weights at the start of the step."""
     ref_log_probs: Tensor | None = tokens()
     """Log-probs under the reference model."""
+    teacher_log_probs: Tensor | None = tokens()
+    """Log-probs under the teacher of a distillation."""
     entropy: Tensor | None = tokens()
     """Entropy under the weights at the start of the step."""
     sum_pi_squared: Tensor | None = tokens()

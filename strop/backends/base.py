@@ -166,6 +166,8 @@ class Roles:
     actor: Backend
     critic: Backend | None = None
     reference: Backend | None = None
+    teacher: Backend | None = None
+    """The teacher of a distillation. Like a reference it only needs `forward`."""
 
 
 def refuse_other_weights(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:

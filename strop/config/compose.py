@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
+from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
 from strop.config.commandline import plain_values
-from strop.config.derived import ASYNC_LENGTHS, fill_async_lengths
 from strop.config.references import refuse_growth
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys

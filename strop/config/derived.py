@@ -39,6 +39,8 @@ class Role:
 
 def estimator_needs(config: PpoConfig) -> tuple[str, ...]:
     """The inputs that the advantage estimator requires in addition to rewards and mask."""
+    if not has_task_reward(config):
+        return ()
     return tuple(ADVANTAGES.entry(config.algorithm.adv_estimator).facts["needs"])
 
 
@@ -51,6 +53,7 @@ def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     return (
         not on_policy
         or config.algorithm.use_kl_in_reward
+        or config.algorithm.distillation.enable
         or uses_engine_log_probs(config)
         or correction.rollout_is is not None
         or correction.rollout_rs is not None
@@ -70,6 +73,18 @@ def has_reference(config: PpoConfig) -> bool:
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
+def has_local_teacher(config: PpoConfig) -> bool:
+    """Whether the teacher of a distillation is a model on the trainer's devices."""
+    teacher = config.algorithm.distillation
+    return teacher.enable and bool(teacher.path) and not teacher.nnodes
+
+
+def has_task_reward(config: PpoConfig) -> bool:
+    """Whether scores of responses are trained on. Otherwise a teacher's log-probs are the only signal."""
+    distillation = config.algorithm.distillation
+    return distillation.task_reward or not distillation.enable
+
+
 def uses_lora(config: PpoConfig) -> bool:
     """Whether the policy trains LoRA adapters instead of all weights."""
     model = config.actor_rollout_ref.model
@@ -85,6 +100,9 @@ def roles(config: PpoConfig) -> list[Role]:
         Role("reference", has_reference(config), _why_reference(config)),
         Role("reward model", reward.enable or reward.judge.enable, _why_reward_model(config)),
     ]
+    teacher = config.algorithm.distillation
+    if teacher.enable:
+        found.append(Role("teacher", True, f"algorithm.distillation, from {teacher.url or teacher.path}"))
     if "greedy_baseline" in estimator_needs(config):
         why = f"{config.algorithm.adv_estimator} compares with one greedy rollout per prompt"
         found.append(Role("greedy baseline", True, why))
@@ -153,7 +171,7 @@ def objective(config: PpoConfig) -> str:
         kl_ctrl = algorithm.kl_ctrl
         reward += f" - {kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {kl_ctrl.type}]"
     text = f"maximise {aggregation} of the {loss.name} surrogate (clip {1 - low:g}..{1 + high:g})"
-    text += f", advantage {algorithm.adv_estimator}({reward})"
+    text += f", advantage {_advantage(config, reward)}"
     if actor.use_kl_loss:
         text += f" - {actor.kl_loss_coef:g}*KL[{actor.kl_loss_type}] to the reference"
     if actor.entropy_coeff:
@@ -162,6 +180,16 @@ def objective(config: PpoConfig) -> str:
     if algorithm.pretrain_files:
         text += f" - {algorithm.ptx_coef:g}*language-model loss on pretrain_files"
     return text
+
+
+def _advantage(config: PpoConfig, reward: str) -> str:
+    """The advantage as a formula."""
+    teacher = config.algorithm.distillation
+    gain = f"{teacher.coef:g}*(log teacher - log policy)"
+    if not has_task_reward(config):
+        return gain
+    task = f"{config.algorithm.adv_estimator}({reward})"
+    return f"{task} + {gain}" if teacher.enable else task
 
 
 # --- Asynchronous training ----------------------------------------------------------------------------------
@@ -206,43 +234,6 @@ def async_plan(config: PpoConfig) -> AsyncPlan:
     if age or steps > 1:
         between = math.floor((1 + age) * steps * config.data.train_batch_size)
     return AsyncPlan(settings.enable, settings.partial_rollout, age, steps, between)
-
-
-ASYNC_LENGTHS = ("rollout.total_rollout_steps", "rollout.test_freq")
-"""Keys of verl's asynchronous trainers that other keys turn into trainer.total_training_steps and
-trainer.test_freq."""
-
-
-def fill_async_lengths(leaves: dict[str, object]) -> list[str]:
-    """Translate the lengths of verl's asynchronous trainers in `leaves`, the keys that the user set; returns
-    the notices.
-
-    They count a step as `require_batches` mini-batches, the run in prompts, and validations in weight syncs.
-    """
-    mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
-    batches = leaves.get("trainer.async_training.require_batches") or 1
-    steps_per_sync = leaves.get("trainer.async_training.trigger_parameter_sync_step") or 1
-    prompts = leaves.pop("rollout.total_rollout_steps", None)
-    syncs = leaves.pop("rollout.test_freq", None)
-    if not isinstance(batches, int) or not isinstance(steps_per_sync, int):
-        return []  # the type check of the schema reports it
-    notices: list[str] = []
-
-    def fill(path: str, value: int, why: str) -> None:
-        leaves[path] = value
-        notices.append(f"{why}: {path}={value}.")
-
-    is_async = any(key.startswith("trainer.async_training.") for key in leaves)
-    if leaves.get("data.train_batch_size") == 0 and isinstance(mini, int) and is_async:
-        why = f"data.train_batch_size=0 with {batches} mini-batches (require_batches) of {mini} prompts"
-        fill("data.train_batch_size", batches * mini, why)
-    if isinstance(prompts, int) and isinstance(mini, int) and "trainer.total_training_steps" not in leaves:
-        why = f"rollout.total_rollout_steps={prompts} prompts, {batches * mini} per step"
-        fill("trainer.total_training_steps", max(1, prompts // (batches * mini)), why)
-    if isinstance(syncs, int) and syncs > 0:
-        why = f"rollout.test_freq={syncs} weight syncs, one every {steps_per_sync} steps"
-        fill("trainer.test_freq", syncs * steps_per_sync, why)
-    return notices
 
 
 def describe_async(config: PpoConfig) -> tuple[str, str] | None:
@@ -387,6 +378,9 @@ def resource_pools(config: RootConfig) -> dict[str, DevicePool]:
         found["rollout"] = group.rollout
     if group.ref.nnodes > 0 and has_reference(config) and not uses_lora(config):
         found["reference"] = group.ref
+    teacher = config.algorithm.distillation
+    if teacher.nnodes > 0 and teacher.enable and not teacher.url:
+        found["teacher"] = teacher
     if config.critic.nnodes > 0 and has_critic(config):
         found["critic"] = config.critic
     reward = config.reward_model

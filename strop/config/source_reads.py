@@ -117,7 +117,14 @@ _SUPERVISED_CONFIGS = {"SftConfig", "RmConfig", "DpoConfig"}
 UNIONS = {
     "AnySupervisedConfig": _SUPERVISED_CONFIGS,
     "TrainingConfig": {"PpoConfig", *_SUPERVISED_CONFIGS},
-    "DevicePool": {"RolloutConfig", "RefConfig", "CriticConfig", "RewardModelConfig", "TrainerConfig"},
+    "DevicePool": {
+        "RolloutConfig",
+        "RefConfig",
+        "CriticConfig",
+        "RewardModelConfig",
+        "DistillationConfig",
+        "TrainerConfig",
+    },
 }
 """Names for several classes of the schema (config.schema.roots and config.derived)."""
 UNTYPED = {"Any", "object", "Loaded", "RootConfig"}

@@ -12,6 +12,7 @@ from strop.config.derived import (
     async_plan,
     estimator_needs,
     has_critic,
+    has_local_teacher,
     has_reference,
     needs_old_log_probs,
     prefill_token_budget,
@@ -187,16 +188,16 @@ def _passes(config: PpoConfig) -> list[Pass]:
     )
     rows_key = "log_prob_micro_batch_size"
     tokens_key = "log_prob_max_token_len_per_gpu"
+    ref_keys = _MicroBatchKeys(REFERENCE, ref, rows_key, tokens_key, ref.log_prob_use_dynamic_bsz)
     passes = []
     if needs_old_log_probs(config, plan.on_policy) and not uses_engine_log_probs(config):
         keys = _MicroBatchKeys(ROLLOUT, rollout, rows_key, tokens_key, rollout.log_prob_use_dynamic_bsz)
         passes.append(dataclasses.replace(_pass("log_prob", "actor", keys, whole), entropy=True))
     if has_reference(config) and "reference" not in resource_pools(config):
-        keys = _MicroBatchKeys(REFERENCE, ref, rows_key, tokens_key, ref.log_prob_use_dynamic_bsz)
-        role = "reference"
-        if uses_lora(config):
-            role = "actor"
-        passes.append(_pass("ref", role, keys, whole))
+        role = "actor" if uses_lora(config) else "reference"
+        passes.append(_pass("ref", role, ref_keys, whole))
+    if has_local_teacher(config):
+        passes.append(_pass("teacher", "teacher", ref_keys, whole))
     if has_critic(config) and "critic" not in resource_pools(config):
         passes += _critic_passes(config, whole, plan.prompts_per_step)
     keys = _MicroBatchKeys(
@@ -258,7 +259,7 @@ def _reinforcement(config: PpoConfig, cluster: PlannedCluster) -> PlannedJob:
         frees_cache=rollout.free_cache_engine,
         side_by_side=async_plan(config).concurrent,
         apart=rollout.nnodes > 0,
-        paths={"actor": ACTOR, "reference": REFERENCE, "critic": "critic.model"},
+        paths={"actor": ACTOR, "reference": REFERENCE, "teacher": REFERENCE, "critic": "critic.model"},
         model_paths=model_paths,
         slicing=slicing,
         tempered=rollout.temperature not in (0.0, 1.0),
@@ -286,9 +287,13 @@ def _models(config: PpoConfig, cluster: PlannedCluster) -> dict[str, TrainedMode
     }
     elsewhere = resource_pools(config)
     if has_reference(config) and not uses_lora(config) and "reference" not in elsewhere:
-        ref = group.ref
-        ref_model = dataclasses.replace(group.model, **ref.model)
-        models["reference"] = frozen_model(ref_model, ref.fsdp_config, cluster, ref.tensor_parallel_size)
+        ref_model = dataclasses.replace(group.model, **group.ref.model)
+        fsdp = group.ref.fsdp_config
+        models["reference"] = frozen_model(ref_model, fsdp, cluster, group.ref.tensor_parallel_size)
+    if has_local_teacher(config):
+        teacher = dataclasses.replace(group.model, path=config.algorithm.distillation.path, lora_rank=0)
+        fsdp = group.ref.fsdp_config
+        models["teacher"] = frozen_model(teacher, fsdp, cluster, group.ref.tensor_parallel_size)
     if has_critic(config) and "critic" not in elsewhere:
         critic = config.critic
         models["critic"] = trained_model(

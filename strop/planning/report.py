@@ -8,7 +8,7 @@ from strop.planning.forecast import Forecast, Phase
 from strop.planning.knobs import SettingChange, fits
 from strop.planning.times import save_seconds, seconds
 
-ROLES = ("actor", "model", "reference", "critic", "reward", "engine", "process")
+ROLES = ("actor", "model", "reference", "teacher", "critic", "reward", "engine", "process")
 """Columns of the table, in order."""
 
 

@@ -22,6 +22,7 @@ from strop.config.derived import (
     async_plan,
     engine_name,
     estimator_needs,
+    has_task_reward,
     holds_weights,
     resource_pools,
 )
@@ -317,6 +318,7 @@ def build_collector(
         group_filter=build_group_filter(config),
         free_cache=rollout.free_cache_engine and not ahead.concurrent,
         weights=rollout.multi_turn.reward_weights,
+        task_reward=has_task_reward(config),
     )
 
 

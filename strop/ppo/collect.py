@@ -160,6 +160,8 @@ class Collector:
     """Free the engine's KV cache while the models train."""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
     """How the rewards of a conversation add up."""
+    task_reward: bool = True
+    """False: training samples are not scored, and their score is 0."""
     run_ahead: SampleQueue | None = None
     """None: a step samples when it begins, and trains when all of it is there."""
 
@@ -236,6 +238,10 @@ class Collector:
         numbered from `first`."""
         with record.phase("gen"):
             count, samples = self._sample(draw, prompts, step, first)
+        if not self.task_reward:
+            for t in samples.trajectories:
+                t.score = None if t.finish == "error" else 0.0
+            return count, samples.trajectories
         with record.phase("reward"):
             self._reports.append(self.score(samples.trajectories))
             if samples.greedy:

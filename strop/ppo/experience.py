@@ -14,6 +14,7 @@ import torch
 
 from strop.algorithms.advantages.base import AdvantageResult, Estimator, Normalisation, estimate
 from strop.algorithms.advantages.returns import reinforce
+from strop.algorithms.distillation import discounted_gain, teacher_gain
 from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.training import StepRecord, probability_drift
 from strop.algorithms.reward_shaping import kl_in_reward, on_last_trained
@@ -25,12 +26,14 @@ from strop.catalog import ADVANTAGES
 from strop.compat import Conventions, conventions
 from strop.config.derived import (
     estimator_needs,
+    has_task_reward,
     needs_old_log_probs,
     rollout_correction,
     uses_engine_log_probs,
 )
 from strop.config.hyperparameters import advantage_kwargs
 from strop.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from strop.config.schema.distillation import DistillationConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.rollout.base import stream_seed
 from strop.types import Batch, Trajectory, pad_columns
@@ -49,6 +52,8 @@ class ExperienceFacts:
     old_from_engine: bool
     """The old log-probs are those that the rollout engine reported."""
     needs_sum_pi_squared: bool
+    has_task_reward: bool
+    """Scores are trained on."""
     correction: RolloutCorrectionConfig
     estimator: Estimator
     """The function of algorithm.adv_estimator."""
@@ -82,6 +87,7 @@ class ExperienceFacts:
             old_from_engine=uses_engine_log_probs(config),
             needs_sum_pi_squared=actor.calculate_sum_pi_squared
             or "sum_pi_squared" in estimator_needs(config),
+            has_task_reward=has_task_reward(config),
             correction=rollout_correction(config),
             estimator=entry.load(),
             estimator_kwargs=advantage_kwargs(config).converted(),
@@ -128,6 +134,11 @@ def rollout_drift(batch: Batch, log_probs: torch.Tensor) -> dict[str, float]:
 def add_ref_log_probs(batch: Batch, reference: Backend, micro: MicroBatching) -> Batch:
     """Log-probs under the reference model."""
     return batch.replace(ref_log_probs=reference.forward(batch, ["log_probs"], micro).log_probs)
+
+
+def add_teacher_log_probs(batch: Batch, teacher: Backend, micro: MicroBatching) -> Batch:
+    """Log-probs under the teacher."""
+    return batch.replace(teacher_log_probs=teacher.forward(batch, ["log_probs"], micro).log_probs)
 
 
 def add_values(batch: Batch, critic: Backend, micro: MicroBatching) -> Batch:
@@ -236,8 +247,10 @@ def add_advantages(
     The estimator sees samples that have a score and whose prompt has at least `facts.min_group` of them. All
     other rows get advantage 0, so a missing score changes no baseline.
     """
-    rows = rows_to_compare(trajectories, facts.min_group)
-    if len(rows) == len(batch):
+    rows: list[int] = []
+    if facts.has_task_reward:
+        rows = rows_to_compare(trajectories, facts.min_group)
+    if rows and len(rows) == len(batch):
         result = _estimate(batch, algorithm, facts, trajectories)
         return batch.replace(advantages=result.advantages, returns=result.returns)
     advantages = torch.zeros_like(batch.mask)
@@ -247,6 +260,25 @@ def add_advantages(
         advantages[rows] = pad_columns(result.advantages.to(advantages.dtype), batch.mask.shape[1])
         returns[rows] = pad_columns(result.returns.to(returns.dtype), batch.mask.shape[1])
     return batch.replace(advantages=advantages, returns=returns)
+
+
+def distill(batch: Batch, settings: DistillationConfig, record: StepRecord) -> Batch:
+    """The advantages with the teacher's term."""
+    if batch.teacher_log_probs is None:
+        return batch
+    assert batch.old_log_probs is not None and batch.advantages is not None
+    gain = teacher_gain(
+        batch.old_log_probs, batch.teacher_log_probs, batch.mask, limit=settings.max_log_ratio
+    )
+    tokens = batch.mask.sum().clamp(min=1)
+    record.add(
+        {
+            "distillation/reverse_kl": float(-gain.sum() / tokens),
+            "distillation/teacher_log_prob": float((batch.teacher_log_probs * batch.mask).sum() / tokens),
+        }
+    )
+    term = settings.coef * discounted_gain(gain, batch.mask, discount=settings.discount)
+    return batch.replace(advantages=batch.advantages + term.to(batch.advantages))
 
 
 def rows_to_compare(trajectories: Sequence[Trajectory], min_group: int) -> list[int]:

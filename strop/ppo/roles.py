@@ -37,6 +37,7 @@ from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.models.build import allocate, build_critic, build_policy, build_reference, compute_dtype
 from strop.models.tensor_parallel import Divided, team_of
+from strop.ppo.teacher import build_teacher, local_teacher
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rewards.model import HeadModel, load_model
@@ -72,7 +73,7 @@ def build_roles(
     ranks: Ranks | None = None,
     on_out_of_memory: Callable[[], bool] = nothing_to_release,
 ) -> Roles:
-    """Actor, critic and reference, as the configuration needs them."""
+    """Actor, critic, reference and teacher, as the configuration needs them."""
     make = backend_maker(config, device, total_steps, ranks or Ranks(), on_out_of_memory)
     roles = Roles(build_actor(config, make))
     if "critic" in resource_pools(config):
@@ -82,6 +83,8 @@ def build_roles(
     if has_reference(config):
         # A reference only needs `forward`.
         roles.reference = cast(Backend, build_reference_role(config, roles.actor, make))
+    if config.algorithm.distillation.enable:
+        roles.teacher = cast(Backend, build_teacher(config, make))
     return roles
 
 
@@ -279,6 +282,7 @@ def frozen_models(config: PpoConfig) -> dict[str, Callable[[], ModuleBackend | H
     """How each remote model without training is built, by role."""
     makers: Mapping[str, Callable[[PpoConfig], ModuleBackend | HeadModel]] = {
         "reference": make_reference,
+        "teacher": make_teacher,
         "reward": make_reward_model,
     }
     found: dict[str, Callable[[], ModuleBackend | HeadModel]] = {}
@@ -292,6 +296,11 @@ def make_reference(config: PpoConfig) -> ModuleBackend:
     """The reference on a machine of its own."""
     make = backend_maker(config, device_of(config.trainer.device), 1, Ranks())
     return local_reference(config, make)
+
+
+def make_teacher(config: PpoConfig) -> ModuleBackend:
+    """The teacher of a distillation on a machine of its own."""
+    return local_teacher(config, backend_maker(config, device_of(config.trainer.device), 1, Ranks()))
 
 
 def make_reward_model(config: PpoConfig, device: torch.device | None = None) -> HeadModel:

@@ -24,8 +24,10 @@ from strop.ppo.experience import (
     add_advantages,
     add_old_log_probs,
     add_ref_log_probs,
+    add_teacher_log_probs,
     add_values,
     correct_off_policy,
+    distill,
     refuse_nonfinite,
     resample,
     shape_rewards,
@@ -160,7 +162,7 @@ class PpoTrainer:
             raise caused from error
 
     def run_models(self, batch: Batch, record: StepRecord) -> Batch:
-        """Add old log-probs, reference log-probs and values, where they are needed."""
+        """Add old log-probs, reference and teacher log-probs, and values, where they are needed."""
         if self.facts.needs_old_log_probs:
             with record.phase("old_log_prob"):
                 micro = self.micro["log_prob"]
@@ -168,6 +170,9 @@ class PpoTrainer:
         if self.roles.reference is not None:
             with record.phase("ref"):
                 batch = add_ref_log_probs(batch, self.roles.reference, self.micro["ref"])
+        if self.roles.teacher is not None:
+            with record.phase("teacher"):
+                batch = add_teacher_log_probs(batch, self.roles.teacher, self.micro["ref"])
         if self.roles.critic is not None:
             with record.phase("values"):
                 batch = add_values(batch, self.roles.critic, self.micro["values"])
@@ -180,7 +185,8 @@ class PpoTrainer:
             refuse_nonfinite(batch)
             batch = shape_rewards(batch, algorithm, self.facts, trajectories, self.kl_controller, record)
             batch = correct_off_policy(batch, self.facts, record)
-            return add_advantages(batch, algorithm, self.facts, trajectories)
+            batch = add_advantages(batch, algorithm, self.facts, trajectories)
+            return distill(batch, algorithm.distillation, record)
 
     def update(self, batch: Batch, record: StepRecord) -> None:
         """Update the critic, then the actor, and sync its weights to the engine."""

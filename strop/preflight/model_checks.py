@@ -142,6 +142,25 @@ def find_tokenizer(
         return None, [warning(key, message)]
 
 
+def teacher_tokenizer_findings(policy: ModelConfig, path: str) -> list[ConfigFinding]:
+    """An error if a token of the policy is another token of the teacher, who would rate another text."""
+    key = "algorithm.distillation.path"
+    own, _ = find_tokenizer(policy)
+    teacher = dataclasses.replace(policy, path=path, tokenizer_path=None)
+    theirs, findings = find_tokenizer(teacher, key)
+    if own is None or theirs is None:
+        return findings
+    known = theirs.get_vocab()
+    for token, number in own.get_vocab().items():
+        if known.get(token) != number:
+            message = (
+                f"{path} has another tokenizer than the policy: {token!r} is token {number} of the policy "
+                f"and {known.get(token, 'no token')} of the teacher. Choose a teacher of the same family."
+            )
+            return [error(key, message)]
+    return []
+
+
 def reward_file_finding(path: str, problem: ValueError) -> ConfigFinding:
     """The error about a file from which no reward function could be loaded."""
     key = "custom_reward_function.path"

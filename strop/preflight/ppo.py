@@ -14,7 +14,7 @@ from strop.agents.runner import AgentSetup
 from strop.catalog import AGENT_LOOPS
 from strop.compat import conventions
 from strop.concurrency import call_each
-from strop.config.derived import engine_name, has_critic
+from strop.config.derived import engine_name, has_critic, has_task_reward
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.ppo import PpoConfig
 from strop.data.prompts import ToolListing, build_chat
@@ -29,6 +29,7 @@ from strop.preflight.model_checks import (
     native_obstacle,
     quantization_findings,
     reward_file_finding,
+    teacher_tokenizer_findings,
 )
 from strop.preflight.report import PreflightReport
 from strop.rewards.base import RewardSample, parse_verdict
@@ -76,7 +77,8 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     if config.algorithm.pretrain_files:
         report.findings += _pretrain_files(config.algorithm.pretrain_files, tokenizer)
     sources: dict[str, SourceReport] = {}
-    for found in (val, train):
+    scored = (val, train) if has_task_reward(config) else (val,)
+    for found in scored:
         if found is not None:
             sources.update(found.data_sources)
     report.data["data sources"] = ", ".join(f"{name} ({of.rows} rows)" for name, of in sources.items())
@@ -141,6 +143,11 @@ def _models(config: PpoConfig, has_tokenizer: bool) -> list[ConfigFinding]:
     loads_judge = reward.judge.enable and not reward.judge.url
     if loads_judge or (reward.enable and not reward.remote_url):
         findings += _model_findings("reward_model.model.path", reward.model.path, "reward")
+    teacher = config.algorithm.distillation
+    if teacher.enable and teacher.path:
+        findings += _model_findings("algorithm.distillation.path", teacher.path, "language")
+        if has_tokenizer and not findings:
+            findings += teacher_tokenizer_findings(config.actor_rollout_ref.model, teacher.path)
     return findings
 
 

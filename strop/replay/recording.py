@@ -40,6 +40,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "reward": ("scores", "baselines", "mask"),
     "old_log_prob": ("old_log_probs", "entropy", "sum_pi_squared"),
     "ref": ("ref_log_probs",),
+    "teacher": ("teacher_log_probs",),
     "values": ("values",),
     "adv": ("rewards", "rollout_weights", "mask", "advantages", "returns"),
 }
@@ -54,6 +55,7 @@ REPRODUCIBLE_METRICS = (
     "training/rollout",
     "rollout_corr/",
     "pf_ppo/",
+    "distillation/",
 )
 """Metrics that a replay must reproduce; times and throughput are not among them."""
 TIMED_METRICS = ("reward/seconds",)

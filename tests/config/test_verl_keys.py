@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from strop.config.aliases import flatten, nest, reason_for, translate
+from strop.config.aliases.async_lengths import ASYNC_LENGTHS
 from strop.config.compose import GROUP_WORDS, SchemaKeys, load
-from strop.config.derived import ASYNC_LENGTHS
 from strop.config.rules import check
 from strop.config.schema import ROOTS
 from strop.config.typed import ConfigError
@@ -173,7 +173,7 @@ def test_names_of_newer_versions_reach_their_place(root, override, path, value):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("distillation.enabled=true", "use_kl_loss"),
+        ("distillation.enabled=true", "algorithm.distillation.enable"),
         ("actor_rollout_ref.actor.qat.enable=true", "quantization-aware"),
         ("actor_rollout_ref.rollout.disaggregation.enabled=true", "one engine"),
         ("actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py", "tool_config_path"),

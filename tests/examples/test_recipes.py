@@ -29,7 +29,7 @@ TINY = {
     "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
 }
-RUNS = {"grpo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo", "lora", "async"}
+RUNS = {"grpo", "dapo", "dr_grpo", "gspo", "reinforce_plus_plus", "rloo", "lora", "async", "distillation"}
 """Recipes that need no other model, tool or machine."""
 
 
@@ -80,6 +80,8 @@ def tiny_words(words: list[str], task: Path, folder: Path) -> list[str]:
     values["data.train_files"] = f"{task}/data/train.parquet"
     values["data.val_files"] = f"{task}/data/test.parquet"
     values["actor_rollout_ref.model.path"] = f"{task}/model"
+    if any(word.startswith("algorithm.distillation.path=") for word in words):
+        values["algorithm.distillation.path"] = f"{task}/model"
     values["trainer.default_local_dir"] = str(folder)
     kept = [word for word in words if word.partition("=")[0] not in values]
     return [*kept, *(f"{key}={value}" for key, value in values.items())]

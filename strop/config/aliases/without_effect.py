@@ -54,8 +54,8 @@ _HOOKS = "traces are written to global_profiler.save_path; run your command afte
 _SCHEDULE = "global_profiler.steps chooses the steps"
 _FUNCTION_TOOLS = "functions are not read as tools; define a tool class in multi_turn.tool_config_path"
 _DISTILLATION = (
-    "on-policy distillation is not supported; for a KL loss towards a teacher set "
-    "actor_rollout_ref.actor.use_kl_loss=true and actor_rollout_ref.ref.model.path"
+    "on-policy distillation has keys of its own: set algorithm.distillation.enable=true and "
+    "algorithm.distillation.path or url"
 )
 _ONE_POOL = "async training has one engine pool: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
 _OTHER_OPTIMIZER = "an option of the Megatron, torchtitan, VeOmni or AutoModel optimizer"

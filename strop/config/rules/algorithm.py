@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from strop.catalog import ADVANTAGES
-from strop.config.derived import rollout_correction
+from strop.config.derived import has_task_reward, rollout_correction
 from strop.config.hyperparameters import advantage_kwargs, policy_loss_kwargs
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.rules.reward import ordered_pair
@@ -20,6 +20,8 @@ def group_size(loaded: Loaded[PpoConfig]) -> Findings:
     name = loaded.config.algorithm.adv_estimator
     n = loaded.config.actor_rollout_ref.rollout.n
     facts = ADVANTAGES.entry(name).facts
+    if not has_task_reward(loaded.config):
+        return
     if n < facts["min_group"]:
         yield error(
             "actor_rollout_ref.rollout.n",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from strop.catalog import ADVANTAGES, KL_ESTIMATORS
 from strop.compat import FRAMEWORKS
+from strop.config.schema.distillation import DistillationConfig
 from strop.config.schema.fields import FreeForm, section, setting
 
 
@@ -108,6 +109,8 @@ class AlgorithmConfig:
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     """Off-policy correction."""
+    distillation: DistillationConfig = section(DistillationConfig)
+    """On-policy distillation from a teacher."""
     pretrain_files: str | list[str] | None = setting(None)
     """Text files for a language-modelling loss that is added to the policy loss (ptx)."""
     ptx_coef: float = setting(0.05, at_least=0)

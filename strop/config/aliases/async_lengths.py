@@ -1,0 +1,39 @@
+"""Lengths of verl's asynchronous trainers, in the units of Strop."""
+
+from __future__ import annotations
+
+ASYNC_LENGTHS = ("rollout.total_rollout_steps", "rollout.test_freq")
+"""Keys of verl's asynchronous trainers that other keys turn into trainer.total_training_steps and
+trainer.test_freq."""
+
+
+def fill_async_lengths(leaves: dict[str, object]) -> list[str]:
+    """Translate the lengths of verl's asynchronous trainers in `leaves`, the keys that the user set; returns
+    the notices.
+
+    They count a step as `require_batches` mini-batches, the run in prompts, and validations in weight syncs.
+    """
+    mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    batches = leaves.get("trainer.async_training.require_batches") or 1
+    steps_per_sync = leaves.get("trainer.async_training.trigger_parameter_sync_step") or 1
+    prompts = leaves.pop("rollout.total_rollout_steps", None)
+    syncs = leaves.pop("rollout.test_freq", None)
+    if not isinstance(batches, int) or not isinstance(steps_per_sync, int):
+        return []  # the type check of the schema reports it
+    notices: list[str] = []
+
+    def fill(path: str, value: int, why: str) -> None:
+        leaves[path] = value
+        notices.append(f"{why}: {path}={value}.")
+
+    is_async = any(key.startswith("trainer.async_training.") for key in leaves)
+    if leaves.get("data.train_batch_size") == 0 and isinstance(mini, int) and is_async:
+        why = f"data.train_batch_size=0 with {batches} mini-batches (require_batches) of {mini} prompts"
+        fill("data.train_batch_size", batches * mini, why)
+    if isinstance(prompts, int) and isinstance(mini, int) and "trainer.total_training_steps" not in leaves:
+        why = f"rollout.total_rollout_steps={prompts} prompts, {batches * mini} per step"
+        fill("trainer.total_training_steps", max(1, prompts // (batches * mini)), why)
+    if isinstance(syncs, int) and syncs > 0:
+        why = f"rollout.test_freq={syncs} weight syncs, one every {steps_per_sync} steps"
+        fill("trainer.test_freq", syncs * steps_per_sync, why)
+    return notices

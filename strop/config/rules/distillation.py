@@ -1,0 +1,67 @@
+"""Rules of the `algorithm.distillation` section."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import has_task_reward
+from strop.config.rules.findings import Findings, error, warning
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+SECTION = "algorithm.distillation"
+SERVER_KEYS = ("model", "api_key_env", "max_concurrent", "timeout")
+
+
+def teacher(loaded: Loaded[PpoConfig]) -> Findings:
+    """The teacher is one model: weights here, or a server."""
+    config = loaded.config
+    settings = config.algorithm.distillation
+    if not settings.enable:
+        for path in loaded.set_by_user:
+            if path.startswith(f"{SECTION}.") and path != f"{SECTION}.enable":
+                yield warning(path, f"no effect without {SECTION}.enable=true.")
+        return
+    if not settings.path and not settings.url:
+        yield error(f"{SECTION}.path", f"not set. {SECTION}.enable=true needs a teacher: path or url.")
+    if settings.path and settings.url:
+        yield error(
+            f"{SECTION}.url",
+            f"{settings.url}, but {SECTION}.path={settings.path}: there is one teacher. Unset one of them.",
+        )
+    if settings.url and settings.nnodes:
+        yield error(f"{SECTION}.nnodes", f"{settings.nnodes}, but the teacher is behind url. Set 0.")
+    if not settings.url:
+        for name in SERVER_KEYS:
+            if f"{SECTION}.{name}" in loaded.set_by_user:
+                yield warning(f"{SECTION}.{name}", f"no effect without {SECTION}.url.")
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if settings.url and temperature not in (0.0, 1.0):
+        yield error(
+            "actor_rollout_ref.rollout.temperature",
+            f"{temperature:g}, but the log-probs of a server ({SECTION}.url) are those of temperature 1. Set "
+            f"it to 1, or load the teacher here ({SECTION}.path).",
+        )
+
+
+def without_task_reward(loaded: Loaded[PpoConfig]) -> Findings:
+    """What reads scores has nothing to read where the teacher's term is the whole advantage."""
+    config = loaded.config
+    if has_task_reward(config):
+        return
+    algorithm = config.algorithm
+    reads_scores = {
+        "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "critic.enable": bool(config.critic.enable),
+    }
+    for key, chosen in reads_scores.items():
+        if chosen:
+            yield error(
+                key,
+                f"true, but {SECTION}.task_reward=false: rewards are not trained on. Set it to false, or "
+                f"{SECTION}.task_reward=true.",
+            )
