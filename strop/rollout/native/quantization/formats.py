@@ -114,7 +114,9 @@ def plain_quantize_rows(form: Format, rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     low, high = wide.aminmax(dim=1)
     most = torch.maximum(high, -low)
-    scales = (most / form.largest).clamp(min=_SMALLEST)
+    # On a GPU torch divides by a Python number through its reciprocal, which rounds twice.
+    largest = torch.full((), form.largest, dtype=most.dtype, device=most.device)
+    scales = (most / largest).clamp(min=_SMALLEST)
     scales = torch.where(most.isfinite(), scales, torch.nan)
     ratio = wide / scales[:, None]
     if not form.dtype.is_floating_point:
