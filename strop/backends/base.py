@@ -59,6 +59,8 @@ class MicroBatching:
     """Set: fill micro-batches by tokens instead of by rows."""
     rows_per_item: int = 1
     """So many consecutive rows stay in one micro-batch, in their order: 2 for pairs of responses."""
+    unread: int = 0
+    """Tokens at the end of each row that the model does not read; `max_tokens` does not count them."""
 
 
 def nothing_to_release() -> bool:

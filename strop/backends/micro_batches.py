@@ -34,7 +34,8 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
         raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")
     weights = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
     if micro.max_tokens is not None:
-        parts = _blocks_by_tokens(lengths, micro.max_tokens, size)
+        read = [max(1, length - micro.unread) for length in lengths]
+        parts = _blocks_by_tokens(read, micro.max_tokens, size)
     else:
         parts = _blocks_by_rows(weights, micro.rows, size)
     return [_rows_of(sorted(part, key=lambda block: -weights[block]), size) for part in parts]
@@ -92,11 +93,12 @@ def shard_rows(lengths: Sequence[int], world: int, *, rows_per_item: int = 1) ->
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The tensors of `batch` on `device`. Token ids and prompt lengths stay: the model's inputs are laid out
-    from them."""
+    from them. Row numbers stay too: whoever reads them on the host would wait for the device."""
     moved: dict[str, Tensor] = {}
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
-        if isinstance(value, Tensor) and field.metadata["role"] != LISTS and field.name != "prompt_lengths":
+        stays = field.metadata["role"] == LISTS or field.name in ("prompt_lengths", "row_ids")
+        if isinstance(value, Tensor) and not stays:
             moved[field.name] = value.to(device, non_blocking=True)
     return batch.replace(**moved)
 

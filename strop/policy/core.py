@@ -38,6 +38,7 @@ from strop.policy.losses import (
     Objective,
     OwnLoss,
     Seen,
+    SumLoss,
     in_original_order,
     linear_loss,
     named_objective,
@@ -292,6 +293,9 @@ class PolicyCore:
         self, batch: Batch, want: Sequence[str], loss: OwnLoss, adapter: str
     ) -> StepOutput | None:
         """A user's loss in one pass. None: the batch has several micro-batches or ranks, so it needs two."""
+        if isinstance(loss, SumLoss) and self.ranks.world == 1:
+            self.adapters.activate(adapter)
+            return self._learn(batch, Objective(list(want), batch, batch, loss.of_piece), unread=1)
         parts = partition(batch, self._micro(batch, "actor"))
         if self.ranks.world > 1 or len(parts) > 1:
             return None
@@ -303,9 +307,9 @@ class PolicyCore:
         self.adapters.activate(adapter)
         return self._learn(batch, Objective(list(gradients), batch, batch, linear_loss(gradients)))
 
-    def _learn(self, batch: Batch, objective: Objective) -> StepOutput:
+    def _learn(self, batch: Batch, objective: Objective, *, unread: int = 0) -> StepOutput:
         seen = Seen(objective.loss)
-        micro = self._micro(objective.rows, "actor")
+        micro = dataclasses.replace(self._micro(objective.rows, "actor"), unread=unread)
         report = self.backend.forward_backward(objective.rows, objective.want, seen, micro)
         total = report.pop(TOTAL)
         return StepOutput(total, report, seen.rows(batch, self.ranks))

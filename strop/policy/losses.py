@@ -6,7 +6,8 @@ those of the sampler. `cross_entropy` is the loss of supervised training, with w
 
 A user's function sees the whole batch at once, so its result depends neither on micro-batches nor on ranks.
 Where a batch has several micro-batches, the function is computed on the outputs of a first pass, and a second
-pass gives the model the gradient of each output (the chain rule: nothing is approximated).
+pass gives the model the gradient of each output (the chain rule: nothing is approximated). A `SumLoss` needs
+no second pass.
 """
 
 from __future__ import annotations
@@ -134,14 +135,16 @@ class Seen:
         value, report = self.inner(outputs, piece)
         if outputs.log_probs is not None:
             assert piece.row_ids is not None
-            self.log_probs.append((piece.row_ids.cpu(), outputs.log_probs.detach().float().cpu()))
+            self.log_probs.append((piece.row_ids, outputs.log_probs.detach().float()))
         return value, {**report, TOTAL: value.detach()}
 
     def rows(self, batch: Batch, ranks: Ranks) -> list[Tensor | None]:
         """The log-probs of each row of the batch, on every rank. If a pass was tried again, the latest."""
         found: list[Tensor | None] = [None] * len(batch)
         lengths = batch.response_lengths.tolist()
-        for shard in ranks.all_gather_object(self.log_probs):
+        # Copied after the last micro-batch: a copy in between would make the host wait for the device.
+        own = [(numbers.cpu(), table.cpu()) for numbers, table in self.log_probs]
+        for shard in ranks.all_gather_object(own):
             for numbers, table in shard:
                 for number, values in zip(numbers.tolist(), table, strict=True):
                     found[number] = values[: lengths[number]]
@@ -163,6 +166,22 @@ def own_value(function: OwnLoss, outputs: Outputs, batch: Batch, *, gradient: bo
             "entropy, with want=), without detach() or .item()."
         )
     return value.reshape(())
+
+
+@dataclass(frozen=True)
+class SumLoss:
+    """A user's loss that is a sum over rows. The sum of its values over micro-batches is its value of the
+    batch, so one pass is enough for any number of micro-batches."""
+
+    function: OwnLoss
+    """(outputs of some rows, these rows) -> their part of the sum. `row_ids` are their numbers."""
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
+        return self.function(outputs, batch)
+
+    def of_piece(self, outputs: Outputs, piece: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The loss of one micro-batch."""
+        return own_value(self.function, outputs, piece), {}
 
 
 def in_original_order(function: OwnLoss) -> Loss:

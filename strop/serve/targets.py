@@ -10,7 +10,7 @@ Clients fill targets that have no weight with anything. They get no row, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from strop.backends.base import Outputs
 from strop.policy.batches import Datum
+from strop.policy.losses import SumLoss
 from strop.rewards.server_requests import RequestRefused
 from strop.serve.losses import ServedLoss, summed_loss
 from strop.serve.messages import LossDatum
@@ -73,22 +74,27 @@ class TargetRows:
             self.data.append(Datum(tokens[: int(place[0]) + 1], [int(datum.targets[place])]))
         return Places(rows, columns, absent)
 
-    def loss(self, loss: ServedLoss, settings: Mapping[str, float]) -> Callable[[Outputs, Batch], Tensor]:
-        """The loss of the request, from the outputs of all rows. The targets of all data are one flat tensor,
-        so a request has as few kernels with many data as with one."""
+    def loss(self, loss: ServedLoss, settings: Mapping[str, float]) -> SumLoss:
+        """The loss of the request: a sum over targets, and each is in one row. The targets of all data are
+        one flat tensor, so a micro-batch has as few kernels with many data as with one."""
         rows = np.concatenate([places.rows.reshape(-1) for places in self._places])
         columns = np.concatenate([places.columns.reshape(-1) for places in self._places])
         inputs = {}
         for name in loss.inputs:
             inputs[name] = np.concatenate([datum.inputs[name].reshape(-1) for datum in self._sources])
 
-        def total(outputs: Outputs, batch: Batch) -> Tensor:
+        def part(outputs: Outputs, batch: Batch) -> Tensor:
             table = outputs.log_probs
-            assert table is not None
-            where = torch.from_numpy(rows * table.shape[1] + columns).to(table.device)
-            return summed_loss(loss, settings, table.reshape(-1)[where], inputs)
+            assert table is not None and batch.row_ids is not None
+            here = np.full(len(self.data), -1)
+            here[batch.row_ids.numpy()] = np.arange(len(table))
+            places = here[rows]
+            own = places >= 0
+            where = torch.from_numpy(places[own] * table.shape[1] + columns[own]).to(table.device)
+            chosen = {name: values[own] for name, values in inputs.items()}
+            return summed_loss(loss, settings, table.reshape(-1)[where], chosen)
 
-        return total
+        return SumLoss(part)
 
     def log_probs(self, found: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The log-probs of the targets of each datum, from those of all rows."""

@@ -16,6 +16,7 @@ from strop.serve.losses import LOSSES
 from strop.serve.messages import LossDatum
 from strop.serve.policy_host import PolicyHost, changed_keys
 from strop.serve.requests import AdamStep, SampleRequest
+from strop.types import Batch
 from tests.serve.tiny import write_tiny_model
 
 CROSS_ENTROPY = LOSSES["cross_entropy"]
@@ -79,6 +80,36 @@ def test_adapters_get_the_numbers_that_each_gets_alone(host: PolicyHost) -> None
     assert [list(run) for run in zip(*together, strict=True)] == alone
     host.remove("one")
     host.remove("two")
+
+
+def test_a_large_request_runs_each_micro_batch_once(
+    host: PolicyHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches are filled by the tokens that the model reads, which a target after the last is not."""
+    backend = host.policy._core.backend
+    passes = []
+    run = backend._outputs
+
+    def counted(piece: Batch, want: list[str]) -> dict[str, torch.Tensor]:
+        passes.append(len(piece))
+        return run(piece, want)
+
+    monkeypatch.setattr(backend, "_outputs", counted)
+    data = []
+    for first in range(6):
+        tokens = np.arange(first, first + 8)
+        data.append(LossDatum(tokens, {"target_tokens": tokens + 1, "weights": np.ones(8)}))
+    found = []
+    for limit in (16384, 16):
+        monkeypatch.setattr(
+            host.policy._core.config.actor_rollout_ref.actor, "ppo_max_token_len_per_gpu", limit
+        )
+        host.add("m", rank=4, seed=1)
+        result = host.training_pass("m", data, CROSS_ENTROPY, {}, backward=True)
+        found.append([result.loss, *np.concatenate(result.log_probs), *host.step("m", STEP).values()])
+        host.remove("m")
+    assert passes == [6, 2, 2, 2]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
 
 
 def test_saved_weights_are_loaded_and_published(host: PolicyHost, tmp_path: Path) -> None:

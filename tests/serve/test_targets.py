@@ -12,12 +12,19 @@ from strop.serve import targets as module
 from strop.serve.losses import LOSSES
 from strop.serve.messages import LossDatum
 from strop.serve.targets import TargetRows
+from strop.types import Batch
 
 CROSS_ENTROPY = LOSSES["cross_entropy"]
 
 
 def datum(targets: object, weights: object) -> LossDatum:
     return LossDatum(np.array([5, 6, 7]), {"target_tokens": np.array(targets), "weights": np.array(weights)})
+
+
+def loss_of(rows: TargetRows, numbers: list[int], table: torch.Tensor) -> float:
+    """The loss of some rows, by their numbers and log-probs."""
+    batch = Batch([], torch.tensor([]), torch.tensor([]), row_ids=torch.tensor(numbers))
+    return float(rows.loss(CROSS_ENTROPY, {})(Outputs(log_probs=table), batch))
 
 
 def rows_of(rows: TargetRows) -> list[tuple[list[int], list[int]]]:
@@ -28,7 +35,7 @@ def test_next_tokens_are_one_row() -> None:
     rows = TargetRows([datum([6, 7, 8], [1.0, 0.0, 1.0])], CROSS_ENTROPY, backward=True)
     assert rows_of(rows) == [([5], [6, 7, 8])]
     table = torch.tensor([[-1.0, -2.0, -3.0]])
-    assert float(rows.loss(CROSS_ENTROPY, {})(Outputs(log_probs=table), None)) == 4.0  # type: ignore[arg-type]
+    assert loss_of(rows, [0], table) == 4.0
 
 
 def test_another_target_is_a_row_of_its_own_where_it_has_weight() -> None:
@@ -38,7 +45,10 @@ def test_another_target_is_a_row_of_its_own_where_it_has_weight() -> None:
     found = rows.log_probs([np.array([-1.0, -2.0, -3.0]), np.array([-4.0])])
     assert np.isnan(found[0][0]) and found[0][1:].tolist() == [-4.0, -3.0]
     table = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]])
-    assert float(rows.loss(CROSS_ENTROPY, {})(Outputs(log_probs=table), None)) == 7.0  # type: ignore[arg-type]
+    assert loss_of(rows, [0, 1], table) == 7.0
+    # Each micro-batch has its rows in an order of its own, and its part of the sum.
+    assert loss_of(rows, [1, 0], table.flip(0)) == 7.0
+    assert (loss_of(rows, [0], table[:1]), loss_of(rows, [1], table[1:, :1])) == (3.0, 4.0)
     # Without a backward pass, somebody wants the log-probs themselves: all are computed.
     assert rows_of(TargetRows(data, CROSS_ENTROPY, backward=False))[1:] == [([5], [0]), ([5, 6], [9])]
 
