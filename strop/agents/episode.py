@@ -17,26 +17,26 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from strop.agents.interaction import ChatMessage, Interactions
 from strop.agents.parsers.base import ToolParser
 from strop.agents.rendering import Rendering
+from strop.agents.rows import TokenRow
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_set import ToolSet
-from strop.algorithms.metrics.training import count_metrics
 from strop.data.chat import Chat, Message
 from strop.rollout.base import (
     Completion,
     Engine,
     Request,
     Sampling,
-    merge_spans,
     truncate_spans,
     version_spans,
 )
-from strop.types import Prompt, Trajectory, Turn
+from strop.types import Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,32 @@ class EpisodeLimits:
     """Seconds for one call of a tool or an interaction."""
 
 
+class EpisodeKey(Protocol):
+    """The access of one episode to the endpoint."""
+
+    key: str
+
+    def raise_failure(self) -> None:
+        """Raise why the episode cannot be used, if a call of it was refused."""
+        ...
+
+
+class EpisodeEndpoint(Protocol):
+    """The HTTP endpoint of a run (endpoint/server.py)."""
+
+    @property
+    def address(self) -> str:
+        """The URL without a path; OpenAI's API is at /v1."""
+        ...
+
+    def session(self, episode: Episode) -> AbstractAsyncContextManager[EpisodeKey]:
+        """Answer calls with a key of the episode, until the context ends. What was called is then the
+        conversation of the episode."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class EpisodeContext:
     """What an episode uses and does not own."""
@@ -72,6 +98,8 @@ class EpisodeContext:
     interactions: Interactions
     seed: Callable[..., int]
     """One seed from several numbers."""
+    endpoint: EpisodeEndpoint | None = None
+    """Where agents from outside reach the policy; None where none is configured."""
 
     def decode(self, ids: list[int]) -> tuple[str, str]:
         """Return the text of ids, with special tokens and without."""
@@ -79,6 +107,21 @@ class EpisodeContext:
         if self._special_ids.isdisjoint(ids):
             return text, text
         return text, str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def length_before(self, ids: list[int], until: str) -> int:
+        """Return how many ids come before the text `until`; all ids where it does not occur, or comes
+        first."""
+        decode = self.chat.tokenizer.decode
+        place = str(decode(ids, skip_special_tokens=False)).find(until)
+        low = 0
+        high = len(ids)
+        while place >= 0 and high - low > 1:
+            middle = (low + high) // 2
+            if len(decode(ids[:middle], skip_special_tokens=False)) <= place:
+                low = middle
+            else:
+                high = middle
+        return low or len(ids)
 
     @functools.cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -142,14 +185,11 @@ class Episode:
         self.stopped = ""
         """Why the conversation ended, if the loop did not simply finish."""
         self.error: Exception | None = None
-        self._seeds = tuple(seeds)
-        self._ids: list[int] = []
-        self._mask: list[int] = []
-        self._log_probs: list[float] = []
-        self._turns: list[Turn] = []
-        self._rewards: dict[int, float] = {}
+        self.seeds = tuple(seeds)
+        self._row = TokenRow()
+        self._branches: list[tuple[list[int], TokenRow]] = []
+        """Prompt and response of further sequences of the episode, whose agent rewrote its context."""
         self._finish = "stop"
-        self._versions: list[tuple[int, int]] = []
 
     # --- what a loop may read -------------------------------------------------------------------------------
 
@@ -157,20 +197,21 @@ class Episode:
     def room(self) -> int:
         """Tokens left of the budget."""
         limits = self.context.limits
-        return min(limits.response_length, limits.max_model_len - len(self.prompt.ids)) - len(self._ids)
+        whole = min(limits.response_length, limits.max_model_len - len(self.prompt.ids))
+        return whole - len(self)
 
     def __len__(self) -> int:
         """Tokens after the prompt."""
-        return len(self._ids)
+        return len(self._row.response)
 
     @property
     def assistant_turns(self) -> int:
-        return sum(turn.role == "assistant" for turn in self._turns)
+        return sum(turn.role == "assistant" for turn in self._row.turns)
 
     @property
     def user_turns(self) -> int:
         """Turns of tools and users together."""
-        return len(self._turns) - self.assistant_turns
+        return len(self._row.turns) - self.assistant_turns
 
     def may_go_on(self) -> bool:
         """Return whether another turn is allowed; if not, `stopped` says why."""
@@ -189,7 +230,7 @@ class Episode:
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[JsonObject] | None = None) -> None:
         """Replace the prompt of the row, for loops that explain themselves to the model."""
-        assert not self._turns, "a prompt cannot change after the first answer"
+        assert not self._row.turns, "a prompt cannot change after the first answer"
         ids = self.context.chat.ids(messages, tools=tools)
         if len(ids) > self.context.limits.prompt_length:
             raise EpisodeError(
@@ -204,17 +245,17 @@ class Episode:
         """Sample an answer of the policy. An answer that contains the text `until` is cut before it."""
         if self._finish != "stop" or self.room < 1:
             raise EpisodeError(
-                f"no room for another answer: {len(self._ids)} tokens are spent; ask may_go_on() first."
+                f"no room for another answer: {len(self)} tokens are spent; ask may_go_on() first."
             )
         completion = await self._sample(max_tokens)
         ids = list(completion.ids)
         if until is not None:
-            ids = ids[: self._length_before(ids, until)]
+            ids = ids[: self.context.length_before(ids, until)]
         if not ids:
             raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
         cut = len(ids) < len(completion.ids)
-        self._append("assistant", ids, list(completion.log_probs[: len(ids)]))
-        self._versions = merge_spans([*self._versions, *truncate_spans(version_spans(completion), len(ids))])
+        spans = truncate_spans(version_spans(completion), len(ids))
+        self._row.add_sampled(ids, completion.log_probs[: len(ids)], spans)
         finish = "stop" if cut else completion.finish
         if finish != "stop" and not (finish == "length" and self.room > 0):
             self._finish = self.stopped = finish
@@ -229,8 +270,8 @@ class Episode:
         room = self.room
         if max_tokens is not None:
             room = min(room, max_tokens)
-        seed = self.context.seed(*self._seeds, self.assistant_turns)
-        request = Request([*self.prompt.ids, *self._ids], seed=seed, max_tokens=room)
+        seed = self.context.seed(*self.seeds, self.assistant_turns)
+        request = Request([*self.prompt.ids, *self._row.response], seed=seed, max_tokens=room)
         start = time.perf_counter()
         [completion] = await self.context.engine.agenerate(request, self.sampling)
         self.seconds["generate_sequences"] += time.perf_counter() - start
@@ -241,16 +282,16 @@ class Episode:
     def tell(self, *messages: Message) -> bool:
         """Append messages of tools or a user and the header of the next answer; False, with nothing appended,
         when they do not fit."""
-        assert self._turns and self._turns[-1].role == "assistant", (
+        assert self._row.turns and self._row.turns[-1].role == "assistant", (
             "the policy speaks first, and after each tell()"
         )
         ids = self.context.rendering.after(
-            self.messages[:-1], messages, last_id=self._ids[-1], tools=self.tools
+            self.messages[:-1], messages, last_id=self._row.response[-1], tools=self.tools
         )
         if len(ids) >= self.room:
             self._finish = self.stopped = "length"
             return False
-        self._append(str(messages[0]["role"]), ids, None)
+        self._row.add_given(str(messages[0]["role"]), ids)
         self.messages += [dict(message) for message in messages]
         return True
 
@@ -260,8 +301,8 @@ class Episode:
             raise EpisodeError(
                 f"a reward of {amount} for turn {self.assistant_turns} is not a number to learn from."
             )
-        place = max(turn.end for turn in self._turns if turn.role == "assistant") - 1
-        self._rewards[place] = self._rewards.get(place, 0.0) + float(amount)
+        place = max(turn.end for turn in self._row.turns if turn.role == "assistant") - 1
+        self._row.rewards[place] = self._row.rewards.get(place, 0.0) + float(amount)
 
     async def waiting(self, work: Awaitable[T]) -> T:
         """Await something of the environment; its time counts as tool time."""
@@ -279,69 +320,28 @@ class Episode:
         extras = dict(self.extras)
         if self.stopped:
             extras["stopped"] = self.stopped
-        sample = Trajectory(
-            prompt=self.prompt,
-            group=self.group,
-            response=self._ids,
-            mask=self._mask,
-            log_probs=self._log_probs,
+        sample = self._row.trajectory(
+            self.prompt,
+            self.group,
             finish="error" if failed else self._finish,
-            version=max((version for version, _ in self._versions), default=0),
-            versions=self._versions if len(self._versions) > 1 else [],
-            num_turns=1 + len(self._turns),
             score=None if failed else self.score,
-            turn_rewards=self._rewards,
             extras=extras,
-            turns=self._turns,
         )
-        check_exact(sample)
+        for ids, row in self._branches:
+            prompt = replace(self.prompt, ids=ids)
+            sample.branches.append(row.trajectory(prompt, self.group, finish=sample.finish))
         return sample
 
-    def _append(self, role: str, ids: Sequence[int], log_probs: Sequence[float] | None) -> None:
-        """Append a turn. `log_probs`: of sampled tokens; None for tokens of the environment."""
-        start = len(self._ids)
-        self._ids += ids
-        if log_probs is None:
-            self._mask += [0] * len(ids)
-            self._log_probs += [0.0] * len(ids)
-        else:
-            self._mask += [1] * len(ids)
-            self._log_probs += log_probs
-        self._turns.append(Turn(role, start, len(self._ids)))
-
-    def _length_before(self, ids: list[int], until: str) -> int:
-        """Return how many ids come before the text `until`; all ids where it does not occur, or comes
-        first."""
-        decode = self.context.chat.tokenizer.decode
-        place = str(decode(ids, skip_special_tokens=False)).find(until)
-        low = 0
-        high = len(ids)
-        while place >= 0 and high - low > 1:
-            middle = (low + high) // 2
-            if len(decode(ids[:middle], skip_special_tokens=False)) <= place:
-                low = middle
-            else:
-                high = middle
-        return low or len(ids)
-
-
-def check_exact(trajectory: Trajectory) -> None:
-    """Assert that turns cover the response without gaps, that exactly the assistant's tokens are sampled, and
-    that rewards are on the last token of a turn."""
-    place = 0
-    for turn in trajectory.turns:
-        assert turn.start == place < turn.end, f"turn {turn} does not follow token {place}"
-        sampled = int(turn.role == "assistant")
-        assert trajectory.mask[turn.start : turn.end] == [sampled] * (turn.end - turn.start), (
-            f"mask of {turn} is not {sampled}"
-        )
-        assert sampled or not any(trajectory.log_probs[turn.start : turn.end]), (
-            f"{turn} was not sampled, but has log-probs"
-        )
-        place = turn.end
-    assert place == len(trajectory.response), f"{len(trajectory.response) - place} tokens belong to no turn"
-    ends = {turn.end - 1 for turn in trajectory.turns if turn.role == "assistant"}
-    assert set(trajectory.turn_rewards) <= ends, "a reward stands inside a turn"
+    def adopt(
+        self, rows: Sequence[tuple[list[int], TokenRow]], messages: Sequence[Message], finish: str
+    ) -> None:
+        """Take what an agent from outside did as the conversation: sequences of prompt and response, of which
+        the first is scored, and the messages of that one."""
+        (prompt, self._row), *self._branches = rows
+        self.prompt = replace(self.prompt, ids=prompt)
+        self.messages = [dict(message) for message in messages]
+        self.counts["branches"] += len(self._branches)
+        self._finish = finish
 
 
 async def within(work: Awaitable[T], seconds: float, what: str) -> T:
@@ -352,34 +352,3 @@ async def within(work: Awaitable[T], seconds: float, what: str) -> T:
         raise EpisodeError(
             f"{what} did not answer within {seconds:g} seconds (multi_turn.call_timeout)."
         ) from error
-
-
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the metrics of a step's episodes.
-
-    agent/...: failures, why conversations ended, events. timing_s/agent_loop/...: verl's names.
-    """
-    if not episodes:
-        return {}
-    metrics: dict[str, float] = {
-        "agent/episodes": len(episodes),
-        "agent/failed": sum(episode.error is not None for episode in episodes),
-    }
-    ends = Counter(episode.stopped for episode in episodes if episode.stopped)
-    for reason, count in ends.items():
-        metrics[f"agent/stopped/{reason}"] = count
-    events: Counter[str] = Counter()
-    for episode in episodes:
-        events.update(episode.counts)
-    for name, count in events.items():
-        metrics[f"agent/{name}"] = count
-    metrics |= count_metrics("agent/assistant_turns", [episode.assistant_turns for episode in episodes])
-    for name in ("generate_sequences", "tool_calls"):
-        seconds = [episode.seconds[name] for episode in episodes]
-        metrics |= count_metrics(f"timing_s/agent_loop/{name}", seconds)
-    slowest = max(episodes, key=lambda episode: sum(episode.seconds.values()))
-    for name, duration in slowest.seconds.items():
-        metrics[f"timing_s/agent_loop/slowest/{name}"] = duration
-    metrics["timing_s/agent_loop/slowest/prompt_length"] = len(slowest.prompt.ids)
-    metrics["timing_s/agent_loop/slowest/response_length"] = len(slowest)
-    return metrics

@@ -95,6 +95,12 @@ class AgentLoops:
             listed[name] = (load_target(target, Path(path).parent, where), arguments)
         return cls(default, listed)
 
+    def add(self, name: str, factory: LoopFactory, arguments: Mapping[str, object]) -> None:
+        """Add a loop that the configuration describes."""
+        if name in self._listed:
+            raise ValueError(f"{KEY}: the name {name!r} is taken already. Choose another.")
+        self._listed[name] = (factory, arguments)
+
     def names(self) -> list[str]:
         """Return the names of all loops."""
         return sorted({*AGENT_LOOPS.names(), *self._listed})

@@ -79,10 +79,20 @@ class Rendering:
     ) -> list[int]:
         """Return the ids of `messages` after an answer that ended with `last_id`; `history` is everything
         before that answer."""
-        renamed = [_with_role(message, self.tool_role) for message in messages]
+        return self.chat.ids_after(self.text_after(history, messages, tools=tools), last_id)
+
+    def text_after(
+        self, history: Sequence[Message], messages: Sequence[Message], *, tools: Schemas | None = None
+    ) -> str:
+        """Return the text of `messages` after an answer, from the end of its turn on."""
+        renamed = self.renamed(messages)
         if self.stable:
-            return self.chat.later_turn(renamed, last_id=last_id, history=history, tools=tools)
-        return self.chat.later_turn(renamed, last_id=last_id)
+            return self.chat.later_text(renamed, history=history, tools=tools)
+        return self.chat.later_text(renamed)
+
+    def renamed(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the role that the template has for tool results."""
+        return [_with_role(message, self.tool_role) for message in messages]
 
 
 def _with_role(message: Message, tool_role: str) -> Message:

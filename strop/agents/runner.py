@@ -13,13 +13,15 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent
+from strop.agents.endpoint.server import EndpointServer
 from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import parser_for
 from strop.agents.tool_set import ToolSet
 from strop.concurrency import BackgroundLoop
-from strop.config.schema.rollout import RolloutConfig
+from strop.config.schema.rollout import AgentConfig, RolloutConfig
 from strop.data.chat import Chat
 from strop.data.prompts import ToolListing
 from strop.rollout.base import Engine, Sampling
@@ -45,7 +47,24 @@ class AgentSetup:
     @functools.cached_property
     def loops(self) -> AgentLoops:
         agent = self.rollout.agent
-        return AgentLoops.from_config(agent.default_agent_loop, agent.agent_loop_config_path)
+        if agent.command is None:
+            return AgentLoops.from_config(agent.default_agent_loop, agent.agent_loop_config_path)
+        default = agent.default_agent_loop
+        if default == AgentConfig.default_agent_loop:
+            default = PROGRAM_AGENT
+        loops = AgentLoops.from_config(default, agent.agent_loop_config_path)
+        loops.add(PROGRAM_AGENT, ProgramAgent, {"settings": agent})
+        return loops
+
+    @functools.cached_property
+    def endpoint(self) -> EndpointServer | None:
+        """The endpoint for agents from outside; None where none is configured."""
+        agent = self.rollout.agent
+        if agent.command is None and agent.endpoint is None:
+            return None
+        return EndpointServer(
+            self.rollout.multi_turn.format, host=agent.endpoint_host, max_calls=agent.max_calls
+        )
 
     @functools.cached_property
     def tools(self) -> ToolSet:
@@ -87,7 +106,9 @@ class AgentSetup:
         parser = None
         if self.tools.schemas:
             parser = parser_for(settings.format, self.chat.tokenizer)
-        context = EpisodeContext(engine, self.chat, limits, self.tools, parser, self.interactions, seed)
+        context = EpisodeContext(
+            engine, self.chat, limits, self.tools, parser, self.interactions, seed, self.endpoint
+        )
         return EpisodeRunner(context, self.loops, max_concurrency=self.rollout.agent.max_concurrency)
 
 
@@ -122,7 +143,9 @@ class EpisodeRunner:
         return episodes
 
     def close(self) -> None:
-        """Close the tools and their connections."""
+        """Close the endpoint, and the tools and their connections."""
+        if self.context.endpoint is not None:
+            self._event_loop.run(self.context.endpoint.close(), timeout=CLOSING_SECONDS)
         self.context.tools.close()
         self._event_loop.close()
 

@@ -175,7 +175,12 @@ class Chat:
         `history` are the messages up to the answer, for templates that count turns or look back (default: a
         placeholder).
         """
-        ids = _cached_ids(self.tokenizer, self.later_text(messages, history=history, tools=tools))
+        return self.ids_after(self.later_text(messages, history=history, tools=tools), last_id)
+
+    def ids_after(self, text: str, last_id: int | None) -> list[int]:
+        """Return the ids of a text that follows a sampled answer; its end-of-turn token is not repeated if
+        `last_id`, the last sampled id, is that token."""
+        ids = _cached_ids(self.tokenizer, text)
         for position, token in enumerate(ids):
             if token == last_id:
                 return list(ids[position + 1 :])

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from strop.agents.episode import Episode, episode_metrics
+from strop.agents.episode import Episode
+from strop.agents.metrics import episode_metrics
 from strop.algorithms.metrics.training import StepRecord, staleness
 from strop.algorithms.metrics.validation import name_validation_metrics, validation_metrics
 from strop.algorithms.selection import groups_that_disagree, groups_within

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from strop.agents.endpoint.program import PROGRAM_AGENT
 from strop.agents.parsers.base import parser_for
 from strop.agents.rendering import Rendering
 from strop.agents.runner import AgentSetup
@@ -271,7 +272,10 @@ def _try_reward(
 
 def _custom_agent_loop(config: PpoConfig, row: RowFields) -> str | None:
     """The agent loop of this row if it is not built in: it may set the score of an episode itself."""
-    name: str = row.agent_name or config.actor_rollout_ref.rollout.agent.default_agent_loop
+    agent = config.actor_rollout_ref.rollout.agent
+    if row.agent_name is None and agent.command is not None and agent.reward != "verifier":
+        return PROGRAM_AGENT
+    name: str = row.agent_name or agent.default_agent_loop
     if name in AGENT_LOOPS and AGENT_LOOPS.entry(name).source == "built-in":
         return None
     return name

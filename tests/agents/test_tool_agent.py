@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from strop.agents.episode import Episode, episode_metrics
+from strop.agents.episode import Episode
 from strop.agents.interaction import BaseInteraction, Interactions
 from strop.agents.loops import AgentLoops
+from strop.agents.metrics import episode_metrics
 from strop.agents.runner import EpisodeRequest, EpisodeRunner
 from strop.agents.tools import ToolResult
 from strop.concurrency import BackgroundLoop

@@ -101,6 +101,25 @@ class AgentConfig:
     """Agent loop of rows without agent_name."""
     agent_loop_config_path: str | None = None
     """YAML file with a list of further agent loops: {name, _target_, ...}."""
+    endpoint: str | None = setting(None, choices=("openai",))
+    """openai: serve the policy at an HTTP endpoint of this process that speaks the APIs of OpenAI (chat
+    completions) for agent loops that hand episodes to programs. Every call is recorded token by token.
+    rollout.agent.command implies it."""
+    endpoint_host: str = setting("127.0.0.1")
+    """Address on which the endpoint listens. Every episode has its own key."""
+    command: str | None = None
+    """A program that is the agent: it is started once per episode, with the URL and the key of the endpoint
+    in its environment (OPENAI_BASE_URL, OPENAI_API_KEY ...). `{task}` is replaced by the last user message of
+    the row, `{task_file}` by a JSON file with the row. No shell reads it. Rows without agent_name use it."""
+    reward: str = setting("verifier", choices=("verifier", "exit", "file"))
+    """The score of an episode of rollout.agent.command: verifier (the reward function of the run), exit (1 if
+    the program exits with 0, else 0), or file (what the program writes into $STROP_REWARD_FILE)."""
+    timeout: float = setting(600.0, above=0)
+    """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
+    max_calls: int = setting(1000, at_least=1)
+    """Requests to the endpoint per episode. More of them fail the episode."""
+    max_processes: int = setting(64, at_least=1)
+    """Programs of rollout.agent.command that run at the same time."""
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
     """A custom server class."""
     agent_loop_manager_class: str | None = inert(

@@ -1,0 +1,245 @@
+"""The HTTP server of the endpoint. It runs on the event loop of the episodes, in the trainer's process.
+
+A key belongs to one episode. A request with no key, a wrong one or that of an ended episode is refused and
+counted; it reaches no episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strop.agents.endpoint.calls import ApiRefusal, ModelAnswer, ModelCall
+from strop.agents.endpoint.chat_completions import chat_completion, chat_error, chat_events, read_chat_call
+from strop.agents.endpoint.session import EndpointSession, ToolFormat
+from strop.agents.episode import Episode
+from strop.agents.tool_schema import JsonObject
+from strop.extras import require
+
+if TYPE_CHECKING:
+    import uvicorn
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 32 * 2**20
+"""Bytes of a request."""
+BACKLOG = 4096
+MODEL = "policy"
+"""The name in the list of models. Calls may use any name: there is one policy."""
+REMEMBERED_KEYS = 10_000
+"""Keys of ended episodes, so that late calls can be told from wrong keys."""
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class ApiFormat:
+    """How one API writes requests, answers and errors."""
+
+    read: Callable[[bytes], ModelCall]
+    whole: Callable[[ModelAnswer], JsonObject]
+    events: Callable[[ModelAnswer, ModelCall], Iterator[str]]
+    error: Callable[[ApiRefusal], JsonObject]
+
+
+CHAT = ApiFormat(read_chat_call, chat_completion, chat_events, chat_error)
+FORMATS = {"/v1/chat/completions": CHAT}
+
+
+class EndpointServer:
+    """Serves the sessions of all episodes of a run."""
+
+    def __init__(self, tool_format: str, *, host: str, max_calls: int) -> None:
+        self.tool_format = ToolFormat(tool_format)
+        self.host = host
+        self.max_calls = max_calls
+        self.counts: Counter[str] = Counter()
+        """Requests that belong to no running episode."""
+        self._sessions: dict[str, EndpointSession] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._port = 0
+
+    @property
+    def address(self) -> str:
+        """The URL without a path."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Listen, unless it does already."""
+        async with self._starting:
+            if self._server is not None:
+                return
+            uvicorn = require("uvicorn", extra="serve", why="rollout.agent.endpoint")
+            listener = _listen(self.host)
+            self._port = listener.getsockname()[1]
+            settings = uvicorn.Config(
+                self._app,
+                interface="asgi3",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+            )
+            self._server = uvicorn.Server(settings)
+            self._serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+            while not self._server.started:
+                if self._serving.done():
+                    await self._serving
+                await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        self._server.force_exit = True
+        with suppress(asyncio.CancelledError):
+            await self._serving
+        self._server = None
+
+    @asynccontextmanager
+    async def session(self, episode: Episode) -> AsyncIterator[EndpointSession]:
+        """Open a session for an episode. When it ends, the recorded calls become the episode's sample."""
+        await self.start()
+        session = EndpointSession(episode, self.tool_format, max_calls=self.max_calls)
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            session.end()
+            del self._sessions[session.key]
+            self._ended[session.key] = None
+            if len(self._ended) > REMEMBERED_KEYS:
+                self._ended.popitem(last=False)
+            episode.counts.update(self.counts)
+            self.counts.clear()
+            session.hand_over()
+
+    # --- HTTP -----------------------------------------------------------------------------------------------
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        assert scope["type"] == "http", scope["type"]
+        path = scope["path"].rstrip("/")
+        api = FORMATS.get(path, CHAT)
+        try:
+            session = self._session_of(_key(scope))
+            if path == "/v1/models" and scope["method"] == "GET":
+                model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "strop"}
+                await _send_json(send, 200, {"object": "list", "data": [model]})
+                return
+            with session.request():
+                if path not in FORMATS or scope["method"] != "POST":
+                    raise ApiRefusal(
+                        404, f"Unknown request URL: {scope['method']} {path}.", code="unknown_url"
+                    )
+                call = api.read(await _read_body(receive))
+                answer = await self._answer(session, call, receive)
+        except ApiRefusal as refusal:
+            await _send_json(send, refusal.status, api.error(refusal))
+            return
+        if answer is None:
+            return
+        if call.stream:
+            await _send_events(send, api.events(answer, call))
+        else:
+            await _send_json(send, 200, api.whole(answer))
+
+    def _session_of(self, key: str) -> EndpointSession:
+        session = self._sessions.get(key)
+        if session is not None:
+            return session
+        if key in self._ended:
+            self.counts["calls_after_end"] += 1
+            raise ApiRefusal(
+                401, "The episode of this key has ended; it takes no more calls.", code="invalid_api_key"
+            )
+        self.counts["wrong_keys"] += 1
+        raise ApiRefusal(401, "Incorrect API key provided.", code="invalid_api_key")
+
+    async def _answer(
+        self, session: EndpointSession, call: ModelCall, receive: Receive
+    ) -> ModelAnswer | None:
+        """Return the answer; None, and nothing is recorded, if the client went away before it."""
+        sampling = session.start(call)
+        gone = asyncio.ensure_future(_until_disconnect(receive))
+        try:
+            await asyncio.wait((sampling, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sampling.cancelled():
+                raise session.after_end()
+            if sampling.done():
+                return sampling.result()
+            session.episode.counts["abandoned_calls"] += 1
+            return None
+        finally:
+            for task in (sampling, gone):
+                task.cancel()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ValueError(
+            f"rollout.agent.endpoint_host={host} cannot be listened on: {error.strerror}."
+        ) from error
+
+
+def _key(scope: Scope) -> str:
+    """Return the key of a request: a bearer token, or the header of Anthropic's API."""
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return str(value.decode("latin-1")).removeprefix("Bearer ").strip()
+        if name == b"x-api-key":
+            return str(value.decode("latin-1")).strip()
+    return ""
+
+
+async def _read_body(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiRefusal(400, "The client closed the connection.", fails=False)
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:
+            raise ApiRefusal(413, f"The request has more than {MAX_BODY >> 20} MB.", code="request_too_large")
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_json(send: Send, status: int, content: JsonObject) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 413:
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_events(send: Send, events: Iterator[str]) -> None:
+    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for event in events:
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,250 @@
+"""One episode behind the endpoint: its key, its limits and its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from strop.agents.endpoint.calls import ApiRefusal, ModelAnswer, ModelCall
+from strop.agents.endpoint.recording import CallPrompt, Recording
+from strop.agents.episode import Episode, EpisodeContext, EpisodeError
+from strop.agents.parsers.base import Malformed, Parsed, ToolCall, ToolParser, parser_for
+from strop.agents.rendering import Rendering
+from strop.agents.tool_schema import JsonObject
+from strop.rollout.base import Completion, Request
+
+log = logging.getLogger(__name__)
+
+KEY_PREFIX = "strop-"
+CONTEXT_TOO_LONG = "context_length_exceeded"
+
+
+@dataclass
+class ToolFormat:
+    """How the model writes tool calls, and how the chat template renders each list of tools."""
+
+    name: str
+    """multi_turn.format."""
+    _parser: ToolParser | None = None
+    _renderings: dict[str, Rendering] = field(default_factory=dict)
+
+    def parser(self, context: EpisodeContext) -> ToolParser:
+        """Return the parser of calls; ApiRefusal if the model has no format for them."""
+        if self._parser is None:
+            try:
+                self._parser = parser_for(self.name, context.chat.tokenizer)
+            except ValueError as error:
+                raise ApiRefusal(400, f"This model cannot be given tools: {error}", param="tools") from error
+        return self._parser
+
+    def rendering(self, context: EpisodeContext, tools: list[JsonObject], label: str) -> Rendering:
+        """Return the chat template with these tools."""
+        if label not in self._renderings:
+            if tools:
+                self._check_listed(context, tools)
+            self._renderings[label] = Rendering.of(context.chat, tools=tools or None)
+            for notice in self._renderings[label].notices:
+                log.warning("%s", notice)
+        return self._renderings[label]
+
+    def _check_listed(self, context: EpisodeContext, tools: list[JsonObject]) -> None:
+        text = context.chat.text([{"role": "user", "content": "?"}], generate=True, tools=tools)
+        for schema in tools:
+            name = schema["function"]["name"]
+            if name not in text:
+                raise ApiRefusal(
+                    400,
+                    f"This model cannot be given tools: its chat template does not list {name!r}.",
+                    param="tools",
+                )
+
+
+class EndpointSession:
+    """The calls of one episode."""
+
+    def __init__(self, episode: Episode, tool_format: ToolFormat, *, max_calls: int) -> None:
+        self.episode = episode
+        self.key = KEY_PREFIX + secrets.token_urlsafe(24)
+        self.recording = Recording()
+        self.failure: Exception | None = None
+        """Why the episode cannot be used."""
+        self.max_calls = max_calls
+        self.requests = 0
+        """All requests with this key, refused ones too."""
+        self.flooded = asyncio.Event()
+        """The agent made more requests than it may."""
+        self._sampling: set[asyncio.Task[ModelAnswer]] = set()
+        self._tool_format = tool_format
+        self._started = 0
+        """Calls that were given to the engine."""
+        self._ended = False
+
+    async def answer(self, call: ModelCall) -> ModelAnswer:
+        """Sample the answer to a call and record it."""
+        episode = self.episode
+        prompt = self._prompt(call)
+        room = self._room(prompt, call.max_tokens)
+        seed = episode.context.seed(*episode.seeds, self._started)
+        self._started += 1
+        request = Request(prompt.ids, seed=seed, max_tokens=room)
+        start = time.perf_counter()
+        [completion] = await episode.context.engine.agenerate(request, episode.sampling)
+        episode.seconds["generate_sequences"] += time.perf_counter() - start
+        if self._ended:
+            raise self.after_end()
+        if completion.finish in ("error", "abort") or not completion.ids:
+            reason = completion.error or f"the engine ended the request ({completion.finish})"
+            raise ApiRefusal(500, f"No answer was sampled: {reason}.", code="server_error")
+        if self.failure is not None and _too_long(self.failure):
+            self.failure = None  # the agent made its context shorter
+        return self._record(call, prompt, completion)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around one request with this key: count it, and note why it was refused."""
+        if self._ended:
+            raise self.after_end()
+        self.requests += 1
+        if self.requests > self.max_calls:
+            self.failure = self.failure or EpisodeError(
+                f"the agent made more than rollout.agent.max_calls={self.max_calls} requests."
+            )
+            self.flooded.set()
+            self.episode.counts["flooding_calls"] += 1
+            raise ApiRefusal(429, "Too many calls in this episode.", code="rate_limit_exceeded")
+        try:
+            yield
+        except ApiRefusal as refusal:
+            self.episode.counts["refused_calls"] += 1
+            if refusal.fails and (self.failure is None or _too_long(self.failure)):
+                self.failure = refusal
+            raise
+
+    def start(self, call: ModelCall) -> asyncio.Task[ModelAnswer]:
+        """Start `answer` as a task, which is cancelled when the episode ends."""
+        task = asyncio.ensure_future(self.answer(call))
+        self._sampling.add(task)
+        task.add_done_callback(self._sampling.discard)
+        return task
+
+    def end(self) -> None:
+        """Refuse calls from now on, and cancel those that are running."""
+        self._ended = True
+        for task in list(self._sampling):
+            task.cancel()
+
+    def after_end(self) -> ApiRefusal:
+        return ApiRefusal(
+            401, "The episode of this key has ended; it takes no more calls.", code="invalid_api_key"
+        )
+
+    def _prompt(self, call: ModelCall) -> CallPrompt:
+        context = self.episode.context
+        tools = list(call.tools)
+        if tools:
+            self._tool_format.parser(context)
+        label = json.dumps(tools, sort_keys=True)
+        try:
+            rendering = self._tool_format.rendering(context, tools, label)
+            return self.recording.prompt(call.messages, tools, label, rendering)
+        except ValueError as error:
+            raise ApiRefusal(400, str(error), param="messages") from error
+
+    def _room(self, prompt: CallPrompt, max_tokens: int | None) -> int:
+        """Return how many tokens the answer may have."""
+        limits = self.episode.context.limits
+        turns = limits.max_assistant_turns
+        if turns is not None and self._started >= turns:
+            self.episode.stopped = "max_assistant_turns"
+            said = f"The episode has had its {turns} answers (multi_turn.max_assistant_turns)."
+            raise ApiRefusal(429, said, code="rate_limit_exceeded", fails=False)
+        spent = 0
+        parent = self.recording.parent(prompt.ids)
+        if parent is not None:
+            first = parent
+            while first.continues is not None:
+                first = first.continues
+            spent = len(prompt.ids) - len(first.prompt.ids)
+        room = min(limits.max_model_len - len(prompt.ids), limits.response_length - spent)
+        if room < 1:
+            raise ApiRefusal(
+                400,
+                f"This model's maximum context length is {limits.max_model_len} tokens, of which an episode "
+                f"may add {limits.response_length} to its prompt; the messages have {len(prompt.ids)}.",
+                code=CONTEXT_TOO_LONG,
+                param="messages",
+            )
+        if max_tokens is not None:
+            room = min(room, max_tokens)
+        return room
+
+    def _record(self, call: ModelCall, prompt: CallPrompt, completion: Completion) -> ModelAnswer:
+        context = self.episode.context
+        ids = list(completion.ids)
+        for text in call.stop:
+            ids = ids[: context.length_before(ids, text)]
+        spoken = ids
+        if ids[-1] in self.episode.sampling.stop_ids:
+            spoken = ids[:-1]
+        text, plain = context.decode(spoken)
+        number = len(self.recording.calls)
+        parsed = self._parse(call, text, plain, number)
+        calls = tuple(found for found in parsed.calls if isinstance(found, ToolCall))
+        finish = "stop" if len(ids) < len(completion.ids) else completion.finish
+        decode = context.chat.tokenizer.decode
+        tokens: list[str] = []
+        if call.wants_log_probs:
+            tokens = [str(decode([token])) for token in spoken]
+        answer = ModelAnswer(
+            id=f"{self.key[-8:]}-{number}",
+            model=call.model,
+            content=parsed.content,
+            calls=calls,
+            finish=finish,
+            prompt_tokens=len(prompt.ids),
+            tokens=tokens,
+            ids=ids,
+            log_probs=completion.log_probs[: len(ids)],
+        )
+        self.recording.record(prompt, completion, len(ids), answer.message())
+        self.episode.counts["calls"] += 1
+        return answer
+
+    def _parse(self, call: ModelCall, text: str, plain: str, number: int) -> Parsed:
+        """Return text and tool calls of an answer. An answer with a call that cannot be read is all text."""
+        if not call.tools:
+            return Parsed(plain)
+        parsed = self._tool_format.parser(self.episode.context).parse(text)
+        calls = []
+        for place, found in enumerate(parsed.calls):
+            if isinstance(found, Malformed):
+                return Parsed(plain)
+            calls.append(ToolCall(found.name, found.arguments, f"call_{number}_{place}"))
+        if not calls:
+            return Parsed(plain)
+        return Parsed(parsed.content, tuple(calls))
+
+    def raise_failure(self) -> None:
+        """Raise why the episode cannot be used, if a call was refused or none was made."""
+        if self.failure is not None:
+            raise EpisodeError(f"a call of the agent was refused: {self.failure}") from self.failure
+        if not self.recording.calls:
+            raise EpisodeError("the agent made no call to the endpoint.")
+
+    def hand_over(self) -> None:
+        """Give the recorded calls to the episode, as its conversation."""
+        calls = self.recording.calls
+        if not calls:
+            return
+        rows = [(row.prompt, row.tokens()) for row in self.recording.rows()]
+        self.episode.adopt(rows, [*calls[-1].prompt.messages, calls[-1].answer], calls[-1].finish)
+
+
+def _too_long(failure: Exception) -> bool:
+    return isinstance(failure, ApiRefusal) and failure.code == CONTEXT_TOO_LONG

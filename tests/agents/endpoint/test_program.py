@@ -1,0 +1,156 @@
+"""A program per episode: its environment, its rewards, and programs that hang, crash, flood or leave children."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent, read_rewards
+from strop.agents.endpoint.server import EndpointServer
+from strop.agents.episode import Episode, EpisodeError
+from strop.agents.loops import AgentLoops
+from strop.agents.runner import AgentSetup
+from strop.config.schema.rollout import AgentConfig, RolloutConfig
+from strop.data.chat import Chat
+from tests.agents.stage import TOKENIZER, ScriptedEngine, episode_context, play, prompt
+
+CALL = """
+import json, os, sys, urllib.request
+def chat(messages, key=None):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "m", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + (key or os.environ["OPENAI_API_KEY"])},
+    )
+    with urllib.request.urlopen(request) as reply:
+        return json.load(reply)["choices"][0]["message"]
+"""
+
+
+def run_program(tmp_path: Path, source: str, **settings: Any) -> Episode:
+    """One episode whose agent is a script."""
+    script = tmp_path / "agent.py"
+    script.write_text(CALL + source)
+    command = f"{sys.executable} -S -E {script} {{task}} {{task_file}}"
+    agent = ProgramAgent(AgentConfig(command=command, **settings))
+    server = EndpointServer("hermes", host="127.0.0.1", max_calls=agent.settings.max_calls)
+    context = replace(episode_context(ScriptedEngine(["4", "5"])), endpoint=server)
+
+    class Loop:
+        run = agent.run
+
+    loops = AgentLoops(PROGRAM_AGENT, {PROGRAM_AGENT: (Loop, {})})
+    row = prompt("2 + $(2)?", agent=None)
+    try:
+        [episode] = play(context, row, loops=loops)
+    except ValueError as error:  # the only episode failed
+        assert isinstance(error.__cause__, Exception)
+        raise error.__cause__ from error
+    return episode
+
+
+def test_a_program_gets_its_task_and_writes_its_reward(tmp_path: Path) -> None:
+    source = """
+assert sys.argv[1] == "2 + $(2)?", sys.argv
+row = json.load(open(sys.argv[2]))
+assert row["messages"] == [{"role": "user", "content": sys.argv[1]}] and "ground_truth" not in row
+answer = chat(row["messages"])
+chat([*row["messages"], answer, {"role": "user", "content": "more"}])
+json.dump({"score": 0.5, "turns": [0.25, -1]}, open(os.environ["STROP_REWARD_FILE"], "w"))
+"""
+    episode = run_program(tmp_path, source, reward="file")
+    sample = episode.trajectory()
+    assert sample.score == 0.5 and list(sample.turn_rewards.values()) == [0.25, -1.0]
+    assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant"]
+    assert set(sample.turn_rewards) == {turn.end - 1 for turn in sample.turns if turn.role == "assistant"}
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_exit_status_is_a_reward(tmp_path: Path, status: int) -> None:
+    source = f'chat([{{"role": "user", "content": "?"}}]); sys.exit({status})'
+    assert run_program(tmp_path, source, reward="exit").score == float(status == 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "settings"),
+    [
+        ("chat([{'role': 'user', 'content': '?'}]); raise SystemExit('broken pipe')", "broken pipe", {}),
+        ("", "made no call", {}),
+        (
+            "import signal; print('waits', flush=True); signal.pause()",
+            "did not end within 1 seconds",
+            {"timeout": 1.0},
+        ),
+        ("chat([])", "at least one message", {}),
+        ("chat([{'role': 'user', 'content': '?'}], 'wrong')", "status 1", {}),
+        ("chat([{'role': 'user', 'content': '?'}])", "wrote no reward", {"reward": "file"}),
+        (
+            "while True:\n  try: chat([{'role': 'user', 'content': '?'}])\n  except OSError: pass",
+            "rollout.agent.max_calls=2",
+            {"max_calls": 2},
+        ),
+    ],
+    ids=["crash", "silent", "hang", "bad call", "wrong key", "no reward", "flood"],
+)
+def test_what_a_program_does_wrong_fails_its_episode_alone(
+    tmp_path: Path, source: str, message: str, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(EpisodeError, match=message):
+        run_program(tmp_path, source, **settings)
+
+
+def test_children_of_a_program_end_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    source = f"""
+chat([{{"role": "user", "content": "?"}}])
+child = os.fork()
+if child == 0:
+    import signal
+    signal.pause()
+open({str(pid_file)!r}, "w").write(str(child))
+"""
+    assert run_program(tmp_path, source).error is None
+    child = int(pid_file.read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", (
+        "killed with its group"
+    )
+    assert os.getpid() != child
+
+
+@pytest.mark.parametrize(
+    "content", ["x", "[1]", '{"turns": [1]}', '{"score": 1, "turns": ["a"]}', "NaN", "null"]
+)
+def test_a_wrong_reward_file_is_refused(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "reward.json"
+    file.write_text(content)
+    with pytest.raises(EpisodeError, match="STROP_REWARD_FILE"):
+        read_rewards(file)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("no_such_program_here {task}", "there is no program"),
+        ("'x", "cannot be read"),
+        (" ", "there is no program"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_the_run(command: str, message: str) -> None:
+    rollout = RolloutConfig()
+    rollout.agent.command = command
+    with pytest.raises(ValueError, match=message):
+        AgentSetup(rollout, Chat(TOKENIZER)).loops.get(None)
+
+
+def test_rows_without_an_agent_use_the_command() -> None:
+    rollout = RolloutConfig()
+    rollout.agent.command = f"{sys.executable} agent.py"
+    setup = AgentSetup(rollout, Chat(TOKENIZER))
+    assert isinstance(setup.loops.get(None), ProgramAgent) and setup.endpoint is not None
+    assert not setup.loops.batched(None) and setup.loops.batched("single_turn_agent")

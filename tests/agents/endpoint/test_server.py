@@ -1,0 +1,228 @@
+"""The API over real sockets: answers, streams, tool calls, errors in the API's own format, and what they cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from strop.rollout.base import Completion
+from tests.agents.endpoint.clients import Client, run_agent
+from tests.agents.stage import ScriptedEngine, prompt, text, tokenizer_of
+
+CHAT = "/v1/chat/completions"
+QUESTION = [{"role": "user", "content": "2+2?"}]
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def events(reply: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in reply.text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_an_answer_and_a_stream_have_the_fields_of_the_api() -> None:
+    engine = ScriptedEngine(["four", "five"])
+    replies: list[httpx.Response] = []
+
+    async def agent(client: Client) -> None:
+        body = {"model": "m", "messages": QUESTION, "temperature": 0.2, "logprobs": True}
+        replies.append(await client.post(CHAT, body))
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        replies.append(await client.post(CHAT, {**body, **stream, "max_completion_tokens": 2}))
+        key = {"x-api-key": client.session.key}
+        replies.append(await client.http.get("/v1/models", headers=key))
+
+    [episode] = run_agent(agent, engine)
+    assert episode.error is None
+    whole = replies[0].json()
+    assert whole["object"] == "chat.completion" and whole["model"] == "m"
+    [choice] = whole["choices"]
+    assert choice["message"]["content"] == "four" and choice["finish_reason"] == "stop"
+    spelled = choice["logprobs"]["content"]
+    assert [item["token"] for item in spelled] == list("four")
+    assert [item["logprob"] for item in spelled] == engine.completions[0].log_probs[:4]
+    prompt_tokens = len(engine.requests[0].ids)
+    assert whole["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 5,
+        "total_tokens": prompt_tokens + 5,
+    }
+    assert replies[1].headers["content-type"] == "text/event-stream"
+    chunks = events(replies[1])
+    said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks[:-1])
+    assert said == "fi" and chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["usage"]["completion_tokens"] == 2 and chunks[-1]["choices"] == []
+    assert replies[2].json()["data"][0]["id"] == "policy"
+
+
+def test_tool_calls_come_back_as_their_sampled_ids() -> None:
+    tokenizer = tokenizer_of(WITH_TOOLS)
+    call = '<tool_call>\n{"name":  "add", "arguments": {"a": 2}}\n</tool_call>'
+    engine = ScriptedEngine([f"So:{call}", "4"], tokenizer)
+    messages: list[dict[str, Any]] = list(QUESTION)
+
+    async def agent(client: Client) -> None:
+        answer = await client.chat(messages, tools=[ADD], tool_choice="auto")
+        [made] = answer["tool_calls"]
+        assert made["type"] == "function" and made["function"] == {"name": "add", "arguments": '{"a": 2}'}
+        messages.extend([answer, {"role": "tool", "tool_call_id": made["id"], "content": "four"}])
+        stream = {"model": "m", "messages": messages, "tools": [ADD], "stream": True}
+        reply = await client.post(CHAT, stream)
+        assert events(reply)[-1]["choices"][0]["finish_reason"] == "stop"
+
+    [episode] = run_agent(agent, engine, tokenizer=tokenizer, response_length=800)
+    assert episode.error is None
+    sample = episode.trajectory()
+    assert sample.branches == [] and [t.role for t in sample.turns] == ["assistant", "tool", "assistant"]
+    assert text(sample.response).startswith(f"So:{call}<|im_end|>\n<|im_start|>tool\nfour")
+    assert '"add"' in text(sample.prompt.ids)
+
+
+def test_an_answer_is_cut_before_a_stop_text() -> None:
+    engine = ScriptedEngine(["Thought: x\nObservation: made up"])
+
+    async def agent(client: Client) -> None:
+        answer = await client.chat(QUESTION, stop=["Observation:"])
+        assert answer["content"] == "Thought: x\n"
+
+    [episode] = run_agent(agent, engine)
+    assert episode.error is None
+    assert text(episode.trajectory().response) == "Thought: x\n"
+
+
+REFUSED: list[tuple[str, Any, int, str]] = [
+    ("not JSON", b"{", 400, "not JSON"),
+    ("a list", b"[]", 400, "JSON object"),
+    ("no messages", {"model": "m", "messages": []}, 400, "at least one"),
+    (
+        "unknown field",
+        {"messages": QUESTION, "colour": 1},
+        400,
+        "Unrecognized request argument supplied: colour",
+    ),
+    ("n", {"messages": QUESTION, "n": 2}, 400, "n must be 1"),
+    ("role", {"messages": [{"role": "robot", "content": "x"}]}, 400, "'robot'"),
+    ("image", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "'image_url'"),
+    ("tools", {"messages": QUESTION, "tools": [ADD]}, 400, "does not list 'add'"),
+    ("tool type", {"messages": QUESTION, "tools": [{"type": "web"}]}, 400, "'web'"),
+    ("format", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "only be text"),
+    ("max_tokens", {"messages": QUESTION, "max_tokens": 0}, 400, "at least 1"),
+    ("surrogate", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
+    ("too long", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "maximum context length"),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
+)
+def test_a_bad_call_gets_the_error_of_the_api_and_fails_its_episode(
+    body: Any, status: int, message: str
+) -> None:
+    async def agent(client: Client) -> None:
+        await client.chat(QUESTION)
+        reply = await client.post(CHAT, body)
+        error = reply.json()["error"]
+        assert reply.status_code == status and message in error["message"], reply.text
+        assert set(error) == {"message", "type", "param", "code"}
+
+    [episode] = run_agent(agent, ScriptedEngine(["4"]))
+    assert "was refused" in str(episode.error) and message in str(episode.error)
+    assert episode.counts["refused_calls"] == 1 and episode.trajectory().finish == "error"
+
+
+def test_an_agent_that_shortens_its_context_goes_on() -> None:
+    async def agent(client: Client) -> None:
+        reply = await client.post(CHAT, {"messages": [{"role": "user", "content": "x" * 4000}]})
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+        await client.chat(QUESTION)
+
+    [episode] = run_agent(agent, ScriptedEngine(["4"]))
+    assert episode.error is None
+
+
+def test_wrong_keys_and_ended_episodes_reach_no_episode() -> None:
+    keys: list[str] = []
+    codes: list[tuple[int, str]] = []
+
+    async def agent(client: Client) -> None:
+        for key in ("wrong", *keys):
+            reply = await client.post(CHAT, {"messages": QUESTION}, key=key)
+            codes.append((reply.status_code, reply.json()["error"]["code"]))
+        keys.append(client.session.key)
+        await client.chat(QUESTION)
+
+    def run(*rows: Any) -> list[Any]:
+        return run_agent(agent, ScriptedEngine(["4"]), *rows, max_calls=3)
+
+    first, second = run(*(prompt(agent="agent", index=index) for index in range(2)))
+    assert set(codes) == {(401, "invalid_api_key")} and first.error is None and second.error is None
+    counts = first.counts + second.counts
+    assert counts["wrong_keys"] == 2 and counts["calls"] == 2 and len(codes) == 2 + counts["calls_after_end"]
+    assert keys[0] != keys[1]
+
+
+def test_a_flood_and_too_many_turns_are_refused() -> None:
+    async def flood(client: Client) -> None:
+        replies = [await client.post(CHAT, {"messages": QUESTION}) for _ in range(5)]
+        assert [reply.status_code for reply in replies] == [200, 200, 200, 429, 429]
+        assert client.session.flooded.is_set()
+
+    [episode] = run_agent(flood, ScriptedEngine(["4"]), max_calls=3)
+    assert "rollout.agent.max_calls=3" in str(episode.error) and episode.counts["flooding_calls"] == 2
+
+    async def talk(client: Client) -> None:
+        replies = [await client.post(CHAT, {"messages": QUESTION}) for _ in range(2)]
+        assert [reply.status_code for reply in replies] == [200, 429]
+
+    [episode] = run_agent(talk, ScriptedEngine(["4"]), max_assistant_turns=1)
+    assert episode.error is None and episode.stopped == "max_assistant_turns", "a limit is no failure"
+
+
+class Waiting(ScriptedEngine):
+    """Never answers; notes what is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__(["4"])
+        self.asked = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def agenerate(self, request: Any, sampling: Any) -> list[Completion]:
+        self.asked.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            self.cancelled.set()
+
+
+@pytest.mark.parametrize("who", ["client", "episode"])
+def test_a_call_ends_with_its_client_and_with_its_episode(who: str) -> None:
+    engine = Waiting()
+
+    async def agent(client: Client) -> None:
+        call = asyncio.ensure_future(client.post(CHAT, {"messages": QUESTION}))
+        await engine.asked.wait()
+        if who == "client":
+            call.cancel()
+        else:
+            client.session.end()
+            reply = await call
+            assert reply.status_code == 401 and "has ended" in reply.json()["error"]["message"]
+        await engine.cancelled.wait()
+
+    [episode] = run_agent(agent, engine)
+    if who == "client":
+        assert "made no call" in str(episode.error)
+    assert episode.trajectory().finish == "error" and episode.trajectory().response == []
