@@ -101,8 +101,8 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     """The turns that make up the response, in order. Empty: one turn of the assistant."""
     branches: list[Trajectory] = field(default_factory=list)
-    """Further sequences of the same episode, of an agent that rewrote its context. The score of the episode is
-    here; each sampled token is in one of the sequences, and may be in the prompts of others."""
+    """Further sequences of the same episode, of an agent that rewrote its context. The score of the episode
+    is here; each sampled token is in one of the sequences, and may be in the prompts of others."""
 
     @property
     def reward(self) -> float | None:
