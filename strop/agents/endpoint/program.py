@@ -162,7 +162,7 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
-class OutputTail:
+class ProgramOutput:
     """The end of what a program prints. It is read all the time, so that the program is never blocked."""
 
     def __init__(self, descriptor: int) -> None:
@@ -194,10 +194,10 @@ class OutputTail:
 @asynccontextmanager
 async def _started(
     words: list[str], environment: Mapping[str, str]
-) -> AsyncIterator[tuple[asyncio.subprocess.Process, OutputTail]]:
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, ProgramOutput]]:
     """Start a program as the leader of a process group, which is killed at the end."""
     reading, writing = os.pipe()
-    output = OutputTail(reading)
+    output = ProgramOutput(reading)
     try:
         try:
             process = await asyncio.create_subprocess_exec(

@@ -101,7 +101,7 @@ class AgentConfig:
     """Agent loop of rows without agent_name."""
     agent_loop_config_path: str | None = None
     """YAML file with a list of further agent loops: {name, _target_, ...}."""
-    endpoint: str | None = setting(None, choices=("openai",))
+    endpoint: str | None = setting(None, choices=("openai", None))
     """openai: serve the policy at an HTTP endpoint of this process that speaks the APIs of OpenAI (chat
     completions) for agent loops that hand episodes to programs. Every call is recorded token by token.
     rollout.agent.command implies it."""
