@@ -94,8 +94,9 @@ for _name in ("constant", "cosine", "linear", "wsd"):
 
 # --- Pairwise and supervised losses -------------------------------------------------------------------------
 # needs: "scores" (of a reward model), "log_probs" (of the policy, summed per answer), "reference" (the same
-# of a frozen copy). length_normalised: by default, log-probs of an answer are averaged over its tokens.
-# terms: further settings it knows.
+# of a frozen copy), "chosen_nll" (the mean negative log-prob of the chosen answer), "labels" (single answers,
+# good or bad, instead of pairs). length_normalised: by default, log-probs of an answer are averaged over its
+# tokens. terms: further settings it knows.
 PREFERENCE_LOSSES = Registry("preference loss", facts={"needs": (), "length_normalised": False, "terms": ()})
 PREFERENCE_LOSSES.declare(
     "sigmoid", "strop.algorithms.losses:reward_sigmoid", needs=("scores",), terms=("margin",)
@@ -113,6 +114,16 @@ PREFERENCE_LOSSES.declare(
     needs=("log_probs",),
     length_normalised=True,
     terms=("target_margin",),
+)
+
+PREFERENCE_LOSSES.declare(
+    "orpo", "strop.algorithms.losses:orpo", needs=("log_probs", "chosen_nll"), length_normalised=True
+)
+PREFERENCE_LOSSES.declare(
+    "kto",
+    "strop.algorithms.losses:kto",
+    needs=(*_policy, "labels"),
+    terms=("desirable_weight", "undesirable_weight"),
 )
 
 # --- Rule scorers -------------------------------------------------------------------------------------------

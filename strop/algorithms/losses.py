@@ -1,8 +1,10 @@
 """Losses besides the policy losses: next-token cross entropy (SFT and PPO-ptx), the value loss of a critic,
-and losses on pairs of a chosen and a rejected response (reward models, DPO, IPO, SimPO)."""
+and losses on pairs of a chosen and a rejected response (reward models, DPO, IPO, SimPO, ORPO) or on
+labelled responses (KTO)."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.algorithms.aggregation import Totals, aggregate, masked_fill_zero, require_same_shape
+
+CERTAIN = 1e-6
+"""Smallest -log-prob of an answer whose odds are computed."""
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor, totals: Totals, *, mode: str = "token-mean") -> Tensor:
@@ -153,6 +158,68 @@ def ipo(
 def simpo(chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 1.0) -> PreferenceLoss:
     """SimPO (Meng et al. 2024): reference-free DPO on length-normalised log-probs, with a target margin."""
     return dpo(chosen, rejected, beta=beta, margin=margin)
+
+
+def orpo(chosen: Tensor, rejected: Tensor, chosen_nll: Tensor, *, beta: float = 0.1) -> PreferenceLoss:
+    """ORPO (Hong et al. 2024) on length-normalised log-probs [P], without a reference:
+
+        l = nll_c - β log σ(log odds_c - log odds_r),  odds = p / (1 - p) with p = exp(ℓ)
+
+    `chosen_nll` [P] is the negative mean log-prob of the chosen answer; β is λ of the paper.
+    """
+    require_same_shape(chosen=chosen, rejected=rejected, chosen_nll=chosen_nll)
+    gap = _log_odds(chosen) - _log_odds(rejected)
+    found = _result(chosen_nll - beta * F.logsigmoid(gap), beta * chosen, beta * rejected)
+    found.metrics["log_odds"] = gap.detach()
+    return found
+
+
+def _log_odds(log_probs: Tensor) -> Tensor:
+    """ℓ - log(1 - exp(ℓ)). A probability of 1 is taken as a little less, so that the odds are finite."""
+    log_probs = log_probs.clamp(max=-CERTAIN)
+    near_zero = log_probs > -math.log(2)
+    small = torch.where(near_zero, log_probs, -1.0)  # each branch computes a gradient, which must be finite
+    large = torch.where(near_zero, -1.0, log_probs)
+    return log_probs - torch.where(near_zero, (-small.expm1()).log(), (-large.exp()).log1p())
+
+
+def kto(
+    answers: Tensor,
+    reference: Tensor,
+    labels: Tensor,
+    kl: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> PreferenceLoss:
+    """KTO (Ethayarajh et al. 2024) on the log-probs of whole answers [N], which need no partner:
+
+        r = ℓ - ℓ_ref
+        l = w_d (1 - σ(β (r - z)))  for a good answer, w_u (1 - σ(β (z - r)))  for a bad one
+
+    `labels` [N] are 1 for good answers and 0 for bad ones. z, `kl` [N], is an estimate of the KL divergence
+    to the reference, from answers to other prompts (`kto_kl`); it has no gradient.
+    """
+    require_same_shape(answers=answers, reference=reference, labels=labels, kl=kl)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}.")
+    good = labels.bool()
+    reward = beta * (answers - reference - kl)
+    signed = torch.where(good, reward, -reward)
+    weight = torch.where(good, desirable_weight, undesirable_weight)
+    metrics = {
+        "accuracy": (signed > 0).to(torch.float32),
+        "signed_reward": signed.detach(),
+        "kl": kl.detach(),
+    }
+    return PreferenceLoss(weight * (1 - signed.sigmoid()), metrics)
+
+
+def kto_kl(mismatched: Tensor, reference: Tensor) -> Tensor:
+    """max(0, mean(ℓ - ℓ_ref)) over answers behind prompts that they do not belong to."""
+    require_same_shape(mismatched=mismatched, reference=reference)
+    return (mismatched - reference).mean().clamp(min=0).detach()
 
 
 def _implicit_rewards(

@@ -223,7 +223,7 @@ class SftDataset(SupervisedDataset):
         tools: Tools | None = None
         learn_from = 0
         if config.multiturn.enable:
-            messages = _parse_messages(row.get(config.multiturn.messages_key), where)
+            messages = parse_messages(row.get(config.multiturn.messages_key), where)
             tools = to_plain(row.get(config.multiturn.tools_key))
             thinking = row.get(config.multiturn.enable_thinking_key)
             if thinking is not None:
@@ -233,7 +233,7 @@ class SftDataset(SupervisedDataset):
         if config.pretrain_mode:  # any role may come first
             ids = chat.ids(messages, generate=False, tools=tools)
             return Rendered(ids, [1] * len(ids))
-        return _render_conversation(chat, messages, learn_from, where, tools=tools)
+        return render_conversation(chat, messages, learn_from, where, tools=tools)
 
     def _prompt_and_response(self, row: Row, where: str) -> tuple[list[Message], int]:
         """Return the conversation, and the index of the message where the response begins."""
@@ -242,11 +242,11 @@ class SftDataset(SupervisedDataset):
         prompt_column = f"{where}, column {config.prompt_key!r}"
         if prompt is None:
             raise UnusableRow(f"{prompt_column} is empty.")
-        messages = _parse_messages(prompt, prompt_column, config.input_template)
+        messages = parse_messages(prompt, prompt_column, config.input_template)
         if config.response_key is None:
             return messages, len(messages) - 1
         response = nested_value(row, config.response_key, config.response_dict_keys, where=where)
-        answer = _answer_messages(response, f"{where}, column {config.response_key!r}")
+        answer = answer_messages(response, f"{where}, column {config.response_key!r}")
         return [*messages, *answer], len(messages)
 
 
@@ -293,22 +293,27 @@ class PreferenceDataset(SupervisedDataset):
             prompt = row.get(self.config.prompt_key)
             if prompt is None:
                 raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
-            messages = _parse_messages(prompt, where, self.config.input_template)
-            conversation = [*messages, *_answer_messages(answer, column)]
-            return _render_conversation(self.chat, conversation, len(messages), column)
+            messages = parse_messages(prompt, where, self.config.input_template)
+            conversation = [*messages, *answer_messages(answer, column)]
+            return render_conversation(self.chat, conversation, len(messages), column)
         if isinstance(answer, str):
             raise ValueError(
                 f"{column} is text, but without data.prompt_key it must hold a whole conversation (a list of "
                 "messages). Set data.prompt_key to the column with the prompt."
             )
-        conversation = _parse_messages(answer, column)
-        return _render_conversation(self.chat, conversation, len(conversation) - 1, column)
+        conversation = parse_messages(answer, column)
+        return render_conversation(self.chat, conversation, len(conversation) - 1, column)
 
 
 def build_supervised(
-    config: SupervisedDataConfig, tokenizer: PreTrainedTokenizerBase, *, split: Split = "train"
-) -> SftDataset | PreferenceDataset:
-    """Build the training or validation rows of an sft, rm or dpo configuration."""
+    config: SupervisedDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: Split = "train",
+    kind: type[SupervisedDataset] | None = None,
+) -> SupervisedDataset:
+    """Build the training or validation rows of an sft, rm or dpo configuration, as a data set of class
+    `kind`, by default the one that belongs to the section."""
     files = config.val_files
     limit = config.val_max_samples
     shuffle = False
@@ -326,28 +331,28 @@ def build_supervised(
         kwargs=dict(config.apply_chat_template_kwargs or {}),
         plain=not config.apply_chat_template,
     )
-    if isinstance(config, PairDataConfig):
-        return PreferenceDataset(rows, chat, config, indices=indices)
-    return SftDataset(rows, chat, config, indices=indices)
+    if kind is None:
+        kind = PreferenceDataset if isinstance(config, PairDataConfig) else SftDataset
+    return kind(rows, chat, config, indices=indices)
 
 
-def _parse_messages(value: object, where: str, input_template: str | None = None) -> list[Message]:
+def parse_messages(value: object, where: str, input_template: str | None = None) -> list[Message]:
     try:
         return as_messages(value, where=where, input_template=input_template)
     except ValueError as error:
         raise UnusableRow(str(error)) from error
 
 
-def _answer_messages(value: object, where: str) -> list[Message]:
+def answer_messages(value: object, where: str) -> list[Message]:
     """Return an answer as messages; text is one assistant turn."""
     if value is None or value == "" or value == []:
         raise UnusableRow(f"{where} is empty.")
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    return _parse_messages(value, where)
+    return parse_messages(value, where)
 
 
-def _render_conversation(
+def render_conversation(
     chat: Chat, messages: Sequence[Message], learn_from: int, where: str, *, tools: Tools | None = None
 ) -> Rendered:
     """Render a conversation that begins with the user, after an optional system message."""

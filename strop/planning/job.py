@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from strop.catalog import PREFERENCE_LOSSES
 from strop.config.arithmetic import micro_batch_size, plan_ppo, plan_supervised
 from strop.config.derived import (
     async_plan,
@@ -392,7 +393,8 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
 
 def _has_reference_model(config: DpoConfig) -> bool:
     """Whether DPO has a second model on the device while it trains."""
-    if config.loss.reference_free or config.loss.type == "simpo" or config.ref.param_offload:
+    needs = PREFERENCE_LOSSES.entry(config.loss.type).facts["needs"]
+    if config.loss.reference_free or "reference" not in needs or config.ref.param_offload:
         return False
     same = config.ref.path == config.model.path
     return not (same and (config.model.lora_rank or config.loss.precompute_ref))

@@ -10,6 +10,7 @@ import numpy as np
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
+from strop.data.labelled import dataset_class
 from strop.data.prompts import Split
 from strop.data.report import probe_template
 from strop.data.supervised import PreferencePair, SupervisedDataset, UnusableRow, build_supervised
@@ -112,7 +113,7 @@ def _rows(
 ) -> int | None:
     key = f"data.{split}_files"
     try:
-        dataset = build_supervised(config.data, tokenizer, split=split)
+        dataset = build_supervised(config.data, tokenizer, split=split, kind=dataset_class(config))
         survey = survey_rows(dataset)
     except (ValueError, OSError) as problem:
         report.findings.append(error(key, str(problem)))

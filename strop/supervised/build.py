@@ -18,6 +18,7 @@ from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedTrainerConfig
 from strop.data.chat import Chat
+from strop.data.labelled import dataset_class, reads_labels
 from strop.data.loader import Loader
 from strop.data.prompts import order_seed
 from strop.data.supervised import SupervisedDataset, build_supervised
@@ -33,6 +34,7 @@ from strop.shared.build import BackendMaker, WithoutAdapters, device_of
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
 from strop.shared.in_process import RunObserver
 from strop.shared.run_output import RunOutput
+from strop.supervised.kto import KtoTask, with_kl
 from strop.supervised.tasks import (
     DpoTask,
     Forward,
@@ -100,6 +102,7 @@ def build_supervised_trainer(
         total_steps=plan.total_steps,
         test_freq=period(config.trainer.test_freq, plan),
         reference=reference,
+        before_loss=with_kl if isinstance(task, KtoTask) else None,
         progress=state.progress,
         observers=state.observers(),
         after_update=state.after_update(model),
@@ -180,6 +183,8 @@ def build_task(config: AnySupervisedConfig) -> Task:
     if isinstance(config, RmConfig):
         return RewardModelTask(config.loss)
     if isinstance(config, DpoConfig):
+        if reads_labels(config):
+            return KtoTask(config.loss, config.model.aux_loss_coef)
         return DpoTask(config.loss, config.model.aux_loss_coef, conventions(config.compat))
     return SftTask(config.model.aux_loss_coef, conventions(config.compat))
 
@@ -188,10 +193,11 @@ def open_datasets(
     config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase, known: Mapping[str, SupervisedDataset]
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
     """Training and validation rows: those in `known`, else from the files."""
-    train = known.get("train") or build_supervised(config.data, tokenizer, split="train")
+    kind = dataset_class(config)
+    train = known.get("train") or build_supervised(config.data, tokenizer, split="train", kind=kind)
     val = known.get("val")
     if not val and config.data.val_files:
-        val = build_supervised(config.data, tokenizer, split="val")
+        val = build_supervised(config.data, tokenizer, split="val", kind=kind)
     return train, val
 
 

@@ -25,6 +25,7 @@ from strop.catalog import PREFERENCE_LOSSES
 from strop.compat import STROP, Conventions
 from strop.config.schema.supervised import DpoLossConfig, RmLossConfig
 from strop.data.chat import Rendered
+from strop.data.labelled import LabelledAnswer
 from strop.data.supervised import Example, PreferencePair, SupervisedDataset
 from strop.run.checkpoint.tensor_files import read_tensors, write_tensors
 from strop.shared.rendered_batch import batch_fields, rendered_batch
@@ -47,6 +48,8 @@ class PairBatch(Batch):
     """How much better the chosen answer of the pair is."""
     reference: Tensor | None = rows()
     """The reference's log-prob of each answer, summed over its taught tokens."""
+    kl: Tensor | None = rows()
+    """kto: the estimate of the KL divergence to the reference, the same number for all rows."""
 
 
 def pair_batch(items: Sequence[PreferencePair]) -> PairBatch:
@@ -70,6 +73,8 @@ def is_trainable(item: Item) -> bool:
     """Whether a row still has something to train on after it was cut to its limit."""
     if item is None:
         return False
+    if isinstance(item, LabelledAnswer):
+        return any(item.chosen.mask) and any(item.rejected.mask)
     if isinstance(item, PreferencePair):
         return any(item.chosen.mask) and any(item.rejected.mask) and item.chosen.ids != item.rejected.ids
     return any(item.mask[1:])  # the first token of a text is not predicted
@@ -128,7 +133,7 @@ class SftTask:
 
     def loss(self, batch: Batch) -> Loss:
         totals = Totals.of(batch.mask)
-        balance = _LoadBalance(self.aux_loss_coef, batch)
+        balance = LoadBalance(self.aux_loss_coef, batch)
 
         def loss(outputs: Outputs, piece: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
             assert outputs.log_probs is not None
@@ -167,7 +172,7 @@ class RewardModelTask:
             chosen = outputs.scores[0::2]
             rejected = outputs.scores[1::2]
             margin = {"margin": piece.margins[0::2].to(chosen)} if self.settings.margin else {}
-            value, metrics = _mean(function(chosen, rejected, **margin), pairs)
+            value, metrics = mean_over_units(function(chosen, rejected, **margin), pairs)
             metrics["score_square"] = outputs.scores.detach().double().square().sum() / (2 * pairs)
             return value, metrics
 
@@ -198,7 +203,7 @@ class DpoTask:
     def loss(self, batch: Batch) -> Loss:
         pairs = self.units(batch)
         settings = self.settings
-        balance = _LoadBalance(self.aux_loss_coef, batch)
+        balance = LoadBalance(self.aux_loss_coef, batch)
         entry = PREFERENCE_LOSSES.entry(settings.type)
         function = entry.load()
         average: bool = entry.facts["length_normalised"]
@@ -215,9 +220,9 @@ class DpoTask:
             if piece.reference is not None:
                 reference = piece.reference / piece.mask.sum(-1) if average else piece.reference
                 arguments |= {"reference_chosen": reference[0::2], "reference_rejected": reference[1::2]}
-            if settings.nll_coef:
+            if settings.nll_coef or "chosen_nll" in entry.facts["needs"]:
                 arguments["chosen_nll"] = self._chosen_nll(outputs.log_probs[0::2], piece.mask[0::2])
-            value, metrics = _mean(function(**_accepted(function, arguments)), pairs)
+            value, metrics = mean_over_units(function(**_accepted(function, arguments)), pairs)
             return balance.added(value, metrics, outputs, piece)
 
         return loss
@@ -240,7 +245,7 @@ class DpoTask:
 
 
 @dataclass
-class _LoadBalance:
+class LoadBalance:
     """The load-balancing loss of a mixture of experts. A micro-batch has the weight of its tokens."""
 
     coef: float
@@ -255,7 +260,7 @@ class _LoadBalance:
         return value + self.coef * share, {**reported, "aux_loss": share.detach()}
 
 
-def _mean(found: PreferenceLoss, pairs: float) -> tuple[Tensor, dict[str, Tensor]]:
+def mean_over_units(found: PreferenceLoss, pairs: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and its metrics as parts of means over all pairs of the update."""
     value = found.per_pair.sum() / pairs
     metrics = {"loss": value.detach()}

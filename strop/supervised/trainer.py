@@ -127,6 +127,8 @@ class SupervisedTrainer:
     """Steps between two validations; the last step is always validated."""
     reference: Forward | None = None
     """Computed in every step. None: there is none, or its log-probs are known."""
+    before_loss: Callable[[Batch, Forward, MicroBatching], Batch] | None = None
+    """Adds what the loss needs to know of the policy before the update; called with its forward pass."""
     progress: EpochProgress = field(default_factory=EpochProgress)
     observers: Sequence[Observer] = ()
     after_update: Sequence[Callable[[], None]] = ()
@@ -208,9 +210,11 @@ class SupervisedTrainer:
         if not usable:
             return None
         batch = self.task.batch(usable)
-        if self.reference is None:
-            return batch
-        return with_reference(batch, self.reference, self.micro)
+        if self.reference is not None:
+            batch = with_reference(batch, self.reference, self.micro)
+        if self.before_loss is not None:
+            batch = self.before_loss(batch, self.model.forward, self.micro)
+        return batch
 
     def update(self, batch: Batch, record: StepRecord) -> None:
         """One optimizer step."""

@@ -12,6 +12,9 @@ from strop.algorithms.losses import (
     answer_log_probs,
     dpo,
     ipo,
+    kto,
+    kto_kl,
+    orpo,
     ptx_loss,
     reward_logexp,
     reward_sigmoid,
@@ -108,7 +111,7 @@ def test_preference_errors() -> None:
 
 def test_the_registry_knows_who_needs_a_reference() -> None:
     needs = {name: PREFERENCE_LOSSES.entry(name).facts["needs"] for name in PREFERENCE_LOSSES.names()}
-    assert {name for name, what in needs.items() if "reference" in what} == {"dpo", "ipo"}
+    assert {name for name, what in needs.items() if "reference" in what} == {"dpo", "ipo", "kto"}
     assert {name for name, what in needs.items() if "scores" in what} == {"sigmoid", "logexp"}
     assert all(callable(PREFERENCE_LOSSES.get(name)) for name in needs)
 
@@ -150,3 +153,47 @@ def test_padding_of_the_router_may_be_nan() -> None:
         load_balancing_loss([logits], top_k=1, mask=torch.ones(3))
     with pytest.raises(ValueError, match="output_router_logits"):
         load_balancing_loss([], top_k=1)
+
+
+def test_orpo_by_hand() -> None:
+    """nll - beta * log sigmoid(log(odds_c / odds_r)), with the odds written out."""
+    chosen, rejected = torch.tensor([0.7, 0.2, 0.999]), torch.tensor([0.4, 0.3, 0.5])
+    nll = -chosen.log()
+    ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+    expected = nll - 0.25 * torch.log(ratio / (1 + ratio))
+    found = orpo(chosen.log(), rejected.log(), nll, beta=0.25)
+    torch.testing.assert_close(found.per_pair, expected)
+    torch.testing.assert_close(found.metrics["log_odds"], ratio.log(), rtol=1e-4, atol=1e-4)
+    assert found.metrics["accuracy"].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_orpo_stays_finite_at_the_ends() -> None:
+    chosen = torch.tensor([0.0, -1e-9, -200.0]).requires_grad_()
+    loss = orpo(chosen, torch.tensor([-200.0, -1e-9, 0.0]), torch.zeros(3)).per_pair
+    loss.sum().backward()
+    assert loss.isfinite().all() and chosen.grad is not None and chosen.grad.isfinite().all()
+
+
+def test_kto_by_hand() -> None:
+    """Good answers gain above the KL, bad ones below it; the KL is clamped at 0 and has no gradient."""
+    answers, reference = torch.tensor([-4.0, -6.0, -3.0]), torch.tensor([-5.0, -5.0, -5.0])
+    mismatched = torch.tensor([-9.0, -7.0]).requires_grad_()
+    kl = kto_kl(mismatched, torch.tensor([-10.0, -7.5]))
+    assert kl.item() == pytest.approx((1.0 + 0.5) / 2) and not kl.requires_grad
+    assert kto_kl(torch.tensor([-9.0]), torch.tensor([-8.0])).item() == 0.0
+    found = kto(
+        answers,
+        reference,
+        torch.tensor([1.0, 0.0, 0.0]),
+        kl.repeat(3),
+        beta=0.5,
+        desirable_weight=2.0,
+        undesirable_weight=3.0,
+    )
+    expected = [
+        2 * (1 - 1 / (1 + math.exp(-0.5 * (1.0 - 0.75)))),
+        3 * (1 - 1 / (1 + math.exp(-0.5 * (0.75 + 1.0)))),
+        3 * (1 - 1 / (1 + math.exp(-0.5 * (0.75 - 2.0)))),
+    ]
+    assert found.per_pair.tolist() == pytest.approx(expected)
+    assert found.metrics["accuracy"].tolist() == [1.0, 1.0, 0.0]

@@ -116,12 +116,30 @@ def preference_loss(loaded: Loaded[RmConfig | DpoConfig]) -> Findings:
         value = getattr(config.loss, term, False)
         if value and term not in entry.facts["terms"]:
             yield warning(f"loss.{term}", f"{value} has no effect: {chosen} has no such term.")
+    yield from _labels(loaded, "labels" in entry.facts["needs"])
     if getattr(config.loss, "label_smoothing", 0.0) >= 0.5:
         yield error(
             "loss.label_smoothing", "0.5: half of all labels wrong is no information. Set it below 0.5."
         )
     if inputs == "scores" and config.model.aux_loss_coef:
         yield error("model.aux_loss_coef", "a reward model has no load-balancing loss. Set it to 0.")
+
+
+def _labels(loaded: Loaded[RmConfig | DpoConfig], uses_labels: bool) -> Findings:
+    """Responses with labels need a reference, sums of log-probs and a partner; pairs have no labels."""
+    loss = loaded.config.loss
+    if not uses_labels:
+        for key in ("data.label_key", "loss.desirable_weight", "loss.undesirable_weight"):
+            if loaded.set_by_user.get(key) is not None:
+                yield warning(key, f"no effect: {loss.type} reads pairs. loss.type=kto reads labels.")
+        return
+    if getattr(loss, "reference_free", False):
+        yield error("loss.reference_free", "true, but kto compares with a reference. Set it to false.")
+    if getattr(loss, "length_normalized", None) is not None:
+        yield warning("loss.length_normalized", "no effect: kto sums log-probs.")
+    rows = loaded.config.data.train_batch_size
+    if rows < 2:
+        yield error("data.train_batch_size", f"{rows}: kto compares responses of a batch. Set at least 2.")
 
 
 def _losses_of(inputs: str) -> list[str]:

@@ -115,6 +115,17 @@ class PairDataConfig(SupervisedDataConfig):
 
 
 @dataclass(eq=False)
+class DpoDataConfig(PairDataConfig):
+    train_batch_size: int = setting(128, at_least=1)
+    """PAIRS per optimizer update, over all devices. kto: responses."""
+    label_key: str | None = setting(None)
+    """kto: column that says whether the response of the row is good (true or 1) or bad (false or 0). Null:
+    rows are pairs; the chosen response is good and the rejected one bad."""
+    response_key: str = setting("response")
+    """kto with label_key: column with the response."""
+
+
+@dataclass(eq=False)
 class SupervisedModelConfig(ModelConfig):
     """Weights and training backend."""
 
@@ -179,9 +190,10 @@ class DpoLossConfig:
     """Loss of direct preference optimisation."""
 
     type: str = setting("dpo", one_of=PREFERENCE_LOSSES)
-    """dpo, ipo, or simpo (no reference, averaged log-probs; usually with beta 2 and target_margin 1)."""
+    """dpo, ipo, simpo (no reference, averaged log-probs; usually with beta 2 and target_margin 1), orpo (no
+    reference; the chosen response is also imitated) or kto (single responses that are good or bad)."""
     beta: float = setting(0.1, above=0)
-    """Strength of the KL regularisation towards the reference."""
+    """Strength of the KL regularisation towards the reference. orpo: weight of the odds ratio."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
     """Probability that a label is wrong (cDPO)."""
     length_normalized: bool | None = setting(None)
@@ -194,6 +206,11 @@ class DpoLossConfig:
     target_margin: float = setting(0.0, at_least=0)
     """Target margin between the implicit rewards of the chosen and the rejected response (gamma of SimPO; dpo
     and simpo)."""
+    desirable_weight: float = setting(1.0, at_least=0)
+    """kto: weight of good responses. With unequal numbers, choose weights so that weight times number is
+    about the same for good and bad responses."""
+    undesirable_weight: float = setting(1.0, at_least=0)
+    """kto: weight of bad responses."""
     precompute_ref: bool = True
     """Compute the reference's log-probs once before training, one number per response, so that no second
     model stays in memory."""
@@ -268,8 +285,8 @@ class DpoConfig(SupervisedConfig):
 
     trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig, experiment_name="dpo")
     """Length, logging, checkpoints and devices of the run."""
-    data: PairDataConfig = section(PairDataConfig)
-    """Preference pairs."""
+    data: DpoDataConfig = section(DpoDataConfig)
+    """Preference pairs, or responses with labels."""
     loss: DpoLossConfig = section(DpoLossConfig)
     """The loss and its settings."""
     ref: DpoRefConfig = section(DpoRefConfig)

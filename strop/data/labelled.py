@@ -1,0 +1,143 @@
+"""Responses with labels, good or bad, for KTO: rows with a label, or pairs, of which each gives one good and
+one bad response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strop.catalog import PREFERENCE_LOSSES
+from strop.config.schema.supervised import DpoConfig, DpoDataConfig
+from strop.data.files import Row
+from strop.data.prompts import row_name
+from strop.data.schema import Message, to_plain
+from strop.data.supervised import (
+    PreferencePair,
+    SupervisedDataset,
+    UnusableRow,
+    answer_messages,
+    parse_messages,
+    render_conversation,
+)
+
+if TYPE_CHECKING:
+    from strop.config.schema.roots import AnySupervisedConfig
+
+MAX_STEPS_BACK = 100
+"""Rows that are tried for a response to another prompt."""
+
+
+@dataclass(frozen=True)
+class LabelledAnswer(PreferencePair):
+    """An answer with a label: `chosen` is the answer, good or bad; `rejected` is the same prompt with the
+    answer to another one, which estimates the KL divergence; `margin` is 1 for a good answer and 0 for a bad
+    one."""
+
+
+def reads_labels(config: AnySupervisedConfig) -> bool:
+    """Whether the loss of the configuration is one of labelled responses."""
+    if not isinstance(config, DpoConfig):
+        return False
+    return "labels" in PREFERENCE_LOSSES.entry(config.loss.type).facts["needs"]
+
+
+def dataset_class(config: AnySupervisedConfig) -> type[SupervisedDataset] | None:
+    """The class of the data set, where it is not the one that belongs to the section."""
+    return LabelledDataset if reads_labels(config) else None
+
+
+class LabelledDataset(SupervisedDataset):
+    """Rows as `LabelledAnswer`. Of pairs, item 2i is the good response of row i, item 2i + 1 its bad one."""
+
+    config: DpoDataConfig
+
+    def __len__(self) -> int:
+        return len(self.indices) * self._answers_per_row
+
+    @property
+    def _answers_per_row(self) -> int:
+        return 1 if self.config.label_key else 2
+
+    def required_columns(self) -> dict[str, str]:
+        config = self.config
+        columns = {}
+        if config.prompt_key:
+            columns["data.prompt_key"] = config.prompt_key
+        if config.label_key:
+            columns |= {"data.label_key": config.label_key, "data.response_key": config.response_key}
+        else:
+            columns |= {"data.chosen_key": config.chosen_key, "data.rejected_key": config.rejected_key}
+        return columns
+
+    def untruncated(self, index: int) -> tuple[LabelledAnswer, str]:
+        """Return an item before truncation to data.max_length, and the name of its row; may raise
+        UnusableRow."""
+        known = self._cache.get(index)
+        where = row_name(self.rows, self._row(index))
+        if isinstance(known, PreferencePair):
+            return LabelledAnswer(known.chosen, known.rejected, known.margin), where
+        prompt, answer, column = self._conversation(index)
+        own = render_conversation(self.chat, [*prompt, *answer], len(prompt), column)
+        mixed = [*prompt, *self._other_answer(index)]
+        other = render_conversation(self.chat, mixed, len(prompt), f"{column} with another response")
+        item = LabelledAnswer(own, other, float(self._is_good(index)))
+        self._cache.put(index, item)
+        return item, where
+
+    def _row(self, index: int) -> int:
+        return int(self.indices[index // self._answers_per_row])
+
+    def _is_good(self, index: int) -> bool:
+        key = self.config.label_key
+        if not key:
+            return index % 2 == 0
+        row = self._row(index)
+        value = to_plain(self.rows[row].get(key))
+        if value not in (True, False, 0, 1):
+            raise UnusableRow(
+                f"{row_name(self.rows, row)}, column {key!r} is {value!r}; expected true or false, 1 or 0."
+            )
+        return bool(value)
+
+    def _conversation(self, index: int) -> tuple[list[Message], list[Message], str]:
+        """The messages of the prompt, those of the response, and the name of the response's column."""
+        config = self.config
+        number = self._row(index)
+        row: Row = self.rows[number]
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"data.custom_cls gives a {type(row).__name__} as row {number}; kto needs rows with columns, "
+                "as dicts."
+            )
+        key = config.response_key
+        if not config.label_key:
+            key = config.rejected_key if index % 2 else config.chosen_key
+        column = f"{row_name(self.rows, number)}, column {key!r}"
+        answer = to_plain(row.get(key))
+        if not config.prompt_key:
+            if isinstance(answer, str):
+                raise ValueError(
+                    f"{column} is text, but without data.prompt_key it must hold a whole conversation (a "
+                    "list of messages). Set data.prompt_key to the column with the prompt."
+                )
+            whole = parse_messages(answer, column)
+            return whole[:-1], whole[-1:], column
+        prompt = row.get(config.prompt_key)
+        if prompt is None:
+            raise UnusableRow(f"{column}: the column {config.prompt_key!r} is empty.")
+        return parse_messages(prompt, column, config.input_template), answer_messages(answer, column), column
+
+    def _other_answer(self, index: int) -> Sequence[Message]:
+        """The response of the row before it (of pairs: on the same side); the row before that if it cannot
+        be used."""
+        step = self._answers_per_row
+        for back in range(1, min(len(self.indices), MAX_STEPS_BACK + 1)):
+            try:
+                return self._conversation((index - back * step) % len(self))[1]
+            except UnusableRow:
+                continue
+        raise UnusableRow(
+            f"{row_name(self.rows, self._row(index))}: no other row has a response, so that kto cannot "
+            "estimate the KL divergence."
+        )

@@ -1,0 +1,58 @@
+"""Responses with labels: rows that have one, and pairs that give two."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from strop.config.schema.supervised import DpoDataConfig
+from strop.data.labelled import LabelledDataset
+from strop.data.supervised import build_supervised
+from strop.quickstart.tiny_model import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def opened(tmp_path, rows, **settings):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DpoDataConfig(train_files=str(file), prompt_key="prompt", shuffle=False, **settings)
+    return build_supervised(config, TOKENIZER, kind=LabelledDataset)
+
+
+def text(rendered):
+    return TOKENIZER.decode(rendered.ids)
+
+
+def test_a_pair_is_a_good_and_a_bad_response_with_those_of_the_row_before(tmp_path):
+    rows = [{"prompt": f"{i}+0=", "chosen": f"{i}", "rejected": f"{i + 5}"} for i in range(3)]
+    items = list(opened(tmp_path, rows))
+    assert [item.margin for item in items] == [1, 0, 1, 0, 1, 0]
+    assert [text(item.chosen) for item in items[2:4]] == ["1+0=1<eos>", "1+0=6<eos>"]
+    assert [text(item.rejected) for item in items[:4]] == [
+        "0+0=2<eos>",
+        "0+0=7<eos>",
+        "1+0=0<eos>",
+        "1+0=5<eos>",
+    ]
+    again = list(opened(tmp_path, rows))
+    assert items == again == [again[place] for place in range(6)]  # out of the cache, the same
+
+
+def test_rows_with_labels_keep_their_number_and_bad_rows_are_passed_over(tmp_path):
+    labels = [True, 0, 1.0, False]
+    rows = [{"prompt": f"{i}=", "response": "" if i == 1 else f"{i}", "label": labels[i]} for i in range(4)]
+    dataset = opened(tmp_path, rows, label_key="label", bad_rows="skip")
+    items = list(dataset)
+    assert items[1] is None and [item.margin for item in items if item] == [1, 1, 0]
+    assert text(items[2].rejected) == "2=0<eos>"
+    rows[2]["label"] = "good"
+    with pytest.raises(ValueError, match="'good'; expected true or false"):
+        opened(tmp_path, rows, label_key="label")[2]
+
+
+def test_one_row_has_no_other(tmp_path):
+    dataset = opened(tmp_path, [{"prompt": "1=", "response": "1", "label": 1}], label_key="label")
+    with pytest.raises(ValueError, match="no other row has a response"):
+        dataset[0]
