@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 
+from strop.backends.adamw8bit import AdamW8bit
+from strop.backends.muon import Muon, muon_groups
 from strop.catalog import SCHEDULES
 from strop.compat import Compat, conventions
 from strop.config.schema.model import OptimConfig
@@ -279,18 +281,27 @@ def _sum_into(master: Tensor) -> Callable[[Tensor], None]:
 # --- the optimizer ------------------------------------------------------------------------------------------
 
 
+BUILT_IN: Mapping[str, type[Optimizer]] = {"Muon": Muon, "AdamW8bit": AdamW8bit}
+"""Optimizers of this package, by the name in optim.optimizer, unless optim.optimizer_impl is set."""
+
+
 def make_optimizer(named: Mapping[str, Tensor], settings: OptimConfig) -> Optimizer:
     """The optimizer of `settings` over these tensors. Biases and norms (one dimension) get no weight
     decay."""
+
+    def decay_of(tensor: Tensor) -> float:
+        return settings.weight_decay if tensor.dim() > 1 else 0.0
+
+    cls = optimizer_class(settings)
     # One kernel takes many tensors at once, but not tensors that are sharded over different device meshes.
     sorts: dict[tuple[float, object], list[Tensor]] = {}
     for tensor in sorted(named.values(), key=lambda tensor: tensor.dim() <= 1):
-        decay = settings.weight_decay if tensor.dim() > 1 else 0.0
-        sorts.setdefault((decay, getattr(tensor, "device_mesh", None)), []).append(tensor)
+        sorts.setdefault((decay_of(tensor), getattr(tensor, "device_mesh", None)), []).append(tensor)
     groups = [{"params": tensors, "weight_decay": decay} for (decay, _), tensors in sorts.items()]
-    cls = load_attribute(settings.optimizer_impl, settings.optimizer)
+    if cls is Muon:
+        groups = muon_groups(named, decay_of)
     arguments: dict[str, object] = {"lr": settings.lr}
-    if "adam" in settings.optimizer.lower():
+    if "adam" in settings.optimizer.lower() or cls is Muon:
         arguments |= {"betas": tuple(settings.betas), "eps": settings.eps}
     if cls in (torch.optim.AdamW, torch.optim.Adam):
         arguments["fused"] = True
@@ -303,6 +314,14 @@ def make_optimizer(named: Mapping[str, Tensor], settings: OptimConfig) -> Optimi
             f"{settings.optimizer_impl}.{settings.optimizer} does not take the arguments "
             f"{sorted(arguments)}: {error}. Change override_optimizer_config."
         ) from error
+
+
+def optimizer_class(settings: OptimConfig) -> Callable[..., Optimizer]:
+    """The class that optim.optimizer and optim.optimizer_impl name."""
+    if settings.optimizer_impl == "torch.optim" and settings.optimizer in BUILT_IN:
+        return BUILT_IN[settings.optimizer]
+    found: Callable[..., Optimizer] = load_attribute(settings.optimizer_impl, settings.optimizer)
+    return found
 
 
 def make_schedule(optimizer: Optimizer, settings: OptimConfig, compat: Compat = None) -> LambdaLR:

@@ -79,7 +79,7 @@ class TrainedModel:
     lora_rank: int = 0
     kernels: bool = False
     """Norms, gates and the head use Triton kernels (on a GPU)."""
-    moments: int = 2
+    moments: float = 2
     """Numbers that the optimizer remembers of each weight: 2 for Adam."""
 
     @property
@@ -128,7 +128,7 @@ class TrainedModel:
         """Optimizer state on the device."""
         if self.placement.in_host:
             return 0
-        return self.moments * self.numbers.master * self.trained // self.placement.shards
+        return int(self.moments * self.numbers.master * self.trained) // self.placement.shards
 
     @property
     def gradients(self) -> int:
@@ -148,7 +148,7 @@ class TrainedModel:
         if not place.in_host:
             return 0
         each = numbers.master * (2 + self.moments)
-        return (each * self.trained + numbers.compute * self.fixed) // place.shards
+        return int(each * self.trained + numbers.compute * self.fixed) // place.shards
 
     @property
     def at_rest(self) -> Parts:
@@ -172,7 +172,7 @@ class TrainedModel:
     @property
     def checkpoint(self) -> int:
         """Bytes of a checkpoint, over all ranks."""
-        return self.numbers.master * (1 + self.moments) * self.trained
+        return int(self.numbers.master * (1 + self.moments) * self.trained)
 
     @property
     def loading(self) -> int:
@@ -378,11 +378,10 @@ def _placement(
     )
 
 
-def _moments(optim: OptimConfig) -> int:
-    """Numbers that the optimizer keeps for each weight."""
-    if "adam" in optim.optimizer.lower():
-        return 2
-    return 1
+def _moments(optim: OptimConfig) -> float:
+    """Numbers that the optimizer keeps for each weight. Muon: two for embeddings, so two are planned."""
+    known: dict[str, float] = {"AdamW8bit": 0.5, "Muon": 2}
+    return known.get(optim.optimizer, 2 if "adam" in optim.optimizer.lower() else 1)
 
 
 def _lora_rank(model: ModelConfig) -> int:

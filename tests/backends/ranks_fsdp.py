@@ -171,3 +171,15 @@ def test_a_rank_without_memory_keeps_step_and_all_begin_anew(moment, checkpointe
     ours, theirs = (b.forward(batch, ["log_probs"], micro).log_probs for b in (many, one))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert many.out_of_memory == tries, "a size that did not fit is not tried twice"
+
+
+def test_muon_trains_alike():
+    """Its products are in bf16, so that sums over shards may round differently."""
+    settings = optim(optimizer="Muon", lr=1e-3)
+    one = single(tiny_model(), optim=settings)
+    many = sharded(tiny_model(), ranks=here(), optim=settings)
+    train(one, 3)
+    train(many, 3)
+    found = weights(many)
+    for name, weight in weights(one).items():
+        assert (weight - found[name]).abs().max() <= 2e-4, name

@@ -165,7 +165,11 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
     ("verb", "more", "said"),
     [
         ("rm", ["loss.type=sigmoid"], "logsigmoid"),
-        ("dpo", ["loss.type=logexp"], "compares the scores of a reward model. Choose one of dpo, ipo, kto, orpo, simpo"),
+        (
+            "dpo",
+            ["loss.type=logexp"],
+            "compares the scores of a reward model. Choose one of dpo, ipo, kto, orpo, simpo",
+        ),
         ("dpo", ["loss.label_smoothing=0.5"], "Set it below 0.5"),
         (
             "dpo",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.config.derived import has_reference, objective, uses_lora
+from strop.config.derived import device_count, has_critic, has_reference, objective, uses_lora
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.actor import UNSUPPORTED_STRATEGIES
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
-    from strop.config.schema.model import ModelConfig
+    from strop.config.schema.model import ModelConfig, OptimConfig
     from strop.config.schema.ppo import PpoConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -126,6 +126,27 @@ def lora_scale(section: str, model: ModelConfig) -> Findings:
 def betas(loaded: Loaded[PpoConfig]) -> Findings:
     """AdamW has two momentum coefficients."""
     yield from two_betas(f"{ACTOR}.optim.betas", loaded.config.actor_rollout_ref.actor.optim.betas)
+
+
+def optimizer(loaded: Loaded[PpoConfig]) -> Findings:
+    """The optimizers of policy and critic on their devices."""
+    config = loaded.config
+    devices = device_count(config.trainer)
+    yield from one_device_optimizer(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, devices)
+    if has_critic(config):
+        if config.critic.nnodes:
+            devices = device_count(config.critic)
+        yield from one_device_optimizer("critic.optim", config.critic.optim, devices)
+
+
+def one_device_optimizer(section: str, optim: OptimConfig, devices: int) -> Findings:
+    """AdamW8bit cuts whole weights into blocks, which the shards of several devices would cut through."""
+    if optim.optimizer == "AdamW8bit" and optim.optimizer_impl == "torch.optim" and devices > 1:
+        yield error(
+            f"{section}.optimizer",
+            f"AdamW8bit works on one device, but there are {devices}: its state is not sharded. Use AdamW, "
+            "whose state is divided over the devices, or Muon.",
+        )
 
 
 def two_betas(key: str, values: list[float]) -> Findings:

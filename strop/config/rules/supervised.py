@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.derived import device_count
-from strop.config.rules.actor import dropout_rates, lora_scale, two_betas, unsupported_strategy
+from strop.config.rules.actor import (
+    dropout_rates,
+    lora_scale,
+    one_device_optimizer,
+    two_betas,
+    unsupported_strategy,
+)
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.parallelism import tensor_parallel
 
@@ -90,6 +96,12 @@ def lora(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 def betas(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """AdamW has two momentum coefficients."""
     yield from two_betas("optim.betas", loaded.config.optim.betas)
+
+
+def optimizer(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """The optimizer on the devices of the run."""
+    config = loaded.config
+    yield from one_device_optimizer("optim", config.optim, device_count(config.trainer))
 
 
 def ppo_only_keys(loaded: Loaded[AnySupervisedConfig]) -> Findings:

@@ -154,9 +154,11 @@ class OptimConfig:
     clip_grad: float = inert(1.0, "set grad_clip of the actor or of the critic")
     """Gradients are clipped to this norm."""
     optimizer: str = setting("AdamW")
-    """Class name of the optimizer."""
+    """Class name of the optimizer. Muon: orthogonalised momentum for the matrices inside the network, with
+    AdamW for embeddings, heads and vectors; lr and weight_decay are those of AdamW. AdamW8bit: moments in 8
+    bits, 2 instead of 8 bytes per weight, on one device."""
     optimizer_impl: str = setting("torch.optim")
-    """Module that defines the optimizer class."""
+    """Module that defines the optimizer class. Muon and AdamW8bit are part of Strop and need none."""
     override_optimizer_config: FreeForm | None = setting(None)
     """Further arguments of the optimizer class."""
     lr_warmup_init: float = inert(0.0, _MEGATRON)
