@@ -102,7 +102,10 @@ class Trajectory:
     """The turns that make up the response, in order. Empty: one turn of the assistant."""
     branches: list[Trajectory] = field(default_factory=list)
     """Further sequences of the same episode, of an agent that rewrote its context. The score of the episode
-    is here; each sampled token is in one of the sequences, and may be in the prompts of others."""
+    is here; each sampled token is in one of the sequences, and may be in the prompts of others. Once they are
+    scored, all of them are trajectories with the same `episode`."""
+    episode: int | None = None
+    """Number of the episode in the step, if episodes have several sequences; else every trajectory is one."""
 
     @property
     def reward(self) -> float | None:
@@ -189,6 +192,8 @@ class Batch:
     """Score of the greedy response to the same prompt."""
     row_ids: Tensor | None = rows()
     """Position in the original order of the step; reordering keeps it."""
+    episodes: Tensor | None = rows()
+    """Number of the episode of each sequence; rows of one episode are neighbours. None: each row is one."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -294,6 +299,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     mask = rows_of([one.mask for one in arrays], width)
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
+    episodes = [t.episode for t in trajectories]
     prompts = {id(t.prompt): t.prompt for t in trajectories}
     prompt_ids = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
     whole = [
@@ -309,4 +315,5 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         rollout_log_probs=rows_of([one.log_probs for one in arrays], width),
         scores=torch.from_numpy(scores),
         row_ids=torch.arange(len(trajectories)),
+        episodes=None if None in episodes else torch.tensor(episodes),
     )

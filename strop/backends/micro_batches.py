@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.backends.base import MicroBatching, nothing_to_release
+from strop.backends.trees import partition_trees
 from strop.data.balance import Partition, balanced_partitions, micro_batches, workload
 from strop.ranks import Ranks
 from strop.types import LISTS, ROWS, TOKENS, Batch
@@ -29,6 +30,10 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     lengths = batch.lengths
     if not lengths:
         raise ValueError("The batch is empty; there is nothing to compute.")
+    if batch.episodes is not None:
+        return partition_trees(
+            batch.sequences, batch.episodes.tolist(), rows=micro.rows, max_tokens=micro.max_tokens
+        )
     size = micro.rows_per_item
     if size < 1 or len(lengths) % size:
         raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")

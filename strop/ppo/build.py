@@ -318,6 +318,7 @@ def build_collector(
         group_filter=build_group_filter(config),
         free_cache=rollout.free_cache_engine and not ahead.concurrent,
         weights=rollout.multi_turn.reward_weights,
+        credit=rollout.agent.credit,
         task_reward=has_task_reward(config),
     )
 

@@ -19,8 +19,9 @@ from strop.agents.metrics import episode_metrics
 from strop.algorithms.metrics.training import StepRecord, staleness
 from strop.algorithms.metrics.validation import name_validation_metrics, validation_metrics
 from strop.algorithms.selection import groups_that_disagree, groups_within
-from strop.config.schema.rollout import RewardWeightsConfig
+from strop.config.schema.rollout import AgentConfig, RewardWeightsConfig
 from strop.data.loader import Loader
+from strop.ppo.episode_rows import rows_of_episodes
 from strop.ppo.sampler import Samples, StepRollout
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
@@ -161,6 +162,8 @@ class Collector:
     """Free the engine's KV cache while the models train."""
     weights: RewardWeightsConfig = field(default_factory=RewardWeightsConfig)
     """How the rewards of a conversation add up."""
+    credit: str = AgentConfig.credit
+    """What the sequences of an episode share (rollout.agent.credit)."""
     task_reward: bool = True
     """False: training samples are not scored, and their score is 0."""
     run_ahead: SampleQueue | None = None
@@ -180,19 +183,20 @@ class Collector:
             self.engine.sleep()
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
-        """The scored samples of `prompts` prompts, in the order in which the prompts were drawn."""
+        """The scored samples of `prompts` prompts, in the order in which the prompts were drawn. All
+        sequences of an episode are samples, if it has several."""
         self._reports = []
         if self.run_ahead is None:
             with self.awake():
                 trajectories = self._collect(draw, prompts, step, record)
             record.add(self.episode_metrics())
-            return trajectories
+            return rows_of_episodes(trajectories, self.credit)
         with self.awake(), self.run_ahead.sampling_allowed():
             trajectories = self._collect(draw, prompts, step, record)
         record.add(self.episode_metrics())
         record.add(staleness(trajectories, step))
         record.add(self.run_ahead.metrics())
-        return trajectories
+        return rows_of_episodes(trajectories, self.credit)
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
@@ -330,9 +334,8 @@ def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
         return
     tools = sum(trajectory.extras.get("tool_rewards", {}).values())
     trajectory.score = weights.score * trajectory.score + weights.tool * tools
-    trajectory.turn_rewards = {
-        place: weights.turn * reward for place, reward in trajectory.turn_rewards.items()
-    }
+    for row in (trajectory, *trajectory.branches):
+        row.turn_rewards = {place: weights.turn * reward for place, reward in row.turn_rewards.items()}
 
 
 # --- validation ---------------------------------------------------------------------------------------------

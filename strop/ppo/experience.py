@@ -35,6 +35,13 @@ from strop.config.hyperparameters import advantage_kwargs
 from strop.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from strop.config.schema.distillation import DistillationConfig
 from strop.config.schema.ppo import PpoConfig
+from strop.ppo.episode_rows import (
+    added_rewards,
+    first_rows,
+    of_all_rows,
+    rewards_by_episode,
+    spread_over_rows,
+)
 from strop.rollout.base import stream_seed
 from strop.types import Batch, Trajectory, pad_columns
 
@@ -66,6 +73,11 @@ class ExperienceFacts:
     score_baseline: str | None
     """The baseline is subtracted from the scores before the KL is charged: "plain", or "whitened" if the
     advantages are normalised over the batch afterwards. None: the estimator reads token rewards."""
+    compares_episodes: bool
+    """The estimator compares the rewards of a prompt's samples: it sees an episode once, with all of its
+    sequences. With `score_baseline`, `shape_rewards` has compared them."""
+    credit: str
+    """rollout.agent.credit."""
     reward_clip: tuple[float, float] | None
     """Limits of the scores, where they apply after the baseline. Else the scorer applies them."""
 
@@ -94,6 +106,8 @@ class ExperienceFacts:
             min_group=entry.facts["min_group"],
             rules=rules,
             score_baseline=score_baseline,
+            compares_episodes="group" in entry.facts["needs"] and score_baseline is None,
+            credit=config.actor_rollout_ref.rollout.agent.credit,
             reward_clip=reward_clip,
         )
 
@@ -195,6 +209,9 @@ def _terminal_rewards(
     if facts.score_baseline is not None:
         compared = torch.zeros_like(scores)
         rows = rows_to_compare(trajectories, facts.min_group)
+        if batch.episodes is not None:
+            scores = scores + added_rewards(scores, batch.episodes, trajectories)
+            rows = sorted(set(rows) & set(first_rows(batch.episodes).tolist()))
         if rows:
             result = estimate(
                 facts.estimator,
@@ -207,6 +224,8 @@ def _terminal_rewards(
                 hyperparameters=facts.estimator_kwargs,
             )
             compared[rows] = result.advantages[:, 0]
+        if batch.episodes is not None:
+            compared = of_all_rows(compared[first_rows(batch.episodes)], batch.episodes, facts.credit)
         scores = compared
     if facts.reward_clip is not None:
         scores = scores.clamp(*facts.reward_clip)
@@ -247,6 +266,8 @@ def add_advantages(
     The estimator sees samples that have a score and whose prompt has at least `facts.min_group` of them. All
     other rows get advantage 0, so a missing score changes no baseline.
     """
+    if batch.episodes is not None and facts.compares_episodes:
+        return _advantages_of_episodes(batch, algorithm, facts, trajectories)
     rows: list[int] = []
     if facts.has_task_reward:
         rows = rows_to_compare(trajectories, facts.min_group)
@@ -279,6 +300,22 @@ def distill(batch: Batch, settings: DistillationConfig, record: StepRecord) -> B
     )
     term = settings.coef * discounted_gain(gain, batch.mask, discount=settings.discount)
     return batch.replace(advantages=batch.advantages + term.to(batch.advantages))
+
+
+def _advantages_of_episodes(
+    batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
+) -> Batch:
+    """The estimator sees the first sequence of each episode, with all rewards of the episode; all sequences
+    get its advantage (episode_rows.py)."""
+    assert batch.episodes is not None
+    heads = first_rows(batch.episodes).tolist()
+    first = rewards_by_episode(batch, trajectories)
+    found = add_advantages(first, algorithm, facts, [trajectories[row] for row in heads])
+    assert found.advantages is not None and found.returns is not None
+    return batch.replace(
+        advantages=spread_over_rows(found.advantages, first.mask, batch, facts.credit),
+        returns=spread_over_rows(found.returns, first.mask, batch, facts.credit),
+    )
 
 
 def rows_to_compare(trajectories: Sequence[Trajectory], min_group: int) -> list[int]:

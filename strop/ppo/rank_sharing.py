@@ -139,7 +139,7 @@ def all_gather_trajectories(
         return local
     sends = ranks.rank % tensor_parallel == 0
     gathered: list[Trajectory] = []
-    for packed in ranks.all_gather_object(PackedTrajectories.pack(local if sends else [])):
+    for packed in ranks.all_gather_object(PackedTrajectories.pack(local if sends else [], prompts)):
         gathered.extend(packed.unpack(prompts))
     assert {t.group for t in gathered} == set(prompts), "every prompt is sampled by some rank"
     return sorted(gathered, key=lambda t: t.group)
@@ -158,9 +158,11 @@ class PackedTrajectories:
     lengths: list[int]
     tokens: TokenArrays
     """The tokens of all trajectories, concatenated."""
+    prompt_ids: list[list[int] | None]
+    """Of prompts that an agent loop replaced."""
 
     @staticmethod
-    def pack(trajectories: Sequence[Trajectory]) -> PackedTrajectories:
+    def pack(trajectories: Sequence[Trajectory], prompts: Mapping[int, Prompt]) -> PackedTrajectories:
         arrays = [t.arrays for t in trajectories]
         names = []
         for field in fields(Trajectory):
@@ -171,16 +173,28 @@ class PackedTrajectories:
             rest=[{name: getattr(t, name) for name in names} for t in trajectories],
             lengths=[len(one.mask) for one in arrays],
             tokens=TokenArrays(*(np.concatenate(column) for column in columns)),
+            prompt_ids=[_replaced_ids(t, prompts) for t in trajectories],
         )
 
     def unpack(self, prompts: Mapping[int, Prompt]) -> Iterator[Trajectory]:
         start = 0
-        for rest, length in zip(self.rest, self.lengths, strict=True):
+        for rest, length, ids in zip(self.rest, self.lengths, self.prompt_ids, strict=True):
             group = rest["group"]
             assert isinstance(group, int)
             tokens = TokenArrays(*(column[start : start + length] for column in self.tokens))
-            yield ReceivedTrajectory.of(tokens, {**rest, "prompt": prompts[group]})
+            prompt = prompts[group]
+            if ids is not None:
+                prompt = replace(prompt, ids=ids)
+            yield ReceivedTrajectory.of(tokens, {**rest, "prompt": prompt})
             start += length
+
+
+def _replaced_ids(trajectory: Trajectory, prompts: Mapping[int, Prompt]) -> list[int] | None:
+    known = prompts[trajectory.group].ids
+    ids = trajectory.prompt.ids
+    if ids is known or ids == known:
+        return None
+    return ids
 
 
 class ReceivedTrajectory(Trajectory):  # noqa: PLW1641 -- like every trajectory it has no hash

@@ -19,6 +19,7 @@ from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import PromptLoader
 from strop.ppo.collect import Collector, Validator
+from strop.ppo.episode_rows import first_rows
 from strop.ppo.experience import (
     ExperienceFacts,
     add_advantages,
@@ -243,10 +244,13 @@ class PpoTrainer:
     def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
         """Add the metrics of a step to its record."""
         data = self.config.data
+        heads = range(len(batch))
+        if batch.episodes is not None:  # an episode counts once
+            heads = first_rows(batch.episodes).tolist()
         record.add(
             step_metrics(
-                batch,
-                trajectories,
+                batch.select(heads),
+                [trajectories[row] for row in heads],
                 max_prompt_length=data.max_prompt_length,
                 max_response_length=data.max_response_length,
             )

@@ -24,6 +24,7 @@ from strop.config.hyperparameters import policy_loss_kwargs
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
+from strop.ppo.episode_rows import rows_by_episode
 from strop.ppo.experience import rollout_drift
 from strop.ranks import Ranks
 from strop.run.samples import UpdateLogProbs
@@ -36,14 +37,21 @@ Observe = Callable[[Batch, Tensor], None]
 
 
 def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
-    """The mini-batches of one step: every sequence once per epoch. Groups stay together unless shuffled."""
+    """The mini-batches of one step: every sequence once per epoch. Groups stay together unless shuffled, and
+    sequences of one episode always; then `rows` counts episodes."""
+    members = [[row] for row in range(len(batch))]
+    if batch.episodes is not None:
+        members = rows_by_episode(batch.episodes)
     for epoch in range(epochs):
-        order = torch.arange(len(batch))
+        order = torch.arange(len(members))
         if shuffle:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-            order = torch.randperm(len(batch), generator=generator)
-        for start in range(0, len(batch), rows):
-            yield batch.select(order[start : start + rows])
+            order = torch.randperm(len(members), generator=generator)
+        for start in range(0, len(members), rows):
+            chosen: list[int] = []
+            for place in order[start : start + rows].tolist():
+                chosen += members[place]
+            yield batch.select(chosen)
 
 
 def token_mean(values: Tensor, mask: Tensor, totals: Totals) -> Tensor:

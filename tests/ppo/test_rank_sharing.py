@@ -39,7 +39,7 @@ def made() -> list[Trajectory]:
 
 
 def sent(trajectories: list[Trajectory]) -> list[Trajectory]:
-    return list(pickle.loads(pickle.dumps(PackedTrajectories.pack(trajectories))).unpack(PROMPTS))
+    return list(pickle.loads(pickle.dumps(PackedTrajectories.pack(trajectories, PROMPTS))).unpack(PROMPTS))
 
 
 def lists_of(trajectory: Trajectory) -> set[str]:
@@ -51,6 +51,15 @@ def test_a_parcel_brings_everything_also_when_it_is_sent_on():
     assert sent([]) == []
     assert sent(made())[0].response == [7, 8, 9] and isinstance(sent(made())[0].response[0], int)
     assert sent(made())[0] != made()[1]
+
+
+def test_a_prompt_that_the_agent_loop_replaced_and_further_sequences_arrive():
+    """The prompts of the data are known to every rank; others must be sent."""
+    sample = made()[0]
+    sample.prompt = replace(PROMPTS[0], ids=[4, 4])
+    sample.branches = [replace(made()[1], prompt=replace(PROMPTS[0], ids=[9]))]
+    [arrived] = sent([sample])
+    assert arrived == sample and arrived.prompt.ids == [4, 4] and arrived.branches[0].prompt.ids == [9]
 
 
 def test_a_batch_of_arrays_is_that_of_lists_and_makes_no_lists():

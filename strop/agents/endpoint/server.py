@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from strop.agents.endpoint.calls import ApiRefusal, ModelAnswer, ModelCall
 from strop.agents.endpoint.chat_completions import chat_completion, chat_error, chat_events, read_chat_call
+from strop.agents.endpoint.messages import message_error, message_events, read_messages_call, whole_message
+from strop.agents.endpoint.responses import read_responses_call, response_events, whole_response
 from strop.agents.endpoint.session import EndpointSession, ToolFormat
 from strop.agents.episode import Episode
 from strop.agents.tool_schema import JsonObject
@@ -52,7 +54,11 @@ class ApiFormat:
 
 
 CHAT = ApiFormat(read_chat_call, chat_completion, chat_events, chat_error)
-FORMATS = {"/v1/chat/completions": CHAT}
+FORMATS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": ApiFormat(read_responses_call, whole_response, response_events, chat_error),
+    "/v1/messages": ApiFormat(read_messages_call, whole_message, message_events, message_error),
+}
 
 
 class EndpointServer:

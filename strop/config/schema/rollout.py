@@ -103,8 +103,8 @@ class AgentConfig:
     """YAML file with a list of further agent loops: {name, _target_, ...}."""
     endpoint: str | None = setting(None, choices=("openai", None))
     """openai: serve the policy at an HTTP endpoint of this process that speaks the APIs of OpenAI (chat
-    completions) for agent loops that hand episodes to programs. Every call is recorded token by token.
-    rollout.agent.command implies it."""
+    completions, responses) and Anthropic (messages), for agent loops that hand episodes to programs. Every
+    call is recorded token by token. rollout.agent.command implies it."""
     endpoint_host: str = setting("127.0.0.1")
     """Address on which the endpoint listens. Every episode has its own key."""
     command: str | None = None
@@ -118,6 +118,11 @@ class AgentConfig:
     """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
     max_calls: int = setting(1000, at_least=1)
     """Requests to the endpoint per episode. More of them fail the episode."""
+    credit: str = setting("shared", choices=("shared", "split", "last"))
+    """An agent that rewrites its context leaves several sequences per episode. Estimators that compare the
+    samples of a prompt see the episode once. shared: each sequence gets the advantage of the episode; split:
+    that advantage divided by the number of sequences; last: only the sequence with the last answer is
+    trained."""
     max_processes: int = setting(64, at_least=1)
     """Programs of rollout.agent.command that run at the same time."""
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
