@@ -244,7 +244,7 @@ class PpoTrainer:
     def report(self, record: StepRecord, trajectories: list[Trajectory], batch: Batch) -> None:
         """Add the metrics of a step to its record."""
         data = self.config.data
-        heads = range(len(batch))
+        heads = list(range(len(batch)))
         if batch.episodes is not None:  # an episode counts once
             heads = first_rows(batch.episodes).tolist()
         record.add(

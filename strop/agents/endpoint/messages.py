@@ -111,7 +111,7 @@ def message_events(answer: ModelAnswer, call: ModelCall) -> Iterator[str]:
     yield _event("message_start", {"message": {**_head(answer), "content": []}})
     for place, block in enumerate(_blocks(answer)):
         if block["type"] == "text":
-            empty = {"type": "text", "text": ""}
+            empty: JsonObject = {"type": "text", "text": ""}
             delta = {"type": "text_delta", "text": block["text"]}
         else:
             empty = {**block, "input": {}}
