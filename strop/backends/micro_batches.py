@@ -46,6 +46,12 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     return [_rows_of(sorted(part, key=lambda block: -weights[block]), size) for part in parts]
 
 
+def largest_part(batch: Batch, micro: MicroBatching) -> int:
+    """Tokens of the largest micro-batch."""
+    lengths = batch.lengths
+    return max(sum(lengths[row] for row in part) for part in partition(batch, micro))
+
+
 def _blocks_by_tokens(lengths: Sequence[int], max_tokens: int, size: int) -> list[list[int]]:
     """Blocks of `size` rows for each micro-batch, filled by tokens."""
     parts = micro_batches(lengths, max_tokens, group_size=size)

@@ -12,7 +12,7 @@ The numbers are those of a pass without checkpointing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
@@ -57,6 +57,20 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of which each is a unit of gradient checkpointing."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+@contextmanager
+def keep_small(layers: Sequence[nn.Module], tokens: int, limit: int) -> Iterator[None]:
+    """Inside it nothing is computed again if `tokens` over all checkpointed layers are at most `limit`: their
+    activations are then not more than what one layer computes again for a micro-batch of `limit` tokens."""
+    small = tokens * len(layers) <= limit
+    for layer in layers:
+        layer.gradient_checkpointing = not small  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
 
 
 def feed_forward_of(layer: nn.Module) -> nn.Module | None:

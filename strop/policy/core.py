@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from strop.backends.adapters import AdapterSet
 from strop.backends.base import MicroBatching, Outputs
-from strop.backends.micro_batches import partition
+from strop.backends.micro_batches import largest_part, partition
 from strop.backends.single import ModuleBackend
 from strop.backends.updates import StepSettings
 from strop.config.arithmetic import micro_batch_size
 from strop.config.derived import engine_name, holds_weights
 from strop.config.schema.ppo import PpoConfig
 from strop.models.build import adopt_policy, build_policy
+from strop.models.checkpointing import checkpointed_layers, keep_small
 from strop.models.lora import (
     FIRST_ADAPTER,
     adapter_scale,
@@ -101,6 +102,7 @@ class PolicyCore:
             self.backend = build_actor(config, make, lambda settings: adopt_policy(given, settings))
         self.config = _with_model_limit(config, self.backend.module)
         self.adapters = AdapterSet(self.backend)
+        self._recomputed = checkpointed_layers(self.backend.module)
         rollout = self.config.actor_rollout_ref.rollout
         sampled = rollout_module(self.config, self.backend, self.device)
         self._copies = sampled is not self.backend.module or holds_weights(rollout)
@@ -294,22 +296,28 @@ class PolicyCore:
     ) -> StepOutput | None:
         """A user's loss in one pass. None: the batch has several micro-batches or ranks, so it needs two."""
         if isinstance(loss, SumLoss) and self.ranks.world == 1:
-            self.adapters.activate(adapter)
-            return self._learn(batch, Objective(list(want), batch, batch, loss.of_piece), unread=1)
+            return self._backward_sum(batch, Objective(list(want), batch, batch, loss.of_piece), adapter)
         parts = partition(batch, self._micro(batch, "actor"))
         if self.ranks.world > 1 or len(parts) > 1:
             return None
         self.adapters.activate(adapter)
         return self._learn(batch, Objective(list(want), batch, batch, in_original_order(loss)))
 
+    def _backward_sum(self, batch: Batch, objective: Objective, adapter: str) -> StepOutput:
+        """One pass over each micro-batch."""
+        self.adapters.activate(adapter)
+        micro = dataclasses.replace(self._micro(batch, "actor"), unread=1)
+        with keep_small(self._recomputed, largest_part(batch, micro), micro.max_tokens or 0):
+            return self._learn(batch, objective, micro)
+
     def backward_gradients(self, batch: Batch, gradients: Mapping[str, Tensor], adapter: str) -> StepOutput:
         """Gradients of the model from those of its outputs [B, T]."""
         self.adapters.activate(adapter)
         return self._learn(batch, Objective(list(gradients), batch, batch, linear_loss(gradients)))
 
-    def _learn(self, batch: Batch, objective: Objective, *, unread: int = 0) -> StepOutput:
+    def _learn(self, batch: Batch, objective: Objective, micro: MicroBatching | None = None) -> StepOutput:
         seen = Seen(objective.loss)
-        micro = dataclasses.replace(self._micro(objective.rows, "actor"), unread=unread)
+        micro = micro or self._micro(objective.rows, "actor")
         report = self.backend.forward_backward(objective.rows, objective.want, seen, micro)
         total = report.pop(TOTAL)
         return StepOutput(total, report, seen.rows(batch, self.ranks))

@@ -9,7 +9,7 @@ import torch
 from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.changes import undo_changes
-from strop.models.checkpointing import checkpoint_activations, checkpointed_layers
+from strop.models.checkpointing import checkpoint_activations, checkpointed_layers, keep_small
 from strop.models.forward import response_outputs
 from strop.models.patches import PatchContext, _residual_add
 from tests.models.tiny import tiny_batch, tiny_model
@@ -64,6 +64,19 @@ def test_products_that_add_to_the_stream_find_it_again(mode):
         assert not any("stream" in vars(part) for part in model.modules()), "nothing is kept alive"
         undo_changes(changes)
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_a_small_pass_computes_nothing_again():
+    """Two layers of 8 tokens keep as much as one layer computes again for 16."""
+    model = tiny_model()
+    checkpoint_activations(model, "full")
+    layers = checkpointed_layers(model)
+    limit = 8 * len(layers)
+    found = []
+    for tokens in (8, 9):
+        with keep_small(layers, tokens, limit):
+            found.append(calls_of(model)["self_attn"])
+    assert found == [1, 2] and checkpointed_layers(model) == layers
 
 
 def test_disabled_it_is_gone_and_without_gradients_it_does_nothing():
