@@ -4,13 +4,31 @@ when it is needed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """One image of a prompt as its model takes it. Samples of a prompt share it by reference."""
+
+    digest: str
+    """Hash of the picture and of how it was prepared; images with the same digest have the same features."""
+    tensors: Mapping[str, Tensor]
+    """What the model's forward takes for this image alone: pixel_values, image_grid_thw ..."""
+    num_tokens: int
+    """Placeholder tokens in the prompt, each of which is replaced by one vector of features."""
+    size: tuple[int, int] = (0, 0)
+    """Width and height of the picture in the data, in pixels."""
+
+
+Images = tuple[ImageInput, ...]
+"""The images of a sequence, in the order of their placeholders."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class Prompt:
     """Passed to the scorer, tools and interactions unchanged."""
     agent_name: str | None = None
     """Name of the agent loop; None: the configured default."""
-    images: list[Any] = field(default_factory=list)
+    images: Images = ()
     """Images in the order of their placeholders."""
 
 
@@ -194,6 +212,8 @@ class Batch:
     """Position in the original order of the step; reordering keeps it."""
     episodes: Tensor | None = rows()
     """Number of the episode of each sequence; rows of one episode are neighbours. None: each row is one."""
+    images: list[Images] | None = field(default=None, metadata={"role": LISTS})
+    """The images of each sequence; None: none has any."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -300,6 +320,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
     episodes = [t.episode for t in trajectories]
+    images = [t.prompt.images for t in trajectories]
     prompts = {id(t.prompt): t.prompt for t in trajectories}
     prompt_ids = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
     whole = [
@@ -316,4 +337,5 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         scores=torch.from_numpy(scores),
         row_ids=torch.arange(len(trajectories)),
         episodes=None if None in episodes else torch.tensor(episodes),
+        images=images if any(images) else None,
     )

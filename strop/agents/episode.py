@@ -271,7 +271,8 @@ class Episode:
         if max_tokens is not None:
             room = min(room, max_tokens)
         seed = self.context.seed(*self.seeds, self.assistant_turns)
-        request = Request([*self.prompt.ids, *self._row.response], seed=seed, max_tokens=room)
+        ids = [*self.prompt.ids, *self._row.response]
+        request = Request(ids, seed=seed, max_tokens=room, images=self.prompt.images)
         start = time.perf_counter()
         [completion] = await self.context.engine.agenerate(request, self.sampling)
         self.seconds["generate_sequences"] += time.perf_counter() - start

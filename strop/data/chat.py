@@ -12,9 +12,12 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from strop.data.images import ImageProcessor
+from strop.types import Images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,6 +59,10 @@ class Chat:
     """Schemas of the tools that the template lists."""
     plain: bool = False
     """No template: the contents are concatenated, and each assistant turn ends with the EOS token."""
+    images: ImageProcessor | None = None
+    """Prepares images; None: messages have none."""
+    expansions: tuple[str, ...] = ()
+    """What each image placeholder of a conversation becomes, in order."""
 
     def __post_init__(self) -> None:
         clash = sorted(set(self.kwargs) & set(RESERVED))
@@ -79,10 +86,46 @@ class Chat:
     def text(self, messages: Sequence[Message], *, generate: bool = False, tools: Tools | None = None) -> str:
         """Return the rendered text; `generate` adds the generation prompt of the next assistant turn."""
         text = self._render(messages, generate, tools)
+        if self.expansions:
+            text = self._expanded(text)
         problem = lone_surrogate(text)
         if problem is not None:
             raise ValueError(f"A message holds {problem}, so it cannot be tokenized.")
         return text
+
+    def with_images(
+        self, images: Sequence[object], *, where: str, folder: Path | None = None
+    ) -> tuple[Chat, Images]:
+        """Return the chat that renders a conversation with these images, and the images for the model.
+        `where` names the row and the column."""
+        if self.images is None:
+            raise ValueError(f"{where} holds images, which are not used here. Remove the column.")
+        prepared = self.images.prepare(images, where=where, folder=folder)
+        chat = replace(self, expansions=tuple(one.text for one in prepared))
+        return chat, tuple(one.inputs for one in prepared)
+
+    def _expanded(self, text: str) -> str:
+        """Replace the image placeholders of a rendered text, which may be only the beginning of a
+        conversation."""
+        assert self.images is not None
+        pieces = text.split(self.images.placeholder)
+        if len(pieces) - 1 > len(self.expansions):
+            raise ValueError(
+                f"A conversation has {len(pieces) - 1} image placeholders ({self.images.placeholder!r}) and "
+                f"{len(self.expansions)} images."
+            )
+        found = [pieces[0]]
+        for expansion, piece in zip(self.expansions, pieces[1:]):
+            found += [expansion, piece]
+        return "".join(found)
+
+    def _for_template(self, message: Message) -> dict[str, Any]:
+        """A message as the template takes it: templates of some models with images read parts only."""
+        found = dict(message)
+        template = self.template or self.tokenizer.chat_template
+        if self.expansions and isinstance(found.get("content"), str) and "is string" not in str(template):
+            found["content"] = [{"type": "text", "text": found["content"]}]
+        return found
 
     def _render(self, messages: Sequence[Message], generate: bool, tools: Tools | None) -> str:
         if self.plain:
@@ -91,7 +134,7 @@ class Chat:
 
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [self._for_template(message) for message in messages],
                 tools=list(tools or self.tools or []) or None,  # type: ignore[arg-type]
                 chat_template=self.template,
                 add_generation_prompt=generate,
@@ -207,10 +250,15 @@ class Chat:
     def _plain_text(self, message: Message) -> str:
         content = message.get("content") or ""
         if not isinstance(content, str):
-            content = "".join(part.get("text", "") for part in content)
+            content = "".join(self._plain_part(part) for part in content)
         if message["role"] == "assistant":
             return content + str(self.tokenizer.eos_token or "")
         return content
+
+    def _plain_part(self, part: Mapping[str, Any]) -> str:
+        if part.get("type") == "image" and self.images is not None:
+            return self.images.placeholder
+        return str(part.get("text", ""))
 
     def _bos_ids(self) -> list[int]:
         """Return the ids that the tokenizer puts before every text; chat templates write them themselves."""

@@ -15,11 +15,12 @@ from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import SupervisedDataConfig
 from strop.data.chat import Chat, Tools
 from strop.data.files import FileRows, Row, RowSource, open_rows
+from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.schema import ColumnKeys, RowFields, check_columns, parse_row
 from strop.data.selection import Indices, select
 from strop.data.workers import measure_prompts
 from strop.registry import load_attribute
-from strop.types import Prompt
+from strop.types import Images, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,11 +103,14 @@ class PromptDataset(Sequence[Prompt]):
 
     def __getitem__(self, index: Any) -> Any:
         row = int(self.indices[index])
-        if row not in self._cache:
-            self._cache[row] = self._render(row)
+        if row in self._cache:
+            return self._cache[row]
+        prompt = self._render(row)
+        if not prompt.images:  # pixels of a thousand prompts would not fit
+            self._cache[row] = prompt
             if len(self._cache) > CACHED_PROMPTS:
                 self._cache.popitem(last=False)
-        return self._cache[row]
+        return prompt
 
     def where(self, row: int) -> str:
         """Return the name of a row, for messages."""
@@ -116,11 +120,14 @@ class PromptDataset(Sequence[Prompt]):
         """Return a row, by its number in the files, parsed but not rendered; `content` if it was read
         already."""
         stem = "custom"
+        folder = None
         if isinstance(self.rows, FileRows):
-            stem = self.rows.place(row)[0].stem
+            file = self.rows.place(row)[0]
+            stem = file.stem
+            folder = file.path.parent
         if content is None:
             content = self.rows[row]
-        return parse_row(content, self.keys, where=self.where(row), stem=stem)
+        return parse_row(content, self.keys, where=self.where(row), stem=stem, folder=folder)
 
     def lengths(self, indices: Sequence[int] | None = None) -> list[int]:
         """Return the number of tokens of prompts, before truncation."""
@@ -178,7 +185,10 @@ class PromptDataset(Sequence[Prompt]):
         if isinstance(content, Prompt):
             return dataclasses.replace(content, ids=self._truncate(content.ids, row))
         fields = self.fields(row, content)
-        ids = self.chat.ids(fields.messages, tools=_listed_tools(self.listing, fields))
+        chat, images = chat_of(self.chat, fields)
+        ids = chat.ids(fields.messages, tools=_listed_tools(self.listing, fields))
+        if images:
+            self._refuse_cut(ids, row)
         return Prompt(
             index=row,
             ids=self._truncate(ids, row),
@@ -187,8 +197,17 @@ class PromptDataset(Sequence[Prompt]):
             ground_truth=fields.ground_truth,
             extra_info=fields.extra_info,
             agent_name=fields.agent_name,
-            images=fields.images,
+            images=images,
         )
+
+    def _refuse_cut(self, ids: list[int], row: int) -> None:
+        """A prompt with images is never cut: an image would lose some of its tokens."""
+        if len(ids) > self.max_prompt_length:
+            raise ValueError(
+                f"{self.where(row)} has {len(ids)} tokens with its images, over "
+                f"data.max_prompt_length={self.max_prompt_length}. Raise it, set data.max_pixels, or drop "
+                "such rows (data.filter_overlong_prompts=true)."
+            )
 
     def _truncate(self, ids: list[int], row: int) -> list[int]:
         return truncate(ids, self.max_prompt_length, self.truncation, where=self.where(row))
@@ -198,15 +217,18 @@ class PromptDataset(Sequence[Prompt]):
 
 
 def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing | None = None) -> list[int]:
-    """Return the number of tokens of each prompt, including listed tools."""
+    """Return the number of tokens of each prompt, including listed tools and images."""
     with_tools: list[int] = []
     without_tools: list[int] = []
+    lengths = [0] * len(rows)
     for index, row in enumerate(rows):
-        if _listed_tools(listing, row) is None:
+        if row.images:
+            shown, _ = chat_of(chat, row)
+            lengths[index] = len(shown.ids(row.messages, tools=_listed_tools(listing, row)))
+        elif _listed_tools(listing, row) is None:
             without_tools.append(index)
         else:
             with_tools.append(index)
-    lengths = [0] * len(rows)
     for index, length in zip(without_tools, chat.lengths([rows[i].messages for i in without_tools])):
         lengths[index] = length
     if listing is not None:
@@ -216,6 +238,13 @@ def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing |
     return lengths
 
 
+def chat_of(chat: Chat, fields: RowFields) -> tuple[Chat, Images]:
+    """Return the chat that renders a row, and its images for the model."""
+    if not fields.images:
+        return chat, ()
+    return chat.with_images(fields.images, where=f"{fields.where}, images", folder=fields.folder)
+
+
 def _listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
     if listing is None:
         return None
@@ -223,14 +252,21 @@ def _listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | Non
 
 
 def build_chat(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: str | None = None,
+    load_processor: LoadProcessor | None = None,
 ) -> Chat:
     """Return the chat that renders the prompts of a configuration."""
+    images = None
+    if load_processor is not None:
+        images = ImageProcessor(load_processor, config.min_pixels, config.max_pixels)
     return Chat(
         tokenizer,
         template=chat_template,
         kwargs=dict(config.apply_chat_template_kwargs or {}),
         plain=not config.apply_chat_template,
+        images=images,
     )
 
 
@@ -241,6 +277,7 @@ def build_prompts(
     split: Split = "train",
     chat_template: str | None = None,
     listing: ToolListing | None = None,
+    load_processor: LoadProcessor | None = None,
 ) -> PromptDataset:
     """Build the training or validation prompts of a configuration."""
     files = config.val_files
@@ -257,7 +294,7 @@ def build_prompts(
             check_columns(file.columns, keys, where=file.address)
     dataset = PromptDataset(
         rows,
-        build_chat(config, tokenizer, chat_template),
+        build_chat(config, tokenizer, chat_template, load_processor),
         keys=keys,
         max_prompt_length=config.max_prompt_length,
         truncation=config.truncation,

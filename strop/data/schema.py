@@ -4,7 +4,7 @@
     prompt        messages [{role, content}, ...], or plain text that becomes one user message
     reward_model  {style, ground_truth}
     extra_info    anything that the scorer, tools or interactions need
-    ability, agent_name, images, videos   optional
+    ability, agent_name, images   optional; a prompt has <image> where an image goes
 
 Files with only a text column and perhaps a label column work too: `data.label_key` names the answer, and the
 file name replaces the missing data_source.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,10 @@ class RowFields:
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None
     images: list[object] = field(default_factory=list)
-    videos: list[object] = field(default_factory=list)
+    where: str = ""
+    """The row, for messages."""
+    folder: Path | None = None
+    """The folder of its file, for relative paths of images."""
 
 
 def check_columns(columns: Sequence[str], keys: ColumnKeys, *, where: str) -> None:
@@ -92,7 +96,9 @@ def require_column(columns: Sequence[str], name: str, *, setting: str, where: st
         )
 
 
-def parse_row(row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom") -> RowFields:
+def parse_row(
+    row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom", folder: Path | None = None
+) -> RowFields:
     """Parse one row; `where` names it in errors, `stem` is its data_source if the file has no such column."""
     row = {name: to_plain(value) for name, value in row.items()}
     if row.get(keys.prompt) is None:
@@ -105,7 +111,14 @@ def parse_row(row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom") -
     reward = _struct(row, "reward_model", where)
     images = _list(row, keys.images, where)
     videos = _list(row, keys.videos, where)
-    messages = split_placeholders(messages, {"image": len(images), "video": len(videos)}, where=where)
+    if videos:
+        raise ValueError(
+            f"{where}: the column {keys.videos!r} holds videos, which cannot be read. Store their frames in "
+            f"the column {keys.images!r} and write <image> for each."
+        )
+    if keys.images in row and not images and any("<image>" in str(one["content"]) for one in messages):
+        raise ValueError(f"{where}: the prompt has <image> but its column {keys.images!r} is empty.")
+    messages = split_placeholders(messages, {"image": len(images)}, where=where)
     ground_truth = reward.get("ground_truth")
     if keys.label:
         ground_truth = row.get(keys.label)
@@ -118,13 +131,15 @@ def parse_row(row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom") -
         extra_info=_struct(row, "extra_info", where),
         agent_name=row.get("agent_name") or None,
         images=images,
-        videos=videos,
+        where=where,
+        folder=folder,
     )
 
 
 def read_row(rows: FileRows, index: int, keys: ColumnKeys) -> RowFields:
     """Return row `index` of files, parsed."""
-    return parse_row(rows[index], keys, where=rows.where(index), stem=rows.place(index)[0].stem)
+    file = rows.place(index)[0]
+    return parse_row(rows[index], keys, where=rows.where(index), stem=file.stem, folder=file.path.parent)
 
 
 def as_messages(value: object, *, where: str, input_template: str | None = None) -> list[Message]:
@@ -179,7 +194,7 @@ def to_plain(value: Any) -> Any:
 
 
 def split_placeholders(messages: list[Message], counts: Mapping[str, int], *, where: str) -> list[Message]:
-    """Turn `<image>` and `<video>` in text into content parts; `counts` says how many of each the row has."""
+    """Turn `<image>` in text into content parts; `counts` says how many images the row has."""
     if not any(counts.values()):
         return messages
     found = dict.fromkeys(counts, 0)

@@ -171,7 +171,11 @@ class ResponseGenerator:
                 continue
             room = min(self.sampling.max_tokens, self.max_model_len - len(ids))
             requests[row] = Request(
-                ids, n, seed=stream_seed(self.config.rollout.seed or 0, row), max_tokens=room
+                ids,
+                n,
+                seed=stream_seed(self.config.rollout.seed or 0, row),
+                max_tokens=room,
+                images=prompt.images,
             )
         for row, completions in zip(
             requests, self.engine.generate(list(requests.values()), self.sampling), strict=True

@@ -254,13 +254,20 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
             f"{name!r}."
         )
     try:
-        model.set_attn_implementation(name)
+        model.set_attn_implementation(_for_language(model, name))
     except (ValueError, ImportError) as error:
         known = sorted({"eager", *AttentionInterface().valid_keys()} - {PACKED})
         raise ValueError(
             f"attn_implementation={name!r} cannot be used with {type(model).__name__}: "
             f"{error}{did_you_mean(name, known)} Always there: sdpa, eager."
         ) from error
+
+
+def _for_language(model: PreTrainedModel, name: str) -> str | dict[str, str]:
+    """`name` for the language model alone where there is a vision tower, whose attention is not causal."""
+    if getattr(model.config, "vision_config", None) is None:
+        return name
+    return {"": name, "text_config": name}
 
 
 class SetAttention:

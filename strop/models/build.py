@@ -11,16 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.model import ModelConfig
 from strop.models.checkpointing import checkpoint_activations
 from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.layouts.check import runs_packed
-from strop.models.load import load_config, load_language_model, load_tokenizer, resolve
+from strop.models.load import (
+    language_model_class,
+    load_config,
+    load_language_model,
+    load_tokenizer,
+    resolve,
+)
 from strop.models.lora import add_adapters, base_model, load_adapters
 from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
+from strop.models.vision.passes import freeze_tower
 from strop.registry import load_module
 
 if TYPE_CHECKING:
@@ -71,12 +78,21 @@ def _warn_fp32(name: str) -> None:
     log.warning("This CPU has no bf16 instructions; computing in fp32 instead of %s.", name)
 
 
-def build_policy(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+def build_policy(
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    weights: bool = True,
+    freeze_vision_tower: bool = False,
+) -> Any:
     """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so.
 
     Without `weights`, here and below, its parameters are on the meta device.
     """
-    return _finish(_language_model(settings, dtype, weights), settings, weights)
+    model = _finish(_language_model(settings, dtype, weights), settings, weights)
+    if freeze_vision_tower:
+        freeze_tower(model)
+    return model
 
 
 def adopt_policy(model: PreTrainedModel, settings: ModelConfig) -> Any:
@@ -135,8 +151,9 @@ def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = T
     source = resolve(settings.path)
     if not weights:
         with meta_init():
-            model = AutoModelForCausalLM.from_config(
-                _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code
+            config = _config(settings)
+            model = language_model_class(config).from_config(
+                config, dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
         return _prepare(model, settings)
     model = load_language_model(

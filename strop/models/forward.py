@@ -27,6 +27,7 @@ from strop.models.layouts.mixers import prepare_mixers
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
+from strop.models.vision.passes import images_in, lay_out_images
 from strop.types import Batch
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ LANGUAGE = ("log_probs", "entropy", "observed_entropy", "sum_pi_squared")
 SCALAR = ("values", "scores")
 """Outputs of a value or reward model."""
 _LOGITS = {"cpu": 2**26, "cuda": 2**28}
-"""Logits that exist at a time. Each chunk adds to the gradient of the whole head, for which a GPU wants many
-rows."""
+"""Logits that exist at a time. Each chunk adds to the gradient of the whole head: a GPU wants many rows."""
 
 
 def response_outputs(
@@ -80,7 +80,10 @@ def response_outputs(
     table = rectangle(batch.sequences)
     read = table if counted else without_last(table)
     packed = runs_packed(model, packed, slicing is not None)
-    inputs = lay_out(read, packed=packed, share=not counted, device=device)
+    if batch.images is None:
+        inputs = lay_out(read, packed=packed, share=not counted, device=device)
+    else:
+        inputs = lay_out_images(model, read, batch.images, packed=packed, share=not counted, device=device)
     states, labels, cells = (part.to(device) for part in _response_states(batch, table, inputs.places))
     share = _RankShare(states, labels, inputs, slicing)
     head: OutputHead
@@ -199,14 +202,15 @@ def _run(
         given["packing"] = inputs.packing
     else:
         set_attention(model, attention or padded_attention(model))
-    with forward_replaced(head.module, head):
+    with forward_replaced(head.module, head), images_in(model, inputs) as (ids, images):
         # Without use_cache=False, or with a mask of ones, some models let packed sequences see each other.
         output = model(
-            input_ids=inputs.ids,
+            input_ids=ids,
             position_ids=inputs.positions,
             attention_mask=inputs.mask,
             use_cache=False,
             **given,
+            **images,
         )
     if head.after is not None:
         return head.after(), output
@@ -323,8 +327,7 @@ class _LanguageHead(OutputHead):
 
 
 def _as_output(numbers: Tensor) -> Tensor:
-    """[n, outputs] as the output of a head. Not a view: sharded modules put their backward hooks on what a
-    module returns."""
+    """[n, outputs] as the output of a head. Not a view: sharded modules hook what a module returns."""
     return numbers[None].clone()
 
 
@@ -350,8 +353,11 @@ class _DecoderOutput:
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
 
-    def __getitem__(self, place: int) -> Tensor:
-        return (self.last_hidden_state,)[place]
+    def __getitem__(self, place: int | str) -> Tensor:
+        return (self.last_hidden_state,)[0 if isinstance(place, str) else place]
+
+    def keys(self) -> tuple[str]:
+        return ("last_hidden_state",)
 
     def __getattr__(self, name: str) -> None:
         return None

@@ -292,6 +292,18 @@ def override_config(config: PreTrainedConfig, changes: Mapping[str, Any]) -> Pre
     return config
 
 
+def language_model_class(config: PreTrainedConfig) -> Any:
+    """The auto class of transformers that makes the policy: one with a vision tower where the configuration
+    has one."""
+    if getattr(config, "vision_config", None) is None:
+        return AutoModelForCausalLM
+    from transformers import AutoModelForImageTextToText
+
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
 def load_language_model(
     source: WeightFiles,
     config: PreTrainedConfig,
@@ -301,7 +313,7 @@ def load_language_model(
 ) -> Any:
     """A causal language model; every weight must be in the folder."""
     with weights_of(source.name), _gguf_read_once(source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = language_model_class(config).from_pretrained(
             source.name,
             config=config,
             dtype=dtype,
@@ -319,6 +331,18 @@ def load_language_model(
             "needs a causal language model."
         )
     return model
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model folder that say how images are prepared."""
+
+
+def copy_processor_files(source: str | None, target: Path) -> None:
+    """A folder that is written gets the files of the processor, if the model it came from has some."""
+    for name in PROCESSOR_FILES:
+        file = Path(source or "").expanduser() / name
+        if source and file.is_file():
+            (target / name).write_bytes(file.read_bytes())
 
 
 def load_tokenizer(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from strop.models.sequence_parallel import Slicing
+from strop.types import Images
 
 NOTHING = -1
 """Fills a table of token ids behind the end of a sequence."""
@@ -41,6 +42,8 @@ class Inputs:
     packing: Packing | None
     places: Tensor
     """[B, longest] places of the tokens of each sequence in the flattened ids; NOTHING behind its end."""
+    images: Images = ()
+    """The images of all sequences, each once: see models/vision/passes.py."""
 
     def sliced(self, slicing: Slicing) -> Inputs:
         """The slice of a packed row that this rank computes."""

@@ -44,9 +44,9 @@ class Slicing:
         return total
 
     def slice(self, row: Tensor) -> Tensor:
-        """This rank's slice of a row [1, length]."""
+        """This rank's slice of a row [..., length]."""
         padded = torch.nn.functional.pad(row, (0, self.width * self.size - self.length))
-        return padded[:, self.rank * self.width : (self.rank + 1) * self.width]
+        return padded[..., self.rank * self.width : (self.rank + 1) * self.width]
 
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor

@@ -31,6 +31,7 @@ from strop.config.schema.rollout import RolloutConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.data.loader import Loader, PromptLoader, build_loader
 from strop.data.prompts import build_chat, build_prompts
+from strop.models.vision.processor import processor_loader
 from strop.ppo.admission import AnswerLengths, LengthRecorder
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
 from strop.ppo.experience import ExperienceFacts
@@ -94,7 +95,10 @@ def build_ppo(
     device = device_of(config.trainer.device)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     agents = AgentSetup(rollout, build_chat(config.data, tokenizer), given.tools)
-    prompts = build_prompts(config.data, tokenizer, split="train", listing=agents.listing())
+    load_processor = processor_loader(config.actor_rollout_ref.model)
+    prompts = build_prompts(
+        config.data, tokenizer, split="train", listing=agents.listing(), load_processor=load_processor
+    )
     plan = plan_ppo(config, rows=len(prompts))
     assert plan.total_steps is not None
     engine_memory = EngineMemory()
@@ -381,7 +385,10 @@ def build_validator(
     sampling = dataclasses.replace(
         collector.rollout.sampling, temperature=val.temperature, top_k=val.top_k, top_p=val.top_p
     )
-    prompts = build_prompts(config.data, tokenizer, split="val", listing=agents.listing())
+    load_processor = processor_loader(config.actor_rollout_ref.model)
+    prompts = build_prompts(
+        config.data, tokenizer, split="val", listing=agents.listing(), load_processor=load_processor
+    )
     loader = build_loader(config.data, prompts, split="val")
     best_of_n = conventions(config.algorithm.compat).best_of_n
     return Validator(loader, collector, sampling, val.n, best_of_n)

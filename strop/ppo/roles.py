@@ -116,6 +116,8 @@ def build_actor(
 ) -> ModuleBackend:
     """The policy in training. `build` makes its module."""
     actor = config.actor_rollout_ref.actor
+    if actor.freeze_vision_tower:
+        build = partial(build, freeze_vision_tower=True)
     return make(
         build,
         config.actor_rollout_ref.model,

@@ -136,6 +136,7 @@ class Sampler:
             seed=stream_seed(self.seed, step, prompt.index, group),
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.ids)),
             adapter=self.adapter,
+            images=prompt.images,
         )
 
     def _run_episodes(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from strop.catalog import ENGINES
 from strop.errors import CRASHED
 from strop.registry import did_you_mean
+from strop.types import Images
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +60,8 @@ class Request:
     first: int = 0
     """Index of the first sample in the random streams of `seed`: sample i of a request equals the only sample
     of the same request with n=1 and first=i."""
+    images: Images = field(default=(), compare=False)
+    """The images of the prompt, whose placeholder tokens are in `ids`."""
     on_tokens: OnTokens | None = field(default=None, compare=False)
     """Called with (sample, ids, log-probs) as tokens are sampled, by engines that can stream."""
     adapter: str | None = None
@@ -196,9 +199,7 @@ def refuse_more(engine: object, more: MoreRequests | None) -> None:
 
 def completion_limit(request: Request, sampling: Sampling) -> int:
     """Limit of tokens of one completion of this request."""
-    if request.max_tokens is None:
-        return sampling.max_tokens
-    return request.max_tokens
+    return sampling.max_tokens if request.max_tokens is None else request.max_tokens
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
@@ -212,9 +213,12 @@ def check_request(
     max_model_len: int,
     sampling: Sampling,
     adapters: Collection[str] | None = None,
+    takes_images: bool = False,
 ) -> str | None:
     """Why a request cannot be served, or None. Engines answer such a request with finish=error and serve the
     rest of the batch. `adapters`: names of the loaded adapters; None: the engine has no adapters at all."""
+    if request.images and not takes_images:
+        return "the prompt has images, which this engine does not take; set rollout.name=native or hf"
     limit = completion_limit(request, sampling)
     if request.adapter is not None:
         if adapters is None:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from strop.config.schema.rollout import RolloutConfig
 from strop.models.attention import PACKED, padded_attention, set_attention
+from strop.models.vision.passes import image_arguments
 from strop.rollout.base import (
     Completion,
     MoreRequests,
@@ -85,7 +86,7 @@ class HfEngine:
         valid: list[int] = []
         vocab_size = num_embeddings(self.model)
         for i, request in enumerate(requests):
-            reason = check_request(request, vocab_size, self.max_model_len, sampling)
+            reason = check_request(request, vocab_size, self.max_model_len, sampling, takes_images=True)
             if reason is None:
                 valid.append(i)
             else:
@@ -98,7 +99,8 @@ class HfEngine:
     def _batches(
         self, requests: Sequence[Request], valid: list[int], sampling: Sampling
     ) -> Iterator[list[int]]:
-        """Indices of requests with the same n and token limit; a request with a seed is its own batch."""
+        """Indices of requests with the same n and token limit; a request with a seed or images is its own
+        batch."""
 
         def order(i: int) -> tuple[int, int]:
             return self._max_new_tokens(requests[i], sampling), len(requests[i].ids)
@@ -107,7 +109,7 @@ class HfEngine:
         batch_key: tuple[object, ...] = ()
         for i in sorted(valid, key=order):
             request = requests[i]
-            alone = i if request.seed is not None else None
+            alone = i if request.seed is not None or request.images else None
             key = (self._max_new_tokens(request, sampling), request.n, alone)
             if batch and (key != batch_key or (len(batch) + 1) * max(1, request.n) > self._max_num_seqs):
                 yield batch
@@ -153,6 +155,7 @@ class HfEngine:
             output = generate(
                 input_ids=ids.repeat_interleave(n, 0),
                 attention_mask=mask.repeat_interleave(n, 0),
+                **image_arguments(self.model, requests[0].ids, requests[0].images, n),
                 generation_config=_generation_config(sampling, max_new_tokens),
                 stopping_criteria=StoppingCriteriaList([_Aborted(lambda: self._abort_up_to >= call)]),
             )

@@ -20,7 +20,7 @@ from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.data.balance import balanced_partitions, workload
 from strop.ranks import Ranks
 from strop.rewards.model import TokenScorer
-from strop.types import Batch, pad_columns
+from strop.types import Batch, Images, pad_columns
 
 ServedModel = Backend | TokenScorer
 
@@ -44,24 +44,28 @@ class BatchArrays:
     lengths: np.ndarray
     tables: dict[str, np.ndarray]
     """Other fields of the batch."""
+    images: list[Images] | None = None
+    """Pickled once; rows of a group share them there too."""
 
     @staticmethod
     def of(batch: Batch, fields: Sequence[str] = ("prompt_lengths", "mask")) -> BatchArrays:
         """Take the sequences and these fields of a batch."""
         ids = torch.cat(batch.sequences).numpy()
         tables = {name: getattr(batch, name).numpy() for name in fields}
-        return BatchArrays(ids, np.array(batch.lengths), tables)
+        return BatchArrays(ids, np.array(batch.lengths), tables, batch.images)
 
     @staticmethod
     def with_all_fields(batch: Batch) -> BatchArrays:
         """Take everything that the batch has, since a loss may read any of it."""
-        fields = [name for name, value in vars(batch).items() if value is not None and name != "sequences"]
+        skipped = ("sequences", "images")
+        fields = [name for name, value in vars(batch).items() if value is not None and name not in skipped]
         return BatchArrays.of(batch, fields)
 
     def batch(self) -> Batch:
         """Return the batch again."""
         sequences = torch.tensor(self.ids).split(self.lengths.tolist())
-        return Batch(list(sequences), **{name: torch.tensor(table) for name, table in self.tables.items()})
+        tensors: dict[str, Any] = {name: torch.tensor(table) for name, table in self.tables.items()}
+        return Batch(list(sequences), images=self.images, **tensors)
 
 
 def output_arrays(outputs: Outputs) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from strop.backends.fsdp.sharded import fill
 from strop.backends.single import ModuleBackend
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
+from strop.models.load import copy_processor_files
 from strop.models.lora import has_adapters
 from strop.run.checkpoint.store import Export
 
@@ -56,6 +57,7 @@ def folder_of(backend: Backend, tokenizer: PreTrainedTokenizerBase) -> Export:
         if generation is not None:
             generation.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_processor_files(model.config._name_or_path, folder)
 
     return Export(exported(backend), write)
 

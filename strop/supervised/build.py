@@ -49,7 +49,7 @@ from strop.supervised.trainer import EpochProgress, Observer, ScoreMoments, Supe
 from strop.types import Batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from strop.config.schema.roots import AnySupervisedConfig
 
@@ -212,7 +212,7 @@ def build_chat_tokenizer(config: AnySupervisedConfig) -> PreTrainedTokenizerBase
 
 def build_model(config: AnySupervisedConfig, make: BackendMaker) -> ModuleBackend:
     """The model in training: a language model, or one with a scalar head for rewards."""
-    build = build_policy
+    build: Callable[..., PreTrainedModel] = build_policy
     if isinstance(config, RmConfig):
         build = build_critic
     model = dataclasses.replace(config.model, use_remove_padding=config.use_remove_padding)

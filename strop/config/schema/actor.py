@@ -136,8 +136,8 @@ class ActorConfig:
     it."""
     use_rollout_log_probs: bool = setting(False)
     """Use the engine's log-probs as old log-probs instead of recomputing them."""
-    freeze_vision_tower: bool = inert(False, "only language models are trained, which have no vision part")
-    """Freeze the vision tower."""
+    freeze_vision_tower: bool = setting(False)
+    """Train the language model and the projector, and leave the vision tower as it is."""
     optim: OptimConfig = section(OptimConfig)
     """Optimizer and schedule."""
     fsdp_config: FsdpConfig = section(FsdpConfig)

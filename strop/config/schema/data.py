@@ -83,9 +83,14 @@ class DataConfig:
     dataloader_num_workers: int = setting(0, at_least=0)
     """Processes that render prompts in advance. 0: the main process renders them."""
     image_key: str = setting("images")
-    """Column with images."""
+    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> where one goes."""
     video_key: str = setting("videos")
-    """Column with videos."""
+    """Column with videos. A row that has some is refused: store the frames as images."""
+    min_pixels: int | None = setting(None, at_least=1)
+    """Images with fewer pixels are enlarged. Null: as the processor of the model does."""
+    max_pixels: int | None = setting(None, at_least=1)
+    """Images with more pixels are reduced, which bounds their tokens. Null: as the processor of the model
+    does."""
     image_patch_size: int = inert(14, "the model's own processor knows its patch size")
     """Side length of a vision patch."""
     tool_config_path: str | None = inert(

@@ -103,6 +103,9 @@ _LAYER_LISTS = (
 """Lists of numbers of layers."""
 _KINDS = ("layer_types", "layers_block_type")
 """Lists of one kind per layer."""
+_ROTARY = ("rope_parameters", "rope_scaling")
+_SECTIONS = (2, 1, 1)
+"""How many of the frequencies of a small head turn with each axis of a position."""
 _PLAIN_PARTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList, nn.Identity, nn.Dropout)
 
 
@@ -203,6 +206,10 @@ def _shrink(config: PreTrainedConfig, all_layers: bool) -> None:
     shared = own.get("num_kv_shared_layers")
     if isinstance(shared, int) and shared:
         changes["num_kv_shared_layers"] = sum(layer >= depth - shared for layer in kept)
+    for name in _ROTARY:
+        rotary = own.get(name)
+        if isinstance(rotary, dict) and "mrope_section" in rotary:
+            changes[name] = {**rotary, "mrope_section": list(_SECTIONS)}
     own.update(changes)
 
 

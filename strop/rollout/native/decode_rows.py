@@ -37,6 +37,7 @@ _INT_FIELDS = {
     "stream": 0,
     "group": 0,
     "top_k": ALL,
+    "shift": 0,
 }
 _FLOAT_FIELDS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0}
 """Fields with one number per row, and their value in free rows, which look like finished rows of one
@@ -199,6 +200,7 @@ class DecodeRows:
             values["stream"].append(one.stream)
             values["group"].append(group)
             values["top_k"].append(_top_k(one.settings))
+            values["shift"].append(0 if one.images is None else one.images.shift)
         return list(values.values())
 
     def _padded_stops(self, settings: Sampling) -> list[int]:
@@ -224,6 +226,10 @@ class DecodeRows:
         """The newest token of each row, and its position."""
         positions = self.fields["length"][rows] - 1
         return self.fields["tokens"][rows, positions], positions
+
+    def rotary(self, rows: Tensor, positions: Tensor, used: Features) -> Tensor:
+        """The positions as rotary embeddings count them: an image takes fewer than it has tokens."""
+        return positions + self.fields["shift"][rows] if used["shifted"] else positions
 
     def inputs_ahead(self, rows: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
         """The newest token of a row and the next `ahead` - 1 tokens behind it, and their positions. `rows`:
@@ -251,6 +257,7 @@ class DecodeRows:
             "top_p": any(one.top_p < 1 for one in settings),
             "min_p": any(one.min_p > 0 for one in settings),
             "penalty": any(one.repetition_penalty != 1 for one in settings),
+            "shifted": any(one.images is not None and one.images.shift for one in samples),
         }
 
     def sample_next(self, rows: Tensor, logits: Tensor, used: Features, longest: int) -> None:

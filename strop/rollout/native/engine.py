@@ -28,9 +28,10 @@ from strop.rollout.base import (
     num_embeddings,
     resolve_max_model_len,
 )
-from strop.rollout.native.adapters import NO_ADAPTER, Adapters
+from strop.rollout.native.adapters import Adapters
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.borrowed_model import BorrowedModel
+from strop.rollout.native.images import image_problem, prompt_images
 from strop.rollout.native.kv_cache import may_stay
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import Meter
@@ -254,10 +255,9 @@ class NativeEngine:
             state = RequestState(number, request, on_done)
             scheduler = self._ready().scheduler
             limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
-            reason = check_request(
-                request, num_embeddings(self.model), self.max_model_len, sampling, self.adapters.by_name
-            )
-            reason = reason or scheduler.over_budget(limit)
+            known = (num_embeddings(self.model), self.max_model_len, sampling, self.adapters.by_name)
+            reason = check_request(request, *known, takes_images=True)
+            reason = reason or scheduler.over_budget(limit) or image_problem(self.model, request)
             if reason is not None:
                 for index, completion in enumerate(error_completions(request, reason, self.version)):
                     state.add(index, completion)
@@ -265,15 +265,14 @@ class NativeEngine:
             self._requests[number] = state
             seed = stream(self.seed, number) if request.seed is None else request.seed
             settings = self._settings.of(sampling)
-            adapter = NO_ADAPTER
-            if request.adapter is not None:
-                adapter = self.adapters.by_name[request.adapter].number
+            adapter = self.adapters.number_of(request.adapter)
             prompt = list(request.ids)
+            images = prompt_images(self.model, prompt, request.images)
             for index in range(state.count):
                 random = stream(seed, request.first + index)
                 hears = listener(request, index, partial(self._fail, state))
                 sample = ScheduledSample(
-                    number, index, prompt, limit, settings, random, hears, multi_turn, adapter
+                    number, index, prompt, limit, settings, random, hears, multi_turn, adapter, images
                 )
                 scheduler.add([sample])
             return state

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.native.images import PromptImages
 from strop.rollout.native.kv_cache import CachedPrefix, RowPlacement
 
 Listener = Callable[[list[int], list[float]], None]
@@ -99,6 +100,8 @@ class ScheduledSample:
     adapter: int = 0
     """The load of a LoRA adapter that samples it, 0: none. Keys and values of different adapters, and of
     different loads of one adapter, are never shared."""
+    images: PromptImages | None = None
+    """The images of the prompt."""
     tokens: list[int] = field(default_factory=list)
     """Sampled tokens when they were last read from the device."""
     log_probs: list[float] = field(default_factory=list)
@@ -123,6 +126,18 @@ class ScheduledSample:
     @property
     def sequence(self) -> list[int]:
         return [*self.prompt, *self.tokens]
+
+    @property
+    def prefix_keys(self) -> list[int]:
+        """The sequence, with tokens of different images told apart: equal keys have equal keys and values."""
+        if self.images is None:
+            return self.sequence
+        return [*self.images.keys, *self.tokens]
+
+    @property
+    def image_end(self) -> int:
+        """The position behind the last image token."""
+        return 0 if self.images is None else self.images.end
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from strop.rollout.native.attention import (
     Step,
 )
 from strop.rollout.native.decode_rows import DecodeRows, Features
+from strop.rollout.native.images import ImagePrefill
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
@@ -138,12 +139,11 @@ class Runner:
         self.batch_tokens = batch_tokens
         self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
         self.rows = DecodeRows(self.device)
+        self.images = ImagePrefill(model)
         self.cache = self._build_cache()
         # A mixer begins at the first token of a sequence.
         self.chunked = chunked and not self.cache.states
-        get_base_model = getattr(model, "get_base_model", None)
-        core = model if get_base_model is None else get_base_model()
-        self._selects_logits = "logits_to_keep" in inspect.signature(core.forward).parameters
+        self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
         self._graphs: CudaGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = CudaGraphs()
@@ -182,8 +182,7 @@ class Runner:
         return logits
 
     def fit(self, rows: int, capacity: int, keep: int, num_stops: int) -> None:
-        """Grow the cache, or shrink one dimension to grow the other; the first `keep` rows keep their
-        contents."""
+        """Grow the cache, or shrink one dimension to grow the other; the first `keep` rows stay."""
         cache = self.cache
         assert isinstance(cache, KVCache)
         if rows > cache.rows or capacity > cache.capacity:
@@ -234,11 +233,9 @@ class Runner:
     # --- prefill --------------------------------------------------------------------------------------------
 
     def prefill(self, admissions: Sequence[Admission]) -> int:
-        """Compute the uncached tokens of admitted samples and sample the next token of each. Returns the
-        number of tokens computed, those of decode prefills included.
-
-        Cached tokens are in their rows already.
-        """
+        """Compute the uncached tokens of admitted samples and sample the next token of each. Cached tokens
+        are in their rows already. Returns the number of tokens computed, those of decode prefills
+        included."""
         if self._graphs is not None:
             self._graphs.check(self.model)
         self.rows.fill(admissions)
@@ -275,7 +272,8 @@ class Runner:
         if self.lora.hooks:
             spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
             self.lora.use_tokens(spans, complete if more else None)
-        logits = self._forward(step.ids, step.positions[None], step, **more)[0]
+        images = [by_row[chunk.row].sample.images for chunk in batch]
+        logits = self.images.prefill(self._forward, step, batch, images, more)[0]
         if not complete:
             return
         if not self._selects_logits:
@@ -360,6 +358,7 @@ class Runner:
             return
         rows = torch.arange(count, device=self.device)
         ids, positions = self.rows.inputs(rows)
+        turns = self.rows.rotary(rows, positions, used)[:, None]
         shared = None
         if self._dedup_rows and len(spans) == 1:
             shared = self.rows.shared_rows(count)
@@ -367,13 +366,13 @@ class Runner:
             if self.lora.hooks:
                 self.lora.use_rows(count)
             decode = Decode(self.cache, rows, positions, spans)
-            logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
+            logits = self._forward(ids[:, None], turns, decode)[:, -1]
         else:
             first = shared.first
             if self.lora.hooks:
                 self.lora.use_rows(count, first)
             shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
-            logits = self._forward(ids[first, None], positions[first, None], shared_decode)[:, -1]
+            logits = self._forward(ids[first, None], turns[first], shared_decode)[:, -1]
             logits = logits[shared.group]
         self._sample(rows, logits, used, longest)
 
@@ -392,7 +391,8 @@ class Runner:
         if self.lora.hooks:
             self.lora.use_rows(count, index)
         decode = AheadDecode(self.cache, index, positions, ahead, longest)
-        logits = self._forward(ids[:, None], positions[:, None], decode)[:, -1]
+        turns = self.rows.rotary(index, positions, used)[:, None]
+        logits = self._forward(ids[:, None], turns, decode)[:, -1]
         sampled = self.rows.sample_ahead(index, ahead, logits, used, longest)
         before = self.rows.fields["length"][:count].clone()
         drafts.keep(self.rows, drafted, sampled)

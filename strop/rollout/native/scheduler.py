@@ -158,7 +158,7 @@ class Scheduler:
         admissions = []
         for row in range(first, len(self.running)):
             sample = self.running[row]
-            sequence = tuple(sample.sequence)
+            sequence = tuple(sample.prefix_keys)
             key = (sample.adapter, sequence)
             if key in first_with:
                 same = first_with[key]
@@ -209,7 +209,7 @@ class Scheduler:
         # The last token is always computed: its logits are needed.
         num_cached = min(num_cached, len(prefix.tokens) - 1)
         num_uncached = len(prefix.tokens) - num_cached
-        decode_prefill = num_cached > 0 and 0 < num_uncached <= self.max_decode_prefill
+        decode_prefill = max(0, sample.image_end - 1) < num_cached and num_uncached <= self.max_decode_prefill
         return Admission(sample, prefix.row, source, num_cached, second_pass, decode_prefill=decode_prefill)
 
     def cache_shape(self, spare: int = 0) -> tuple[int, int]:

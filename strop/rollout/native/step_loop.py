@@ -353,7 +353,7 @@ class StepLoop:
                 # The newest token was never an input of the model. A row that was aborted during its decode
                 # prefill has more uncomputed tokens.
                 if finish != "error" and sample.length > sample.decode_prefill_len:
-                    reusable[row] = tuple(sample.sequence[:-1])
+                    reusable[row] = tuple(sample.prefix_keys[:-1])
         used = max(scheduler.lengths)
         self._close_gaps(scheduler.remove_finished(rows, reusable), used)
         for sample, finish in zip(samples, finishes):

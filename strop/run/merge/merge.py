@@ -21,7 +21,13 @@ from torch import Tensor
 
 from strop.models.build import build_tokenizer, dtype_of
 from strop.models.heads import HEAD, load_scalar_model, pad_token_other_than_eos, scalar_class
-from strop.models.load import load_config, load_language_model, resolve
+from strop.models.load import (
+    copy_processor_files,
+    language_model_class,
+    load_config,
+    load_language_model,
+    resolve,
+)
 from strop.models.lora import add_adapters, load_adapters, merged_weights
 from strop.run.merge.archive import find_tensor_name, read_archive
 from strop.run.merge.sources import CodeTrust, MergeSource, read_source
@@ -63,6 +69,7 @@ def merge(
         else:
             _write_folder(saved, partial, dtype)
         build_tokenizer(saved.settings).save_pretrained(partial)
+        copy_processor_files(saved.settings.path, partial)
         if target.exists():
             target.rmdir()
         partial.rename(target)
@@ -144,12 +151,13 @@ def _base_model(saved: MergeSource) -> PreTrainedModel:
 
 def _empty_model(saved: MergeSource) -> PreTrainedModel:
     """The same model with new weights, for a checkpoint that holds them all."""
-    from transformers import AutoModelForCausalLM
-
     config = _config(saved)
     if saved.is_scalar:
         return scalar_class(config, bias=_has_bias(saved.tensors))(config)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=saved.settings.trust_remote_code)
+    made: PreTrainedModel = language_model_class(config).from_config(
+        config, trust_remote_code=saved.settings.trust_remote_code
+    )
+    return made
 
 
 def _config(saved: MergeSource) -> PretrainedConfig:
@@ -209,14 +217,10 @@ def _write_folder(saved: MergeSource, folder: Path, dtype: str | None) -> None:
 
 def _check(folder: Path, scalar: bool, trust_remote_code: bool) -> None:
     """Load the written folder with transformers and raise if weights are missing or have no place."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
-    )
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     config = load_config(resolve(str(folder)), trust_remote_code=trust_remote_code)
-    loader: type[_BaseAutoModelClass] = AutoModelForCausalLM
+    loader: type[_BaseAutoModelClass] = language_model_class(config)
     if scalar:
         loader = AutoModelForSequenceClassification
         if getattr(config, "token_classification_bias", False):

@@ -1,0 +1,2 @@
+"""Models that take images: their processors, the features of images in a pass, and positions with several
+axes."""

@@ -1,0 +1,365 @@
+"""Images in a forward pass: each image is computed once, and its features go to all of its tokens.
+
+A token of an image is known by a number of its own (`FIRST` and above): the row of its feature in the
+features of all images of the pass. So sequences share a common prefix of a packed row exactly if its images
+are the same, and a sampled image token, which stands for no image, is told apart from those of images. The
+model runs through its own forward. For the time of a pass two of its methods are replaced: the one that
+computes features gives them in the order of the tokens, and the one that finds the tokens of images gives
+those of real images.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from strop.models.lora import base_model
+from strop.models.packing import NOTHING, Inputs, lay_out
+from strop.types import ImageInput, Images
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FIRST = 1 << 40
+"""Ids from here on are rows of features."""
+CACHED_IMAGES = 32
+"""Images whose features an engine keeps: a prompt that is prefilled in chunks needs them several times."""
+
+Features = tuple[Tensor, ...]
+"""The features of an image [tokens, H], and those that further layers add, if the model has them."""
+
+
+@dataclass(frozen=True)
+class VisionPart:
+    """The part of a model that puts features into the row."""
+
+    module: nn.Module
+    token_id: int
+    """Stands for one vector of features in the ids of a prompt."""
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have several axes: time, height and width."""
+        return hasattr(self.module, "get_rope_index")
+
+    @property
+    def looks_both_ways(self) -> bool:
+        """Whether tokens of an image attend to later tokens of the same image."""
+        return "token_type_ids" in inspect.signature(self.module.forward).parameters
+
+
+_parts: WeakKeyDictionary[nn.Module, VisionPart | None] = WeakKeyDictionary()
+
+
+def find_vision_part(model: nn.Module) -> VisionPart | None:
+    """The part of a model that takes images; None for a text model."""
+    core = base_model(model)
+    if core not in _parts:
+        _parts[core] = _find(core)
+    return _parts[core]
+
+
+def _find(core: Any) -> VisionPart | None:
+    if getattr(core.config, "vision_config", None) is None:
+        return None
+    for module in core.modules():
+        if hasattr(module, "get_image_features") and _merger(module) is not None:
+            return VisionPart(module, int(core.config.image_token_id))
+    return None
+
+
+def _merger(module: nn.Module) -> str | None:
+    """The method that finds the tokens of images."""
+    for name in ("get_placeholder_mask", "inputs_merger"):
+        if hasattr(module, name):
+            return name
+    return None
+
+
+def vision_part(model: nn.Module) -> VisionPart:
+    """The same; ValueError for a text model."""
+    found = find_vision_part(model)
+    if found is None:
+        name = type(base_model(model)).__name__
+        raise ValueError(f"{name} takes no images, and the data has some. Remove them, or change model.path.")
+    return found
+
+
+_TOWERS = ("visual", "vision_tower", "vision_model")
+
+
+def freeze_tower(model: nn.Module) -> None:
+    """The vision tower, and adapters in it, are not trained. A projector outside of the tower is."""
+    part = find_vision_part(model)
+    towers = [] if part is None else [name for name in _TOWERS if hasattr(part.module, name)]
+    if part is None or not towers:
+        name = type(base_model(model)).__name__
+        raise ValueError(f"freeze_vision_tower=true, but {name} has no vision tower. Take it out.")
+    for name in towers:
+        cast(nn.Module, getattr(part.module, name)).requires_grad_(False)
+
+
+# --- layout -------------------------------------------------------------------------------------------------
+
+
+def lay_out_images(
+    model: nn.Module,
+    table: Tensor,
+    images: Sequence[Images],
+    *,
+    packed: bool,
+    share: bool = True,
+    device: torch.device | str = "cpu",
+) -> Inputs:
+    """`lay_out` for rows with images: ids from FIRST on are rows of the features of `Inputs.images`."""
+    part = vision_part(model)
+    packed = packed and not part.looks_both_ways
+    known: dict[str, tuple[int, ImageInput]] = {}
+    keyed = table.clone()
+    for row, own in enumerate(images):
+        if own:
+            keyed[row] = number_image_tokens(table[row], own, part.token_id, known)
+    inputs = lay_out(keyed, packed=packed, share=share, device=device)
+    inputs = replace(inputs, images=tuple(image for _, image in known.values()))
+    if not part.has_axes:
+        return inputs
+    positions = torch.zeros(3, inputs.ids.numel(), dtype=torch.long)
+    prefixes: dict[bytes, Tensor] = {}
+    for row, own in enumerate(images):
+        places = inputs.places[row]
+        places = places[places != NOTHING]
+        positions[:, places] = axis_positions(part, keyed[row, : len(places)], own, prefixes)
+    return replace(inputs, positions=positions.view(3, *inputs.ids.shape).to(device))
+
+
+def number_image_tokens(
+    ids: Tensor, images: Images, token_id: int, known: dict[str, tuple[int, ImageInput]]
+) -> Tensor:
+    """Ids of a sequence in which tokens of images are FIRST and the row of their feature. `known` has the
+    first row of each image, by digest; new images are added."""
+    places = (ids == token_id).nonzero().flatten()
+    numbers = []
+    for image in images:
+        if image.digest not in known:
+            start = 0
+            if known:
+                last, before = next(reversed(known.values()))
+                start = last + before.num_tokens
+            known[image.digest] = (start, image)
+        numbers.append(known[image.digest][0] + torch.arange(image.num_tokens))
+    rows = torch.cat(numbers)
+    if len(places) < len(rows):
+        raise ValueError(
+            f"A sequence has {len(places)} image tokens and images with {len(rows)}. Was its prompt cut?"
+        )
+    return ids.index_put((places[: len(rows)],), FIRST + rows)
+
+
+def axis_positions(part: VisionPart, keyed: Tensor, images: Images, known: dict[bytes, Tensor]) -> Tensor:
+    """[3, L] positions of a sequence with numbered image tokens. `known` keeps those of beginnings up to the
+    last image token, which samples of a prompt share."""
+    places = (keyed >= FIRST).nonzero().flatten()
+    length = len(keyed)
+    if not len(places):
+        return torch.arange(length).expand(3, -1)
+    end = int(places[-1]) + 1
+    key = keyed[:end].numpy().tobytes()
+    if key not in known:
+        grids = torch.cat([image.tensors["image_grid_thw"] for image in images])
+        types = (keyed[:end] >= FIRST).int()[None]
+        ids = keyed[:end].where(keyed[:end] < FIRST, part.token_id)[None]
+        find = cast("Callable[..., tuple[Tensor, Tensor]]", part.module.get_rope_index)
+        found, _ = find(ids, mm_token_type_ids=types, image_grid_thw=grids)
+        known[key] = found[:, 0]
+    begin = known[key]
+    later = begin.max() + 1 + torch.arange(length - end)
+    return torch.cat([begin, later.expand(3, -1)], dim=1)
+
+
+# --- features -----------------------------------------------------------------------------------------------
+
+
+class FeatureCache:
+    """Features of the images that were used last, under the same weights."""
+
+    def __init__(self, limit: int = CACHED_IMAGES) -> None:
+        self._limit = limit
+        self._features: OrderedDict[str, Features] = OrderedDict()
+
+    def __contains__(self, image: ImageInput) -> bool:
+        return image.digest in self._features
+
+    def get(self, image: ImageInput) -> Features:
+        self._features.move_to_end(image.digest)
+        return self._features[image.digest]
+
+    def put(self, image: ImageInput, features: Features) -> None:
+        self._features[image.digest] = features
+        while len(self._features) > self._limit:
+            self._features.popitem(last=False)
+
+    def clear(self) -> None:
+        """The weights have changed."""
+        self._features.clear()
+
+
+@contextmanager
+def images_in(
+    model: PreTrainedModel, inputs: Inputs, cache: FeatureCache | None = None
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The ids of a pass, and the further arguments of the model's forward. Inside the block the model puts
+    the features of `inputs.images` where they belong."""
+    if not inputs.images:
+        yield inputs.ids, {}
+        return
+    part = vision_part(model)
+    chosen = inputs.ids >= FIRST
+    take = inputs.ids[chosen] - FIRST
+    ids = inputs.ids.where(~chosen, part.token_id)
+    missing = [image for image in inputs.images if cache is None or image not in cache]
+    weight = next(model.parameters())
+    arguments = joined_tensors(missing or inputs.images[:1], weight.device, weight.dtype)
+    if part.looks_both_ways:
+        arguments["token_type_ids"] = chosen.long()
+    with ExitStack() as stack:
+        compute = _features_of(part, inputs.images, missing, cache, take)
+        stack.enter_context(_replaced(part.module, "get_image_features", compute))
+        merger = _merger(part.module)
+        assert merger is not None
+        stack.enter_context(_replaced(part.module, merger, _merging(part.module, merger, chosen)))
+        yield ids, arguments
+
+
+def image_arguments(
+    model: PreTrainedModel, ids: Sequence[int], images: Images, copies: int
+) -> dict[str, Tensor]:
+    """Further arguments of transformers' own forward or generate for `copies` rows of one prompt."""
+    if not images:
+        return {}
+    part = vision_part(model)
+    weight = next(model.parameters())
+    arguments = joined_tensors(list(images) * copies, weight.device, weight.dtype)
+    if "pixel_attention_mask" in arguments:  # [rows, crops, ...]
+        for name, value in arguments.items():
+            arguments[name] = value.unflatten(1, (copies, -1))[0]
+    types = torch.tensor([ids]) == part.token_id
+    types = types.to(weight.device).long().repeat_interleave(copies, 0)
+    if part.has_axes:
+        arguments["mm_token_type_ids"] = types
+    if part.looks_both_ways:
+        arguments["token_type_ids"] = types
+    return arguments
+
+
+def joined_tensors(
+    images: Sequence[ImageInput], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of several images as one call takes them."""
+    found = {}
+    for name in images[0].tensors:
+        pieces = [image.tensors[name] for image in images]
+        crops = "pixel_attention_mask" in images[0].tensors  # [1, crops, ...]
+        whole = torch.cat(_same_size(pieces) if crops else pieces, dim=1 if crops else 0)
+        found[name] = whole.to(device, dtype if whole.is_floating_point() else None)
+    return found
+
+
+def _same_size(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Crops padded to the height and width of the largest."""
+    height = max(piece.shape[-2] for piece in pieces)
+    width = max(piece.shape[-1] for piece in pieces)
+    return [pad(piece, (0, width - piece.shape[-1], 0, height - piece.shape[-2])) for piece in pieces]
+
+
+def _features_of(
+    part: VisionPart,
+    images: Images,
+    missing: Sequence[ImageInput],
+    cache: FeatureCache | None,
+    take: Tensor,
+) -> Callable[..., object]:
+    """get_image_features that gives one row for each image token of the pass."""
+    own = part.module.get_image_features
+    assert callable(own)
+    in_a_list = _merger(part.module) != "inputs_merger" and not part.looks_both_ways
+
+    def compute(*arguments: object, **options: object) -> object:
+        for name in ("packing", "rollout"):  # how the language model attends
+            options.pop(name, None)
+        new: dict[str, Features] = {}
+        if missing:
+            output = own(*arguments, **options)
+            tables = (_flat(output.pooler_output), *(getattr(output, "deepstack_features", None) or ()))
+            sizes = [image.num_tokens for image in missing]
+            _refuse_other_count(tables[0], sizes)
+            split = [table.split(sizes) for table in tables]
+            for image, features in zip(missing, zip(*split, strict=True), strict=True):
+                new[image.digest] = features
+                if cache is not None:
+                    cache.put(image, features)
+        by_image = []
+        for image in images:
+            by_image.append(new[image.digest] if image.digest in new else _cached(cache, image))
+        whole = [torch.cat(parts).index_select(0, take) for parts in zip(*by_image, strict=True)]
+        features = (whole[0],) if in_a_list else whole[0]
+        return SimpleNamespace(pooler_output=features, deepstack_features=whole[1:])
+
+    return compute
+
+
+def _cached(cache: FeatureCache | None, image: ImageInput) -> Features:
+    assert cache is not None
+    return cache.get(image)
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Features of all images as [tokens, H]."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)
+    return torch.cat([one.flatten(0, -2) for one in features])
+
+
+def _refuse_other_count(table: Tensor, sizes: Sequence[int]) -> None:
+    if len(table) != sum(sizes):
+        raise ValueError(
+            f"The vision tower gives {len(table)} features for images with {sum(sizes)} tokens. The "
+            "processor (preprocessor_config.json) must belong to the model."
+        )
+
+
+def _merging(module: nn.Module, name: str, chosen: Tensor) -> Callable[..., object]:
+    """The method that puts features where `chosen` is true."""
+    if name == "inputs_merger":
+
+        def merge(input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:
+            return inputs_embeds.masked_scatter(chosen[..., None], image_hidden_states.to(inputs_embeds))
+
+        return merge
+    own = getattr(module, name)
+    several = "video_features" in inspect.signature(own).parameters
+
+    def mask(*_: object, **__: object) -> object:
+        found = chosen[..., None]
+        return (found, torch.zeros_like(found)) if several else found
+
+    return mask
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, method: Callable[..., object]) -> Iterator[None]:
+    """Inside the block `method` is the method `name` of `module`."""
+    setattr(module, name, method)
+    try:
+        yield
+    finally:
+        delattr(module, name)

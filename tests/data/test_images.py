@@ -1,0 +1,142 @@
+"""Images of rows: every way to store one, what is wrong with bad ones, and prompts that count their tokens."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from strop.config.schema.data import DataConfig
+from strop.data.chat import Chat
+from strop.data.images import ImageProcessor, read_image
+from strop.data.prompts import PromptDataset, build_prompts
+from strop.data.schema import ColumnKeys, parse_row
+from tests.models.vision.tiny_vlm import picture, processor_of, tokenizer_of
+
+FAMILY = "qwen2_5_vl"
+
+
+def png(image: Image.Image | None = None) -> bytes:
+    stream = io.BytesIO()
+    (image or picture()).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def images(**limits: int) -> ImageProcessor:
+    return ImageProcessor(partial(processor_of, FAMILY), **limits)
+
+
+def dataset(rows: list[dict[str, object]], **settings: object) -> PromptDataset:
+    return PromptDataset(rows, Chat(tokenizer_of(FAMILY), images=images()), **settings)  # type: ignore[arg-type]
+
+
+def row(*values: object, prompt: str = "<image>what") -> dict[str, object]:
+    return {"prompt": [{"role": "user", "content": prompt}], "images": list(values), "data_source": "x"}
+
+
+def test_every_way_to_store_an_image(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    stored: list[object] = [
+        *(str(tmp_path / "a.png"), "a.png", f"file://{tmp_path / 'a.png'}"),
+        *(png(), {"bytes": png(), "path": None}, {"path": "a.png"}, {"image": url}),
+        *(url, {"image_url": {"url": url}}, picture(), picture().convert("P").convert("RGBA")),
+    ]
+    expected = picture().tobytes()
+    for value in stored[:-1]:
+        assert read_image(value, where="here", folder=tmp_path).tobytes() == expected, value
+    assert read_image(stored[-1], where="here").mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    "value, problem",
+    [
+        (b"no image", "row 3, images cannot be read"),
+        (png()[:60], "row 3, images is damaged"),
+        ("missing.png", "row 3, images: the file 'missing.png' cannot be read"),
+        ("https://example.com/a.png", "is an address"),
+        ("data:image/png;base64,!!", "broken base64"),
+        ("data:text/plain,hello", "without base64"),
+        ({"pixels": 1}, "has none of bytes"),
+        (7, "of the type int"),
+    ],
+)
+def test_bad_images_are_named(value: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_image(value, where="row 3, images")
+
+
+def test_an_enormous_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 64)
+    with pytest.raises(ValueError, match=r"row 3, images cannot be read .* exceeds limit of 128 pixels"):
+        read_image(png(), where="row 3, images")
+
+
+def test_placeholders_and_images_must_match() -> None:
+    for bad in (row(), row(png(), png()), row(png(), prompt="what"), {**row(), "images": None}):
+        with pytest.raises(ValueError, match=r"row 0: the prompt has"):
+            parse_row(bad, ColumnKeys(), where="row 0")
+    text = {"prompt": "<image> is a tag of HTML", "data_source": "x"}
+    assert parse_row(text, ColumnKeys(), where="row 0").messages[0]["content"].startswith("<image>")
+    with pytest.raises(ValueError, match="holds videos"):
+        parse_row({**row(png()), "videos": ["a.mp4"]}, ColumnKeys(), where="row 0")
+
+
+def test_prompts_have_one_token_per_feature() -> None:
+    prompts = dataset([row(png()), row(picture(width=24)), {"prompt": "what", "data_source": "x"}])
+    first, second, text = prompts[0], prompts[1], prompts[2]
+    assert [image.num_tokens for image in first.images + second.images] == [4, 6]
+    assert first.ids.count(4) == 4 and second.ids.count(4) == 6 and 4 not in text.ids
+    assert prompts.lengths() == [len(first.ids), len(second.ids), len(text.ids)] == [7, 9, 1]
+    assert first.images[0].tensors["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert first.images[0].size == (16, 16) and text.images == ()
+    again = pickle.loads(pickle.dumps(prompts))[0]
+    assert again.images[0].digest == first.images[0].digest != second.images[0].digest
+    assert torch.equal(again.images[0].tensors["pixel_values"], first.images[0].tensors["pixel_values"])
+
+
+def test_overlong_prompts_count_image_tokens() -> None:
+    rows = [row(png()), row(picture(width=24))]
+    assert len(dataset(rows, max_prompt_length=8).without_overlong()) == 1
+    with pytest.raises(ValueError, match=r"row 1 has 9 tokens with its images.*data.max_pixels"):
+        dataset(rows, max_prompt_length=8, truncation="left")[1]
+
+
+def test_pixel_limits() -> None:
+    large = picture(width=64, height=64)
+    assert images(max_pixels=256).prepare([large], where="x")[0].inputs.num_tokens == 4
+    assert images(max_pixels=2048).prepare([large], where="x")[0].inputs.num_tokens == 25
+    assert images(min_pixels=1024, max_pixels=2048).prepare([picture()], where="x")[0].inputs.num_tokens == 16
+    with pytest.raises(ValueError, match=r"data.min_pixels=4096"):
+        images(min_pixels=4096).prepare([large], where="x")
+
+
+def test_a_program_without_images_says_so() -> None:
+    with pytest.raises(ValueError, match="row 0, images holds images, which are not used here"):
+        PromptDataset([row(png())], Chat(tokenizer_of(FAMILY)))[0]
+
+
+def test_files_and_relative_paths(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({**row("a.png"), "pictures": ["a.png"]}) + "\n")
+    config = dataclasses.replace(DataConfig(), train_files=str(file), image_key="pictures")
+    prompts = build_prompts(config, tokenizer_of(FAMILY), load_processor=partial(processor_of, FAMILY))
+    assert prompts[0].images[0].num_tokens == 4
+
+
+def test_plain_prompts_have_images_too() -> None:
+    chat = Chat(tokenizer_of(FAMILY), plain=True, images=images())
+    shown, found = chat.with_images([png()], where="x")
+    parts = [{"type": "image"}, {"type": "text", "text": "what"}]
+    assert shown.ids([{"role": "user", "content": parts}]).count(4) == found[0].num_tokens
+    with pytest.raises(ValueError, match="2 image placeholders"):
+        shown.ids([{"role": "user", "content": [*parts, *parts]}])

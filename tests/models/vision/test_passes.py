@@ -1,0 +1,121 @@
+"""Images in forward passes: every layout computes what transformers computes for one sequence, each image once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.data.chat import Chat
+from strop.data.images import ImageProcessor
+from strop.models.forward import response_outputs
+from strop.models.vision.passes import vision_part
+from strop.types import Batch, Images
+from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
+
+Row = tuple[list[int], Images, list[int]]
+"""Prompt, its images, response."""
+
+
+def part(kind: str, text: str = "") -> dict[str, str]:
+    return {"type": kind, "text": text} if text else {"type": kind}
+
+
+def rows_of(family: str) -> list[Row]:
+    """A group of three samples, another picture under the same text, two pictures, and text alone."""
+    chat = Chat(tokenizer_of(family), images=ImageProcessor(lambda: processor_of(family)))
+    red = picture()
+    wide = picture((0, 0, 255), 24, 16)
+    one = [{"role": "user", "content": [part("text", "what "), part("image"), part("text", "colour12+")]}]
+    two = [
+        {"role": "user", "content": [part("image"), part("text", "what3"), part("image"), part("text", "=")]}
+    ]
+    found: list[Row] = []
+    generator = torch.Generator().manual_seed(0)
+    cases = (
+        (one, [red], 3),
+        (one, [wide], 2),
+        (two, [wide, red], 2),
+        ([{"role": "user", "content": "12+4="}], [], 1),
+    )
+    for messages, pictures, samples in cases:
+        shown, images = chat.with_images(pictures, where="row 0") if pictures else (chat, ())
+        for _ in range(samples):
+            length = int(torch.randint(3, 9, (), generator=generator))
+            response = torch.randint(0, len(chat.tokenizer), (length,), generator=generator).tolist()
+            found.append((shown.ids(messages), images, response))
+    token = chat.images.token_id if chat.images is not None else 0
+    found[1][2][1] = token  # a sampled image token stands for no image
+    return found
+
+
+def batch_of_rows(rows: Sequence[Row]) -> Batch:
+    width = max(len(response) for _, _, response in rows)
+    mask = torch.zeros(len(rows), width)
+    for line, (_, _, response) in zip(mask, rows):
+        line[: len(response)] = 1
+    return Batch(
+        sequences=[torch.tensor(prompt + response) for prompt, _, response in rows],
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _, _ in rows]),
+        mask=mask,
+        groups=torch.arange(len(rows)),
+        images=[images for _, images, _ in rows],
+    )
+
+
+def reference(model: Any, row: Row) -> Tensor:
+    """Log-probs of a response by a plain call of transformers on one sequence."""
+    prompt, images, response = row
+    found = vision_part(model)
+    ids = torch.tensor([prompt + response])
+    given: dict[str, Tensor] = {}
+    for name in images[0].tensors if images else ():
+        dim = 1 if "pixel_attention_mask" in images[0].tensors else 0
+        given[name] = torch.cat([image.tensors[name] for image in images], dim)
+    types = (ids == found.token_id).int()
+    types[:, len(prompt) :] = 0
+    if images and found.has_axes:
+        given["mm_token_type_ids"] = types
+    if found.looks_both_ways:
+        given["token_type_ids"] = types
+    # transformers counts every image token; a sampled one is shown to it as the vector that it is.
+    embedding = model.get_input_embeddings()
+    stray = ids.clone()
+    stray[:, : len(prompt)] = 0
+    if bool((stray == found.token_id).any()) and images:
+        spare = next(token for token in range(len(embedding.weight)) if token not in ids)
+        with torch.no_grad():
+            before = embedding.weight[spare].clone()
+            embedding.weight[spare] = embedding.weight[found.token_id]
+        shown = ids.where(stray != found.token_id, spare)
+        logits = model(input_ids=shown, use_cache=False, **given).logits
+        with torch.no_grad():
+            embedding.weight[spare] = before
+    else:
+        logits = model(input_ids=ids, use_cache=False, **given).logits
+    own = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return own.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_padded_and_alone_agree(family: str) -> None:
+    model = tiny_vlm(family)
+    rows = rows_of(family)
+    with torch.no_grad():
+        expected = [reference(model, row) for row in rows]
+        batch = batch_of_rows(rows)
+        packed = response_outputs(model, batch, ["log_probs"])["log_probs"]
+        padded = response_outputs(model, batch, ["log_probs"], packed=False)["log_probs"]
+        alone = [
+            response_outputs(model, batch.select([i]), ["log_probs"])["log_probs"] for i in range(len(rows))
+        ]
+    for row, wanted in enumerate(expected):
+        length = len(wanted)
+        assert (packed[row, :length] - wanted).abs().max() < 1e-5
+        assert (padded[row, :length] - wanted).abs().max() < 1e-5
+        assert (alone[row][0, :length] - wanted).abs().max() < 1e-5
+    other = batch.replace(images=[batch.images[3], *batch.images[1:]]) if family.startswith("qwen9") else None
+    assert other is None

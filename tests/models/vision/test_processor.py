@@ -1,0 +1,37 @@
+"""The processor of a model folder, without torchvision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.config.schema.model import ModelConfig
+from strop.models.load import copy_processor_files
+from strop.models.vision.processor import load_processor, processor_loader
+from strop.quickstart.tiny_model import tiny_model
+from tests.models.vision.tiny_vlm import save_vlm, tokenizer_of
+
+
+def test_the_processor_of_a_folder(tmp_path: Path) -> None:
+    folder = save_vlm("qwen2_5_vl", tmp_path / "model")
+    processor = processor_loader(ModelConfig(path=str(folder)))()
+    assert processor.image_token == "<|image_pad|>"
+    assert processor.image_processor.patch_size == 4
+    (tmp_path / "copy").mkdir()
+    copy_processor_files(str(folder), tmp_path / "copy")
+    assert (tmp_path / "copy/preprocessor_config.json").is_file()
+    (folder / "preprocessor_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"preprocessor_config.json is damaged"):
+        load_processor(str(folder), str(folder))
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no preprocessor_config.json"):
+        load_processor(str(folder), str(folder))
+
+
+def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen2_5_vl")
+    tiny_model(tokenizer, hidden=16, layers=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a text model"):
+        load_processor(str(tmp_path), str(tmp_path))
