@@ -25,6 +25,8 @@ $(READY): pyproject.toml constraints.txt
 	# torch first and alone: its index may be another one. Compiled is what is imported.
 	$(BIN)/$(PIP_TORCH) $$($(BIN)/python scripts/torch_build.py --index '$(TORCH_INDEX)') torch
 	$(BIN)/$(PIP) --no-compile -c constraints.txt -e '.[dev]'
+	# Tests run it on the CPU. There are wheels for Linux; what it depends on is installed.
+	test "$$(uname -s)" != Linux || $(BIN)/$(PIP) --no-deps --no-compile -c constraints.txt megatron-core
 	touch $(READY)
 
 # vLLM pins other versions of what the project uses, so it lives in an environment of its own.

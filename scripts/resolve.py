@@ -39,7 +39,7 @@ THREADS = 24
 # Extras that constraints.txt does not cover: each pins its own torch and lives in an environment of its own.
 OWN_ENVIRONMENT = ("vllm", "sglang")
 # Extras without wheels on a platform, with the package that lacks them.
-NO_WHEELS = {"macos-arm64": {"liger": "triton"}}
+NO_WHEELS = {"macos-arm64": {"liger": "triton", "megatron": "megatron-core"}}
 # Pure Python packages that are published as source only; pip builds them in seconds.
 SOURCE_ONLY = ("antlr4-python3-runtime", "pwinput")
 

@@ -16,6 +16,9 @@ from strop.stopping import StopRequested, droppable, first_request
 
 T = TypeVar("T")
 
+STAGE = "stage"
+"""Name of a dimension of the device meshes that have all ranks of one pipeline stage."""
+
 
 class SharedFailure(ValueError):
     """A failure of one rank that all ranks know of."""

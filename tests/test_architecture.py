@@ -60,6 +60,7 @@ ONE_HOME = {
     "sglang": {"rollout/sglang.py"},
     "peft": {"models/lora.py"},
     "mcp": {"agents/mcp.py"},
+    "megatron": {"backends/megatron/library.py"},
     "math_verify": {"rewards/rules/math_symbolic.py"},
     "matplotlib": {"run/chart.py"},
     "wandb": {"run/trackers/wandb.py"},

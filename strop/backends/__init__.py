@@ -10,6 +10,7 @@ from strop.registry import load_attribute
 BACKENDS = {
     "single": ("strop.backends.single", "SingleBackend"),
     "fsdp": ("strop.backends.fsdp.backend", "FsdpBackend"),
+    "megatron": ("strop.backends.megatron.backend", "MegatronBackend"),
 }
 """Module and class of every backend, by the name of its strategy."""
 

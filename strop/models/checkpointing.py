@@ -53,6 +53,15 @@ def checkpoint_activations(model: PreTrainedModel, mode: Checkpointing = "full")
         )
 
 
+def checkpointing_mode(model: nn.Module) -> Checkpointing:
+    """How the layers of a model are checkpointed."""
+    layers = checkpointed_layers(model)
+    if not layers:
+        return "none"
+    chosen = getattr(layers[0], "_gradient_checkpointing_func", None)
+    return "selective" if isinstance(chosen, partial) and chosen.func is _selective else "full"
+
+
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of which each is a unit of gradient checkpointing."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]

@@ -84,7 +84,7 @@ def response_outputs(
         inputs = lay_out(read, packed=packed, share=not counted, device=device)
     else:
         inputs = lay_out_images(model, read, batch.images, packed=packed, share=not counted, device=device)
-    states, labels, cells = (part.to(device) for part in _response_states(batch, table, inputs.places))
+    states, labels, cells = (part.to(device) for part in response_states(batch, table, inputs.places))
     share = _RankShare(states, labels, inputs, slicing)
     head: OutputHead
     if "values" in want:
@@ -143,7 +143,7 @@ def sequence_scores(
 # --- what a pass computes -----------------------------------------------------------------------------------
 
 
-def _response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Flat positions of the states before each response token, the tokens, and the cells of [B, T] they
     fill."""
     prompts = batch.prompt_lengths.cpu()[:, None]

@@ -31,6 +31,7 @@ from strop.config.derived import (
     resource_pools,
     uses_lora,
 )
+from strop.config.megatron import training_dtype
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.model import OptimConfig
@@ -128,6 +129,7 @@ def build_actor(
         sequence_parallel=actor.ulysses_sequence_parallel_size,
         tensor_parallel=actor.tensor_parallel_size,
         shared_with_engine=not holds_weights(config.actor_rollout_ref.rollout),
+        megatron=actor.megatron,
     )
 
 
@@ -155,6 +157,7 @@ def local_critic(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
         critic.grad_clip,
         sequence_parallel=critic.ulysses_sequence_parallel_size,
         tensor_parallel=critic.tensor_parallel_size,
+        megatron=critic.megatron,
     )
 
 
@@ -169,6 +172,7 @@ def local_reference(config: PpoConfig, make: BackendMaker) -> ModuleBackend:
         ref.strategy,
         sequence_parallel=ref.ulysses_sequence_parallel_size,
         tensor_parallel=ref.tensor_parallel_size,
+        megatron=ref.megatron,
     )
 
 
@@ -185,9 +189,10 @@ def rollout_module(config: PpoConfig, actor: Backend, device: torch.device) -> P
     the actor is sharded or trains while the engine samples. A weight sync fills the copy."""
     rollout = config.actor_rollout_ref.rollout
     needs_copy = async_plan(config).concurrent and not holds_weights(rollout)
-    if (actor.ranks.world == 1 and not needs_copy) or rollout.nnodes:
+    is_whole = actor.ranks.world == 1 and config.actor_rollout_ref.actor.strategy != "megatron"
+    if (is_whole and not needs_copy) or rollout.nnodes:
         return cast("PreTrainedModel", actor.module)
-    dtype = compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
+    dtype = compute_dtype(training_dtype(config.actor_rollout_ref.actor), device)
     module = build_reference(config.actor_rollout_ref.model, dtype=dtype, weights=False)
     size = tensor_parallel_size(rollout)
     if size > 1:
@@ -216,7 +221,7 @@ def replica_spec(config: PpoConfig) -> ReplicaSpec | None:
         engine=engine_name(rollout),
         model=config.actor_rollout_ref.model,
         settings=engine_settings(rollout),
-        dtype=config.actor_rollout_ref.actor.fsdp_config.dtype,
+        dtype=training_dtype(config.actor_rollout_ref.actor),
         device=config.trainer.device,
         holds_weights=bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"]),
     )

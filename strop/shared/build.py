@@ -20,6 +20,7 @@ from strop.backends.base import (
 from strop.backends.single import ModuleBackend, SingleBackend
 from strop.compat import Compat
 from strop.config.derived import engine_name, holds_weights
+from strop.config.schema.megatron import MegatronConfig
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.data.chat import Chat, stop_ids
@@ -66,6 +67,7 @@ class BackendMaker:
         sequence_parallel: int = 1,
         tensor_parallel: int = 1,
         shared_with_engine: bool = False,
+        megatron: MegatronConfig | None = None,
     ) -> ModuleBackend:
         """The backend of the module that `build` (of models/build.py) makes of the `model` section.
 
@@ -74,7 +76,10 @@ class BackendMaker:
         """
         if fsdp.full_determinism:
             use_deterministic_kernels()
-        settings = self._settings(model, fsdp, optim, clip)
+        if strategy == "megatron":
+            assert megatron is not None
+            return self._megatron(build, model, megatron, self._settings(model, megatron.dtype, optim, clip))
+        settings = self._settings(model, fsdp.dtype, optim, clip, master=fsdp.model_dtype)
         if self.ranks.world == 1:
             return SingleBackend(
                 build(model),
@@ -90,19 +95,24 @@ class BackendMaker:
         return self._sharded(build, model, fsdp, settings, sequence_parallel, tensor_parallel)
 
     def _settings(
-        self, model: ModelConfig, fsdp: FsdpConfig, optim: OptimConfig | None, clip: float | None
+        self,
+        model: ModelConfig,
+        dtype: str,
+        optim: OptimConfig | None,
+        clip: float | None,
+        master: str = "float32",
     ) -> BackendSettings:
-        compute = compute_dtype(fsdp.dtype, self.device)
-        master = compute
+        compute = compute_dtype(dtype, self.device)
+        stored = compute
         if optim is not None:
-            master = dtype_of(fsdp.model_dtype)
+            stored = dtype_of(master)
             if optim.total_training_steps < 1:
                 optim = dataclasses.replace(optim, total_training_steps=self.total_steps)
         return BackendSettings(
             optim=optim,
             device=self.device,
             compute=compute,
-            master=master,
+            master=stored,
             grad_clip=clip,
             temperature=self.temperature,
             packed=model.use_remove_padding,
@@ -149,6 +159,37 @@ class BackendMaker:
             sequence_parallel=sequence_parallel,
             tensor_parallel=tensor_parallel,
             fill_weights=fill_weights,
+        )
+
+    def _megatron(
+        self,
+        build: Callable[..., PreTrainedModel],
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        settings: BackendSettings,
+    ) -> ModuleBackend:
+        """A backend on megatron-core: its module is built on the meta device, then every rank loads its part
+        of each weight."""
+        from strop.backends.megatron.backend import MegatronBackend
+        from strop.backends.megatron.load import part_loader
+
+        module = self.ranks.run_or_raise_on_all(
+            lambda: build(model, weights=False), "making the model (model.path)"
+        )
+        load_weights = part_loader(
+            resolve(model.path),
+            lambda: build(model, dtype=stored_dtype(model)),
+            self.ranks,
+            self.device,
+            new=build is build_critic,
+        )
+        return MegatronBackend(
+            module,
+            settings,
+            ranks=self.ranks,
+            megatron=megatron,
+            load_weights=load_weights,
+            fp32_residual=model.fp32_residual,
         )
 
 

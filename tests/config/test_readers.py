@@ -119,7 +119,7 @@ def test_explain_names_files_that_exist():
     "override",
     [
         "actor_rollout_ref.actor.freeze_vision_tower=true",
-        "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.grad_offload=true",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.stop=[a,b]",
         "global_profiler.global_tool_config.torch_memory.stack_depth=8",

@@ -108,9 +108,9 @@ def test_the_arithmetic_of_the_first_document():
         ),
         (["reward_model.enable=true"], "reward_model.model.path", ["remote_url"]),
         (
-            ["actor_rollout_ref.actor.strategy=megatron"],
+            ["actor_rollout_ref.actor.strategy=veomni"],
             "actor_rollout_ref.actor.strategy",
-            ["not supported yet"],
+            ["not supported"],
         ),
         (
             ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/x"],

@@ -186,7 +186,7 @@ def test_missing_features_are_refused_with_what_to_use_instead(override, message
     load("ppo_trainer", [override.partition("=")[0] + "=null"])
 
 
-@pytest.mark.parametrize("engine", ["megatron", "torchtitan", "veomni", "mlite"])
+@pytest.mark.parametrize("engine", ["torchtitan", "veomni", "mlite"])
 def test_a_missing_backend_is_refused_with_a_reason(engine):
     errors = [f for f in check(load("ppo_trainer", [f"model_engine={engine}"])) if f.level == "error"]
     assert any(f.key == "actor_rollout_ref.actor.strategy" and "not supported" in f.message for f in errors)

@@ -144,7 +144,7 @@ def peak_of_update(config: dict, *, checkpointing: str, rows: int, micro_batches
     table = rectangle(sequences)
     inputs = lay_out(without_last(table), packed=True, device="meta")
     here = lay_out(without_last(table), packed=True)
-    states, labels, _ = (part.to("meta") for part in forward._response_states(batch, table, here.places))
+    states, labels, _ = (part.to("meta") for part in forward.response_states(batch, table, here.places))
     inputs = dataclasses.replace(inputs, packing=here.packing)
     with Live(*model.parameters(), *model.buffers(), *weights.masters.values()) as live:
         for _ in range(micro_batches):

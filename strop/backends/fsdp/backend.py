@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs, refuse_other_weights
+from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
 from strop.backends.fsdp.lockstep import Lockstep
 from strop.backends.fsdp.shard import SHARDS, Meshes, Precision, make_meshes, shard
-from strop.backends.fsdp.sharded import RegionReader, ShardedWeights, fill, shard_like, whole
-from strop.backends.micro_batches import OutOfMemoryOnRanks, partition, shard_rows, sum_reports
-from strop.backends.optimizer import load_optimizer_state
-from strop.backends.single import ModuleBackend
+from strop.backends.fsdp.sharded import ShardedWeights, whole
+from strop.backends.micro_batches import OutOfMemoryOnRanks, shard_rows, sum_reports
+from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.model import FsdpConfig
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
@@ -37,7 +35,7 @@ from strop.ranks import Ranks
 from strop.types import Batch, pad_columns
 
 
-class FsdpBackend(ModuleBackend):
+class FsdpBackend(RankedBackend):
     """One model over the ranks of a run. Give the module with its weights, or on the meta device together
     with `fill_weights`."""
 
@@ -161,25 +159,6 @@ class FsdpBackend(ModuleBackend):
         self._refuse_losses(batch, want, own, losses)
         return self.ranks.all_reduce_sum(sum_reports(reports) if self._reports else {})
 
-    def _refuse_losses(
-        self, batch: Batch, want: Sequence[str], own: list[list[int]], losses: list[Tensor]
-    ) -> None:
-        """Raise on all ranks if a loss of any rank is not finite."""
-        found = torch.stack(losses).float().tolist() if losses else []
-        mine = list(zip(own, found, strict=True)) if self._reports else []
-        rows: list[list[int]] = []
-        values: list[float] = []
-        failed: list[int] = []
-        for rank, pairs in enumerate(self.ranks.all_gather_object(mine)):
-            for part, value in pairs:
-                rows.append(part)
-                values.append(value)
-                if not math.isfinite(value) and rank not in failed:
-                    failed.append(rank)
-        if failed:
-            self.weights.clear_gradients()
-            self._refuse_loss(batch, want, rows, torch.tensor(values), failed)
-
     def _share_out_of_memory(self) -> None:
         """If a rank was out of memory in this call, all ranks end it here."""
         mine = self.lockstep.out_of_memory
@@ -202,7 +181,7 @@ class FsdpBackend(ModuleBackend):
         team = self.ranks.rank // self.ranks_per_row
         rows = shard_rows(batch.lengths, teams, rows_per_item=micro.rows_per_item)[team]
         parts = self.ranks.run_or_raise_on_all(
-            lambda: _partition(batch, rows, micro), "cutting the batch into micro-batches"
+            lambda: partition_rows(batch, rows, micro), "cutting the batch into micro-batches"
         )
         return parts, max(self.ranks.all_gather_object(len(parts))) - len(parts)
 
@@ -237,21 +216,6 @@ class FsdpBackend(ModuleBackend):
             if name.startswith(prefix) and not name.startswith(without):
                 yield name, whole(weight.detach())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """`model` must name exactly the weights of this one; `optimizer` and `schedule` may be left out."""
-        own = self.state_dict()["model"]
-        given = state["model"]
-        refuse_other_weights(own, given)
-        for name, target in own.items():
-            fill(target, given[name])
-        if self.optimizer is not None and "optimizer" in state:
-            sharded: dict[str, dict[str, object]] = {}
-            for name, saved in state["optimizer"].items():
-                master = self.weights.masters[name]
-                sharded[name] = {key: _like_weight(value, master) for key, value in saved.items()}
-            load_optimizer_state(self.optimizer, self.weights.masters, sharded)
-        self._load_progress(state)
-
 
 def refuse_both(sequence_parallel: int, tensor_parallel: int) -> None:
     """Refuse sequence and tensor parallelism together."""
@@ -275,25 +239,6 @@ def sequence_slicing(ranks: Ranks, size: int) -> Slicing:
     return Slicing(groups[ranks.rank // size], ranks.rank % size, size)
 
 
-def _partition(batch: Batch, rows: list[int], micro: MicroBatching) -> list[list[int]]:
-    """Micro-batches of these rows of a batch."""
-    if not rows:
-        return []
-    return [[rows[place] for place in part] for part in partition(batch.select(rows), micro)]
-
-
 def _shortest(batch: Batch) -> Batch:
     lengths = batch.lengths
     return batch.select([min(range(len(lengths)), key=lengths.__getitem__)])
-
-
-def _like_weight(value: Any, weight: Tensor) -> object:
-    """A value of the optimizer state: sharded as the weight is where it has the weight's shape."""
-    if not hasattr(value, "shape"):
-        return value
-    if tuple(value.shape) == tuple(weight.shape):
-        return shard_like(value, weight)
-    if isinstance(value, Tensor):
-        return value
-    saved: RegionReader = value
-    return saved.read()

@@ -43,7 +43,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 _OFF = (False,)
-_MEGATRON = "the Megatron backend is not supported yet"
+_MEGATRON = "not an option of strategy=megatron here"
 _FUSED = "log-probs and entropy are always computed without keeping the logits"
 _NO_PADDING = "sequences are packed; nothing is padded to a length"
 _ASCEND = "Ascend devices are not supported"

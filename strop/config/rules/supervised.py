@@ -68,7 +68,13 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 
 def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """Some backends of verl do not exist here."""
-    yield from unsupported_strategy("model.strategy", loaded.config.model.strategy)
+    chosen = loaded.config.model.strategy
+    yield from unsupported_strategy("model.strategy", chosen)
+    if chosen == "megatron":
+        yield error(
+            "model.strategy",
+            "megatron is for reinforcement learning so far. Set fsdp2, or single on one device.",
+        )
 
 
 def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:

@@ -19,15 +19,14 @@ from strop.config.schema.model import (
 from strop.config.schema.rollout import RolloutConfig
 
 UNSUPPORTED_STRATEGIES = {
-    "megatron": "the Megatron backend is not supported yet",
-    "mlite": "the Megatron backend is not supported yet",
+    "mlite": "verl's lightweight Megatron is not supported; strategy=megatron is",
     "torchtitan": "the torchtitan backend is not supported",
     "veomni": "the VeOmni backend is not supported",
     "automodel": "the NeMo AutoModel backend is not supported",
     "fsdp_turbo": "Ascend devices are not supported",
 }
 """Backends of verl that do not exist here -> the reason."""
-STRATEGIES = ("fsdp", "fsdp2", "single", *UNSUPPORTED_STRATEGIES)
+STRATEGIES = ("fsdp", "fsdp2", "single", "megatron", *UNSUPPORTED_STRATEGIES)
 
 
 @dataclass(eq=False)
@@ -68,8 +67,8 @@ class ActorConfig:
     """How the policy is updated."""
 
     strategy: str = setting("fsdp", choices=STRATEGIES)
-    """Training backend. fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); the others are
-    not supported."""
+    """Training backend. fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); megatron divides
+    layers and matrices as the `megatron` section says; the others are not supported."""
     ppo_mini_batch_size: int = setting(256, at_least=1)
     """PROMPTS per optimizer update, over all devices. Each prompt has rollout.n sequences."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)
@@ -170,6 +169,22 @@ class ActorConfig:
     """Router replay of mixture-of-experts models."""
 
 
+_AS_ACTOR = {
+    name: f"${{actor_rollout_ref.actor.megatron.{name}}}"
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "dtype",
+        "override_transformer_config",
+    )
+}
+"""The reference is divided as the actor is, unless its keys are set."""
+
+
 @dataclass(eq=False)
 class RefConfig:
     """The frozen reference model. It exists when algorithm.use_kl_in_reward or actor.use_kl_loss is on."""
@@ -205,7 +220,7 @@ class RefConfig:
     """Devices per dedicated node."""
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of this role."""
-    megatron: MegatronConfig = section(MegatronConfig)
+    megatron: MegatronConfig = section(MegatronConfig, **_AS_ACTOR)
     """Settings of the Megatron backend."""
     use_torch_compile: bool = inert(True, _COMPILE)
     """Compile the entropy function."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from strop.ranks import STAGE
 from strop.run.atomic_files import Fingerprint, replace_text
 from strop.run.checkpoint.tensor_files import copy_to_host, write_tensors
 
@@ -154,10 +155,13 @@ def local_piece(tensor: DTensor) -> TensorPiece | None:
     """This rank's piece; None where it is empty, or where another rank with the same piece writes it."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+    if coordinate is None:  # other ranks have it
+        return None
     local = tensor.to_local()
     # With tensor parallelism each rank holds the unsharded weights once, on a mesh without the other ranks.
-    if not local.numel() or 0 not in mesh.mesh:
+    # The ranks of a pipeline stage have weights of their own.
+    is_copy = 0 not in mesh.mesh and STAGE not in (mesh.mesh_dim_names or ())
+    if not local.numel() or is_copy:
         return None
     for position, placement in zip(coordinate, tensor.placements):
         if placement.is_replicate() and position != 0:

@@ -1,0 +1,314 @@
+"""Training on megatron-core: tensor, pipeline, expert and context parallelism.
+
+The Hugging Face module that it is given says what the model is and brings its weights; its parameters move
+to the meta device. The layers that compute are megatron-core's. All ranks get the same batch, and callers see
+what they would see on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from strop.backends.activation_offload import saved_activations
+from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
+from strop.backends.fsdp.sharded import RegionReader
+from strop.backends.megatron.names import places_of
+from strop.backends.megatron.options import transformer_options
+from strop.backends.megatron.passes import LastStage, run_schedule
+from strop.backends.megatron.rows import MicroRow, lay_out_row, outputs_of
+from strop.backends.megatron.stage import StageChunk, build_chunks
+from strop.backends.megatron.topology import Sizes, join
+from strop.backends.megatron.weights import StageWeights
+from strop.backends.micro_batches import on_device, shard_rows, sum_reports
+from strop.backends.offload import Offloading
+from strop.backends.optimizer import optimizer_state
+from strop.backends.ranked import RankedBackend, partition_rows
+from strop.config.schema.megatron import MegatronConfig
+from strop.models.heads import HEAD
+from strop.models.lora import has_adapters
+from strop.ranks import Ranks
+from strop.types import Batch, pad_columns
+
+Loader = Callable[[Mapping[str, Tensor], Mapping[str, torch.Size]], None]
+"""(this rank's weights to fill, whole shapes of all weights), each by Hugging Face name."""
+
+
+class MegatronBackend(RankedBackend):
+    """One model over the ranks of a run. Give the module with its weights, or on the meta device together
+    with `load_weights`."""
+
+    needs_ranks = True
+    trains_adapters = False
+    weights: StageWeights
+
+    def __init__(
+        self,
+        module: Any,
+        settings: BackendSettings | None = None,
+        *,
+        ranks: Ranks,
+        megatron: MegatronConfig | None = None,
+        load_weights: Loader | None = None,
+        fp32_residual: bool = False,
+    ):
+        """`fp32_residual`: residual sums are in float32, whatever the layers compute in."""
+        settings = settings or BackendSettings()
+        if has_adapters(module):
+            raise ValueError(
+                "strategy=megatron does not train LoRA adapters. Set lora_rank=0, or strategy=fsdp."
+            )
+        super().__init__(module, settings, ranks)
+        self.megatron = megatron or MegatronConfig()
+        self.topology = join(Sizes.of(self.megatron), ranks, self.device)
+        self.scalar = getattr(module, HEAD, None) is not None
+        self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
+        given = None
+        if load_weights is None:
+            given = dict(module.named_parameters())
+        options = transformer_options(module, self.megatron)
+        self.chunks = build_chunks(
+            module,
+            self.topology,
+            dtype=settings.compute,
+            head_dtype=settings.master,
+            device=self.device,
+            scalar=self.scalar,
+            wide_residual=fp32_residual and settings.compute != torch.float32,
+            options=options,
+        )
+        trains = settings.optim is not None
+        self.weights = StageWeights(
+            places_of(self.chunks, self.topology, scalar=self.scalar),
+            self.shapes,
+            self.topology,
+            master=settings.master if trains else settings.compute,
+            distributed=self.megatron.use_distributed_optimizer,
+        )
+        self._owners = self._owning_stages()
+        if load_weights is not None:
+            load_weights(self.weights.masters, self.shapes)
+            self.weights.publish()
+        elif given is not None:
+            self.weights.load({name: weight.detach() for name, weight in given.items()})
+        _to_meta(module)
+        if trains:
+            self.weights.collect_gradients()
+            self._make_optimizer()
+        else:
+            for chunk in self.chunks:
+                chunk.gpt.requires_grad_(False)
+            self.weights.forget_masters()
+        self.offloading: Offloading | None = None
+        waits = self.megatron.optimizer_offload and trains
+        if self.megatron.param_offload or waits:
+            self.offloading = Offloading(self, model=self.megatron.param_offload, optimizer=waits)
+            self.offloading.offload()
+
+    def _owning_stages(self) -> dict[str, int]:
+        """The stage that has each weight; the first one, of two."""
+        found: dict[str, int] = {}
+        mine = (self.topology.pipeline_rank, list(self.weights.places))
+        for stage, names in sorted(self.ranks.all_gather_object(mine)):
+            for name in names:
+                found.setdefault(name, stage)
+        missing = sorted(self.shapes.keys() - found.keys())
+        unknown = sorted(found.keys() - self.shapes.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"strategy=megatron builds other weights than this model has: {missing[:3]} are in the model "
+                f"alone, {unknown[:3]} in Megatron alone. Set strategy=fsdp."
+            )
+        return found
+
+    # --- passes ---------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
+        if self.offloading is None:
+            return super().forward(batch, want, micro)
+        with self.offloading.forward_pass():
+            return super().forward(batch, want, micro)
+
+    def forward_backward(
+        self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
+    ) -> dict[str, float]:
+        if self.offloading is not None:
+            self.offloading.begin_update()
+        return super().forward_backward(batch, want, loss, micro)
+
+    def advance_schedule(self) -> None:
+        super().advance_schedule()
+        if self.offloading is not None:
+            self.offloading.offload()
+
+    def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
+        self._set_training(False)
+        width = batch.mask.shape[1]
+        tables: dict[str, Tensor] = {}
+        for name in want:
+            if name == "scores":
+                tables[name] = torch.zeros(len(batch))
+            else:
+                tables[name] = torch.zeros(len(batch), width)
+        parts = self._share(batch, micro)
+        pieces = [batch.select(part) for part in parts]
+        waiting = dict(zip(map(id, pieces), parts, strict=True))
+
+        def answer(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
+            own = waiting[id(row.piece)]
+            for name, found in self._of_last_stage(chunk, hidden, row).items():
+                if found.dim() == 2:
+                    found = pad_columns(found, width)
+                tables[name][own] = found.float().cpu()
+            return hidden
+
+        with torch.no_grad():
+            self._run([lay_out_row(piece, want, self.device) for piece in pieces], answer, learn=False)
+        for table in tables.values():  # rows of other ranks are 0 here
+            dist.all_reduce(table if self._reports else table.zero_())
+        return Outputs(**tables)
+
+    def _forward_backward(
+        self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
+    ) -> dict[str, float]:
+        self._set_training(True)
+        parts = self._share(batch, micro)
+        losses: list[Tensor] = []
+        reports: list[dict[str, Tensor]] = []
+
+        def learn(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
+            outputs = Outputs(**self._of_last_stage(chunk, hidden, row))
+            value, sums = loss(outputs, on_device(row.piece, self.device))
+            losses.append(value.detach().clone())
+            reports.append({name: number.detach() for name, number in sums.items()})
+            return value if self.scaling is None else value * self.scaling.value
+
+        rows = [lay_out_row(batch.select(part), want, self.device) for part in parts]
+        with saved_activations(self.device, offload=self.settings.offload_activations):
+            self._run(rows, learn, learn=True)
+        self._refuse_losses(batch, want, parts, losses)
+        self.weights.reduce_gradients()
+        return self.ranks.all_reduce_sum(sum_reports(reports) if self._reports else {})
+
+    def _run(self, rows: Sequence[MicroRow], finish: LastStage, *, learn: bool) -> None:
+        self.topology.activate()
+        run_schedule(self.chunks, rows, finish, learn=learn, hidden_size=self.module.config.hidden_size)
+
+    def _of_last_stage(self, chunk: StageChunk, hidden: Tensor, row: MicroRow) -> dict[str, Tensor]:
+        return outputs_of(chunk, hidden, row, self.topology, self.temperature)
+
+    @property
+    def _reports(self) -> bool:
+        return self.topology.reports
+
+    def _share(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
+        """The micro-batches of this rank."""
+        topology = self.topology
+        shares = shard_rows(batch.lengths, topology.data, rows_per_item=micro.rows_per_item)
+        rows = shares[topology.data_rank]
+        return self.ranks.run_or_raise_on_all(
+            lambda: partition_rows(batch, rows, micro), "cutting the batch into micro-batches"
+        )
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.gpt.train(training)
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights by Hugging Face name, one at a time: every rank must go through all of them."""
+        group = self.topology.pipeline_group
+        for name in self.shapes:
+            owner = self._owners[name]
+            found: Tensor | None = None
+            if owner == self.topology.pipeline_rank:
+                found = self.weights.whole(name)
+            if group.size() > 1:
+                if found is None:
+                    found = torch.empty(self.shapes[name], dtype=self._dtype_of(name), device=self.device)
+                dist.broadcast(found, group=group, group_src=owner)
+            assert found is not None
+            yield name, found
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        if name.startswith(f"{HEAD}."):
+            return self.settings.master
+        return self.settings.compute
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer and schedule. Weights of other stages are empty DTensors over their ranks."""
+        held = self.weights.held()
+        model: dict[str, Tensor] = {}
+        for name in self.shapes:
+            owner = self._owners[name]
+            if owner == self.topology.pipeline_rank:
+                model[name] = held[name]
+            else:
+                model[name] = self.weights.elsewhere(name, owner)
+        state: dict[str, Any] = {"model": model}
+        if self.optimizer is not None and self.schedule is not None:
+            state["optimizer"] = self._whole_optimizer_state()
+            state["schedule"] = {"step": self.schedule.last_epoch}
+            if self.scaling is not None:
+                state["loss_scale"] = self.scaling.state()
+        return state
+
+    def _whole_optimizer_state(self) -> dict[str, dict[str, object]]:
+        """Of all stages: every rank knows which tensors there are, rank 0 writes the list."""
+        assert self.optimizer is not None
+        mine = optimizer_state(self.optimizer, self.weights.masters)
+        if self.topology.sizes.pipeline == 1:
+            return mine
+        described: dict[str, dict[str, object]] = {}
+        for name, values in mine.items():
+            if self._owners[name] == self.topology.pipeline_rank:
+                described[name] = {key: _described(value, self.shapes[name]) for key, value in values.items()}
+        everything: dict[str, dict[str, object]] = {}
+        for part in self.ranks.all_gather_object(described):
+            everything |= part
+        found: dict[str, dict[str, object]] = {}
+        for name in self.shapes:
+            if name not in everything:
+                continue
+            owner = self._owners[name]
+            if owner == self.topology.pipeline_rank:
+                found[name] = mine[name]
+                continue
+            values = {}
+            for key, value in everything[name].items():
+                values[key] = value
+                if isinstance(value, torch.dtype):
+                    values[key] = self.weights.elsewhere(name, owner, value)
+            found[name] = values
+        return found
+
+    def _fill_weights(self, given: Mapping[str, Tensor | RegionReader]) -> None:
+        self.weights.load({name: given[name] for name in self.weights.places})
+
+    def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
+        if model:
+            for chunk in self.chunks:
+                chunk.gpt.to(device)
+        super()._move(device, False, optimizer)
+
+
+def _described(value: object, shape: torch.Size) -> object:
+    """A value of the optimizer state for other stages: the dtype of a tensor of the weight's shape."""
+    if isinstance(value, Tensor) and value.shape == shape:
+        return value.dtype
+    return value
+
+
+def _to_meta(module: nn.Module) -> None:
+    """Parameters keep their shapes and lose their memory. Buffers stay."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = made.setdefault(id(parameter), empty)

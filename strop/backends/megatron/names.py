@@ -1,0 +1,139 @@
+"""Which part of which Megatron parameter a Hugging Face weight is: one table for all families.
+
+Megatron fuses the projections of queries, keys and values of a group of heads, and the two halves of a gated
+feed-forward layer. A Hugging Face weight is therefore a range of rows of a fused parameter, once per group.
+With tensor parallelism a rank has a contiguous range of rows (or columns) of each Hugging Face weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strop.backends.megatron.stage import StageChunk
+from strop.backends.megatron.topology import Topology
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `start` to `stop` of each of `groups` equal groups of rows of a parameter."""
+
+    parameter: nn.Parameter
+    groups: int = 1
+    start: int = 0
+    stop: int | None = None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """These rows of `tensor`, which has the shape of the parameter: [groups, rows, ...]."""
+        return tensor.view(self.groups, -1, *tensor.shape[1:])[:, self.start : self.stop]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank has its share of a Hugging Face weight."""
+
+    parts: Sequence[Part]
+    """One, or one for each expert."""
+    dim: int | None = None
+    """The dimension that is divided over tensor-parallel (or expert-parallel) ranks; None: every rank has all
+    of it."""
+    expert: bool = False
+    partial_gradient: bool = False
+    """Every tensor-parallel rank has a term of the gradient."""
+    copy_of_other_stage: bool = False
+    """The output head of the last stage, whose weight is the embedding of the first."""
+
+    def read(self, source: Mapping[int, Tensor] | None = None) -> Tensor:
+        """A copy of this rank's share, of the parameters or of what `source` has for them, by id."""
+        found = []
+        for part in self.parts:
+            tensor = part.parameter.detach() if source is None else source[id(part.parameter)]
+            rows = part.view(tensor)
+            found.append(rows.reshape(-1, *rows.shape[2:]))
+        if self.expert:
+            return torch.stack(found)
+        return found[0].clone()
+
+    @torch.no_grad()
+    def write(self, share: Tensor) -> None:
+        """Round `share` into the parameters."""
+        pieces = share.unbind(0) if self.expert else (share,)
+        for part, piece in zip(self.parts, pieces, strict=True):
+            target = part.view(part.parameter.data)
+            target.copy_(piece.reshape(target.shape))
+
+
+def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool) -> dict[str, Place]:
+    """The places of all Hugging Face weights that this rank has, by name."""
+    found: dict[str, Place] = {}
+    for chunk in chunks:
+        gpt = chunk.gpt
+        rows = _real_rows(chunk, topology)
+        if gpt.pre_process:
+            table = Part(gpt.embedding.word_embeddings.weight, stop=rows)
+            found["model.embed_tokens.weight"] = Place([table], dim=0)
+        for layer in gpt.decoder.layers:
+            prefix = f"model.layers.{layer.layer_number - 1}"
+            for name, place in _layer(layer):
+                found[f"{prefix}.{name}"] = place
+        if not gpt.post_process:
+            continue
+        found["model.norm.weight"] = Place([Part(gpt.decoder.final_layernorm.weight)])
+        if scalar:
+            for name, parameter in gpt.output_layer.named_parameters():
+                found[f"score.{name}"] = Place([Part(parameter)])
+        elif not chunk.tied:
+            found["lm_head.weight"] = Place([Part(gpt.output_layer.weight, stop=rows)], dim=0)
+        elif not gpt.pre_process:
+            head = Part(gpt.output_layer.weight, stop=rows)
+            found["model.embed_tokens.weight"] = Place([head], dim=0, copy_of_other_stage=True)
+    return found
+
+
+def _real_rows(chunk: StageChunk, topology: Topology) -> int:
+    """Rows of the vocabulary on this rank that are no padding."""
+    share = -(-chunk.vocabulary // topology.sizes.tensor)
+    return max(0, min(share, chunk.vocabulary - share * topology.tensor_rank))
+
+
+def _layer(layer: Any) -> Iterator[tuple[str, Place]]:
+    """Names inside a layer of Llama and its relatives."""
+    attention = layer.self_attention
+    size = attention.hidden_size_per_attention_head
+    groups = attention.num_query_groups_per_partition
+    queries = attention.num_attention_heads_per_partition // groups * size
+    bounds = {
+        "q_proj": (0, queries),
+        "k_proj": (queries, queries + size),
+        "v_proj": (queries + size, queries + 2 * size),
+    }
+    for kind, parameter in attention.linear_qkv.named_parameters():
+        for name, (start, stop) in bounds.items():
+            yield f"self_attn.{name}.{kind}", Place([Part(parameter, groups, start, stop)], dim=0)
+    yield "self_attn.o_proj.weight", Place([Part(attention.linear_proj.weight)], dim=1)
+    for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm)):
+        for kind, parameter in norm.named_parameters() if norm is not None else ():
+            # The norm of a head takes part in the heads of this rank alone.
+            yield f"self_attn.{name}.{kind}", Place([Part(parameter)], partial_gradient=True)
+    yield "input_layernorm.weight", Place([Part(layer.input_layernorm.weight)])
+    yield "post_attention_layernorm.weight", Place([Part(layer.pre_mlp_layernorm.weight)])
+    yield from _feed_forward(layer.mlp)
+
+
+def _feed_forward(mlp: Any) -> Iterator[tuple[str, Place]]:
+    experts = getattr(mlp, "experts", None)
+    if experts is None:
+        half = mlp.linear_fc1.weight.shape[0] // 2
+        yield "mlp.gate_proj.weight", Place([Part(mlp.linear_fc1.weight, stop=half)], dim=0)
+        yield "mlp.up_proj.weight", Place([Part(mlp.linear_fc1.weight, start=half)], dim=0)
+        yield "mlp.down_proj.weight", Place([Part(mlp.linear_fc2.weight)], dim=1)
+        return
+    yield "mlp.gate.weight", Place([Part(mlp.router.weight)])
+    wide = [Part(expert.linear_fc1.weight) for expert in experts.local_experts]
+    narrow = [Part(expert.linear_fc2.weight) for expert in experts.local_experts]
+    yield "mlp.experts.gate_up_proj", Place(wide, dim=0, expert=True)
+    yield "mlp.experts.down_proj", Place(narrow, dim=0, expert=True)

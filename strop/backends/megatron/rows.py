@@ -1,0 +1,123 @@
+"""A micro-batch as one packed row, and the outputs of the model for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
+from strop.algorithms.logprobs_of_logits import sum_pi_squared
+from strop.backends.megatron.stage import StageChunk
+from strop.backends.megatron.topology import Topology
+from strop.backends.megatron.vocabulary import VocabularyShare, vocabulary_statistics
+from strop.models.forward import LANGUAGE, response_states
+from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
+from strop.types import Batch
+
+_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""Logits of this rank that exist at a time."""
+
+
+@dataclass(frozen=True)
+class MicroRow:
+    """The packed row of a micro-batch, and which of its states are read."""
+
+    piece: Batch
+    want: tuple[str, ...]
+    inputs: Inputs
+    states: Tensor
+    labels: Tensor
+    cells: Tensor
+
+    @property
+    def length(self) -> int:
+        return self.inputs.ids.shape[1]
+
+
+def lay_out_row(piece: Batch, want: Sequence[str], device: torch.device) -> MicroRow:
+    """The row for the outputs named in `want`; see response_outputs of models/forward.py."""
+    table = rectangle(piece.sequences)
+    if "scores" in want:
+        inputs = lay_out(table, packed=True, device=device)
+        ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
+        last = inputs.places.gather(1, ends).squeeze(1).to(device)
+        return MicroRow(piece, tuple(want), inputs, last, last, last)
+    inputs = lay_out(without_last(table), packed=True, device=device)
+    states, labels, cells = (part.to(device) for part in response_states(piece, table, inputs.places))
+    return MicroRow(piece, tuple(want), inputs, states, labels, cells)
+
+
+def outputs_of(
+    chunk: StageChunk, hidden: Tensor, row: MicroRow, topology: Topology, temperature: float
+) -> dict[str, Tensor]:
+    """The outputs of the last stage for its hidden states [N, 1, H]."""
+    picked = hidden[:, 0].index_select(0, row.states)
+    if "scores" in row.want:
+        return {"scores": _scalar(chunk, picked)}
+    if "values" in row.want:
+        columns = {"values": _scalar(chunk, picked)}
+    else:
+        columns = _language(chunk, picked, row, topology, temperature)
+    found = {}
+    shape = row.piece.mask.shape
+    for name, column in columns.items():
+        numbers = torch.zeros(row.piece.mask.numel(), dtype=torch.float32, device=hidden.device)
+        found[name] = numbers.index_put((row.cells,), column.float()).view(shape)
+    return found
+
+
+def _scalar(chunk: StageChunk, picked: Tensor) -> Tensor:
+    head = chunk.gpt.output_layer
+    bias = None if head.bias is None else head.bias.float()
+    return F.linear(picked.float(), head.weight.float(), bias).squeeze(-1)
+
+
+def _language(
+    chunk: StageChunk, picked: Tensor, row: MicroRow, topology: Topology, temperature: float
+) -> dict[str, Tensor]:
+    names = [name for name in row.want if name in LANGUAGE]
+    weight = chunk.head_weight()
+    rows = max(1, _LOGITS.get(picked.device.type, 2**26) // len(weight))
+    if topology.sizes.tensor > 1:
+        share = vocabulary_share(chunk, topology)
+        log_probs, entropy, squares = vocabulary_statistics(
+            picked, weight, row.labels, share, temperature, rows
+        )
+    else:
+        wants_entropy = "entropy" in names or "observed_entropy" in names
+        statistics = token_logprobs_from_hidden(
+            picked, weight, row.labels, temperature=temperature, chunk=rows, want_entropy=wants_entropy
+        )
+        log_probs = statistics.log_probs
+        entropy = log_probs if statistics.entropy is None else statistics.entropy
+        squares = log_probs
+        if "sum_pi_squared" in names:
+            squares = _squares(picked, weight, temperature, rows)
+    found = {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "observed_entropy": entropy.detach(),
+        "sum_pi_squared": squares.detach(),
+    }
+    return {name: found[name] for name in names}
+
+
+def vocabulary_share(chunk: StageChunk, topology: Topology) -> VocabularyShare:
+    """The tokens whose logits this rank computes."""
+    group: dist.ProcessGroup = topology.tensor_group
+    size = len(chunk.head_weight())
+    first = size * topology.tensor_rank
+    return VocabularyShare(group, first, max(0, min(size, chunk.vocabulary - first)))
+
+
+@torch.no_grad()
+def _squares(picked: Tensor, weight: Tensor, temperature: float, rows: int) -> Tensor:
+    parts = [
+        sum_pi_squared(head_logits(part, weight), temperature=temperature) for part in picked.split(rows)
+    ]
+    return torch.cat(parts)

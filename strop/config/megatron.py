@@ -1,0 +1,36 @@
+"""strategy=megatron: the model families that it builds, and what follows from choosing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strop.config.schema.actor import ActorConfig
+
+
+def training_dtype(actor: ActorConfig) -> str:
+    """The precision that the policy computes in, which is that of the engine's copy of its weights."""
+    if actor.strategy == "megatron":
+        return actor.megatron.dtype
+    return actor.fsdp_config.dtype
+
+
+@dataclass(frozen=True)
+class MegatronFamily:
+    """How the layers of a family differ."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+
+
+FAMILIES = {
+    "llama": MegatronFamily(),
+    "mistral": MegatronFamily(),
+    "qwen2": MegatronFamily(qkv_bias=True),
+    "qwen3": MegatronFamily(qk_norm=True),
+    "mixtral": MegatronFamily(experts=True),
+    "qwen3_moe": MegatronFamily(qk_norm=True, experts=True),
+}
+"""By `model_type` of config.json."""
