@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,14 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from strop.backends.activation_offload import saved_activations
-from strop.backends.base import (
-    BackendSettings,
-    Loss,
-    MicroBatching,
-    Outputs,
-    StepInfo,
-    refuse_other_weights,
-)
+from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs, StepInfo, refuse_other_weights
 from strop.backends.micro_batches import NonFiniteLoss, OomRetry, on_device, partition, sum_reports, suspects
 from strop.backends.offload import Offloading
 from strop.backends.optimizer import (
@@ -42,6 +36,7 @@ from strop.backends.optimizer import (
 from strop.backends.updates import LossScale, StepSettings, overridden
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
+from strop.models.layouts.check import runs_packed
 from strop.models.lora import adapters_off, has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
@@ -125,6 +120,11 @@ class ModuleBackend(ABC):
     def out_of_memory(self) -> int:
         return self.oom_retry.count
 
+    @cached_property
+    def _packed(self) -> bool:
+        """Whether sequences are packed, where the model can."""
+        return runs_packed(self.module, self.settings.packed, self.slicing is not None)
+
     def _outputs(self, piece: Batch, want: Sequence[str]) -> dict[str, Tensor]:
         """The model's outputs for one micro-batch."""
         return response_outputs(
@@ -132,7 +132,7 @@ class ModuleBackend(ABC):
             piece,
             want,
             temperature=self.temperature,
-            packed=self.settings.packed,
+            packed=self._packed,
             attention=self.settings.attention,
             slicing=self.slicing,
         )
@@ -302,7 +302,7 @@ class SingleBackend(ModuleBackend):
         module.to(self.device)
         heads = frozenset(name for name, _ in module.named_parameters() if HEAD in name.split(".")[:-1])
         self.weights = MasterWeights(module, compute=settings.compute, master=settings.master, keep=heads)
-        patch_for_device(module)
+        patch_for_device(module, dtype=settings.compute)
         self._make_optimizer()
         if not heads:
             head_is_plain(module)  # checked now, so that no pass does

@@ -47,7 +47,7 @@ def response_outputs(
     want: Sequence[str],
     *,
     temperature: float = 1.0,
-    packed: bool = True,
+    packed: bool | None = None,
     attention: str | None = None,
     chunk: int | None = None,
     slicing: Slicing | None = None,
@@ -59,10 +59,10 @@ def response_outputs(
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
     pass does not compute its slope) and sum_pi_squared (no gradient) of a language model, at `temperature`;
     values of a value model; scores of a reward model, [B] and alone; auxiliary, the scalar load-balancing
-    loss of a mixture of experts. `attention` names the function of the padded layout; None: sdpa, or eager
-    where sdpa would leave something out. `chunk` is how many rows of logits exist at a time (None: 256 MiB of
-    them on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a group share the row, and each gets all
-    outputs.
+    loss of a mixture of experts. `packed`: None packs where the model can. `attention` names the function of
+    the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of
+    logits exist at a time (None: 256 MiB of them on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a
+    group share the row, and each gets all outputs.
     """
     _refuse_unknown(want)
     if "scores" in want:
@@ -79,7 +79,8 @@ def response_outputs(
         )
     table = rectangle(batch.sequences)
     read = table if counted else without_last(table)
-    packed = runs_packed(model, packed, slicing is not None)
+    if packed is None:
+        packed = runs_packed(model, True, slicing is not None)
     if batch.images is None:
         inputs = lay_out(read, packed=packed, share=not counted, device=device)
     else:
@@ -125,13 +126,14 @@ def sequence_scores(
     model: PreTrainedModel,
     sequences: Sequence[Tensor],
     *,
-    packed: bool = True,
+    packed: bool | None = None,
     attention: str | None = None,
     slicing: Slicing | None = None,
 ) -> Tensor:
     """A reward model's score of each sequence [B], read at its last token."""
     device = next(model.parameters()).device
-    packed = runs_packed(model, packed, slicing is not None)
+    if packed is None:
+        packed = runs_packed(model, True, slicing is not None)
     inputs = lay_out(rectangle(sequences), packed=packed, device=device)
     ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
     last = inputs.places.gather(1, ends).squeeze(1).to(device)

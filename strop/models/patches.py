@@ -313,9 +313,19 @@ def patch_for_device(
     context = PatchContext(
         device=device or first.device, dtype=dtype or first.dtype, sequence_parallel=sequence_parallel
     )
+    if dtype == torch.float32:  # the stream is in float32 anyway, and hooks take time in every pass
+        _undo_named(model, "fp32_residual")
     wanted = [patch for patch in DEVICE_PATCHES if only is None or patch.name in only]
     apply_patches(model, wanted, context)
     _log_once(type(base_model(model)).__name__, ", ".join(applied_patches(model)) or "none")
+
+
+def _undo_named(model: nn.Module, name: str) -> None:
+    record = _record_of(model)
+    for patch, changes in record.applied:
+        if patch.name == name:
+            patch.undo(changes)
+    record.applied = [one for one in record.applied if one[0].name != name]
 
 
 @cache

@@ -120,11 +120,13 @@ class HeadModel:
         packed: bool = True,
         onload_to: str | torch.device | None = None,
     ):
+        from strop.models.layouts.check import runs_packed
+
         self.module = module.eval()
         self.onload_to = onload_to
         self.rows = rows
         self.max_tokens = max_tokens
-        self.packed = packed
+        self.packed = runs_packed(module, packed)
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return the score of each sequence."""
