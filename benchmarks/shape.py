@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import statistics
 import subprocess
@@ -199,9 +200,9 @@ starts. What is written afterwards (samples, checkpoints, logs), also in a threa
 step runs, is not counted."""
 
 
-def print_step(few: int = 5) -> None:
-    import json
-
+def step_files() -> dict[str, list[str]]:
+    """Files that one GRPO step runs through, with the functions called."""
+    sys.path.insert(0, str(Path(__file__).parent))
     from same_numbers import jobs, prepare_inputs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +220,12 @@ def print_step(few: int = 5) -> None:
         run = [sys.executable, "-c", STEP, str(PACKAGE), *command, *keys]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         output = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
-    files = json.loads(output.splitlines()[-1])
+    files: dict[str, list[str]] = json.loads(output.splitlines()[-1])
+    return files
+
+
+def print_step(few: int = 5) -> None:
+    files = step_files()
     functions = sum(len(names) for names in files.values())
     print(f"\none GRPO step                  {len(files)} files, {functions} functions")
     for file, names in files.items():

@@ -14,6 +14,8 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
 
@@ -75,6 +77,7 @@ ONE_HOME = {
 MAX_FILE_LINES = 400
 MAX_FOLDER_FILES = 20
 MAX_WIDTH = 110
+MAX_STEP_FILES = 45
 
 
 @functools.cache
@@ -378,3 +381,9 @@ def test_a_default_stands_once_in_the_schema():
             if value in defaults.get(name, ()) and (path, name) not in OWN_DEFAULTS:
                 repeated.append(f"strop/{path}:{line}: {name}={value!r}")
     assert not repeated
+
+
+@pytest.mark.slow
+def test_a_training_step_runs_through_few_files():
+    """`python benchmarks/shape.py --step` lists them."""
+    assert len(shape().step_files()) <= MAX_STEP_FILES

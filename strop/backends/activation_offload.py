@@ -151,10 +151,8 @@ class ActivationOffload:
             self._start(waiting)
 
 
-def saved_activations(device: torch.device, *, offload: bool) -> AbstractContextManager[object]:
-    """Around a forward pass: where its activations wait for the backward pass."""
-    if not offload:
-        return contextlib.nullcontext()
+def saved_activations(device: torch.device) -> AbstractContextManager[object]:
+    """Around a forward pass: its activations wait for the backward pass in host memory."""
     if device.type != "cuda":
         _log_no_effect(device.type)
         return contextlib.nullcontext()

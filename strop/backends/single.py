@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -137,9 +137,15 @@ class ModuleBackend(ABC):
             slicing=self.slicing,
         )
 
+    def _saved_activations(self) -> AbstractContextManager[object]:
+        """Where the activations of a pass wait for its backward pass."""
+        if not self.settings.offload_activations:
+            return nullcontext()
+        return saved_activations(self.device)
+
     def _learn(self, piece: Batch, want: Sequence[str], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of one micro-batch: its loss and what it reports."""
-        with saved_activations(self.device, offload=self.settings.offload_activations):
+        with self._saved_activations():
             outputs = Outputs(**self._outputs(piece, want))
             value, sums = loss(outputs, on_device(piece, self.device))
         scaled = value if self.scaling is None else value * self.scaling.value

@@ -23,7 +23,6 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.layouts.check import runs_packed
-from strop.models.layouts.mixers import prepare_mixers
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
@@ -59,7 +58,8 @@ def response_outputs(
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
     pass does not compute its slope) and sum_pi_squared (no gradient) of a language model, at `temperature`;
     values of a value model; scores of a reward model, [B] and alone; auxiliary, the scalar load-balancing
-    loss of a mixture of experts. `packed`: None packs where the model can. `attention` names the function of
+    loss of a mixture of experts. `packed`: None packs where the model can; True
+    only after `runs_packed`, which prepares the model. `attention` names the function of
     the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of
     logits exist at a time (None: 256 MiB of them on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a
     group share the row, and each gets all outputs.
@@ -200,7 +200,6 @@ def _run(
     given: dict[str, Any] = dict(options)
     if inputs.packing is not None:
         set_attention(model, PACKED)
-        prepare_mixers(model)
         given["packing"] = inputs.packing
     else:
         set_attention(model, attention or padded_attention(model))

@@ -91,5 +91,5 @@ def test_weights_and_small_tensors_stay():
 
 
 def test_on_a_cpu_a_line_says_that_nothing_happens(caplog):
-    with caplog.at_level(logging.WARNING), saved_activations(torch.device("cpu"), offload=True):
+    with caplog.at_level(logging.WARNING), saved_activations(torch.device("cpu")):
         assert "enable_activation_offload has no effect on cpu" in caplog.text

@@ -106,11 +106,12 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
 
 def runs_packed(model: PreTrainedModel, wanted: bool, sequence_parallel: bool = False) -> bool:
     """Whether to pack, where use_remove_padding asks for it. A model with an obstacle runs padded, and a line
-    of the log says so; a model that padding changes is refused."""
+    of the log says so; a model that padding changes is refused. A model that packs is prepared for it."""
     layouts = layouts_of(model)
     name = type(base_model(model)).__name__
     if wanted and layouts.packed.right:
-        if sequence_parallel and prepare_mixers(model):
+        has_mixers = prepare_mixers(model)
+        if sequence_parallel and has_mixers:
             raise ValueError(
                 f"{name} carries states along the row, which ranks cannot share; set "
                 "ulysses_sequence_parallel_size=1."

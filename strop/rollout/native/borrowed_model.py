@@ -293,6 +293,7 @@ class BorrowedModel:
         self._users = 0
         self._patches = RolloutPatches(model)
         self.packed = PackedLinear(model)
+        self._quantizes = quantization is not None
         self.quantized = QuantizedLayers(model, quantization)
         self._lora = lora
         self._seen: tuple[tuple[int, int], ...] = ()
@@ -313,7 +314,8 @@ class BorrowedModel:
                     if self._lora.hooks:
                         self._lora.remove_hooks()
                     self.packed.undo()
-                    self.quantized.undo()
+                    if self._quantizes:
+                        self.quantized.undo()
                     self._patches.undo()
 
     @property
@@ -323,27 +325,44 @@ class BorrowedModel:
     def cache_memory(self, share: float, held: int) -> int:
         """Bytes for a KV cache that has `held` bytes, if weights, their copies and the cache take `share` of
         the device."""
-        copies = self.quantized
         device = next(self._model.parameters()).device
+        if not self._quantizes:
+            return cache_memory(self._model, device, share, held)
+        copies = self.quantized
         return cache_memory(self._model, device, share, held - copies.missing_bytes, copies.num_bytes)
 
     def drop_copies(self) -> None:
         """The weights may change: packed and quantised copies are made again."""
         self.packed.drop()
-        self.quantized.drop()
+        if self._quantizes:
+            self.quantized.drop()
+
+    def refresh_copies(self) -> None:
+        """The weights changed during a rollout."""
+        if self._quantizes:
+            self.quantized.refresh()
+
+    def free_copies(self) -> None:
+        """See QuantizedLayers.free."""
+        if self._quantizes:
+            self.quantized.free()
 
     def _begin(self) -> None:
         self._patches.apply()
         if self._seen and self._seen != _fingerprint(self._model):
             self._on_change()
+        if self._quantizes:
+            self._apply_quantized()
+        self.packed.apply()
+        if self._lora.loaded:
+            self._lora.install_hooks()
+
+    def _apply_quantized(self) -> None:
         try:
             self.quantized.apply(self._patches.fused)
         except BaseException:
             self._patches.undo()
             raise
-        self.packed.apply()
-        if self._lora.loaded:
-            self._lora.install_hooks()
 
 
 def _fingerprint(model: nn.Module) -> tuple[tuple[int, int], ...]:

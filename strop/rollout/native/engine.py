@@ -153,7 +153,7 @@ class NativeEngine:
             if self._tensor_parallel is not None:
                 weights = self._tensor_parallel.own(weights)
             copy_weights(self.model, weights)
-            self.borrowed_model.quantized.refresh()
+            self.borrowed_model.refresh_copies()
             self.version = version
             if self._step_loop is not None:
                 self._step_loop.version = version
@@ -190,7 +190,7 @@ class NativeEngine:
             self._kept_cache = plenty and bool(runner.num_recorded)
             if not self._kept_cache:
                 self._step_loop.free()
-                self.borrowed_model.quantized.free()
+                self.borrowed_model.free_copies()
 
     def release_memory(self) -> bool:
         """Free what `sleep` kept, and keep it never again."""
@@ -198,7 +198,7 @@ class NativeEngine:
             if not self._kept_cache or self._step_loop is None:
                 return False
             self._step_loop.free()
-            self.borrowed_model.quantized.free()
+            self.borrowed_model.free_copies()
             self._kept_cache = False
             self._memory_is_scarce = True
             return True
@@ -342,9 +342,12 @@ class NativeEngine:
                 size = max(cache.bytes, free)  # what the cache already has stays available
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            rows = cache.states.rows_within(size // 2, self._max_num_seqs)
-            loop.scheduler.max_num_seqs = rows
-            loop.set_budget((size - rows * cache.states.bytes_per_row) // cache.bytes_per_token)
+            loop.scheduler.max_num_seqs = self._max_num_seqs
+            if cache.has_states:
+                rows = cache.states.rows_within(size // 2, self._max_num_seqs)
+                loop.scheduler.max_num_seqs = rows
+                size -= rows * cache.states.bytes_per_row
+            loop.set_budget(size // cache.bytes_per_token)
         return loop
 
     def _build_step_loop(self) -> StepLoop:

@@ -92,6 +92,7 @@ class KVCache:
         those of mixers, by row."""
         self.layers = dict(layers)
         self.states = states or RowStates()
+        self.has_states = bool(self.states)
         self.dtype = dtype
         self.device = device
         self.rows = 0
@@ -121,13 +122,15 @@ class KVCache:
                     length = min(capacity, old.shape[2])
                     new[:keep, :, :length] = old[:keep, :, :length]
                 tensors[layer] = new
-        self.states.resize(rows, keep)
+        if self.has_states:
+            self.states.resize(rows, keep)
         self.rows = rows
         self.capacity = capacity
 
     def free(self) -> None:
         """Free all memory."""
-        self.states.free()
+        if self.has_states:
+            self.states.free()
         self.keys = {}
         self.values = {}
         self.rows = 0
@@ -205,14 +208,16 @@ class KVCache:
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[target, :, :length] = tensor[source, :, :length]
-        self.states.copy(source, target)
+        if self.has_states:
+            self.states.copy(source, target)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Set these rows to 0."""
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[list(rows)] = 0
-        self.states.clear(rows)
+        if self.has_states:
+            self.states.clear(rows)
 
 
 # --- memory -------------------------------------------------------------------------------------------------

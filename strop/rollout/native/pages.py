@@ -108,6 +108,7 @@ class PagedKVCache:
         those of mixers, by row."""
         self.layers = dict(layers)
         self.states = states or RowStates()
+        self.has_states = bool(self.states)
         self.dtype = dtype
         self.device = device
         self.pool = PagePool()
@@ -145,7 +146,8 @@ class PagedKVCache:
 
     def resize_table(self, rows: int, capacity: int) -> None:
         """Room for so many running rows, and tokens in each."""
-        self.states.resize(rows, min(rows, self.rows))
+        if self.has_states:
+            self.states.resize(rows, min(rows, self.rows))
         self.table = torch.zeros(rows, pages_for(capacity), dtype=torch.int32, device=self.device)
         self._upload(row for row in self.pool.pages if row < rows)
 
@@ -166,7 +168,8 @@ class PagedKVCache:
 
     def free(self) -> None:
         """Free all memory."""
-        self.states.free()
+        if self.has_states:
+            self.states.free()
         self.keys = {}
         self.values = {}
         self.pool = PagePool()
@@ -205,7 +208,8 @@ class PagedKVCache:
         for tensors in (self.keys, self.values):
             for tensor in tensors.values():
                 tensor[pages] = 0
-        self.states.clear(rows)
+        if self.has_states:
+            self.states.clear(rows)
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -296,7 +300,8 @@ class PagedKVCache:
     def _copy_states(self, moves: Sequence[tuple[int, int]]) -> None:
         if moves and self.states:
             source, target = torch.tensor(list(moves), device=self.device).unbind(1)
-            self.states.copy(source, target)
+            if self.has_states:
+                self.states.copy(source, target)
 
     def _take(self, count: int, evict: Evict) -> list[int] | None:
         while self.pool.num_free < count:

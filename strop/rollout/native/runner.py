@@ -142,14 +142,14 @@ class Runner:
         self.images = ImagePrefill(model)
         self.cache = self._build_cache()
         # A mixer begins at the first token of a sequence.
-        self.chunked = chunked and not self.cache.states
+        self.chunked = chunked and not self.cache.has_states
         self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
         self._graphs: CudaGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = CudaGraphs()
         # On a GPU a step takes as long for one row as for many, and its shape must not depend on what was
         # sampled.
-        self._dedup_rows = self.device.type == "cpu" and not self.cache.states
+        self._dedup_rows = self.device.type == "cpu" and not self.cache.has_states
         self.divided = getattr(model, "divided", None) is not None
         """Other ranks compute a part of the model."""
         self._drafts: Drafts | None = None

@@ -59,9 +59,9 @@ class StepLoop:
             headroom=_HEADROOM,
             min_admit_share=_MIN_ADMIT_SHARE.get(kind, 0.0),
             max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
-            copies_prefixes=not runner.cache.states,
+            copies_prefixes=not runner.cache.has_states,
         )
-        self._prefix_caching = prefix_caching and not runner.cache.states
+        self._prefix_caching = prefix_caching and not runner.cache.has_states
         self._on_finished = on_finished
         self._after_step = after_step
         self._meter = meter

@@ -58,6 +58,7 @@ def test_a_pass_between_forward_and_backward_does_not_change_the_layout() -> Non
     model = hybrid("lfm2").train()
     checkpoint_activations(model)
     batch = shared_batch()
+    assert runs_packed(model, True)
     expected = gradients(model, batch, packed=True)
     model.zero_grad()
     found = response_outputs(model, batch, ["log_probs"])["log_probs"]
@@ -83,8 +84,8 @@ def test_adapters_copies_and_scalar_heads_keep_sequences_apart() -> None:
     found = response_outputs(adapted, batch, ["log_probs"])["log_probs"]
     torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-5)
     critic = new_scalar_model(hybrid("lfm2").config).eval()
-    both = [response_outputs(critic, batch, ["values"], packed=packed)["values"] for packed in (True, False)]
     assert runs_packed(critic, True)
+    both = [response_outputs(critic, batch, ["values"], packed=packed)["values"] for packed in (True, False)]
     torch.testing.assert_close(both[0], both[1], atol=1e-5, rtol=1e-5)
 
 

@@ -70,7 +70,7 @@ def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) 
     bit."""
     if settings.enable is False:
         return None
-    if runner.cache.states:
+    if runner.cache.has_states:
         if settings.enable == "auto":
             return None
         raise ValueError(
