@@ -120,13 +120,11 @@ class HeadModel:
         packed: bool = True,
         onload_to: str | torch.device | None = None,
     ):
-        from strop.models.layouts.check import runs_packed
-
         self.module = module.eval()
         self.onload_to = onload_to
         self.rows = rows
         self.max_tokens = max_tokens
-        self.packed = runs_packed(module, packed)
+        self.packed = packed
 
     def score(self, sequences: list[list[int]]) -> list[float]:
         """Return the score of each sequence."""
@@ -142,12 +140,14 @@ class HeadModel:
         import torch
 
         from strop.models.forward import sequence_scores
+        from strop.models.layouts.check import runs_packed
 
+        packed = runs_packed(self.module, self.packed)
         scores = [0.0] * len(sequences)
         with torch.no_grad():
             for rows in self._micro_batches([len(ids) for ids in sequences]):
                 inputs = [torch.tensor(sequences[row], dtype=torch.long) for row in rows]
-                row_scores = sequence_scores(self.module, inputs, packed=self.packed)
+                row_scores = sequence_scores(self.module, inputs, packed=packed)
                 for row, score in zip(rows, row_scores.float().cpu().tolist(), strict=True):
                     scores[row] = score
         return scores
