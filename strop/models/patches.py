@@ -313,7 +313,8 @@ def patch_for_device(
     context = PatchContext(
         device=device or first.device, dtype=dtype or first.dtype, sequence_parallel=sequence_parallel
     )
-    if dtype == torch.float32:  # the stream is in float32 anyway, and hooks take time in every pass
+    if dtype == torch.float32 and _record_of(model).chosen == "auto":
+        # The stream is in float32 anyway, and hooks take time in every pass.
         _undo_named(model, "fp32_residual")
     wanted = [patch for patch in DEVICE_PATCHES if only is None or patch.name in only]
     apply_patches(model, wanted, context)

@@ -192,7 +192,7 @@ def test_auto_off_and_names(gpu, tmp_path):
     assert applied_patches(some) == ["attention_function", "no_dropout", "fp32_residual", "rotary"]
     settings.patches = "auto"
     auto = SingleBackend(build_policy(settings)).module
-    assert applied_patches(auto)[3:] == ON_A_GPU
+    assert applied_patches(auto) == ["attention_function", "no_dropout", *ON_A_GPU], "float32 anyway"
 
 
 def test_the_choice_holds_for_a_model_with_adapters(gpu):
