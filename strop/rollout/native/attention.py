@@ -32,6 +32,14 @@ NAME = "strop_rollout"
 Cache = KVCache | PagedKVCache
 
 
+def rows_and_tokens(cache: Cache, size: int, rows: int) -> tuple[int, int]:
+    """How many of `rows` rows, and how many tokens of them together, fit into `size` bytes."""
+    if cache.has_states:
+        rows = cache.states.rows_within(size // 2, rows)
+        size -= rows * cache.states.bytes_per_row
+    return rows, size // cache.bytes_per_token
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """Options of one layer's attention."""

@@ -30,6 +30,7 @@ from strop.rollout.base import (
 )
 from strop.rollout.native.adapters import Adapters
 from strop.rollout.native.async_driver import AsyncDriver
+from strop.rollout.native.attention import rows_and_tokens
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.images import image_problem, prompt_images
 from strop.rollout.native.kv_cache import may_stay
@@ -342,12 +343,9 @@ class NativeEngine:
                 size = max(cache.bytes, free)  # what the cache already has stays available
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            loop.scheduler.max_num_seqs = self._max_num_seqs
-            if cache.has_states:
-                rows = cache.states.rows_within(size // 2, self._max_num_seqs)
-                loop.scheduler.max_num_seqs = rows
-                size -= rows * cache.states.bytes_per_row
-            loop.set_budget(size // cache.bytes_per_token)
+            rows, tokens = rows_and_tokens(cache, size, self._max_num_seqs)
+            loop.scheduler.max_num_seqs = rows
+            loop.set_budget(tokens)
         return loop
 
     def _build_step_loop(self) -> StepLoop:
