@@ -339,12 +339,11 @@ class NativeEngine:
             self._woke = False
             size = self._cache_bytes
             if not size:
-                free = self.borrowed_model.cache_memory(self._memory_share, cache.bytes)
-                size = max(cache.bytes, free)  # what the cache already has stays available
+                # What the cache already has stays available.
+                size = max(cache.bytes, self.borrowed_model.cache_memory(self._memory_share, cache.bytes))
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            rows, tokens = rows_and_tokens(cache, size, self._max_num_seqs)
-            loop.scheduler.max_num_seqs = rows
+            loop.scheduler.max_num_seqs, tokens = rows_and_tokens(cache, size, self._max_num_seqs)
             loop.set_budget(tokens)
         return loop
 
