@@ -9,7 +9,7 @@ logits: only the states in front of response tokens reach it, a chunk at a time,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
@@ -58,11 +58,10 @@ def response_outputs(
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
     pass does not compute its slope) and sum_pi_squared (no gradient) of a language model, at `temperature`;
     values of a value model; scores of a reward model, [B] and alone; auxiliary, the scalar load-balancing
-    loss of a mixture of experts. `packed`: None packs where the model can; True
-    only after `runs_packed`, which prepares the model. `attention` names the function of
-    the padded layout; None: sdpa, or eager where sdpa would leave something out. `chunk` is how many rows of
-    logits exist at a time (None: 256 MiB of them on a CPU, 1 GiB on a GPU). With `slicing` the ranks of a
-    group share the row, and each gets all outputs.
+    loss of a mixture of experts. `packed`: None packs where the model can; True only after `runs_packed`,
+    which prepares the model. `attention`: the function of the padded layout; None: sdpa, or eager where sdpa
+    leaves something out. `chunk`: rows of logits at a time (None: 256 MiB on a CPU, 1 GiB on a GPU). With
+    `slicing` the ranks of a group share the row, and each gets all outputs.
     """
     _refuse_unknown(want)
     if "scores" in want:
@@ -116,9 +115,7 @@ def _refuse_unknown(want: Sequence[str]) -> None:
 def _auxiliary_loss(model: nn.Module, output: object) -> Tensor:
     loss = getattr(output, "aux_loss", None)
     if not isinstance(loss, Tensor):
-        raise ValueError(
-            f"{type(model).__name__} has no load-balancing loss; it is not a mixture of experts."
-        )
+        raise ValueError(f"{type(model).__name__} is not a mixture of experts: no load-balancing loss.")
     return loss
 
 
@@ -146,8 +143,7 @@ def sequence_scores(
 
 
 def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Flat positions of the states before each response token, the tokens, and the cells of [B, T] they
-    fill."""
+    """Flat places of the states before each response token, the tokens, and their cells of [B, T]."""
     prompts = batch.prompt_lengths.cpu()[:, None]
     empty = (prompts < 1).flatten().nonzero().flatten().tolist()
     if empty:
@@ -203,7 +199,10 @@ def _run(
         given["packing"] = inputs.packing
     else:
         set_attention(model, attention or padded_attention(model))
-    with forward_replaced(head.module, head), images_in(model, inputs) as (ids, images):
+    images: AbstractContextManager[tuple[Tensor, dict[str, Tensor]]] = nullcontext((inputs.ids, {}))
+    if inputs.images:
+        images = images_in(model, inputs)
+    with forward_replaced(head.module, head), images as (ids, more):
         # Without use_cache=False, or with a mask of ones, some models let packed sequences see each other.
         output = model(
             input_ids=ids,
@@ -211,7 +210,7 @@ def _run(
             attention_mask=inputs.mask,
             use_cache=False,
             **given,
-            **images,
+            **more,
         )
     if head.after is not None:
         return head.after(), output

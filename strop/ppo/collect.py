@@ -190,13 +190,18 @@ class Collector:
             with self.awake():
                 trajectories = self._collect(draw, prompts, step, record)
             record.add(self.episode_metrics())
-            return rows_of_episodes(trajectories, self.credit)
+            return self._rows(trajectories)
         with self.awake(), self.run_ahead.sampling_allowed():
             trajectories = self._collect(draw, prompts, step, record)
         record.add(self.episode_metrics())
         record.add(staleness(trajectories, step))
         record.add(self.run_ahead.metrics())
-        return rows_of_episodes(trajectories, self.credit)
+        return self._rows(trajectories)
+
+    def _rows(self, episodes: list[Trajectory]) -> list[Trajectory]:
+        if any(episode.branches for episode in episodes):
+            return rows_of_episodes(episodes, self.credit)
+        return episodes
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:

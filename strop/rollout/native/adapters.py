@@ -73,9 +73,9 @@ class Adapters:
         self.by_name[name] = adapter
         self.by_number[adapter.number] = adapter
 
-    def number_of(self, name: str | None) -> int:
-        """The number of the newest load of an adapter; NO_ADAPTER for None."""
-        return NO_ADAPTER if name is None else self.by_name[name].number
+    def number_of(self, name: str) -> int:
+        """The number of the newest load of an adapter."""
+        return self.by_name[name].number
 
     def unload(self, name: str) -> None:
         """Requests cannot name it any more."""

@@ -24,11 +24,10 @@ from strop.rollout.base import (
     check_request,
     completion_limit,
     copy_weights,
-    error_completions,
     num_embeddings,
     resolve_max_model_len,
 )
-from strop.rollout.native.adapters import Adapters
+from strop.rollout.native.adapters import NO_ADAPTER, Adapters
 from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.attention import rows_and_tokens
 from strop.rollout.native.borrowed_model import BorrowedModel
@@ -258,17 +257,18 @@ class NativeEngine:
             limit = min(self.max_model_len, len(request.ids) + completion_limit(request, sampling))
             known = (num_embeddings(self.model), self.max_model_len, sampling, self.adapters.by_name)
             reason = check_request(request, *known, takes_images=True)
-            reason = reason or scheduler.over_budget(limit) or image_problem(self.model, request)
+            reason = reason or scheduler.over_budget(limit)
+            if request.images:
+                reason = reason or image_problem(self.model, request)
             if reason is not None:
-                for index, completion in enumerate(error_completions(request, reason, self.version)):
-                    state.add(index, completion)
+                state.refuse(reason, self.version)
                 return state
             self._requests[number] = state
             seed = stream(self.seed, number) if request.seed is None else request.seed
             settings = self._settings.of(sampling)
-            adapter = self.adapters.number_of(request.adapter)
+            adapter = self.adapters.number_of(request.adapter) if request.adapter else NO_ADAPTER
             prompt = list(request.ids)
-            images = prompt_images(self.model, prompt, request.images)
+            images = prompt_images(self.model, prompt, request.images) if request.images else None
             for index in range(state.count):
                 random = stream(seed, request.first + index)
                 hears = listener(request, index, partial(self._fail, state))

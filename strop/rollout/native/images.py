@@ -129,8 +129,6 @@ class ImagePrefill:
         more: Mapping[str, Tensor],
     ) -> Tensor:
         """Logits of a pass over the chunks in one row; `images` are those of the prompt of each."""
-        if not any(images):
-            return forward(step.ids, step.positions[None], step, **more)
         part = vision_part(self._model)
         known: dict[str, tuple[int, ImageInput]] = {}
         ids = torch.cat([_numbered(part, *pair, known) for pair in zip(chunks, images, strict=True)])

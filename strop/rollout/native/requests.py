@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.base import Completion, Request, Sampling, error_completions
 from strop.rollout.native.images import PromptImages
 from strop.rollout.native.kv_cache import CachedPrefix, RowPlacement
 
@@ -42,6 +42,11 @@ class RequestState:
         was_done = self.done
         self._completions[index] = completion
         self._notify(was_done)
+
+    def refuse(self, reason: str, version: int) -> None:
+        """Every sample of the request fails alone, with a reason."""
+        for index, completion in enumerate(error_completions(self.request, reason, version)):
+            self.add(index, completion)
 
     def fail(self, error: BaseException) -> None:
         """The request has failed; the first error is kept."""

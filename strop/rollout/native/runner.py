@@ -132,8 +132,7 @@ class Runner:
     def __init__(
         self, model: PreTrainedModel, lora: LoraBank, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
     ) -> None:
-        """`batch_tokens`: limit of prompt tokens of one forward pass; `chunked`: longer prompts are split,
-        else they run alone."""
+        """`batch_tokens`: most prompt tokens of a pass; `chunked`: split longer prompts, or run them alone."""
         self.model = model
         self.lora = lora
         self.batch_tokens = batch_tokens
@@ -273,7 +272,10 @@ class Runner:
             spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
             self.lora.use_tokens(spans, complete if more else None)
         images = [by_row[chunk.row].sample.images for chunk in batch]
-        logits = self.images.prefill(self._forward, step, batch, images, more)[0]
+        if any(images):
+            logits = self.images.prefill(self._forward, step, batch, images, more)[0]
+        else:
+            logits = self._forward(step.ids, step.positions[None], step, **more)[0]
         if not complete:
             return
         if not self._selects_logits:
@@ -296,8 +298,7 @@ class Runner:
         self._sample(row_index, logits[logits_index], self.rows.features(samples), longest)
 
     def _batches(self, chunks: list[PrefillChunk]) -> list[list[PrefillChunk]]:
-        """Chunks in batches of at most `batch_tokens`; longer ones are split, or run alone if `chunked` is
-        off."""
+        """Chunks in batches of at most `batch_tokens`; longer ones are split or, not `chunked`, run alone."""
         batches: list[list[PrefillChunk]] = [[]]
         room = self.batch_tokens
         for chunk in chunks:
@@ -319,8 +320,7 @@ class Runner:
     def decode(
         self, samples: Sequence[ScheduledSample], lengths: Sequence[int], steps: int, drafts: int = 0
     ) -> None:
-        """`steps` passes for all running rows: each samples a token, and up to `drafts` more if it guessed
-        them."""
+        """`steps` passes for all running rows: each samples a token, and up to `drafts` guessed ones."""
         used = self.rows.features(samples)
         used["adapters"] = 0
         if self.lora.hooks:
