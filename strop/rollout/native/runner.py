@@ -132,7 +132,7 @@ class Runner:
     def __init__(
         self, model: PreTrainedModel, lora: LoraBank, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
     ) -> None:
-        """`batch_tokens`: most prompt tokens of a pass; `chunked`: split longer prompts, or run them alone."""
+        """`batch_tokens`: most prompt tokens of a pass; `chunked`: split a longer prompt, or run it alone."""
         self.model = model
         self.lora = lora
         self.batch_tokens = batch_tokens
