@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from strop.backends.activation_offload import saved_activations
 from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
 from strop.backends.fsdp.sharded import RegionReader
 from strop.backends.megatron.names import places_of
@@ -188,7 +187,7 @@ class MegatronBackend(RankedBackend):
             return value if self.scaling is None else value * self.scaling.value
 
         rows = [lay_out_row(batch.select(part), want, self.device) for part in parts]
-        with saved_activations(self.device, offload=self.settings.offload_activations):
+        with self._saved_activations():
             self._run(rows, learn, learn=True)
         self._refuse_losses(batch, want, parts, losses)
         self.weights.reduce_gradients()
