@@ -138,10 +138,7 @@ class ModuleBackend(ABC):
         )
 
     def _saved_activations(self) -> AbstractContextManager[object]:
-        """Where the activations of a pass wait for its backward pass."""
-        if not self.settings.offload_activations:
-            return nullcontext()
-        return saved_activations(self.device)
+        return saved_activations(self.device) if self.settings.offload_activations else nullcontext()
 
     def _learn(self, piece: Batch, want: Sequence[str], loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward of one micro-batch: its loss and what it reports."""
