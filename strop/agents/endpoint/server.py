@@ -76,6 +76,7 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._port = 0
+        self._closing: list[Callable[[], Awaitable[None]]] = []
 
     @property
     def address(self) -> str:
@@ -107,8 +108,14 @@ class EndpointServer:
                     await self._serving
                 await asyncio.sleep(0.005)
 
+    def when_closing(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Await `close()` before the endpoint closes."""
+        self._closing.append(close)
+
     async def close(self) -> None:
         """Stop listening and end all connections."""
+        while self._closing:
+            await self._closing.pop()()
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -236,6 +236,17 @@ class EndpointSession:
             raise EpisodeError(f"a call of the agent was refused: {self.failure}") from self.failure
         if not self.recording.calls:
             raise EpisodeError("the agent made no call to the endpoint.")
+
+    def set_rewards(self, score: float, turns: Sequence[float]) -> None:
+        """Set the score of the episode, and the rewards of its calls in their order."""
+        calls = self.recording.calls
+        if len(turns) > len(calls):
+            raise EpisodeError(
+                f"there are rewards for {len(turns)} turns, but the agent made {len(calls)} calls."
+            )
+        self.episode.score = score
+        for call, reward in zip(calls, turns, strict=False):
+            call.reward = reward
 
     def hand_over(self) -> None:
         """Give the recorded calls to the episode, as its conversation."""

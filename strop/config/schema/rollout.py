@@ -111,9 +111,13 @@ class AgentConfig:
     """A program that is the agent: it is started once per episode, with the URL and the key of the endpoint
     in its environment (OPENAI_BASE_URL, OPENAI_API_KEY ...). `{task}` is replaced by the last user message of
     the row, `{task_file}` by a JSON file with the row. No shell reads it. Rows without agent_name use it."""
+    service: bool = setting(False)
+    """Start rollout.agent.command once, for all episodes. It reads a line of JSON per episode from its
+    standard input and writes a line when the episode is over. For programs that take long to start."""
     reward: str = setting("verifier", choices=("verifier", "exit", "file"))
     """The score of an episode of rollout.agent.command: verifier (the reward function of the run), exit (1 if
-    the program exits with 0, else 0), or file (what the program writes into $STROP_REWARD_FILE)."""
+    the program exits with 0, else 0), or file (what the program writes into $STROP_REWARD_FILE, or a service
+    into its answer)."""
     timeout: float = setting(600.0, above=0)
     """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
     max_calls: int = setting(1000, at_least=1)
