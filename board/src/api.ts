@@ -10,6 +10,8 @@ export interface Run {
   experiment: string | null;
   algorithm: string | null;
   model: string | null;
+  /** The same for runs that differ in their seeds alone. */
+  family: string | null;
   step: number | null;
   total: number | null;
   started: number | null;

@@ -1,5 +1,5 @@
 // A chart: lines over each other, or areas on top of each other. uPlot draws, this feeds it.
-import { useEffect, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import { brief, duration, number } from "./format";
 
@@ -9,11 +9,16 @@ export interface Line {
   x: number[];
   y: (number | null)[];
   faint?: boolean;
+  /** An edge of a band: not drawn itself. */
+  edge?: boolean;
+  /** Another line; what is between the two is filled. */
+  to?: number;
 }
 export const FEW = 20;
 export type Axis = "step" | "relative" | "clock";
 
-function colour(name: string): string {
+/** A colour of the style sheet, as a canvas takes it. */
+export function colour(name: string): string {
   const probe = document.createElement("i");
   probe.style.color = `var(${name})`;
   document.body.append(probe);
@@ -54,9 +59,27 @@ const around = (value: number | null): [number, number] =>
 const xLabel = (axis: Axis) => (value: number) =>
   axis === "step" ? number(value) : axis === "relative" ? duration(value) : new Date(value * 1000).toLocaleTimeString("sv").slice(0, 5);
 
-export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?: number; stack?: boolean; sync?: string; unit?: string }) {
+/** A logarithm exists of numbers above 0 only; the others are gaps. */
+function positive(lines: Line[]): Line[] {
+  return lines.map((line) => ({ ...line, y: line.y.map((value) => (value !== null && value > 0 ? value : null)) }));
+}
+
+interface ChartOptions {
+  lines: Line[];
+  axis: Axis;
+  theme: string;
+  height?: number;
+  stack?: boolean;
+  sync?: string;
+  unit?: string;
+  log?: boolean;
+}
+
+export function Chart(props: ChartOptions) {
   const place = useRef<HTMLDivElement>(null);
-  const { lines, axis, theme, stack } = props;
+  const { axis, theme, stack } = props;
+  const log = Boolean(props.log) && !stack && props.lines.some((line) => line.y.some((value) => value !== null && value > 0));
+  const lines = useMemo(() => (log ? positive(props.lines) : props.lines), [props.lines, log]);
   useEffect(() => {
     const root = place.current!;
     const plain = aligned(lines);
@@ -69,29 +92,36 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
       height: props.height ?? 190,
       padding: [10, 10, 0, 0],
       cursor: { y: false, sync: props.sync ? { key: props.sync } : undefined, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { range: (_, low, high) => (stack ? [0, high * 1.05] : low === high ? around(low) : uPlot.rangeNum(low, high, 0.1, true)) } },
+      scales: {
+        x: { time: false },
+        y: log
+          ? { distr: 3, range: (_, low, high) => uPlot.rangeLog(low, high, 10, true) }
+          : { range: (_, low, high) => (stack ? [0, high * 1.05] : low === high ? around(low) : uPlot.rangeNum(low, high, 0.1, true)) },
+      },
       axes: [
         { ...shared, size: 24, values: (_, ticks) => ticks.map(show), incrs: axis === "step" ? WHOLE : undefined },
-        { ...shared, size: (_, texts) => room(texts), values: (_, ticks) => ticks.map((one) => number(one)) },
+        { ...shared, size: (_, texts) => room(texts), values: (_, ticks) => ticks.map((one) => (one === null ? "" : number(one))) },
       ],
       legend: { show: true, live: true, markers: { width: 0, fill: (_, i) => lines[i - 1]?.colour ?? "" } },
       series: [
         { label: axis === "step" ? "step" : "time", value: (_, one) => (plain[0].length ? show(one ?? last(plain[0])!) : "") },
         ...lines.map((line, i) => ({
           label: brief(line.label),
-          stroke: line.colour,
+          stroke: line.edge ? "transparent" : line.colour,
           width: line.faint ? 1 : 1.6,
           alpha: line.faint ? 0.25 : 1,
-          class: line.faint ? "faint" : undefined,
+          class: line.faint || line.edge ? "faint" : undefined,
           fill: stack ? `${line.colour}66` : undefined,
           spanGaps: true,
-          points: { show: line.x.length <= FEW, size: 5, fill: line.colour },
+          points: { show: line.x.length <= FEW && !line.edge, size: 5, fill: line.colour },
           value: (_: uPlot, __: unknown, ___: number, at: number | null) =>
             `${number((at === null ? last(plain[i + 1]) : plain[i + 1][at]) ?? null)}${props.unit ?? ""}`,
         })),
       ],
       // Painted from the top of the pile down, so that lower areas stay visible.
-      bands: stack ? lines.slice(1).map((_, i) => ({ series: [i + 2, i + 1] as [number, number] })) : undefined,
+      bands: stack
+        ? lines.slice(1).map((_, i) => ({ series: [i + 2, i + 1] as [number, number] }))
+        : lines.flatMap((line, i) => (line.to === undefined ? [] : [{ series: [i + 1, line.to + 1] as [number, number], fill: `${line.colour}30` }])),
     };
     const chart = new uPlot(options, data, root);
     const resize = new ResizeObserver(() => chart.setSize({ width: Math.max(160, root.clientWidth), height: props.height ?? 190 }));
@@ -100,7 +130,7 @@ export function Chart(props: { lines: Line[]; axis: Axis; theme: string; height?
       resize.disconnect();
       chart.destroy();
     };
-  }, [lines, axis, theme, stack, props.height]);
+  }, [lines, axis, theme, stack, log, props.height]);
   return <div class="chart" ref={place} />;
 }
 

@@ -1,9 +1,10 @@
 // Curves of any metric, the chosen runs over each other; where the time of a step goes; memory.
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { type Curve, type Curves, query, useAnswer } from "./api";
-import { type Axis, Chart, FEW, type Line, smooth } from "./chart";
+import { type Axis, Chart } from "./chart";
 import type { Chosen } from "./main";
-import { Choice, COLOURS, Empty, Problem, RunTitle, Search } from "./parts";
+import { type Drawing, Metric, xOf } from "./metric";
+import { Border, Choice, COLOURS, Damaged, Empty, Problem, RunTitle, Search } from "./parts";
 import { set, useRoute } from "./route";
 
 const FIRST = [
@@ -22,7 +23,7 @@ const FIRST = [
 ];
 const PHASE = /^timing_s\/[^/]+$/;
 const MEMORY = /memory|_gb$|cache_use/i;
-const MOST = 24;
+const PAGE = 24;
 const VIEWS = [
   ["overview", "Overview"],
   ["phases", "Time per phase"],
@@ -36,36 +37,53 @@ const AXES = [
 ] as const;
 type View = (typeof VIEWS)[number][0];
 
-function pick(names: string[], view: View, find: string): string[] {
-  if (find) {
+/** Whether a name is what was typed: a regular expression where it has signs of one, else words in any order. */
+function matcher(find: string): ((name: string) => boolean) | string {
+  if (!/[\\^$.*+?()[\]{}|]/.test(find)) {
     const words = find.toLowerCase().split(/\s+/);
-    return names.filter((name) => words.every((word) => name.toLowerCase().includes(word)));
+    return (name) => words.every((word) => name.toLowerCase().includes(word));
   }
+  try {
+    const form = new RegExp(find, "i");
+    return (name) => form.test(name);
+  } catch (problem) {
+    return (problem as Error).message;
+  }
+}
+
+function pick(names: string[], view: View): string[] {
   if (view === "overview") return FIRST.flatMap((form) => names.filter((name) => form.test(name)));
   if (view === "phases") return names.filter((name) => PHASE.test(name) && name !== "timing_s/step");
-  if (view === "memory") return names.filter((name) => MEMORY.test(name));
-  return names;
+  return names.filter((name) => MEMORY.test(name));
 }
 
 export function CurvesPage({ chosen, theme }: { chosen: Chosen[]; theme: string }) {
   const { settings } = useRoute();
   const view = (settings.view ?? "overview") as View;
   const axis = (settings.x ?? "step") as Axis;
-  const weight = Number(settings.smooth ?? 0) / 100;
   const find = settings.find ?? "";
-  const ids = chosen.map(({ run }) => run.id);
-  const fresh = chosen.map(({ run }) => run.version).join();
+  const drawing = { axis, weight: Number(settings.smooth ?? 0) / 100, log: settings.log === "1", seeds: settings.seeds === "1", theme };
   const names = useNames(chosen);
-  const wanted = pick(names, view, find);
-  const shown = wanted.slice(0, MOST);
-  const stack = view === "phases" && !find;
-  const path = shown.length && ids.length ? query("/api/curves", { run: ids, metric: shown, points: 600, stacked: stack ? 1 : undefined }) : null;
-  const { data, error } = useAnswer<Curves>(path, 0, fresh);
+  const matches = find ? matcher(find) : null;
+  const wanted = typeof matches === "function" ? names.filter(matches) : view === "all" ? names : pick(names, view);
+  const broken = chosen.flatMap(({ run }) => run.damaged.map((file) => `${run.name}: ${file}`));
+  const toggle = (name: "log" | "seeds", label: string, title: string) => (
+    <button type="button" title={title} aria-pressed={settings[name] === "1"} onClick={() => set({ [name]: settings[name] === "1" ? "" : "1" }, true)}>
+      {label}
+    </button>
+  );
+  const shown = () => {
+    if (typeof matches === "string") return <Problem text={`This is not a regular expression: ${matches}`} />;
+    if (names.length > 0 && !wanted.length) return <NoMetric find={find} view={view} />;
+    if (view === "phases" && !find) return <PhasesOf names={wanted} chosen={chosen} axis={axis} theme={theme} />;
+    if (view === "all" && !find) return <Sections names={names} chosen={chosen} drawing={drawing} />;
+    return <Charts names={wanted} chosen={chosen} drawing={drawing} />;
+  };
   return (
     <>
       <div class="bar">
         <Choice of={VIEWS} value={view} onChange={(one) => set({ view: one, find: "" }, true)} label="view" />
-        <Search value={find} onChange={(text) => set({ find: text }, true)} placeholder="Find metrics: entropy, val-core …" />
+        <Search value={find} onChange={(text) => set({ find: text }, true)} placeholder="Find metrics: entropy, ^actor/.*norm$" />
         <span class="gap" />
         <label class="slider">
           Smoothing
@@ -77,28 +95,24 @@ export function CurvesPage({ chosen, theme }: { chosen: Chosen[]; theme: string 
             onInput={(event) => set({ smooth: event.currentTarget.value }, true)}
           />
         </label>
+        <div class="choice" role="group" aria-label="drawing">
+          {toggle("log", "Log", "logarithmic vertical axis")}
+          {toggle("seeds", "Seeds", "mean and standard deviation of runs that differ in their seeds alone")}
+        </div>
         <Choice of={AXES} value={axis} onChange={(one) => set({ x: one }, true)} label="horizontal axis" />
       </div>
-      <Problem text={error} />
-      {names.length > 0 && !wanted.length && (
-        <Empty title={find ? "No metric matches" : view === "memory" ? "No memory was measured" : "Nothing was measured yet"}>
-          {find ? "Metrics are named like critic/score/mean; parts of names will do." : "The run has not logged such metrics."}
-        </Empty>
-      )}
-      {data && stack && chosen.map((one) => <Phases key={one.run.id} one={one} curves={data[one.run.id] ?? {}} axis={axis} theme={theme} />)}
-      {data && !stack && (
-        <div class="charts">
-          {shown.map((name) => (
-            <Metric key={name} name={name} chosen={chosen} data={data} axis={axis} weight={weight} theme={theme} />
-          ))}
-        </div>
-      )}
-      {wanted.length > MOST && !stack && (
-        <p class="quiet more">
-          {MOST} of {wanted.length} metrics are drawn. Find the others by a part of their name.
-        </p>
-      )}
+      <Damaged files={broken} />
+      {shown()}
     </>
+  );
+}
+
+function NoMetric({ find, view }: { find: string; view: View }) {
+  const title = find ? "No metric matches" : view === "memory" ? "No memory was measured" : "Nothing was measured yet";
+  return (
+    <Empty title={title}>
+      {find ? "Metrics are named like critic/score/mean; parts of names or a regular expression will do." : "The run has not logged such metrics."}
+    </Empty>
   );
 }
 
@@ -111,35 +125,91 @@ function useNames(chosen: Chosen[]): string[] {
   return useMemo(() => [...new Set(all)].sort(), [all.join("\n")]);
 }
 
-function xOf(curve: Curve, axis: Axis, began: number): number[] {
-  if (axis === "step") return curve.step;
-  return curve.time.map((time) => (time ?? 0) - (axis === "relative" ? began : 0));
+function useCurves(names: string[], chosen: Chosen[], stacked: boolean) {
+  const ids = chosen.map(({ run }) => run.id);
+  const fresh = chosen.map(({ run }) => run.version).join();
+  const path = names.length && ids.length ? query("/api/curves", { run: ids, metric: names, points: 600, stacked: stacked ? 1 : undefined }) : null;
+  return useAnswer<Curves>(path, 0, fresh);
 }
 
-function Metric(props: { name: string; chosen: Chosen[]; data: Curves; axis: Axis; weight: number; theme: string }) {
-  const { name, chosen, data, axis, weight } = props;
-  const lines = useMemo(() => {
-    const found: Line[] = [];
-    for (const { run, colour } of chosen) {
-      const curve = data[run.id]?.[name];
-      if (!curve) continue;
-      const x = xOf(curve, axis, run.started ?? 0);
-      // A handful of points, as validation has, is not smoothed: the curve would only lag behind.
-      const smoothed = weight > 0 && curve.value.length > FEW;
-      if (smoothed) found.push({ label: `${run.name} raw`, colour, x, y: curve.value, faint: true });
-      found.push({ label: run.name, colour, x, y: smoothed ? smooth(curve.value, weight) : curve.value });
-    }
-    return found;
-  }, [name, chosen, data, axis, weight]);
-  const gaps = chosen.some(({ run }) => data[run.id]?.[name]?.value.includes(null));
+/** Metrics by the first part of their names. Only open sections are asked for. */
+function Sections({ names, chosen, drawing }: { names: string[]; chosen: Chosen[]; drawing: Drawing }) {
+  const { settings } = useRoute();
+  const open = new Set((settings.open ?? "").split(",").filter(Boolean));
+  const sections = new Map<string, string[]>();
+  for (const name of names) {
+    const section = name.includes("/") ? name.split("/", 1)[0] : "other";
+    sections.set(section, [...(sections.get(section) ?? []), name]);
+  }
+  const turn = (section: string) => {
+    const next = new Set(open);
+    if (!next.delete(section)) next.add(section);
+    set({ open: [...next].join(",") }, true);
+  };
   return (
-    <section class="card">
-      <h3 title={name}>
-        {name}
-        {gaps && <span class="badge failed">not a number</span>}
-      </h3>
-      <Chart lines={lines} axis={axis} theme={props.theme} sync="curves" />
-    </section>
+    <>
+      {[...sections].map(([section, members]) => (
+        <section class="metrics" key={section}>
+          <h2>
+            <button type="button" aria-expanded={open.has(section)} onClick={() => turn(section)}>
+              {section} <span class="quiet">{members.length}</span>
+            </button>
+          </h2>
+          {open.has(section) && <Charts names={members} chosen={chosen} drawing={drawing} />}
+        </section>
+      ))}
+    </>
+  );
+}
+
+/** Charts of these metrics, a page at a time. */
+function Charts({ names, chosen, drawing }: { names: string[]; chosen: Chosen[]; drawing: Drawing }) {
+  const [page, setPage] = useState(0);
+  const pages = Math.max(1, Math.ceil(names.length / PAGE));
+  const at = Math.min(page, pages - 1);
+  const shown = names.slice(at * PAGE, (at + 1) * PAGE);
+  const { data, error } = useCurves(shown, chosen, false);
+  return (
+    <>
+      <Problem text={error} />
+      {data && (
+        <div class="charts">
+          {shown.map((name) => (
+            <Border key={name}>
+              <Metric name={name} chosen={chosen} data={data} drawing={drawing} />
+            </Border>
+          ))}
+        </div>
+      )}
+      {pages > 1 && (
+        <div class="pages">
+          <button type="button" disabled={at === 0} onClick={() => setPage(at - 1)} aria-label="previous metrics">
+            ‹
+          </button>
+          <span class="quiet">
+            {at * PAGE + 1} to {at * PAGE + shown.length} of {names.length} metrics
+          </span>
+          <button type="button" disabled={at === pages - 1} onClick={() => setPage(at + 1)} aria-label="next metrics">
+            ›
+          </button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function PhasesOf({ names, chosen, axis, theme }: { names: string[]; chosen: Chosen[]; axis: Axis; theme: string }) {
+  const { data, error } = useCurves(names.slice(0, PAGE), chosen, true);
+  return (
+    <>
+      <Problem text={error} />
+      {data &&
+        chosen.map((one) => (
+          <Border key={one.run.id}>
+            <Phases one={one} curves={data[one.run.id] ?? {}} axis={axis} theme={theme} />
+          </Border>
+        ))}
+    </>
   );
 }
 

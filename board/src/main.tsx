@@ -7,9 +7,9 @@ import { CurvesPage } from "./curves";
 import { brief } from "./format";
 import { HealthPage } from "./health";
 import { focusSearch, HELP, useKeys } from "./keys";
-import { Border, colourOf, Dot, Empty, Problem } from "./parts";
+import { Border, coloursOf, Dot, Empty, Problem } from "./parts";
 import { RolloutsPage } from "./rollouts";
-import { go, href, type Page, PAGES, read, useRoute } from "./route";
+import { go, href, kept, type Page, PAGES, read, restore, useRoute } from "./route";
 import { RunsPage } from "./runs";
 
 export interface Chosen {
@@ -28,7 +28,7 @@ const TITLES: Record<Page, string> = {
 
 /** The runs that pages speak of: those in the address, or the one that was written to last. */
 function choose(runs: Run[], wanted: string | undefined): Chosen[] {
-  const colours = new Map(runs.map((run, i) => [run.id, colourOf(i)]));
+  const colours = coloursOf(runs);
   const ids = (wanted ?? "").split(",").filter(Boolean);
   const named = runs.filter((run) => ids.includes(run.id));
   const newest = [...runs].sort((a, b) => (b.updated ?? 0) - (a.updated ?? 0)).slice(0, 1);
@@ -56,7 +56,7 @@ function App() {
   const listed = useAnswer<{ root: string; runs: Run[] }>("/api/runs", 4000);
   const runs = listed.data?.runs ?? [];
   const chosen = useMemo(() => choose(runs, route.settings.runs), [listed.data, route.settings.runs]);
-  const open = (page: Page) => go(page, { runs: read().settings.runs ?? "" });
+  const open = (page: Page) => go(page, kept(read().settings));
   useKeys({
     ...Object.fromEntries(PAGES.map((page, i) => [String(i + 1), () => open(page)])),
     "/": focusSearch,
@@ -70,7 +70,7 @@ function App() {
   return (
     <>
       <header>
-        <a class="brand" href={href("runs", { runs: route.settings.runs ?? "" })}>
+        <a class="brand" href={href("runs", kept(route.settings))}>
           <svg viewBox="0 0 20 20" aria-hidden="true">
             <path d="M2 14.5 16 3l2 2.2L5.2 17z" />
           </svg>
@@ -78,7 +78,7 @@ function App() {
         </a>
         <nav>
           {PAGES.map((page) => (
-            <a key={page} href={href(page, { runs: route.settings.runs ?? "" })} aria-current={page === route.page ? "page" : undefined}>
+            <a key={page} href={href(page, kept(route.settings))} aria-current={page === route.page ? "page" : undefined}>
               {TITLES[page]}
               {page === "health" && chosen.some(({ run }) => run.alerts > 0) && <span class="count">{chosen.reduce((sum, { run }) => sum + run.alerts, 0)}</span>}
             </a>
@@ -164,4 +164,5 @@ function Help({ close }: { close: () => void }) {
   );
 }
 
+restore();
 render(<App />, document.getElementById("app")!);

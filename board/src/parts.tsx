@@ -3,10 +3,25 @@ import { Component, type ComponentChildren } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import type { Run } from "./api";
 
-export const COLOURS = ["#4f6bed", "#e8710a", "#12a150", "#c2369c", "#0e9bb8", "#b58900", "#d13438", "#7a5af5"];
+export const COLOURS = [
+  ...["#4f6bed", "#e8710a", "#12a150", "#c2369c", "#0e9bb8", "#b58900", "#d13438", "#7a5af5"],
+  ...["#8d5a3b", "#5b8c00", "#e5679e", "#00796b", "#9c6ade", "#607d8b", "#d4a017", "#3f8efc"],
+];
 
-export function colourOf(index: number): string {
-  return COLOURS[index % COLOURS.length];
+/** The colour of each run. It follows from its name and from the runs that started before it, so it is the same in every browser, and
+ * a new run changes no other. */
+export function coloursOf(runs: Run[]): Map<string, string> {
+  const used = COLOURS.map(() => 0);
+  const oldest = [...runs].sort((a, b) => (a.started ?? Infinity) - (b.started ?? Infinity) || (a.id < b.id ? -1 : 1));
+  return new Map(
+    oldest.map((run) => {
+      const first = Number.parseInt(run.id.slice(0, 6), 16) % COLOURS.length;
+      const places = COLOURS.map((_, i) => (first + i) % COLOURS.length);
+      const place = places.reduce((best, one) => (used[one] < used[best] ? one : best));
+      used[place] += 1;
+      return [run.id, COLOURS[place]];
+    }),
+  );
 }
 
 export function Dot({ colour }: { colour: string }) {

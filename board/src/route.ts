@@ -22,6 +22,21 @@ export function href(page: Page, settings: Settings): string {
   return `#/${page}${text ? `?${text}` : ""}`;
 }
 
+/** Settings that hold on every page, and when the board is opened again. */
+const KEPT = ["runs", "smooth", "x", "log", "seeds"];
+const STORED = "settings";
+
+export function kept(settings: Settings): Settings {
+  return Object.fromEntries(KEPT.flatMap((name) => (settings[name] ? [[name, settings[name]]] : [])));
+}
+
+/** The board without an address begins with the settings that were used last. */
+export function restore(): void {
+  if (location.hash) return;
+  const { runs: _, ...settings } = Object.fromEntries(new URLSearchParams(localStorage.getItem(STORED) ?? ""));
+  if (Object.keys(settings).length) history.replaceState(null, "", href("runs", settings));
+}
+
 export function go(page: Page, settings: Settings): void {
   location.hash = href(page, settings);
 }
@@ -30,6 +45,7 @@ export function go(page: Page, settings: Settings): void {
 export function set(changes: Settings, replace = false): void {
   const { page, settings } = read();
   const target = href(page, { ...settings, ...changes });
+  localStorage.setItem(STORED, new URLSearchParams(kept({ ...settings, ...changes })).toString());
   if (replace) {
     history.replaceState(null, "", target);
     dispatchEvent(new HashChangeEvent("hashchange"));

@@ -3,8 +3,8 @@ import { useState } from "preact/hooks";
 import { type Curves, query, type Run, useAnswer } from "./api";
 import { ago, duration, lastPart, number, plural } from "./format";
 import { useKeys } from "./keys";
-import { Badge, colourOf, Damaged, Dot, Empty, Search, Sparkline, State } from "./parts";
-import { go, read, set, useRoute } from "./route";
+import { Badge, coloursOf, Damaged, Dot, Empty, Search, Sparkline, State } from "./parts";
+import { go, kept, read, set, useRoute } from "./route";
 
 const MAIN = ["critic/score/mean", "train/loss"];
 const SPARKS = 50;
@@ -39,6 +39,7 @@ function found(run: Run, text: string): boolean {
 export function RunsPage({ runs }: { runs: Run[] }) {
   const { settings } = useRoute();
   const [cursor, setCursor] = useState(0);
+  const colours = coloursOf(runs);
   const ticked = new Set((settings.runs ?? "").split(",").filter(Boolean));
   const [key, down] = [(settings.sort ?? "updated") as Key, settings.down !== "0"];
   const shown = runs
@@ -52,7 +53,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
     if (!next.delete(id)) next.add(id);
     set({ runs: [...next].join(",") }, true);
   };
-  const open = (run: Run) => go("curves", { runs: ticked.has(run.id) ? [...ticked].join(",") : run.id });
+  const open = (run: Run) => go("curves", { ...kept(read().settings), runs: ticked.has(run.id) ? [...ticked].join(",") : run.id });
   const at = Math.min(cursor, shown.length - 1);
   useKeys({
     j: () => setCursor(Math.min(at + 1, shown.length - 1)),
@@ -79,7 +80,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
             <button type="button" onClick={() => set({ runs: "" }, true)}>
               Clear
             </button>
-            <button type="button" class="main" onClick={() => go("curves", { runs: read().settings.runs ?? "" })}>
+            <button type="button" class="main" onClick={() => go("curves", kept(read().settings))}>
               Compare {ticked.size}
             </button>
           </>
@@ -105,7 +106,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
           </thead>
           <tbody>
             {shown.map((run, i) => {
-              const colour = colourOf(runs.indexOf(run));
+              const colour = colours.get(run.id)!;
               const validation = validationOf(run);
               return (
                 <tr key={run.id} class={i === at ? "at" : ""} onClick={() => open(run)}>

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from strop.board import describe
 from strop.board.curves import Curve, MetricFile, MetricStore, curves
-from strop.board.run_index import METRICS, NotFound, RunIndex, StepListingCache
+from strop.board.run_index import METRICS, NotFound, RunFolder, RunIndex, StepListingCache
 from strop.board.sample_file import SHOWN, SORTED, DamagedSampleFile
 from strop.board.sample_pages import Query, SampleFolder, SearchMissCache
 from strop.board.worker_pool import MAX_SEARCH_SECONDS, QUICK_THREADS, SEARCH_THREADS, WorkerPool
@@ -73,10 +73,16 @@ class Board:
         with self._listing:
             until, listed = self._listed
             if listed is None or time.monotonic() >= until:
-                found = [describe.summary(run, self.store, self.listings) for run in self.runs.all().values()]
+                found = [self._summary(run) for run in self.runs.all().values()]
                 listed = {"root": self.runs.root.name, "runs": found}
                 self._listed = (time.monotonic() + FRESH, listed)
         return listed
+
+    def _summary(self, run: RunFolder) -> dict[str, object]:
+        try:
+            return describe.summary(run, self.store, self.listings)
+        except (OSError, ValueError, TypeError) as problem:  # files that no run writes; the others are shown
+            return describe.broken_summary(run, f"The run cannot be read: {problem}")
 
     def names(self, request: BoardRequest) -> object:
         """Metrics of a run."""
@@ -87,15 +93,25 @@ class Board:
         runs = request.many("run")
         names = request.many("metric")
         points = request.number("points", 400, limit=MAX_POINTS)
+        if request.text("whole", 1) == "1" and len(names) == 1:  # for a file: every point of one metric
+            points = MAX_NUMBER
         if len(runs) * len(names) > MAX_CURVES:
             raise BadRequest(f"{len(runs)} runs x {len(names)} metrics are more than {MAX_CURVES} curves.")
         stacked = request.text("stacked", 1) == "1"
-        files = {run: self.runs.get(run).file(METRICS) for run in runs}
 
         def drawn(file: MetricFile) -> dict[str, Curve]:
             return curves(file, names, points, stacked=stacked)
 
-        return {run: self.store.ask(path, drawn) for run, path in files.items()}
+        found: dict[str, dict[str, Curve]] = {}
+        problems: list[NotFound | OSError] = []
+        for run in runs:
+            try:
+                found[run] = self.store.ask(self.runs.get(run).file(METRICS), drawn)
+            except (NotFound, OSError) as problem:  # the list of runs reports it; the others are drawn
+                problems.append(problem)
+        if problems and not found:
+            raise problems[0]
+        return found
 
     def config(self, request: BoardRequest) -> object:
         return describe.config(self.runs.get(request.path("run")))

@@ -6,6 +6,7 @@ others say.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -44,6 +45,23 @@ HEADLINES = (
 )
 
 
+def broken_summary(run: RunFolder, problem: str) -> dict[str, object]:
+    """The line of a run of which nothing can be read."""
+    missing = ("project", "experiment", "algorithm", "model", "family", "total", "step", "started", "updated")
+    return {
+        **dict.fromkeys((*missing, "phase")),
+        "id": run.id,
+        "name": run.name,
+        "metrics": {},
+        "version": "",
+        "state": "stopped",
+        "alerts": 0,
+        "checkpoints": 0,
+        "samples": {},
+        "damaged": [problem],
+    }
+
+
 def summary(run: RunFolder, store: MetricStore, listings: StepListingCache) -> dict[str, object]:
     """The line of a run in the list."""
     damaged: list[str] = []
@@ -71,10 +89,11 @@ def summary(run: RunFolder, store: MetricStore, listings: StepListingCache) -> d
     return {
         "id": run.id,
         "name": run.name,
-        "project": pick(tree, "trainer.project_name"),
-        "experiment": pick(tree, "trainer.experiment_name"),
-        "algorithm": pick(tree, "algorithm.adv_estimator"),
-        "model": pick(tree, "actor_rollout_ref.model.path") or pick(tree, "model.path"),
+        "project": _text(tree, "trainer.project_name"),
+        "experiment": _text(tree, "trainer.experiment_name"),
+        "algorithm": _text(tree, "algorithm.adv_estimator"),
+        "model": _text(tree, "actor_rollout_ref.model.path") or _text(tree, "model.path"),
+        "family": family(tree) if tree else None,
         "total": total,
         **headlines,
         **_state(run, headlines, total),
@@ -175,6 +194,28 @@ def pick(tree: dict[str, object], key: str) -> object:
     for part in key.split("."):
         found = found.get(part) if isinstance(found, dict) else None
     return found
+
+
+def _text(tree: dict[str, object], key: str) -> str | None:
+    """The value of a dotted key if it is a text: pages show nothing else."""
+    found = pick(tree, key)
+    return found if isinstance(found, str) else None
+
+
+OWN_TO_A_RUN = frozenset(
+    ("project_name", "experiment_name", "default_local_dir", "rollout_data_dir", "validation_data_dir")
+)
+"""Last words of keys that differ between runs of one experiment."""
+
+
+def family(tree: dict[str, object]) -> str:
+    """The same text for runs whose configurations differ in their seeds, names and folders alone."""
+    counted = []
+    for key, value in flatten(tree):
+        word = key.rpartition(".")[2]
+        if "seed" not in word and word not in OWN_TO_A_RUN:
+            counted.append(f"{key}={value!r}")
+    return hashlib.blake2s("\n".join(sorted(counted)).encode(), digest_size=6).hexdigest()
 
 
 def plan(tree: dict[str, object]) -> list[tuple[str, str, str]] | None:

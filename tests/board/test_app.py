@@ -77,6 +77,47 @@ def test_curves_of_several_runs(url: str) -> None:
     assert ask(url, "/api/curves?run=" + ids["one"] + "".join(f"&metric=m{i}" for i in range(401)))[0] == 400
 
 
+def test_every_point_of_one_metric(tmp_path: Path) -> None:
+    write_run(tmp_path / "long")
+    with (tmp_path / "long" / "metrics.jsonl").open("w") as file:
+        file.writelines(line(step, loss=1.0 / (step + 1)) for step in range(3000))
+    with serving(tmp_path) as url:
+        run = runs(url)["long"]["id"]
+        _, drawn, _ = ask(url, f"/api/curves?run={run}&metric=loss&points=9999")
+        _, whole, _ = ask(url, f"/api/curves?run={run}&metric=loss&whole=1")
+        assert len(drawn[run]["loss"]["step"]) <= 2000 and whole[run]["loss"]["step"] == list(range(3000))
+
+
+def test_one_broken_run_does_not_hide_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path / "well")
+    broken = write_run(tmp_path / "broken")
+    (broken / "metrics.jsonl").unlink()
+    (broken / "metrics.jsonl").symlink_to("/nowhere")
+    odd = {"trainer": {"project_name": {"a": [1]}, "total_training_steps": "x"}, "algorithm": 7}
+    (broken / "metrics.config.json").write_text(json.dumps(odd))
+    (broken / "workers").write_text("no folder")
+    with serving(tmp_path) as url:
+        found = runs(url)
+        assert found["well"]["damaged"] == [] and found["broken"]["damaged"]
+        assert found["broken"]["project"] is None and found["broken"]["algorithm"] is None
+        ids = [found[name]["id"] for name in ("broken", "well")]
+        _, curves, _ = ask(url, f"/api/curves?run={ids[0]}&run={ids[1]}&run=gone&metric=actor%2Fentropy")
+        assert len(curves[ids[1]]["actor/entropy"]["step"]) == 41
+        assert ask(url, "/api/curves?run=gone&metric=actor%2Fentropy")[0] == 404
+
+
+def test_runs_that_differ_in_seeds_and_names_are_one_family(tmp_path: Path) -> None:
+    for name, seed, lr in (("a", 1, 1e-6), ("b", 2, 1e-6), ("c", 1, 2e-6)):
+        config = json.loads(json.dumps(CONFIG))
+        config["trainer"] |= {"seed": seed, "experiment_name": name}
+        config["actor_rollout_ref"]["actor"]["optim"]["lr"] = lr
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.config.json").write_text(json.dumps(config))
+    with serving(tmp_path) as url:
+        family = {name: run["family"] for name, run in runs(url).items()}
+    assert family["a"] == family["b"] != family["c"]
+
+
 def test_the_configuration_and_its_arithmetic(url: str) -> None:
     found = runs(url)
     one, two = (ask(url, f"/api/runs/{found[name]['id']}/config")[1] for name in ("one", "deep/er/two"))
