@@ -14,11 +14,12 @@ PIP := pip install --quiet --disable-pip-version-check
 PIP_TORCH := pip install --progress-bar off --disable-pip-version-check --no-compile -c constraints.txt
 TINKER := .venv-tinker
 AGENTS := .venv-agents
+ENVIRONMENTS := .venv-environments
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-gpu test-slow lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-gpu test-slow lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -62,7 +63,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
@@ -100,6 +101,17 @@ $(AGENTS)/.ready: constraints-agents.txt
 
 test-agents: $(READY) $(AGENTS)/.ready
 	$(BIN)/pytest -m agents tests/agents
+
+# Environments of other libraries. What the project needs is seen in its own environment.
+$(ENVIRONMENTS)/.ready: $(READY)
+	$(PYTHON) -m venv $(ENVIRONMENTS)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		"$$($(ENVIRONMENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
+	$(ENVIRONMENTS)/bin/$(PIP) verifiers==0.4.0 openenv-core==0.3.0 gymnasium==1.4.0 uv==0.13.7
+	touch $@
+
+test-environments: $(ENVIRONMENTS)/.ready
+	PATH="$(CURDIR)/$(ENVIRONMENTS)/bin:$$PATH" $(ENVIRONMENTS)/bin/python -m pytest -m environments tests/agents/environments
 
 # All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
 # The result is written to benchmarks/results/gpu_suite.json.

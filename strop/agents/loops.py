@@ -28,8 +28,8 @@ KEY = "rollout.agent.agent_loop_config_path"
 class AgentLoop(Protocol):
     """Runs one conversation.
 
-    A loop may have two further attributes: `lists_tools` (the chat template shows the tools) and `batched`
-    (one answer is the whole conversation).
+    A loop may have further attributes: `lists_tools` (the chat template shows the tools), `batched` (one
+    answer is the whole conversation), and a coroutine `close()` for the end of the run.
     """
 
     async def run(self, episode: Episode) -> None:
@@ -119,6 +119,13 @@ class AgentLoops:
     def lists_tools(self, name: str | None) -> bool:
         """Return whether the chat template shows the tools in prompts of this loop."""
         return bool(getattr(self.get(name), "lists_tools", False))
+
+    async def close(self) -> None:
+        """Close the loops that can be closed."""
+        for loop in self._built.values():
+            close = getattr(loop, "close", None)
+            if close is not None:
+                await close()
 
     def _build(self, name: str) -> AgentLoop:
         factory, arguments = self._factory(name)

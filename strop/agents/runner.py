@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent
 from strop.agents.endpoint.server import EndpointServer
 from strop.agents.endpoint.service import ServiceAgent
+from strop.agents.environments.choose import ENVIRONMENT_AGENT, environment_agent, needs_endpoint
 from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import Interactions
 from strop.agents.loops import AgentLoops
@@ -48,20 +49,29 @@ class AgentSetup:
     @functools.cached_property
     def loops(self) -> AgentLoops:
         agent = self.rollout.agent
-        if agent.command is None:
-            return AgentLoops.from_config(agent.default_agent_loop, agent.agent_loop_config_path)
         default = agent.default_agent_loop
         if default == AgentConfig.default_agent_loop:
-            default = PROGRAM_AGENT
+            if agent.command is not None:
+                default = PROGRAM_AGENT
+            if self.rollout.environment is not None:
+                default = ENVIRONMENT_AGENT
         loops = AgentLoops.from_config(default, agent.agent_loop_config_path)
-        loops.add(PROGRAM_AGENT, ServiceAgent if agent.service else ProgramAgent, {"settings": agent})
+        if agent.command is not None:
+            loops.add(PROGRAM_AGENT, ServiceAgent if agent.service else ProgramAgent, {"settings": agent})
+        if self.rollout.environment is not None:
+            chosen = {
+                "environment": self.rollout.environment,
+                "arguments": self.rollout.environment_kwargs,
+            }
+            loops.add(ENVIRONMENT_AGENT, environment_agent, chosen)
         return loops
 
     @functools.cached_property
     def endpoint(self) -> EndpointServer | None:
         """The endpoint for agents from outside; None where none is configured."""
         agent = self.rollout.agent
-        if agent.command is None and agent.endpoint is None:
+        wanted = agent.command is not None or agent.endpoint is not None
+        if not wanted and not needs_endpoint(self.rollout.environment):
             return None
         return EndpointServer(
             self.rollout.multi_turn.format, host=agent.endpoint_host, max_calls=agent.max_calls
@@ -144,7 +154,8 @@ class EpisodeRunner:
         return episodes
 
     def close(self) -> None:
-        """Close the endpoint, and the tools and their connections."""
+        """Close the loops, the endpoint, and the tools and their connections."""
+        self._event_loop.run(self.loops.close(), timeout=CLOSING_SECONDS)
         if self.context.endpoint is not None:
             self._event_loop.run(self.context.endpoint.close(), timeout=CLOSING_SECONDS)
         self.context.tools.close()

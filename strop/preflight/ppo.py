@@ -83,7 +83,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
         if found is not None:
             sources.update(found.data_sources)
     report.data["data sources"] = ", ".join(f"{name} ({of.rows} rows)" for name, of in sources.items())
-    if report.ok and rollout.multi_turn.reward_weights.score:
+    if report.ok and rollout.multi_turn.reward_weights.score and rollout.environment is None:
         report.findings += _rewards(config, sources, report, given.reward)
     return None if train is None else _training_rows(config, train)
 

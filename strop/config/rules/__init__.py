@@ -43,6 +43,7 @@ PPO: tuple[Rule, ...] = (
     rollout.weight_transport,
     rollout.engine_size,
     rollout.engine_library,
+    rollout.environment,
     rollout.speculation,
     rollout.quantization,
     actor.reference_pool,

@@ -202,6 +202,22 @@ def installed_engine(path: str, rollout: RolloutConfig) -> Findings:
         )
 
 
+def environment(loaded: Loaded[PpoConfig]) -> Findings:
+    """Rows are played by one agent: an environment, or a program."""
+    rollout = loaded.config.actor_rollout_ref.rollout
+    if rollout.environment is not None and rollout.agent.command is not None:
+        yield error(
+            "actor_rollout_ref.rollout.environment",
+            f"{rollout.environment}, but rollout.agent.command={rollout.agent.command!r} plays the rows. "
+            "Unset one of them.",
+        )
+    if rollout.environment is None and rollout.environment_kwargs:
+        yield warning(
+            "actor_rollout_ref.rollout.environment_kwargs",
+            f"{dict(rollout.environment_kwargs)} has no effect without rollout.environment.",
+        )
+
+
 def speculation(loaded: Loaded[PpoConfig]) -> Findings:
     """Speculative decoding is a part of the native engine, which guesses from earlier tokens only."""
     yield from possible_speculation(ROLLOUT, loaded.config.actor_rollout_ref.rollout)

@@ -315,6 +315,13 @@ class RolloutConfig:
     """Tools and multi-turn conversations."""
     agent: AgentConfig = section(AgentConfig)
     """Agent loops."""
+    environment: str | None = setting(None)
+    """An environment that rows without agent_name are played in: gym:module:Class, gym:file.py:Class or
+    gym:ID (the interface of Gymnasium with text), openenv:URL (a server of OpenEnv), or verifiers:NAME (an
+    environment of verifiers). Its rewards are the scores; docs/agents.md."""
+    environment_kwargs: FreeForm = setting({})
+    """Arguments of the environment. gym: those of the class; openenv: action_key, observation_key, action,
+    reset; verifiers: fields of its EnvConfig."""
     engine_kwargs: FreeForm = setting({})
     """Arguments of the engine: {vllm: {...}, sglang: {...}}. docs/rollout_engines.md lists those that Strop
     adds."""
