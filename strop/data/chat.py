@@ -44,6 +44,7 @@ class Rendered:
 
     ids: list[int]
     mask: list[int]
+    images: Images = ()
 
 
 @dataclass(frozen=True)

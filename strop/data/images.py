@@ -191,6 +191,7 @@ def _nested(processor: Any) -> bool:
 
 
 def _tensor(value: object) -> Tensor:
+    import numpy as np
     import torch
 
-    return torch.as_tensor(value)
+    return torch.as_tensor(np.asarray(value))

@@ -186,7 +186,7 @@ class PromptDataset(Sequence[Prompt]):
             return dataclasses.replace(content, ids=self._truncate(content.ids, row))
         fields = self.fields(row, content)
         chat, images = chat_of(self.chat, fields)
-        ids = chat.ids(fields.messages, tools=_listed_tools(self.listing, fields))
+        ids = chat.ids(fields.messages, tools=listed_tools(self.listing, fields))
         if images:
             self._refuse_cut(ids, row)
         return Prompt(
@@ -224,8 +224,8 @@ def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing |
     for index, row in enumerate(rows):
         if row.images:
             shown, _ = chat_of(chat, row)
-            lengths[index] = len(shown.ids(row.messages, tools=_listed_tools(listing, row)))
-        elif _listed_tools(listing, row) is None:
+            lengths[index] = len(shown.ids(row.messages, tools=listed_tools(listing, row)))
+        elif listed_tools(listing, row) is None:
             without_tools.append(index)
         else:
             with_tools.append(index)
@@ -245,7 +245,8 @@ def chat_of(chat: Chat, fields: RowFields) -> tuple[Chat, Images]:
     return chat.with_images(fields.images, where=f"{fields.where}, images", folder=fields.folder)
 
 
-def _listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
+def listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
+    """Return the tools that the prompt of a row lists."""
     if listing is None:
         return None
     return listing.for_agent(fields.agent_name)

@@ -18,9 +18,11 @@ from strop.config.schema.data import DataConfig
 from strop.data.chat import Chat, Tools, stop_ids
 from strop.data.files import FileRows, RowFile, open_file
 from strop.data.files import addresses as listed
-from strop.data.prompts import ToolListing, build_chat, prompt_lengths
+from strop.data.images import LoadProcessor
+from strop.data.prompts import ToolListing, build_chat, chat_of, listed_tools, prompt_lengths
 from strop.data.schema import ColumnKeys, RowFields, check_columns, read_row
 from strop.data.workers import CHUNK
+from strop.types import ImageInput
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,6 +183,8 @@ class DataReport:
     """How many of these prompts are over data.max_prompt_length."""
     longest: int = 0
     """Tokens of the longest of these prompts."""
+    images: str = ""
+    """How many images these prompts have, how large they are, and their tokens."""
     findings: list[DataFinding] = field(default_factory=list)
 
     @property
@@ -197,6 +201,7 @@ def inspect_files(
     key: str = "data.train_files",
     chat_template: str | None = None,
     listing: ToolListing | None = None,
+    load_processor: LoadProcessor | None = None,
     sample: int = SAMPLE,
 ) -> DataReport:
     """Read a sample of prompt files; problems become findings, not exceptions. Rendering needs a
@@ -215,7 +220,7 @@ def inspect_files(
     chat = None
     if tokenizer is not None:
         try:
-            chat = build_chat(config, tokenizer, chat_template)
+            chat = build_chat(config, tokenizer, chat_template, load_processor)
         except ValueError as error:
             report.findings.append(DataFinding("error", str(error)))
     try:
@@ -312,9 +317,12 @@ def _measure(
 ) -> None:
     """Report prompts that are empty or too long."""
     lengths: list[int] = []
-    rows = list(named.values())
+    rows = [row for row in named.values() if not row.images]
     for start in range(0, len(rows), CHUNK):
         lengths += prompt_lengths(rows[start : start + CHUNK], chat, listing)
+    shown = [row for row in named.values() if row.images]
+    lengths += _measure_images(shown, chat, report, listing)
+    named = {row.where: row for row in (*rows, *shown)}
     report.longest = max(lengths, default=0)
     report.too_long = sum(length > config.max_prompt_length for length in lengths)
     if 0 in lengths:
@@ -323,6 +331,35 @@ def _measure(
         report.findings.append(DataFinding("error", message))
     if report.too_long:
         report.findings.append(_too_long(report, config, len(lengths)))
+
+
+def _measure_images(
+    rows: list[RowFields], chat: Chat, report: DataReport, listing: ToolListing | None
+) -> list[int]:
+    """Lengths of prompts with images; unreadable images become findings, and count as one token."""
+    lengths: list[int] = []
+    bad: list[str] = []
+    found: list[ImageInput] = []
+    for row in rows:
+        try:
+            own, images = chat_of(chat, row)
+            lengths.append(len(own.ids(row.messages, tools=listed_tools(listing, row))))
+            found += images
+        except ValueError as error:
+            bad.append(str(error))
+            lengths.append(1)
+    report.findings += [DataFinding("error", message) for message in bad[:MAX_NAMED_ROWS]]
+    if len(bad) > MAX_NAMED_ROWS:
+        message = f"{len(bad) - MAX_NAMED_ROWS} further rows with images cannot be used either."
+        report.findings.append(DataFinding("error", message))
+    if found:
+        tokens = [image.num_tokens for image in found]
+        largest = max((image.size for image in found), key=lambda size: size[0] * size[1])
+        report.images = (
+            f"{len(found)} images in {len(rows)} rows, largest {largest[0]} x {largest[1]}, "
+            f"{min(tokens)} to {max(tokens)} tokens each"
+        )
+    return lengths
 
 
 def _too_long(report: DataReport, config: DataConfig, count: int) -> DataFinding:

@@ -3,6 +3,7 @@ DPO)."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -15,6 +16,7 @@ import numpy as np
 from strop.config.schema.supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 from strop.data.chat import Chat, Rendered, Tools
 from strop.data.files import FileRows, Row, RowSource, open_rows
+from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.prompts import (
     Split,
     load_custom_dataset,
@@ -23,7 +25,7 @@ from strop.data.prompts import (
     selection_fingerprint,
     truncate,
 )
-from strop.data.schema import Message, as_messages, nested_value, require_column, to_plain
+from strop.data.schema import Message, as_messages, nested_value, require_column, split_placeholders, to_plain
 from strop.data.selection import Indices
 
 if TYPE_CHECKING:
@@ -107,10 +109,29 @@ class SupervisedDataset(Sequence[Any]):
         if item is None:
             item = self.rows[row]
             if isinstance(item, dict):
+                images = to_plain(item.get(self.config.image_key))
+                if images:
+                    return self._render_images(item, images, where, row), where
                 example = self.render(item, where)
                 self._cache.put(row, example)
                 return example, where
         return item, where
+
+    def _render_images(self, item: Row, images: Sequence[object], where: str, row: int) -> Example:
+        """Return a row with images; pixels are not cached."""
+        folder = self.rows.place(row)[0].path.parent if isinstance(self.rows, FileRows) else None
+        column = f"{where}, column {self.config.image_key!r}"
+        shown = copy.copy(self)
+        try:
+            shown.chat, inputs = self.chat.with_images(images, where=column, folder=folder)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from error
+        example = shown.render(item, where)
+        if isinstance(example, Rendered):
+            return dataclasses.replace(example, images=inputs)
+        chosen = dataclasses.replace(example.chosen, images=inputs)
+        rejected = dataclasses.replace(example.rejected, images=inputs)
+        return dataclasses.replace(example, chosen=chosen, rejected=rejected)
 
     def required_columns(self) -> dict[str, str]:
         """Return the columns that every file must have, by the setting that names them."""
@@ -141,7 +162,7 @@ class SupervisedDataset(Sequence[Any]):
         mode = self.config.truncation
         if len(rendered.ids) <= limit:
             return rendered
-        if mode == "error":
+        if mode == "error" or rendered.images:  # an image would lose some of its tokens
             raise ValueError(
                 f"{where} has {len(rendered.ids)} tokens, over data.max_length={limit}. Raise it, or cut "
                 "such rows (data.truncation=left keeps their end, right their beginning)."
@@ -311,6 +332,7 @@ def build_supervised(
     *,
     split: Split = "train",
     kind: type[SupervisedDataset] | None = None,
+    load_processor: LoadProcessor | None = None,
 ) -> SupervisedDataset:
     """Build the training or validation rows of an sft, rm or dpo configuration, as a data set of class
     `kind`, by default the one that belongs to the section."""
@@ -325,11 +347,15 @@ def build_supervised(
     indices = select_rows(config, rows, split, limit=limit, shuffle=shuffle)
     if not len(indices):
         raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
+    images = None
+    if load_processor is not None:
+        images = ImageProcessor(load_processor, config.min_pixels, config.max_pixels)
     chat = Chat(
         tokenizer,
         template=config.chat_template,
         kwargs=dict(config.apply_chat_template_kwargs or {}),
         plain=not config.apply_chat_template,
+        images=images,
     )
     if kind is None:
         kind = PreferenceDataset if isinstance(config, PairDataConfig) else SftDataset
@@ -367,6 +393,7 @@ def render_conversation(
             f"({', '.join(roles)})."
         )
     try:
+        messages = split_placeholders(list(messages), {"image": len(chat.expansions)}, where=where)
         return chat.conversation(messages, learn_from=learn_from, tools=tools)
     except ValueError as error:
         raise UnusableRow(f"{where}: {error}") from error

@@ -16,11 +16,13 @@ from strop.config.derived import holds_weights
 from strop.config.schema.inference import GenerationConfig
 from strop.data.chat import Chat
 from strop.data.files import Row, open_rows
+from strop.data.images import ImageProcessor
 from strop.data.make import published_rows
 from strop.data.prompts import PromptDataset, truncate
 from strop.data.schema import ColumnKeys, require_column
 from strop.inference.resumable_rows import PartialOutput
 from strop.models.build import build_policy, compute_dtype
+from strop.models.vision.processor import processor_loader
 from strop.rewards.base import response_texts
 from strop.rollout.base import Request, Sampling, stream_seed
 from strop.shared.build import engine_for, max_model_len, sampling_for, tokenizer_of
@@ -130,6 +132,7 @@ class ResponseGenerator:
             self.tokenizer,
             kwargs=dict(config.data.apply_chat_template_kwargs),
             plain=not config.data.apply_chat_template,
+            images=ImageProcessor(processor_loader(config.model)),
         )
         key = "prompt" if config.data.benchmark else config.data.prompt_key
         self.agents = AgentSetup(rollout, chat)

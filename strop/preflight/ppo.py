@@ -21,6 +21,7 @@ from strop.config.schema.ppo import PpoConfig
 from strop.data.prompts import ToolListing, build_chat
 from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
 from strop.data.schema import RowFields
+from strop.models.vision.processor import processor_loader
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     find_tokenizer,
@@ -107,6 +108,7 @@ def _examine_files(
         key=f"data.{name}",
         chat_template=config.actor_rollout_ref.model.custom_chat_template,
         listing=agents.listing,
+        load_processor=processor_loader(config.actor_rollout_ref.model),
         sample=EVERY_ROW_UP_TO if one_long_prompt_stops else SAMPLE,
     )
     for finding in found.findings:
@@ -116,6 +118,8 @@ def _examine_files(
         fact += (
             f", longest of {found.measured} prompts {found.longest} tokens, {found.too_long} over the limit"
         )
+    if found.images:
+        fact += f"; {found.images}"
     report.data[name] = fact
     examples = [source.example for source in found.data_sources.values() if source.example is not None]
     agents.rows(name, found.agents, found.rows, examples)

@@ -14,6 +14,7 @@ from strop.data.labelled import dataset_class
 from strop.data.prompts import Split
 from strop.data.report import probe_template
 from strop.data.supervised import PreferencePair, SupervisedDataset, UnusableRow, build_supervised
+from strop.models.vision.processor import processor_loader
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     count_file_rows,
@@ -113,7 +114,13 @@ def _rows(
 ) -> int | None:
     key = f"data.{split}_files"
     try:
-        dataset = build_supervised(config.data, tokenizer, split=split, kind=dataset_class(config))
+        dataset = build_supervised(
+            config.data,
+            tokenizer,
+            split=split,
+            kind=dataset_class(config),
+            load_processor=processor_loader(config.model),
+        )
         survey = survey_rows(dataset)
     except (ValueError, OSError) as problem:
         report.findings.append(error(key, str(problem)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.data.chat import Rendered
-from strop.types import Batch
+from strop.types import Batch, Images
 
 
 class BatchFields(TypedDict):
@@ -21,6 +21,7 @@ class BatchFields(TypedDict):
     mask: Tensor
     groups: Tensor
     row_ids: Tensor
+    images: list[Images] | None
 
 
 def rendered_batch(items: Sequence[Rendered]) -> Batch:
@@ -46,4 +47,5 @@ def batch_fields(items: Sequence[Rendered]) -> BatchFields:
         "mask": mask,
         "groups": torch.arange(len(items)),
         "row_ids": torch.arange(len(items)),
+        "images": [item.images for item in items] if any(item.images for item in items) else None,
     }

@@ -25,6 +25,7 @@ from strop.data.supervised import SupervisedDataset, build_supervised
 from strop.models.build import build_critic, build_policy, build_reference, build_tokenizer
 from strop.models.heads import pad_token_other_than_eos, set_reward_statistics
 from strop.models.lora import has_adapters
+from strop.models.vision.processor import processor_loader
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.run.checkpoint.contents import Stateful
@@ -194,10 +195,13 @@ def open_datasets(
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
     """Training and validation rows: those in `known`, else from the files."""
     kind = dataset_class(config)
-    train = known.get("train") or build_supervised(config.data, tokenizer, split="train", kind=kind)
+    load = processor_loader(config.model)
+    train = known.get("train") or build_supervised(
+        config.data, tokenizer, split="train", kind=kind, load_processor=load
+    )
     val = known.get("val")
     if not val and config.data.val_files:
-        val = build_supervised(config.data, tokenizer, split="val", kind=kind)
+        val = build_supervised(config.data, tokenizer, split="val", kind=kind, load_processor=load)
     return train, val
 
 

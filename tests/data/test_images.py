@@ -15,10 +15,14 @@ import torch
 from PIL import Image
 
 from strop.config.schema.data import DataConfig
-from strop.data.chat import Chat
+from strop.config.schema.supervised import DpoDataConfig, SftDataConfig
+from strop.data.chat import Chat, Rendered
 from strop.data.images import ImageProcessor, read_image
 from strop.data.prompts import PromptDataset, build_prompts
+from strop.data.report import inspect_files
 from strop.data.schema import ColumnKeys, parse_row
+from strop.data.supervised import build_supervised
+from strop.shared.rendered_batch import rendered_batch
 from tests.models.vision.tiny_vlm import picture, processor_of, tokenizer_of
 
 FAMILY = "qwen2_5_vl"
@@ -28,6 +32,10 @@ def png(image: Image.Image | None = None) -> bytes:
     stream = io.BytesIO()
     (image or picture()).save(stream, "PNG")
     return stream.getvalue()
+
+
+def url_of(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64.b64encode(png(image)).decode()
 
 
 def images(**limits: int) -> ImageProcessor:
@@ -140,3 +148,51 @@ def test_plain_prompts_have_images_too() -> None:
     assert shown.ids([{"role": "user", "content": parts}]).count(4) == found[0].num_tokens
     with pytest.raises(ValueError, match="2 image placeholders"):
         shown.ids([{"role": "user", "content": [*parts, *parts]}])
+
+
+def test_supervised_rows_have_images(tmp_path: Path) -> None:
+    load = partial(processor_of, FAMILY)
+    prompt = [{"role": "user", "content": "<image>what"}]
+    rows = [
+        {
+            "prompt": prompt,
+            "response": "red",
+            "chosen": "red",
+            "rejected": "blue",
+            "images": [url_of(picture())],
+        }
+    ]
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps(rows[0]) + "\n")
+    sft = SftDataConfig(train_files=str(file), prompt_key="prompt", response_key="response")
+    item = build_supervised(sft, tokenizer_of(FAMILY), load_processor=load)[0]
+    assert item.ids.count(4) == item.images[0].num_tokens == 4 and sum(item.mask) == 2
+    batch = rendered_batch([item, Rendered([5, 6], [0, 1])])
+    assert batch.images == [item.images, ()]
+    pairs = DpoDataConfig(
+        train_files=str(file), prompt_key="prompt", chosen_key="chosen", rejected_key="rejected"
+    )
+    pair = build_supervised(pairs, tokenizer_of(FAMILY), load_processor=load)[0]
+    assert pair.chosen.images is pair.rejected.images and pair.chosen.ids != pair.rejected.ids
+    file.write_text(json.dumps({**rows[0], "images": ["nowhere.png"]}) + "\n")
+    with pytest.raises(ValueError, match=r"row 0, column 'images': the file 'nowhere.png' cannot be read"):
+        build_supervised(sft, tokenizer_of(FAMILY), load_processor=load)[0]
+    short = dataclasses.replace(sft, max_length=5, truncation="left")
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(ValueError, match="has 9 tokens, over data.max_length=5"):
+        build_supervised(short, tokenizer_of(FAMILY), load_processor=load)[0]
+
+
+def test_the_report_counts_images_and_names_bad_ones(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    rows = [row(url_of(picture())), row(url_of(picture(width=24))), {"prompt": "what", "data_source": "x"}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    config = DataConfig(train_files=str(file))
+    load = partial(processor_of, FAMILY)
+    found = inspect_files(str(file), config, tokenizer_of(FAMILY), load_processor=load)
+    assert found.images == "2 images in 2 rows, largest 24 x 16, 4 to 6 tokens each"
+    assert found.longest == 9 and found.ok
+    file.write_text("".join(json.dumps(one) + "\n" for one in [*rows, row("data:image/png;base64,AAAA")]))
+    found = inspect_files(str(file), config, tokenizer_of(FAMILY), load_processor=load)
+    [problem] = [finding.message for finding in found.findings if finding.level == "error"]
+    assert "row 3, images cannot be read (3 bytes)" in problem

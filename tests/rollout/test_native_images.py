@@ -6,10 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from strop.data.chat import Chat
+from strop.data.images import ImageProcessor
 from strop.models.forward import response_outputs
+from strop.quickstart.tiny_model import tiny_model
 from strop.rollout.base import Request, Sampling, build_engine
 from tests.models.vision.test_passes import batch_of_rows, rows_of
-from tests.models.vision.tiny_vlm import FAMILIES, tiny_vlm
+from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
 
 NATIVE = [family for family in FAMILIES if family != "gemma3"]
 
@@ -49,3 +52,45 @@ def test_sampled_log_probs_are_recomputed(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_engine_takes_images(family: str) -> None:
     assert gap(tiny_vlm(family), requests_of(family, 2), "hf", max_model_len=128) < 1e-5
+
+
+def test_the_same_text_under_another_picture_is_computed_anew() -> None:
+    """Prompts of more than a block of the prefix cache, one after the other in one engine."""
+    model = tiny_vlm("qwen2_5_vl")
+    chat = Chat(tokenizer_of("qwen2_5_vl"), images=ImageProcessor(lambda: processor_of("qwen2_5_vl")))
+    parts = [
+        {"type": "text", "text": "1234567890123456"},
+        {"type": "image"},
+        {"type": "text", "text": "12345678"},
+    ]
+    engine = build_engine("native", model, max_model_len=128, enable_prefix_caching=True)
+    sampling = Sampling(max_tokens=4)
+    computed = []
+    for colour in ((255, 0, 0), (255, 0, 0), (0, 255, 0)):
+        shown, images = chat.with_images([picture(colour)], where="x")
+        request = Request(shown.ids([{"role": "user", "content": parts}]), seed=1, images=images)
+        engine.stats()
+        [answer] = engine.generate([request], sampling)[0]
+        computed.append(engine.stats()["prompt_tokens"])
+        batch = batch_of_rows([(list(request.ids), images, answer.ids)])
+        with torch.no_grad():
+            expected = response_outputs(model, batch, ["log_probs"])["log_probs"][0]
+        assert (torch.tensor(answer.log_probs) - expected).abs().max() < 1e-5
+    whole, again, other = computed
+    assert other == whole - 17, "the text before the picture is reused"
+    assert again == 1, "the same picture is reused"
+
+
+def test_images_that_cannot_be_used_are_answered_with_an_error() -> None:
+    family = "qwen2_5_vl"
+    prompt, images, _ = rows_of(family)[0]
+    engine = build_engine("native", tiny_vlm(family), max_model_len=64)
+    [[cut]] = engine.generate([Request(prompt[5:], images=images)], Sampling(max_tokens=2))
+    assert cut.finish == "error" and "2 image tokens" in str(cut.error)
+    text = build_engine("native", tiny_model(tokenizer_of(family), hidden=16, layers=1), max_model_len=64)
+    [[refused]] = text.generate([Request(prompt, images=images)], Sampling(max_tokens=2))
+    assert "takes none" in str(refused.error)
+    both_ways = build_engine("native", tiny_vlm("gemma3"), max_model_len=64)
+    prompt, images, _ = rows_of("gemma3")[0]
+    [[refused]] = both_ways.generate([Request(prompt, images=images)], Sampling(max_tokens=2))
+    assert "set rollout.name=hf" in str(refused.error)

@@ -68,6 +68,13 @@ class SupervisedDataConfig:
     """A Jinja chat template that replaces the tokenizer's."""
     input_template: str | None = setting(None)
     """Python format string with {} that wraps a plain-text prompt."""
+    image_key: str = setting("images")
+    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> where one goes."""
+    min_pixels: int | None = setting(None, at_least=1)
+    """Images with fewer pixels are enlarged. Null: as the processor of the model does."""
+    max_pixels: int | None = setting(None, at_least=1)
+    """Images with more pixels are reduced, which bounds their tokens. Null: as the processor of the model
+    does."""
     balance_dp_token: bool = inert(False, "the loss is always a mean over the tokens of the whole update")
     """Average over the tokens of all devices."""
     dataloader_num_workers: int = setting(0, at_least=0)

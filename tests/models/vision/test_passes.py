@@ -12,7 +12,9 @@ from torch import Tensor
 from strop.data.chat import Chat
 from strop.data.images import ImageProcessor
 from strop.models.forward import response_outputs
-from strop.models.vision.passes import vision_part
+from strop.models.layouts.check import layouts_of
+from strop.models.vision.passes import freeze_tower, vision_part
+from strop.quickstart.tiny_model import tiny_model
 from strop.types import Batch, Images
 from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
 
@@ -117,5 +119,73 @@ def test_packed_padded_and_alone_agree(family: str) -> None:
         assert (packed[row, :length] - wanted).abs().max() < 1e-5
         assert (padded[row, :length] - wanted).abs().max() < 1e-5
         assert (alone[row][0, :length] - wanted).abs().max() < 1e-5
-    other = batch.replace(images=[batch.images[3], *batch.images[1:]]) if family.startswith("qwen9") else None
-    assert other is None
+
+
+def test_each_image_is_computed_once_and_matters() -> None:
+    model = tiny_vlm("qwen2_5_vl")
+    rows = rows_of("qwen2_5_vl")
+    batch = batch_of_rows(rows)
+    tower = vision_part(model).module.visual
+    patches = []
+    hook = tower.register_forward_pre_hook(lambda _, given: patches.append(len(given[0])))
+    with torch.no_grad():
+        shown = response_outputs(model, batch, ["log_probs"])["log_probs"]
+        hook.remove()
+        assert patches == [16 + 24], "two pictures for eight sequences"
+        assert layouts_of(model).packed.right
+        other = Chat(tokenizer_of("qwen2_5_vl"), images=ImageProcessor(lambda: processor_of("qwen2_5_vl")))
+        images = other.with_images([picture((10, 200, 0))], where="x")[1]
+        changed = batch.replace(images=[images, *batch.images[1:]])  # type: ignore[misc]
+        different = response_outputs(model, changed, ["log_probs"])["log_probs"]
+    length = len(rows[0][2])
+    assert (shown[0, :length] - different[0, :length]).abs().max() > 1e-2
+    assert (shown[1:] - different[1:]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_gradients_reach_the_tower(family: str) -> None:
+    rows = rows_of(family)
+    batch = batch_of_rows(rows)
+    found = []
+    for parts in ([list(range(len(rows)))], [[row] for row in range(len(rows))]):
+        model = tiny_vlm(family)
+        for part in parts:
+            piece = batch.select(part)
+            (response_outputs(model, piece, ["log_probs"])["log_probs"] * piece.mask).sum().backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters()})
+    packed, alone = found
+    towers = ("visual", "vision_tower")
+    reached = [name for name, grad in packed.items() if grad is not None and any(t in name for t in towers)]
+    assert len(reached) > 10
+    for name, grad in alone.items():
+        if grad is None:
+            assert packed[name] is None
+            continue
+        scale = grad.abs().max().clamp(min=1.0)
+        assert (packed[name] - grad).abs().max() / scale < 1e-4, name
+
+
+def test_a_frozen_tower_has_no_gradients() -> None:
+    model = tiny_vlm("qwen2_5_vl").train()
+    freeze_tower(model)
+    response_outputs(model, batch_of_rows(rows_of("qwen2_5_vl")), ["log_probs"])["log_probs"].sum().backward()
+    for name, weight in model.named_parameters():
+        assert (weight.grad is None) == ("visual" in name), name
+    with pytest.raises(
+        ValueError, match="freeze_vision_tower=true, but LlamaForCausalLM has no vision tower"
+    ):
+        freeze_tower(tiny_model(tokenizer_of("qwen2_5_vl"), hidden=16, layers=1))
+
+
+def test_a_text_model_is_given_images() -> None:
+    model = tiny_model(tokenizer_of("qwen2_5_vl"), hidden=16, layers=1)
+    with pytest.raises(ValueError, match="LlamaForCausalLM takes no images"):
+        response_outputs(model, batch_of_rows(rows_of("qwen2_5_vl")), ["log_probs"])
+
+
+def test_a_cut_prompt_is_named() -> None:
+    prompt, images, response = rows_of("qwen2_5_vl")[0]
+    with pytest.raises(ValueError, match="has 2 image tokens and images with 4"):
+        response_outputs(
+            tiny_vlm("qwen2_5_vl"), batch_of_rows([(prompt[5:], images, response)]), ["log_probs"]
+        )

@@ -39,6 +39,14 @@ QWEN_IMAGES = {
     "max_pixels": 512,
 }
 QWEN_VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
+SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -62,6 +70,63 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "window_size": 16,
             "fullatt_block_indexes": [1],
             "initializer_range": 0.2,
+        },
+    },
+    "qwen3_vl": {
+        "words": QWEN_WORDS,
+        "begin": "<|vision_start|><|image_pad|><|vision_end|>",
+        "images": QWEN_IMAGES,
+        "text": {**TEXT, "rope_parameters": MROPE},
+        "vision": {
+            **QWEN_VISION,
+            "depth": 3,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "llava": {
+        "words": ["<image>"],
+        "begin": "<image>",
+        "images": {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 16},
+            "crop_size": {"height": 16, "width": 16},
+        },
+        "processor": {
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        "text": {**TEXT, "model_type": "llama"},
+        "vision": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
+        "config": lambda tokenizer: {
+            "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
+            "vision_feature_layer": -1,
+        },
+    },
+    "gemma3": {
+        "words": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+        "begin": "<start_of_image>",
+        "special": {
+            "boi_token": "<start_of_image>",
+            "image_token": "<image_soft_token>",
+            "eoi_token": "<end_of_image>",
+            "boi_token_id": 3,
+            "image_token_id": 4,
+            "eoi_token_id": 5,
+        },
+        "images": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}},
+        "processor": {"image_seq_length": 4},
+        "text": {**TEXT, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision": {**SIGLIP, "model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False},
+        "config": lambda tokenizer: {
+            "image_token_index": tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+            "boi_token_index": tokenizer.convert_tokens_to_ids("<start_of_image>"),
+            "eoi_token_index": tokenizer.convert_tokens_to_ids("<end_of_image>"),
+            "mm_tokens_per_image": 4,
         },
     },
 }
