@@ -179,7 +179,7 @@ def test_supervised_rows_have_images(tmp_path: Path) -> None:
         build_supervised(sft, tokenizer_of(FAMILY), load_processor=load)[0]
     short = dataclasses.replace(sft, max_length=5, truncation="left")
     file.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ValueError, match="has 9 tokens, over data.max_length=5"):
+    with pytest.raises(ValueError, match=r"has 9 tokens, over data.max_length=5"):
         build_supervised(short, tokenizer_of(FAMILY), load_processor=load)[0]
 
 

@@ -296,7 +296,10 @@ def _features_of(
     def compute(*arguments: object, **options: object) -> object:
         for name in ("packing", "rollout"):  # how the language model attends
             options.pop(name, None)
-        new: dict[str, Features] = {}
+        known: dict[str, Features] = {}
+        for image in images:  # before new ones replace them in the cache
+            if cache is not None and image in cache:
+                known[image.digest] = cache.get(image)
         if missing:
             output = own(*arguments, **options)
             tables = (_flat(output.pooler_output), *(getattr(output, "deepstack_features", None) or ()))
@@ -304,22 +307,15 @@ def _features_of(
             _refuse_other_count(tables[0], sizes)
             split = [table.split(sizes) for table in tables]
             for image, features in zip(missing, zip(*split, strict=True), strict=True):
-                new[image.digest] = features
+                known[image.digest] = features
                 if cache is not None:
                     cache.put(image, features)
-        by_image = []
-        for image in images:
-            by_image.append(new[image.digest] if image.digest in new else _cached(cache, image))
+        by_image = [known[image.digest] for image in images]
         whole = [torch.cat(parts).index_select(0, take) for parts in zip(*by_image, strict=True)]
         features = (whole[0],) if in_a_list else whole[0]
         return SimpleNamespace(pooler_output=features, deepstack_features=whole[1:])
 
     return compute
-
-
-def _cached(cache: FeatureCache | None, image: ImageInput) -> Features:
-    assert cache is not None
-    return cache.get(image)
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:

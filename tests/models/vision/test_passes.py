@@ -13,7 +13,8 @@ from strop.data.chat import Chat
 from strop.data.images import ImageProcessor
 from strop.models.forward import response_outputs
 from strop.models.layouts.check import layouts_of
-from strop.models.vision.passes import freeze_tower, vision_part
+from strop.models.packing import rectangle
+from strop.models.vision.passes import FeatureCache, freeze_tower, images_in, lay_out_images, vision_part
 from strop.quickstart.tiny_model import tiny_model
 from strop.types import Batch, Images
 from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
@@ -189,3 +190,19 @@ def test_a_cut_prompt_is_named() -> None:
         response_outputs(
             tiny_vlm("qwen2_5_vl"), batch_of_rows([(prompt[5:], images, response)]), ["log_probs"]
         )
+
+
+def test_a_pass_with_more_images_than_the_cache_holds() -> None:
+    model = tiny_vlm("qwen2_5_vl")
+    rows = rows_of("qwen2_5_vl")
+    cache = FeatureCache(limit=1)
+    found = []
+    with torch.no_grad():
+        for pair in ([rows[0]], [rows[3], rows[0]], [rows[0], rows[3]]):
+            batch = batch_of_rows(pair)
+            inputs = lay_out_images(model, rectangle(batch.sequences), batch.images or [], packed=False)
+            with images_in(model, inputs, cache) as (ids, given):
+                found.append(
+                    model(ids, position_ids=inputs.positions, attention_mask=inputs.mask, **given).logits
+                )
+    assert (found[1].flip(0) - found[2]).abs().max() < 1e-5
