@@ -122,8 +122,12 @@ class Trajectory:
     """Further sequences of the same episode, of an agent that rewrote its context. The score of the episode
     is here; each sampled token is in one of the sequences, and may be in the prompts of others. Once they are
     scored, all of them are trajectories with the same `episode`."""
+    player: str = ""
+    """In episodes of several players: whose sequence it is. Each player has a score of its own."""
     episode: int | None = None
     """Number of the episode in the step, if episodes have several sequences; else every trajectory is one."""
+    sample: int | None = None
+    """Number of the sample in the step, if it has several sequences or players."""
 
     @property
     def reward(self) -> float | None:
@@ -212,6 +216,8 @@ class Batch:
     """Position in the original order of the step; reordering keeps it."""
     episodes: Tensor | None = rows()
     """Number of the episode of each sequence; rows of one episode are neighbours. None: each row is one."""
+    samples: Tensor | None = rows()
+    """Number of the sample of each sequence: the episodes of all its players. None: each row is one."""
     images: list[Images] | None = field(default=None, metadata={"role": LISTS})
     """The images of each sequence; None: none has any."""
 
@@ -320,6 +326,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
     mask[failed] = 0.0
     baselines = [t.baseline for t in trajectories]
     episodes = [t.episode for t in trajectories]
+    samples = [t.sample for t in trajectories]
     images = [t.prompt.images for t in trajectories]
     prompts = {id(t.prompt): t.prompt for t in trajectories}
     prompt_ids = {key: np.array(prompt.ids, dtype=np.int64) for key, prompt in prompts.items()}
@@ -337,5 +344,6 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         scores=torch.from_numpy(scores),
         row_ids=torch.arange(len(trajectories)),
         episodes=None if None in episodes else torch.tensor(episodes),
+        samples=None if None in samples else torch.tensor(samples),
         images=images if any(images) else None,
     )

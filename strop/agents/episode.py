@@ -76,9 +76,11 @@ class EpisodeEndpoint(Protocol):
         """The URL without a path; OpenAI's API is at /v1."""
         ...
 
-    def session(self, episode: Episode) -> AbstractAsyncContextManager[EpisodeKey]:
-        """Answer calls with a key of the episode, until the context ends. What was called is then the
-        conversation of the episode."""
+    def session(
+        self, episode: Episode, players: Sequence[str] = ()
+    ) -> AbstractAsyncContextManager[EpisodeKey]:
+        """Answer calls with a key of the episode, or of each of its players, until the context ends. What was
+        called is then the conversation of the episode."""
         ...
 
     def when_closing(self, close: Callable[[], Awaitable[None]]) -> None:
@@ -181,6 +183,8 @@ class Episode:
         """Schemas that the template lists in the prompt."""
         self.score: float | None = None
         """A loop may set the score of the whole conversation; then no scorer is called."""
+        self.player_scores: dict[str, float] = {}
+        """Scores of the second and further players, in episodes that have several."""
         self.extras: dict[str, Any] = {}
         """Values for dumps, validation metrics and the scorer."""
         self.counts: Counter[str] = Counter()
@@ -334,7 +338,8 @@ class Episode:
         )
         for ids, row in self._branches:
             prompt = replace(self.prompt, ids=ids)
-            sample.branches.append(row.trajectory(prompt, self.group, finish=sample.finish))
+            score = None if failed else self.player_scores.get(row.player)
+            sample.branches.append(row.trajectory(prompt, self.group, finish=sample.finish, score=score))
         return sample
 
     def adopt(

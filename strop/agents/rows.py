@@ -21,6 +21,8 @@ class TokenRow:
     """Spans of sampled tokens by the version of the weights."""
     rewards: dict[int, float] = field(default_factory=dict)
     """By the last token of the turn that is rewarded."""
+    player: str = ""
+    """In episodes of several players: whose sequence it is."""
 
     def add_sampled(
         self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[tuple[int, int]]
@@ -64,6 +66,7 @@ class TokenRow:
             turn_rewards=self.rewards,
             extras=dict(extras or {}),
             turns=self.turns,
+            player=self.player,
         )
         check_exact(sample)
         return sample

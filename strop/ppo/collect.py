@@ -183,8 +183,7 @@ class Collector:
             self.engine.sleep()
 
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
-        """The scored samples of `prompts` prompts, in the order in which the prompts were drawn. All
-        sequences of an episode are samples, if it has several."""
+        """The scored samples of `prompts` prompts, with all their sequences, in the order of the prompts."""
         self._reports = []
         if self.run_ahead is None:
             with self.awake():
@@ -339,6 +338,9 @@ def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
         return
     tools = sum(trajectory.extras.get("tool_rewards", {}).values())
     trajectory.score = weights.score * trajectory.score + weights.tool * tools
+    for branch in trajectory.branches:
+        if branch.score is not None:  # of another player
+            branch.score *= weights.score
     for row in (trajectory, *trajectory.branches):
         row.turn_rewards = {place: weights.turn * reward for place, reward in row.turn_rewards.items()}
 

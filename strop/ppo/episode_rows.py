@@ -4,6 +4,9 @@ Until it is scored, an episode is one trajectory with `branches`. Then every seq
 and rows of one episode have the same number (`Batch.episodes`). Each sampled token is trained in exactly one
 row.
 
+Episodes of several players have a score for each. What one player did counts as an episode of its own, and is
+compared with what the same player did in the other episodes of the prompt.
+
 Credit. The score belongs to the episode. Estimators that compare the samples of a prompt (grpo, rloo ...) see
 each episode once, with the sum of its rewards, and all its rows get its advantage:
 
@@ -26,22 +29,39 @@ from strop.types import Batch, Trajectory
 
 
 def rows_of_episodes(trajectories: Sequence[Trajectory], credit: str) -> list[Trajectory]:
-    """All sequences of scored episodes, in order; the one with the score comes first in its episode."""
+    """All sequences of scored episodes, in order; the one with the score comes first in its episode. What the
+    second and further players did are episodes and groups of their own."""
+    if not any(t.branches for t in trajectories):
+        return list(trajectories)
     rows: list[Trajectory] = []
-    several = credit != "last" and any(t.branches for t in trajectories)
-    for number, head in enumerate(trajectories):
-        branches = head.branches
+    episodes = 0
+    groups: dict[tuple[int, str], int] = {}
+    next_group = 1 + max(t.group for t in trajectories)
+    for sample, head in enumerate(trajectories):
+        by_player = {head.player: [head]}
+        for branch in head.branches:
+            by_player.setdefault(branch.player, []).append(branch)
         head.branches = []
-        rows.append(head)
-        if not several:
-            continue
-        head.episode = number
-        for branch in branches:
-            branch.episode = number
-            branch.score = head.score
-            branch.baseline = head.baseline
-            branch.extras = {**head.extras, **branch.extras}
-            rows.append(branch)
+        for player, members in by_player.items():
+            first = members[0]
+            if player != head.player:
+                first.group = groups.setdefault((head.group, player), next_group + len(groups))
+            if credit == "last":
+                members = [first]
+            for row in members:
+                row.episode = episodes
+                row.sample = sample
+                row.group = first.group
+                row.score = first.score if head.score is not None else None
+                row.baseline = head.baseline
+                row.extras = {**head.extras, **row.extras}
+            rows += members
+            episodes += 1
+    for row in rows:
+        if len(rows) == episodes:  # each episode has one sequence
+            row.episode = None
+        if len(rows) == len(trajectories):
+            row.sample = None
     return rows
 
 
@@ -52,11 +72,11 @@ def first_rows(episodes: Tensor) -> Tensor:
     return new.nonzero()[:, 0]
 
 
-def rows_by_episode(episodes: Tensor) -> list[list[int]]:
-    """The rows of each episode."""
+def rows_by_number(numbers: Tensor) -> list[list[int]]:
+    """The rows with the same number."""
     found: dict[int, list[int]] = {}
-    for row, episode in enumerate(episodes.tolist()):
-        found.setdefault(episode, []).append(row)
+    for row, number in enumerate(numbers.tolist()):
+        found.setdefault(number, []).append(row)
     return list(found.values())
 
 

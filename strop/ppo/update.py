@@ -24,7 +24,7 @@ from strop.config.hyperparameters import policy_loss_kwargs
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
-from strop.ppo.episode_rows import rows_by_episode
+from strop.ppo.episode_rows import rows_by_number
 from strop.ppo.experience import rollout_drift
 from strop.ranks import Ranks
 from strop.run.samples import UpdateLogProbs
@@ -38,10 +38,10 @@ Observe = Callable[[Batch, Tensor], None]
 
 def mini_batches(batch: Batch, rows: int, epochs: int, shuffle: bool, seed: int) -> Iterator[Batch]:
     """The mini-batches of one step: every sequence once per epoch. Groups stay together unless shuffled, and
-    sequences of one episode always; then `rows` counts episodes."""
+    sequences of one sample always; `rows` counts samples."""
     members = [[row] for row in range(len(batch))]
-    if batch.episodes is not None:
-        members = rows_by_episode(batch.episodes)
+    if batch.samples is not None:
+        members = rows_by_number(batch.samples)
     for epoch in range(epochs):
         order = torch.arange(len(members))
         if shuffle:

@@ -127,6 +127,34 @@ def test_the_arithmetic_of_the_first_document():
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             ["2 devices"],
         ),
+        (
+            ["actor_rollout_ref.rollout.agent.service=true"],
+            "actor_rollout_ref.rollout.agent.service",
+            ["agent.command"],
+        ),
+        (
+            [
+                "actor_rollout_ref.rollout.agent.command=x",
+                "actor_rollout_ref.rollout.agent.players=[a,a]",
+                "actor_rollout_ref.rollout.agent.reward=file",
+            ],
+            "actor_rollout_ref.rollout.agent.players",
+            ["different names"],
+        ),
+        (
+            ["actor_rollout_ref.rollout.agent.command=x", "actor_rollout_ref.rollout.agent.players=[a,b]"],
+            "actor_rollout_ref.rollout.agent.players",
+            ["agent.reward=file"],
+        ),
+        (
+            [
+                "trainer.n_gpus_per_node=2",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+                "actor_rollout_ref.rollout.agent.command=x",
+            ],
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+            ["on one device"],
+        ),
         (["data.custom_cls.path=x.py"], "data.custom_cls", ["both or neither"]),
         (["reward_model.clip_range=[1,0]"], "reward_model.clip_range", ["low < high"]),
         (["trainer.val_only=true"], "data.val_files", ["val_only"]),

@@ -102,6 +102,38 @@ def test_mini_batches_count_episodes(shuffle: bool) -> None:
     assert sorted(seen) == list(range(7))
 
 
+def test_players_are_compared_with_the_same_player_in_other_episodes() -> None:
+    def game(white: float, black: float) -> Trajectory:
+        branches = [
+            row(0, 2, black, player="black"),
+            row(0, 1, black, player="black"),
+            row(0, 3, player="white"),
+        ]
+        return row(0, 2, white, *branches, player="white")
+
+    samples = [game(1.0, -1.0), game(-1.0, 1.0), game(1.0, -1.0)]
+    found = advantages(samples, "algorithm.adv_estimator=rloo")
+    assert found.advantages is not None and found.episodes is not None and found.samples is not None
+    assert found.episodes.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert found.samples.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert found.advantages[:, 0].tolist() == [
+        1.0,
+        1.0,
+        -1.0,
+        -1.0,
+        -2.0,
+        -2.0,
+        2.0,
+        2.0,
+        1.0,
+        1.0,
+        -1.0,
+        -1.0,
+    ]
+    [whole] = mini_batches(found, 3, 1, False, seed=0)
+    assert len(whole) == 12, "a step of three samples is one update"
+
+
 def test_episodes_of_one_sequence_are_plain_rows() -> None:
     rows = rows_of_episodes(flat(), "shared")
     assert batch_of(rows).episodes is None and len(rows) == 4

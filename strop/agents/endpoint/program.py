@@ -42,7 +42,7 @@ class ProgramAgent:
         assert endpoint is not None, "rollout.agent.command starts an endpoint"
         async with self._places:
             with tempfile.TemporaryDirectory(prefix="strop-episode-") as folder:
-                async with endpoint.session(episode) as session:
+                async with endpoint.session(episode, self.settings.players) as session:
                     assert isinstance(session, EndpointSession)
                     code = await self._run_program(episode, session, endpoint.address, Path(folder))
                     session.end()
@@ -59,6 +59,8 @@ class ProgramAgent:
         values = {"{task}": task_of(episode), "{task_file}": str(task_file)}
         words = [_filled(word, values) for word in self.words]
         environment = {**os.environ, **endpoint_environment(address, session.key)}
+        if session.others:
+            environment["STROP_API_KEYS"] = json.dumps(session.keys())
         environment["STROP_TASK_FILE"] = str(task_file)
         environment["STROP_REWARD_FILE"] = str(folder / "reward.json")
         async with _started(words, environment) as (process, output):
@@ -91,7 +93,7 @@ class ProgramAgent:
         if self.settings.reward == "exit":
             episode.score = float(code == 0)
         elif self.settings.reward == "file":
-            session.set_rewards(*read_rewards(folder / "reward.json"))
+            set_rewards(session, read_rewards(folder / "reward.json"), "$STROP_REWARD_FILE")
 
 
 def command_words(settings: AgentConfig) -> list[str]:
@@ -130,26 +132,34 @@ def endpoint_environment(address: str, key: str) -> dict[str, str]:
     }
 
 
-def read_rewards(file: Path) -> tuple[float, list[float]]:
-    """Return what a program wrote: a number, or {"score": a number, "turns": [a number for each call]}."""
+def read_rewards(file: Path) -> object:
+    """Return what a program wrote."""
     try:
-        content = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except FileNotFoundError as error:
         raise EpisodeError("the program wrote no reward into $STROP_REWARD_FILE.") from error
     except (ValueError, RecursionError) as error:
         raise EpisodeError(f"$STROP_REWARD_FILE is not JSON: {error}.") from error
-    return checked_rewards(content, "$STROP_REWARD_FILE")
 
 
-def checked_rewards(content: object, where: str) -> tuple[float, list[float]]:
-    """Return the score of an episode and the rewards of its calls, as a program gave them."""
+def set_rewards(session: EndpointSession, content: object, where: str) -> None:
+    """Set the rewards that a program gave: a number, {"score": a number, "turns": [a number for each call]},
+    or {"scores": {"a player": a number}}."""
     turns: object = []
+    if isinstance(content, dict) and "scores" in content:
+        scores = content["scores"]
+        if not isinstance(scores, dict) or not all(map(_is_reward, scores.values())):
+            raise EpisodeError(f'{where} must hold a number for each player under "scores".')
+        session.set_scores(scores)
+        return
     if isinstance(content, dict):
         turns = content.get("turns", [])
         content = content.get("score")
     if not isinstance(turns, list) or not all(map(_is_reward, [content, *turns])):
         raise EpisodeError(f'{where} must hold a number, or {{"score": a number, "turns": [numbers]}}.')
-    return float(cast(float, content)), [float(turn) for turn in turns]
+    if session.others:
+        raise EpisodeError(f'{where} must hold {{"scores": ...}}: the players are {list(session.keys())}.')
+    session.set_rewards(float(cast(float, content)), turns)
 
 
 def _is_reward(value: object) -> bool:

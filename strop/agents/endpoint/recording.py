@@ -78,9 +78,9 @@ class RecordedRow:
         """The tokens before the first answer of this row."""
         return self.calls[0].prompt.ids
 
-    def tokens(self) -> TokenRow:
+    def tokens(self, player: str = "") -> TokenRow:
         """Return what follows the prompt."""
-        row = TokenRow()
+        row = TokenRow(player=player)
         for call in self.calls:
             between = call.prompt.ids[len(self.prompt) + len(row.response) :]
             if between:

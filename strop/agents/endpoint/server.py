@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -125,18 +125,29 @@ class EndpointServer:
         self._server = None
 
     @asynccontextmanager
-    async def session(self, episode: Episode) -> AsyncIterator[EndpointSession]:
-        """Open a session for an episode. When it ends, the recorded calls become the episode's sample."""
+    async def session(self, episode: Episode, players: Sequence[str] = ()) -> AsyncIterator[EndpointSession]:
+        """Open a session for an episode, or for each of its players; the first one is given, and has the
+        others. When it ends, the recorded calls become the episode's sample."""
         await self.start()
-        session = EndpointSession(episode, self.tool_format, max_calls=self.max_calls)
-        self._sessions[session.key] = session
+        opened = []
+        for place, player in enumerate(players or ("",)):
+            opened.append(
+                EndpointSession(
+                    episode, self.tool_format, max_calls=self.max_calls, player=player, place=place
+                )
+            )
+        session, *session.others = opened
+        for one in opened:
+            one.flooded = session.flooded
+            self._sessions[one.key] = one
         try:
             yield session
         finally:
             session.end()
-            del self._sessions[session.key]
-            self._ended[session.key] = None
-            if len(self._ended) > REMEMBERED_KEYS:
+            for one in opened:
+                del self._sessions[one.key]
+                self._ended[one.key] = None
+            while len(self._ended) > REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
             episode.counts.update(self.counts)
             self.counts.clear()

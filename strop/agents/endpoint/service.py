@@ -22,9 +22,9 @@ from typing import cast
 
 from strop.agents.endpoint.program import (
     ProgramOutput,
-    checked_rewards,
     command_words,
     endpoint_environment,
+    set_rewards,
     task_of,
 )
 from strop.agents.endpoint.session import EndpointSession
@@ -131,7 +131,7 @@ class ServiceAgent:
     async def run(self, episode: Episode) -> None:
         endpoint = episode.context.endpoint
         assert endpoint is not None, "rollout.agent.command starts an endpoint"
-        async with endpoint.session(episode) as opened:
+        async with endpoint.session(episode, self.settings.players) as opened:
             session = cast(EndpointSession, opened)
             try:
                 answer = await self._play(episode, session, endpoint)
@@ -165,7 +165,9 @@ class ServiceAgent:
         service = await self._running(endpoint)
         row = {"index": episode.prompt.index, "extra_info": episode.prompt.extra_info}
         task = {"task": task_of(episode), "messages": episode.prompt.messages, **row}
-        access = {"base_url": f"{endpoint.address}/v1", "api_key": session.key}
+        access: JsonObject = {"base_url": f"{endpoint.address}/v1", "api_key": session.key}
+        if session.others:
+            access["api_keys"] = session.keys()
         playing = asyncio.ensure_future(service.play(next(self._numbers), {**task, **access}))
         flooded = asyncio.ensure_future(session.flooded.wait())
         limit = self.settings.timeout
@@ -191,5 +193,4 @@ class ServiceAgent:
         if self.settings.reward == "exit":
             episode.score = float(answer.get("error") is None)
         elif self.settings.reward == "file":
-            rewards = {name: answer.get(name) for name in ("score", "turns") if name in answer}
-            session.set_rewards(*checked_rewards(rewards, "the answer of the program"))
+            set_rewards(session, answer, "the answer of the program")

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -68,8 +68,21 @@ class ToolFormat:
 class EndpointSession:
     """The calls of one episode."""
 
-    def __init__(self, episode: Episode, tool_format: ToolFormat, *, max_calls: int) -> None:
+    def __init__(
+        self,
+        episode: Episode,
+        tool_format: ToolFormat,
+        *,
+        max_calls: int,
+        player: str = "",
+        place: int = 0,
+    ) -> None:
+        """`place`: number of the player."""
         self.episode = episode
+        self.player = player
+        self.others: list[EndpointSession] = []
+        """The sessions of the second and further players, each with a key and conversations of its own."""
+        self._place = place
         self.key = KEY_PREFIX + secrets.token_urlsafe(24)
         self.recording = Recording()
         self.failure: Exception | None = None
@@ -90,9 +103,11 @@ class EndpointSession:
         episode = self.episode
         prompt = self._prompt(call)
         room = self._room(prompt, call.max_tokens)
-        seed = episode.context.seed(*episode.seeds, self._started)
+        seeds = (*episode.seeds, self._started)
+        if self._place:
+            seeds = (*seeds, self._place)
         self._started += 1
-        request = Request(prompt.ids, seed=seed, max_tokens=room)
+        request = Request(prompt.ids, seed=episode.context.seed(*seeds), max_tokens=room)
         start = time.perf_counter()
         [completion] = await episode.context.engine.agenerate(request, episode.sampling)
         episode.seconds["generate_sequences"] += time.perf_counter() - start
@@ -138,6 +153,8 @@ class EndpointSession:
         self._ended = True
         for task in list(self._sampling):
             task.cancel()
+        for other in self.others:
+            other.end()
 
     def after_end(self) -> ApiRefusal:
         return ApiRefusal(
@@ -232,8 +249,9 @@ class EndpointSession:
 
     def raise_failure(self) -> None:
         """Raise why the episode cannot be used, if a call was refused or none was made."""
-        if self.failure is not None:
-            raise EpisodeError(f"a call of the agent was refused: {self.failure}") from self.failure
+        for session in (self, *self.others):
+            if session.failure is not None:
+                raise EpisodeError(f"a call of the agent was refused: {session.failure}") from session.failure
         if not self.recording.calls:
             raise EpisodeError("the agent made no call to the endpoint.")
 
@@ -248,12 +266,28 @@ class EndpointSession:
         for call, reward in zip(calls, turns, strict=False):
             call.reward = reward
 
+    def keys(self) -> dict[str, str]:
+        """Return the keys of all players, by name."""
+        return {session.player: session.key for session in (self, *self.others)}
+
+    def set_scores(self, scores: Mapping[str, float]) -> None:
+        """Set the score of each player."""
+        players = list(self.keys())
+        if sorted(scores) != sorted(players):
+            raise EpisodeError(
+                f"there are scores of {sorted(scores)}, and the players are {sorted(players)}."
+            )
+        self.episode.score = scores[self.player]
+        self.episode.player_scores = {name: scores[name] for name in players[1:]}
+
     def hand_over(self) -> None:
         """Give the recorded calls to the episode, as its conversation."""
         calls = self.recording.calls
         if not calls:
             return
-        rows = [(row.prompt, row.tokens()) for row in self.recording.rows()]
+        rows = []
+        for session in (self, *self.others):
+            rows += [(row.prompt, row.tokens(session.player)) for row in session.recording.rows()]
         self.episode.adopt(rows, [*calls[-1].prompt.messages, calls[-1].answer], calls[-1].finish)
 
 

@@ -39,6 +39,7 @@ PPO: tuple[Rule, ...] = (
     batch_sizes.divisibility,
     rollout.sampling,
     rollout.context_length,
+    rollout.outside_agents,
     rollout.replicas,
     rollout.weight_transport,
     rollout.engine_size,

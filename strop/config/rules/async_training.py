@@ -76,10 +76,10 @@ def _over_sampling(config: PpoConfig) -> Findings:
             f"{factor:g} times {prompts} prompts are {prompts} prompts: nothing is over-sampled. Set it to "
             f"at least {(prompts + 1) / prompts:.3g}, or to 1.",
         )
-    if rollout.multi_turn.enable:
+    if rollout.multi_turn.enable or rollout.agent.command is not None:
         yield error(
             OVER_SAMPLING,
-            f"{factor:g} with multi_turn.enable=true: a conversation cannot be cut and saved. Set "
+            f"{factor:g} with multi_turn.enable=true or agent.command: a conversation cannot be cut and saved. Set "
             f"over_sampling=1, and {ASYNC}.partial_rollout=true to sample conversations ahead.",
         )
 

@@ -69,7 +69,8 @@ def tensor_parallel_engine(loaded: Loaded[PpoConfig]) -> Findings:
     size = rollout.tensor_model_parallel_size
     if size <= 1:
         return
-    if engine_name(rollout) == "native" and rollout.multi_turn.enable:
+    talks = rollout.multi_turn.enable or rollout.agent.command is not None
+    if engine_name(rollout) == "native" and talks:
         yield error(
             ENGINE_SIZE,
             f"{size}: the native engine holds conversations on one device. Set 1, or use vLLM (name=vllm, "

@@ -55,6 +55,25 @@ def context_length(loaded: Loaded[PpoConfig]) -> Findings:
         )
 
 
+def outside_agents(loaded: Loaded[PpoConfig]) -> Findings:
+    """Agents from outside (rollout.agent.command)."""
+    agent = loaded.config.actor_rollout_ref.rollout.agent
+    key = f"{ROLLOUT}.agent"
+    if agent.command is None:
+        for name in ("service", "players"):
+            if getattr(agent, name):
+                yield error(f"{key}.{name}", f"has no effect without a program. Set {key}.command.")
+        return
+    if agent.players and (len(agent.players) < 2 or len(set(agent.players)) < len(agent.players)):
+        yield error(f"{key}.players", f"{agent.players} must be two or more different names.")
+    if agent.players and agent.reward != "file":
+        yield error(
+            f"{key}.players",
+            f"each player needs a score, and reward={agent.reward} gives one for the episode. Set "
+            f"{key}.reward=file.",
+        )
+
+
 def replicas(loaded: Loaded[PpoConfig]) -> Findings:
     """Engines on their own machines (rollout.nnodes)."""
     config = loaded.config

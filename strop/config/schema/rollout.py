@@ -118,6 +118,10 @@ class AgentConfig:
     """The score of an episode of rollout.agent.command: verifier (the reward function of the run), exit (1 if
     the program exits with 0, else 0), or file (what the program writes into $STROP_REWARD_FILE, or a service
     into its answer)."""
+    players: list[str] = setting([])
+    """Names of the players of an episode, for games of the policy against itself. Each has a key
+    ($STROP_API_KEYS, JSON by name), conversations and a score of its own: with reward=file, {"scores":
+    {"name": a number}}. A score is compared with those of the same player in other episodes of the prompt."""
     timeout: float = setting(600.0, above=0)
     """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
     max_calls: int = setting(1000, at_least=1)

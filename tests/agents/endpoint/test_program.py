@@ -6,11 +6,12 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent, read_rewards
+from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent, read_rewards, set_rewards
 from strop.agents.endpoint.server import EndpointServer
 from strop.agents.episode import Episode, EpisodeError
 from strop.agents.loops import AgentLoops
@@ -29,6 +30,19 @@ def chat(messages, key=None):
     )
     with urllib.request.urlopen(request) as reply:
         return json.load(reply)["choices"][0]["message"]
+"""
+
+
+GAME = """
+keys = json.loads(os.environ["STROP_API_KEYS"])
+assert list(keys) == ["white", "black"] and keys["white"] == os.environ["OPENAI_API_KEY"]
+said = {name: [{"role": "user", "content": "Play."}] for name in keys}
+for name in ("white", "black", "white", "black"):
+    other = "black" if name == "white" else "white"
+    move = chat(said[name], keys[name])
+    said[name].append(move)
+    said[other].append({"role": "user", "content": move["content"]})
+json.dump({"scores": {"white": 1, "black": -1}}, open(os.environ["STROP_REWARD_FILE"], "w"))
 """
 
 
@@ -68,6 +82,24 @@ json.dump({"score": 0.5, "turns": [0.25, -1]}, open(os.environ["STROP_REWARD_FIL
     assert sample.score == 0.5 and list(sample.turn_rewards.values()) == [0.25, -1.0]
     assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant"]
     assert set(sample.turn_rewards) == {turn.end - 1 for turn in sample.turns if turn.role == "assistant"}
+
+
+def test_two_players_have_their_own_conversations_and_scores(tmp_path: Path) -> None:
+    sample = run_program(tmp_path, GAME, reward="file", players=["white", "black"]).trajectory()
+    [black] = sample.branches
+    assert (sample.player, sample.score, black.player, black.score) == ("white", 1.0, "black", -1.0)
+    assert [turn.role for turn in sample.turns] == ["assistant", "user", "assistant"]
+    assert [turn.role for turn in black.turns] == ["assistant", "user", "assistant"]
+    assert len(black.prompt.ids) > len(sample.prompt.ids), "black has read the first move of white"
+
+
+@pytest.mark.parametrize(
+    "scores", ['{"score": 1}', '{"scores": {"white": 1}}', '{"scores": {"white": "x", "black": 1}}']
+)
+def test_every_player_needs_a_score(tmp_path: Path, scores: str) -> None:
+    source = GAME.replace('{"scores": {"white": 1, "black": -1}}', scores)
+    with pytest.raises(EpisodeError, match="player"):
+        run_program(tmp_path, source, reward="file", players=["white", "black"])
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -129,8 +161,9 @@ open({str(pid_file)!r}, "w").write(str(child))
 def test_a_wrong_reward_file_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "reward.json"
     file.write_text(content)
+    session: Any = SimpleNamespace(others=[])
     with pytest.raises(EpisodeError, match="STROP_REWARD_FILE"):
-        read_rewards(file)
+        set_rewards(session, read_rewards(file), "$STROP_REWARD_FILE")
 
 
 @pytest.mark.parametrize(
