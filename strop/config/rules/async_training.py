@@ -79,8 +79,8 @@ def _over_sampling(config: PpoConfig) -> Findings:
     if rollout.multi_turn.enable or rollout.agent.command is not None:
         yield error(
             OVER_SAMPLING,
-            f"{factor:g} with multi_turn.enable=true or agent.command: a conversation cannot be cut and saved. Set "
-            f"over_sampling=1, and {ASYNC}.partial_rollout=true to sample conversations ahead.",
+            f"{factor:g} with multi_turn.enable=true or agent.command: a conversation cannot be cut and "
+            f"saved. Set over_sampling=1, and {ASYNC}.partial_rollout=true to sample conversations ahead.",
         )
 
 
