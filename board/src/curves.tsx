@@ -2,6 +2,7 @@
 import { useMemo, useState } from "preact/hooks";
 import { type Curve, type Curves, query, useAnswer } from "./api";
 import { type Axis, Chart } from "./chart";
+import { Distributions } from "./distributions";
 import type { Chosen } from "./main";
 import { type Drawing, Metric, xOf } from "./metric";
 import { Border, Choice, COLOURS, Damaged, Empty, Problem, RunTitle, Search } from "./parts";
@@ -28,6 +29,7 @@ const VIEWS = [
   ["overview", "Overview"],
   ["phases", "Time per phase"],
   ["memory", "Memory"],
+  ["distributions", "Distributions"],
   ["all", "All metrics"],
 ] as const;
 const AXES = [
@@ -74,6 +76,7 @@ export function CurvesPage({ chosen, theme }: { chosen: Chosen[]; theme: string 
   );
   const shown = () => {
     if (typeof matches === "string") return <Problem text={`This is not a regular expression: ${matches}`} />;
+    if (view === "distributions" && !find) return <Distributions chosen={chosen} />;
     if (names.length > 0 && !wanted.length) return <NoMetric find={find} view={view} />;
     if (view === "phases" && !find) return <PhasesOf names={wanted} chosen={chosen} axis={axis} theme={theme} />;
     if (view === "all" && !find) return <Sections names={names} chosen={chosen} drawing={drawing} />;

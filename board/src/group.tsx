@@ -1,15 +1,30 @@
 // One prompt with all its samples side by side, and what it scored at other steps.
-import { diffWordsWithSpace } from "diff";
-import { useMemo, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { get, type Group, type History, type Sample, type Text, useAnswer } from "./api";
+import { OtherRun, OtherStep } from "./difference";
 import { number, plural, signed } from "./format";
 import { useKeys } from "./keys";
-import { Badge, Choice, Empty } from "./parts";
+import type { Chosen } from "./main";
+import { Badge, Choice } from "./parts";
+import { set, useRoute } from "./route";
 import { COLOURINGS, type Colouring, Legend, TokenText } from "./tokens";
 
 const SIDE_BY_SIDE = 16;
 
-export function GroupView({ group, base, split, steps }: { group: Group; base: string; split: string; steps: number[] }) {
+interface Shown {
+  group: Group;
+  base: string;
+  split: string;
+  steps: number[];
+  /** The name of its run. */
+  name: string;
+  /** Further chosen runs. */
+  others: Chosen[];
+}
+
+export function GroupView({ group, base, split, steps, name, others }: Shown) {
+  const { settings } = useRoute();
+  const rival = others.find(({ run }) => run.id === settings.with)?.run;
   const [colouring, setColouring] = useState<Colouring>((localStorage.getItem("colouring") as Colouring) ?? "text");
   const [shown, setShown] = useState(SIDE_BY_SIDE);
   const [other, setOther] = useState<number | null>(null);
@@ -29,6 +44,16 @@ export function GroupView({ group, base, split, steps }: { group: Group; base: s
           Row {group.index} <span class="quiet">of {group.data_source}, step {group.step}</span>
         </h2>
         <span class="gap" />
+        {others.length > 0 && (
+          <select value={rival?.id ?? ""} aria-label="compare with run" onChange={(event) => set({ with: event.currentTarget.value }, true)}>
+            <option value="">compare with a run</option>
+            {others.map(({ run }) => (
+              <option key={run.id} value={run.id}>
+                {run.name}
+              </option>
+            ))}
+          </select>
+        )}
         <Choice of={COLOURINGS} value={colouring} onChange={paint} label="colour tokens by" />
       </div>
       <section class="prompt-box">
@@ -50,16 +75,18 @@ export function GroupView({ group, base, split, steps }: { group: Group; base: s
         </button>
       )}
       <Legend colouring={colouring} />
-      {other === null ? (
+      {rival ? (
+        <OtherRun key={rival.id} group={group} base={`/api/runs/${rival.id}/samples/${split}`} names={[name, rival.name]} />
+      ) : other === null ? (
         <div class="samples">
           {group.samples.slice(0, shown).map((sample) => (
             <SampleCard key={sample.sample} sample={sample} place={`${place}/${sample.sample}`} colouring={colouring} />
           ))}
         </div>
       ) : (
-        <Compared group={group} base={`${base}/${split}`} other={other} />
+        <OtherStep group={group} base={`${base}/${split}`} other={other} />
       )}
-      {other === null && group.samples.length > shown && (
+      {!rival && other === null && group.samples.length > shown && (
         <button type="button" class="more" onClick={() => setShown(shown + SIDE_BY_SIDE)}>
           {group.samples.length - shown} more samples
         </button>
@@ -163,50 +190,5 @@ function OverTime(props: { group: Group; base: string; other: number | null; cho
         })}
       </div>
     </section>
-  );
-}
-
-function Compared({ group, base, other }: { group: Group; base: string; other: number }) {
-  const path = `${base}/history/${group.index}?${new URLSearchParams({ source: group.data_source })}`;
-  const history = useAnswer<History>(path);
-  const there = history.data?.steps.find(({ step }) => step === other);
-  const theirs = useAnswer<Group>(there ? `${base}/${other}/${there.group}` : null);
-  if (!theirs.data) return <div class="waiting" aria-busy="true" />;
-  const forward = other < group.step;
-  const [before, after] = forward ? [theirs.data, group] : [group, theirs.data];
-  const pairs = before.samples.flatMap((sample, i) => (after.samples[i] ? [[sample, after.samples[i]] as const] : []));
-  if (!pairs.length) return <Empty title="Nothing to compare" />;
-  return (
-    <div class="compared">
-      {pairs.slice(0, SIDE_BY_SIDE).map(([old, young]) => (
-        <Difference key={old.sample} old={old} young={young} steps={[before.step, after.step]} />
-      ))}
-    </div>
-  );
-}
-
-function Difference({ old, young, steps }: { old: Sample; young: Sample; steps: [number, number] }) {
-  const parts = useMemo(() => diffWordsWithSpace(old.response.text, young.response.text, { timeout: 500 }), [old, young]);
-  const side = (sample: Sample, step: number, leave: "added" | "removed") => (
-    <section class="card sample">
-      <div class="sample-head">
-        <span class="quiet">step {step}, #{sample.sample}</span>
-        <strong class="score">{sample.failed ? "no score" : number(sample.score)}</strong>
-        <span class="gap" />
-        <span class="quiet">{number(sample.response_tokens)} tok</span>
-      </div>
-      <div class="text">
-        {parts
-          ? parts.filter((part) => !part[leave]).map((part, i) => (part.added ? <ins key={i}>{part.value}</ins> : part.removed ? <del key={i}>{part.value}</del> : <span key={i}>{part.value}</span>))
-          : sample.response.text}
-        {sample.response.length > sample.response.text.length && <p class="quiet">The first {number(sample.response.text.length)} characters are compared.</p>}
-      </div>
-    </section>
-  );
-  return (
-    <div class="pair">
-      {side(old, steps[0], "added")}
-      {side(young, steps[1], "removed")}
-    </div>
   );
 }

@@ -74,7 +74,7 @@ export function RolloutsPage({ chosen }: { chosen: Chosen[] }) {
           Runs keep samples of every step while trainer.samples_to_keep is above 0 (the default is 128).
         </Empty>
       ) : (
-        <Browser key={`${run.id} ${split}`} base={base} split={split} step={step} steps={here} />
+        <Browser key={`${run.id} ${split}`} base={base} split={split} step={step} steps={here} name={run.name} others={chosen.filter((one) => one.run !== run)} />
       )}
     </div>
   );
@@ -185,7 +185,16 @@ function useGroups(base: string, step: number | null): [Listed, () => void] {
   return [listed, () => listed.next && !listed.waiting && ask(listed.next, listed)];
 }
 
-function Browser({ base, split, step, steps }: { base: string; split: Split; step: number | null; steps: number[] }) {
+interface Browsed {
+  base: string;
+  split: Split;
+  step: number | null;
+  steps: number[];
+  name: string;
+  others: Chosen[];
+}
+
+function Browser({ base, split, step, steps, name, others }: Browsed) {
   const { settings } = useRoute();
   const [listed, more] = useGroups(`${base}/${split}`, step);
   const key = (line: GroupLine) => `${line.step}.${line.group}`;
@@ -230,7 +239,7 @@ function Browser({ base, split, step, steps }: { base: string; split: Split; ste
         {!place && listed.damaged.length > 0 && (
           <Empty title="This step cannot be read">Its file is damaged. Other steps are not affected.</Empty>
         )}
-        {group.data?.samples && <GroupView key={path} group={group.data} base={base} split={split} steps={steps} />}
+        {group.data?.samples && <GroupView key={path} group={group.data} base={base} split={split} steps={steps} name={name} others={others} />}
       </div>
     </div>
   );

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from strop.board import describe
 from strop.board.curves import Curve, MetricFile, MetricStore, curves
+from strop.board.histograms import histograms
 from strop.board.run_index import METRICS, NotFound, RunFolder, RunIndex, StepListingCache
 from strop.board.sample_file import SHOWN, SORTED, DamagedSampleFile
 from strop.board.sample_pages import Query, SampleFolder, SearchMissCache
@@ -174,12 +175,17 @@ class Board:
             request.path("split"), request.index("index"), request.text("source", 1000), request.seconds
         )
 
+    def histograms(self, request: BoardRequest) -> object:
+        return histograms(self._samples(request), request.path("split"), request.seconds)
+
     def _samples(self, request: BoardRequest) -> SampleFolder:
         return SampleFolder(self.runs.get(request.path("run")), self.listings, self.misses)
 
     def searches(self, question: Question, request: BoardRequest) -> bool:
         """Whether an answer takes many files."""
-        return question == self.history or (question == self.groups and not request.query.get("step"))
+        if question == self.groups:
+            return not request.query.get("step")
+        return question in (self.history, self.histograms)
 
     def routes(self) -> dict[str, Question]:
         run = "/api/runs/{run}"
@@ -195,6 +201,7 @@ class Board:
             f"{run}/samples": self.steps,
             at: self.groups,
             f"{at}/history/{{index:int}}": self.history,
+            f"{at}/histograms": self.histograms,
             one: self.group,
             f"{one}/{{sample:int}}/tokens": self.tokens,
             f"{one}/{{sample:int}}/text/{{column}}": self.text,

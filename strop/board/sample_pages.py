@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -234,6 +235,12 @@ class SampleFolder:
             if values is not None:
                 page[name] = values.slice(start, MAX_TOKENS).to_pylist()
         return page
+
+    def numbers(self, split: str, step: int, columns: Sequence[str]) -> dict[str, np.ndarray]:
+        """Columns of numbers of all samples of a step; what is missing is NaN."""
+        with self._open(split, step) as file:
+            table = file.read(list(columns), use_threads=False)
+        return {name: table[name].to_numpy().astype(np.float64) for name in columns}
 
     def history(
         self, split: str, index: int, source: str, seconds: float = MAX_SEARCH_SECONDS

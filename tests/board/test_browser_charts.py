@@ -136,3 +136,30 @@ def test_nothing_is_off_the_screen_of_a_phone(seen: Seen) -> None:
         )
         assert wide == [], name
         seen.shot(f"phone-{name.lower()}")
+
+
+def test_scores_and_lengths_by_step(seen: Seen) -> None:
+    page = seen.page
+    page.get_by_role("button", name="Distributions").click()
+    page.wait_for_selector(".distributions .heat rect >> nth=10")
+    assert page.locator(".distributions").count() == 3
+    assert "of 18 samples" in page.locator(".heat rect title").first.text_content()
+    seen.shot("distributions")
+    page.get_by_role("button", name="Validation").click()
+    page.wait_for_selector(".steps :text('step 0')")
+
+
+def test_two_runs_answer_one_prompt(seen: Seen) -> None:
+    page = seen.page
+    page.get_by_role("link", name="Rollouts").click()
+    page.get_by_role("button", name="Validation").click()
+    page.get_by_label("step", exact=True).select_option("0")
+    page.get_by_label("compare with run").select_option("sums-seed1")
+    page.wait_for_selector(".pair >> nth=0")
+    heads = page.locator(".pair .sample-head").all_inner_texts()
+    assert "other, step 0, #0" in heads[0] and "sums-seed1, step 0, #0" in heads[1]
+    seen.shot("two-runs")
+    page.reload()
+    page.wait_for_selector(".pair")  # it is in the address
+    page.get_by_label("compare with run").select_option("")
+    page.wait_for_selector(".samples .sample")
