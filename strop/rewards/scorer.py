@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -111,14 +111,23 @@ class Scorer:
         start = time.perf_counter()
         unscored = [t for t in trajectories if t.score is None]
         samples = build_samples(unscored, self.tokenizer, whole_transcript=self.whole_transcript)
+        before = dict(self._usage())
         outcomes, retried = self._evaluate(samples)
+        report = _build_report(outcomes, retried, time.perf_counter() - start)
+        for name, value in self._usage().items():
+            report.metrics[f"reward/judge_{name}"] = float(value - before[name])
         try:
             _check_failures(samples, outcomes)
         except BrokenScorer as problem:
-            problem.report = _build_report(outcomes, retried, time.perf_counter() - start)
+            problem.report = report
             raise
         self._store(samples, outcomes)
-        return _build_report(outcomes, retried, time.perf_counter() - start)
+        return report
+
+    def _usage(self) -> Mapping[str, float]:
+        """What a judge has counted so far: requests, tokens, cost. Empty for other scorers."""
+        usage: Mapping[str, float] = getattr(self.model, "usage", {})
+        return usage
 
     async def score_async(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
         """Run `score` in a thread, so that the caller's event loop is not blocked."""

@@ -155,6 +155,15 @@ class JudgeConfig:
     """Concurrent requests. reward_model.timeout limits each request, retries included."""
     cache_path: str | None = None
     """File that caches the judge's replies for later runs. Null: cache in memory."""
+    rubric: FreeForm = setting({})
+    """Criteria that the judge marks one by one: {name: text}, or {name: {text: ..., weight: 2}}. The score is
+    their weighted mean, and each mark is reported as judge_<name>. Empty: one mark for the whole response."""
+    votes: int = setting(1, at_least=1)
+    """Replies per response; the score is their mean, and judge_agreement the share of the votes with the most
+    frequent mark. Needs a temperature above 0."""
+    price: list[float] = setting([0.0, 0.0])
+    """Price of a million tokens of prompts and of replies, for reward/judge_cost. Tokens are those that the
+    server reports."""
 
 
 @dataclass(eq=False)
