@@ -25,6 +25,8 @@ class ImageInput:
     """Placeholder tokens in the prompt, each of which is replaced by one vector of features."""
     size: tuple[int, int] = (0, 0)
     """Width and height of the picture in the data, in pixels."""
+    unused: bool = False
+    """It has no tokens in its sequence. The vision tower computes it, because other ranks compute theirs."""
 
 
 Images = tuple[ImageInput, ...]

@@ -16,7 +16,7 @@ from strop.data.make import write
 from strop.quickstart.tiny_model import tiny_tokenizer
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
-SHAPES = ("circle", "square", "cross")
+SHAPES = ("square", "ring", "cross")
 SIDE = 24
 SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEMPLATE = (
@@ -40,13 +40,13 @@ def draw(colour: str, shape: str, chance: random.Random) -> bytes:
     grey = chance.randrange(180, 256)
     image = Image.new("RGB", (SIDE, SIDE), (grey, grey, grey))
     pen = ImageDraw.Draw(image)
-    size = chance.randrange(11, 19)
+    size = chance.randrange(15, 20)
     left = chance.randrange(SIDE - size)
     top = chance.randrange(SIDE - size)
     tint = tuple(max(0, min(255, value + chance.randrange(-25, 26))) for value in COLOURS[colour])
     box = (left, top, left + size, top + size)
-    if shape == "circle":
-        pen.ellipse(box, fill=tint)
+    if shape == "ring":
+        pen.ellipse(box, outline=tint, width=3)
     elif shape == "square":
         pen.rectangle(box, fill=tint)
     else:

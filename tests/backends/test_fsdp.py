@@ -36,5 +36,10 @@ def test_two_ranks_shard_every_way_and_family():
 
 
 @pytest.mark.slow
+def test_two_ranks_train_with_images():
+    pytest_as_ranks(2, [str(HERE / "ranks_images.py")], timeout=300)
+
+
+@pytest.mark.slow
 def test_two_ranks_pass_the_whole_conformance_suite():
     pytest_as_ranks(2, [str(HERE / "test_conformance.py"), "-k", "not megatron"], timeout=900)

@@ -31,6 +31,7 @@ from strop.models.lora import has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
 from strop.models.tensor_parallel import parallelize
+from strop.models.vision.passes import with_spare_image
 from strop.ranks import Ranks
 from strop.types import Batch, pad_columns
 
@@ -114,7 +115,7 @@ class FsdpBackend(RankedBackend):
         own, idle = self._share(batch, micro)
 
         def answer(rows: list[int]) -> None:
-            for name, found in self._outputs(batch.select(rows), want).items():
+            for name, found in self._outputs(_piece(batch, rows), want).items():
                 if name in tables:
                     if found.dim() == 2:
                         found = pad_columns(found, width)
@@ -143,7 +144,7 @@ class FsdpBackend(RankedBackend):
         reports: list[dict[str, Tensor]] = []
 
         def learn(rows: list[int]) -> None:
-            value, report = self._learn(batch.select(rows), want, loss)
+            value, report = self._learn(_piece(batch, rows), want, loss)
             losses.append(value)
             reports.append(report)
 
@@ -241,4 +242,8 @@ def sequence_slicing(ranks: Ranks, size: int) -> Slicing:
 
 def _shortest(batch: Batch) -> Batch:
     lengths = batch.lengths
-    return batch.select([min(range(len(lengths)), key=lengths.__getitem__)])
+    return _piece(batch, [min(range(len(lengths)), key=lengths.__getitem__)])
+
+
+def _piece(batch: Batch, rows: list[int]) -> Batch:
+    return with_spare_image(batch.select(rows), batch)

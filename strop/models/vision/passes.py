@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from strop.models.lora import base_model
 from strop.models.packing import NOTHING, Inputs, lay_out
-from strop.types import ImageInput, Images
+from strop.types import Batch, ImageInput, Images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,8 +156,9 @@ def number_image_tokens(
                 last, before = next(reversed(known.values()))
                 start = last + before.num_tokens
             known[image.digest] = (start, image)
-        numbers.append(known[image.digest][0] + torch.arange(image.num_tokens))
-    rows = torch.cat(numbers)
+        if not image.unused:
+            numbers.append(known[image.digest][0] + torch.arange(image.num_tokens))
+    rows = torch.cat([*numbers, ids.new_empty(0)])
     if len(places) < len(rows):
         raise ValueError(
             f"A sequence has {len(places)} image tokens and images with {len(rows)}. Was its prompt cut?"
@@ -184,6 +185,15 @@ def axis_positions(part: VisionPart, keyed: Tensor, images: Images, known: dict[
     begin = known[key]
     later = begin.max() + 1 + torch.arange(length - end)
     return torch.cat([begin, later.expand(3, -1)], dim=1)
+
+
+def with_spare_image(piece: Batch, whole: Batch) -> Batch:
+    """A piece of a batch with images has at least one image, used or not: sharded weights of the vision tower
+    are gathered by all ranks or by none."""
+    if not whole.images or not piece.images or any(piece.images):
+        return piece
+    spare = next(images[0] for images in whole.images if images)
+    return piece.replace(images=[(replace(spare, unused=True),), *piece.images[1:]])
 
 
 # --- features -----------------------------------------------------------------------------------------------
@@ -301,7 +311,9 @@ def _features_of(
             if cache is not None and image in cache:
                 known[image.digest] = cache.get(image)
         if missing:
-            output = own(*arguments, **options)
+            dtype = next(part.module.parameters()).dtype  # sharded weights are gathered in that of the pass
+            cast_options = {name: _cast(value, dtype) for name, value in options.items()}
+            output = own(*(_cast(value, dtype) for value in arguments), **cast_options)
             tables = (_flat(output.pooler_output), *(getattr(output, "deepstack_features", None) or ()))
             sizes = [image.num_tokens for image in missing]
             _refuse_other_count(tables[0], sizes)
@@ -316,6 +328,12 @@ def _features_of(
         return SimpleNamespace(pooler_output=features, deepstack_features=whole[1:])
 
     return compute
+
+
+def _cast(value: object, dtype: torch.dtype) -> object:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
