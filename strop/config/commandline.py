@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,28 @@ def parse(arguments: Sequence[str], switches: Sequence[str] = ()) -> ConfigArgum
 _NUMBER = re.compile(r"[+-]?(0|[1-9]\d*|(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+)")
 _WORD = re.compile(r"[A-Za-z/.][\w./@:%+-]*")
 _LIST = re.compile(r"\[[^\[\]{}()]+\]")
+COMMAND_KEY = "rollout.agent.command"
 _SPECIAL = {"true": True, "false": False, "null": None}
+
+
+def quote_command(text: str) -> str:
+    """Quote the value of a key that holds the command line of a program, whose braces and equals signs would
+    be Hydra's syntax. A value that is quoted as a whole stays.
+
+    >>> quote_command("rollout.agent.command=python a.py --n=1 {task}")
+    "rollout.agent.command='python a.py --n=1 {task}'"
+    """
+    path, _, value = text.partition("=")
+    if not path.endswith(COMMAND_KEY) or value in ("", "null"):
+        return text
+    try:
+        is_quoted = value[0] in "'\"" and len(shlex.split(value)) == 1
+    except ValueError:  # a quotation mark is missing, which the reader of the key reports
+        is_quoted = False
+    if is_quoted:
+        return text
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", value)
+    return f"{path}='{escaped}'"
 
 
 def plain_values(overrides: Sequence[str]) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
-from strop.config.commandline import plain_values
+from strop.config.commandline import plain_values, quote_command
 from strop.config.references import refuse_growth
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
@@ -102,7 +102,7 @@ def load(
     """Compose and type-check. `root` is a name in ROOTS; `config` a YAML of the user's (name or path);
     `search` its folder."""
     kind = ROOTS[root]
-    overrides = [_clean(text) for text in overrides]
+    overrides = [_clean(quote_command(text)) for text in overrides]
     _refuse_unknown(overrides, root)
     said = None
     if config is None and search is None and root not in SETS_VALUES:

@@ -220,3 +220,22 @@ def test_a_group_can_be_chosen_on_the_command_line():
         "ppo_trainer", ["actor@actor_rollout_ref.actor=megatron_actor", "data.train_batch_size=3"]
     ).config
     assert config.actor_rollout_ref.actor.strategy == "megatron" and config.data.train_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python my_agent.py {task}",
+        "python a.py --x=1 '{task}' {task_file}",
+        "docker run -e A=b image, x [y] {task}",
+        "sh -c 'a \\'b\\' \"c\"' d",
+        "'my program' x 'y'",
+        "a 'b",
+    ],
+)
+def test_the_command_of_an_agent_is_taken_as_it_is_written(command):
+    key = "actor_rollout_ref.rollout.agent.command"
+    config = load("ppo_trainer", [f"{key}={command}"]).config
+    assert config.actor_rollout_ref.rollout.agent.command == command
+    quoted = load("ppo_trainer", [f'{key}="python a.py {{task}}"']).config
+    assert quoted.actor_rollout_ref.rollout.agent.command == "python a.py {task}"

@@ -46,11 +46,11 @@ json.dump({"scores": {"white": 1, "black": -1}}, open(os.environ["STROP_REWARD_F
 """
 
 
-def run_program(tmp_path: Path, source: str, **settings: Any) -> Episode:
-    """One episode whose agent is a script."""
+def run_program(tmp_path: Path, source: str, options: str = "-S -E", **settings: Any) -> Episode:
+    """One episode whose agent is a script. `options` of the interpreter make it start fast."""
     script = tmp_path / "agent.py"
     script.write_text(CALL + source)
-    command = f"{sys.executable} -S -E {script} {{task}} {{task_file}}"
+    command = f"{sys.executable} {options} {script} {{task}} {{task_file}}"
     agent = ProgramAgent(AgentConfig(command=command, **settings))
     server = EndpointServer("hermes", host="127.0.0.1", max_calls=agent.settings.max_calls)
     context = replace(episode_context(ScriptedEngine(["4", "5"])), endpoint=server)
