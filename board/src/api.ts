@@ -24,6 +24,8 @@ export interface Run {
   checkpoints: number;
   samples: Record<string, number>;
   damaged: string[];
+  note: string;
+  tags: string[];
 }
 
 export interface Curve {

@@ -3,6 +3,7 @@ import { useState } from "preact/hooks";
 import { type Curves, query, type Run, useAnswer } from "./api";
 import { ago, duration, lastPart, number, plural } from "./format";
 import { useKeys } from "./keys";
+import { type Notes, NotesSheet } from "./notes";
 import { Badge, coloursOf, Damaged, Dot, Empty, Search, Sparkline, State } from "./parts";
 import { go, kept, read, set, useRoute } from "./route";
 
@@ -32,12 +33,15 @@ function sortValue(run: Run, key: Key): string | number {
 }
 
 function found(run: Run, text: string): boolean {
-  const all = [run.name, run.project, run.experiment, run.algorithm, run.model, run.state].join(" ").toLowerCase();
+  const all = [run.name, run.project, run.experiment, run.algorithm, run.model, run.state, ...run.tags, run.note].join(" ").toLowerCase();
   return text.toLowerCase().split(/\s+/).every((word) => all.includes(word));
 }
 
-export function RunsPage({ runs }: { runs: Run[] }) {
+export function RunsPage({ runs: listed }: { runs: Run[] }) {
   const { settings } = useRoute();
+  const [written, setWritten] = useState<Record<string, Notes>>({});
+  const [noted, setNoted] = useState<string | null>(null);
+  const runs = listed.map((run) => ({ ...run, ...written[run.id] }));
   const [cursor, setCursor] = useState(0);
   const colours = coloursOf(runs);
   const ticked = new Set((settings.runs ?? "").split(",").filter(Boolean));
@@ -61,6 +65,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
     x: () => shown[at] && tick(shown[at].id),
     Enter: () => shown[at] && open(shown[at]),
   });
+  const about = runs.find((run) => run.id === noted);
   const sparks = useSparks(shown.slice(0, SPARKS));
   const heading = (name: Key, label: string, kind = "") => (
     <th class={kind} aria-sort={key === name ? (down ? "descending" : "ascending") : undefined}>
@@ -72,7 +77,7 @@ export function RunsPage({ runs }: { runs: Run[] }) {
   return (
     <>
       <div class="bar">
-        <Search value={settings.find ?? ""} onChange={(find) => set({ find }, true)} placeholder="Filter runs: name, algorithm, model, state" />
+        <Search value={settings.find ?? ""} onChange={(find) => set({ find }, true)} placeholder="Filter runs: name, tag, algorithm, state" />
         <span class="quiet">{shown.length === runs.length ? plural(runs.length, "run") : `${shown.length} of ${runs.length} runs`}</span>
         <span class="gap" />
         {ticked.size > 0 && (
@@ -119,8 +124,23 @@ export function RunsPage({ runs }: { runs: Run[] }) {
                       <strong>{run.name}</strong>
                       {run.alerts > 0 && <Badge kind="warning">{plural(run.alerts, "alert")}</Badge>}
                       {run.damaged.length > 0 && <Badge kind="failed">damaged file</Badge>}
+                      {run.tags.map((tag) => (
+                        <Badge key={tag} kind="tag">
+                          {tag}
+                        </Badge>
+                      ))}
+                      <button
+                        type="button"
+                        class="plain note"
+                        title="note and tags"
+                        aria-label={`note on ${run.name}`}
+                        onClick={(event) => (event.stopPropagation(), setNoted(run.id))}
+                      >
+                        ✎
+                      </button>
                     </div>
                     <div class="quiet small">{[run.project, run.experiment].filter(Boolean).join(" / ")}</div>
+                    {run.note && <div class="small note-text">{run.note}</div>}
                     <Damaged files={run.damaged} />
                   </td>
                   <td>
@@ -154,6 +174,16 @@ export function RunsPage({ runs }: { runs: Run[] }) {
             })}
           </tbody>
         </table>
+      )}
+      {about && (
+        <NotesSheet
+          run={about}
+          notes={about}
+          close={(saved) => {
+            if (saved) setWritten({ ...written, [about.id]: saved });
+            setNoted(null);
+          }}
+        />
       )}
     </>
   );

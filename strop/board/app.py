@@ -1,5 +1,5 @@
-"""The web application of the board: read-only routes, answered in threads so that a slow disk blocks no
-others."""
+"""The web application of the board: routes that read, answered in threads so that a slow disk blocks no
+others, and one that keeps notes on runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from strop.board import describe
 from strop.board.curves import Curve, MetricFile, MetricStore, curves
 from strop.board.histograms import histograms
+from strop.board.notes import BadNote, answer_notes, parse_notes, write_notes
 from strop.board.run_index import METRICS, NotFound, RunFolder, RunIndex, StepListingCache
 from strop.board.sample_file import SHOWN, SORTED, DamagedSampleFile
 from strop.board.sample_pages import Query, SampleFolder, SearchMissCache
@@ -58,9 +59,11 @@ class BadRequest(ValueError):
 
 
 class Board:
-    """Answers requests about the runs under a folder, as plain values for JSON."""
+    """Answers requests about the runs under a folder, as plain values for JSON. It writes notes on runs, and
+    with `read_only` nothing at all."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, *, read_only: bool = False):
+        self.read_only = read_only
         self.runs = RunIndex(root)
         self.store = MetricStore()
         self.listings = StepListingCache()
@@ -84,6 +87,14 @@ class Board:
             return describe.summary(run, self.store, self.listings)
         except (OSError, ValueError, TypeError) as problem:  # files that no run writes; the others are shown
             return describe.broken_summary(run, f"The run cannot be read: {problem}")
+
+    def note(self, run_id: str, body: bytes) -> None:
+        """Keep notes on a run."""
+        if self.read_only:
+            raise BadNote("This board was started with --read-only and keeps no notes.", 403)
+        write_notes(self.runs.get(run_id), parse_notes(body))
+        with self._listing:
+            self._listed = (0.0, None)
 
     def names(self, request: BoardRequest) -> object:
         """Metrics of a run."""
@@ -282,6 +293,12 @@ def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] 
     routes = []
     for path, question in board.routes().items():
         routes.append(routing.Route(path, answers(question), methods=["GET"]))
+
+    async def note(request: Request) -> Response:
+        status, body = await answer_notes(request, board.note)
+        return responses.Response(body, status, media_type="application/json")
+
+    routes.append(routing.Route("/api/runs/{run}/notes", note, methods=["POST"]))
     routes.append(routing.Route("/", page, methods=["GET"]))
     routes.append(routing.Mount("/static", app=static.StaticFiles(directory=STATIC)))
     app = applications.Starlette(routes=routes)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from strop.board.curves import FileTail, MetricFile, MetricStore
+from strop.board.notes import BadNote, Notes, read_notes
 from strop.board.run_index import ALERTS, CONFIG, METRICS, NotFound, RunFolder, StepListingCache
 from strop.config.arithmetic import plan_ppo, plan_supervised
 from strop.run.checkpoint.layout import (
@@ -58,6 +59,8 @@ def broken_summary(run: RunFolder, problem: str) -> dict[str, object]:
         "alerts": 0,
         "checkpoints": 0,
         "samples": {},
+        "note": "",
+        "tags": [],
         "damaged": [problem],
     }
 
@@ -69,12 +72,13 @@ def summary(run: RunFolder, store: MetricStore, listings: StepListingCache) -> d
     def attempt(question: Callable[[], T], otherwise: T) -> T:
         try:
             return question()
-        except (NotFound, OSError) as problem:
+        except (NotFound, BadNote, OSError) as problem:
             damaged.append(str(problem))
             return otherwise
 
     no_config: tuple[dict[str, object], str | None] = ({}, None)
     no_samples: dict[str, int] = {}
+    no_notes: Notes = {"note": "", "tags": []}
     tree, problem = attempt(lambda: read_config(run), no_config)
     if problem:
         damaged.append(problem)
@@ -96,6 +100,7 @@ def summary(run: RunFolder, store: MetricStore, listings: StepListingCache) -> d
         "family": family(tree) if tree else None,
         "total": total,
         **headlines,
+        **attempt(lambda: read_notes(run), no_notes),
         **_state(run, headlines, total),
         "alerts": attempt(lambda: len(_latest_alerts(run)[0]), 0),
         "checkpoints": len(step_folders(run.path)),

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     host = options.host
     if ":" in host:  # IPv6
         host = f"[{host}]"
-    board = Board(root)
+    board = Board(root, read_only=options.read_only)
     app = build_app(board, token=token, hosts=(*LOCAL, host))
     server_socket = _listen(options.host, options.port)
     port = server_socket.getsockname()[1]
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="strop board", description="A web page over the runs under a folder; it only reads."
+        prog="strop board", description="A web page over the runs under a folder."
     )
     parser.add_argument(
         "dir", nargs="?", default=".", help="folder of one run or of many (default: this one)"
@@ -66,6 +66,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--token", help=f"password of the board; better set in {TOKEN_VARIABLE}, which `ps` does not show"
     )
+    parser.add_argument("--read-only", action="store_true", help="write no notes on runs")
     return parser.parse_args(list(arguments))
 
 

@@ -163,3 +163,22 @@ def test_two_runs_answer_one_prompt(seen: Seen) -> None:
     page.wait_for_selector(".pair")  # it is in the address
     page.get_by_label("compare with run").select_option("")
     page.wait_for_selector(".samples .sample")
+
+
+def test_notes_and_tags(browser: Any, tmp_path: Path) -> None:
+    write_run(tmp_path / "one")
+    write_run(tmp_path / "two")
+    with serving(tmp_path) as url:
+        seen = Seen(browser, url)
+        page = seen.page
+        page.get_by_label("note on one").click()
+        page.get_by_label("Tags, with commas").fill("baseline, lr sweep")
+        page.get_by_label("Note", exact=True).fill("<b>best</b> so far")
+        seen.shot("notes")
+        page.get_by_role("button", name="Save").click()
+        page.wait_for_selector(".badge.tag:has-text('lr sweep')")
+        page.locator("input[type=search]").fill("baseline")
+        page.wait_for_selector("text=1 of 2 runs")
+        page.reload()
+        page.wait_for_selector(".note-text:has-text('<b>best</b> so far')")
+        seen.close()
