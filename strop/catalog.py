@@ -206,6 +206,7 @@ DATASETS.declare("gsm8k", "strop.data.make:gsm8k", columns=("question", "answer"
 DATASETS.declare("math", "strop.data.make:math", columns=("problem", "solution"))
 DATASETS.declare("math500", "strop.data.make:math500", columns=("problem", "answer"), splits=("test",))
 DATASETS.declare("aime", "strop.data.make:aime", columns=("Problem", "Answer"), splits=("test",))
+DATASETS.declare("geo3k", "strop.data.geo3k:geo3k", columns=("problem", "answer"))
 DATASETS.declare("hh_rlhf", "strop.data.make:hh_rlhf", columns=("chosen", "rejected"))
 
 # --- Trackers -----------------------------------------------------------------------------------------------
