@@ -229,7 +229,8 @@ TRACKERS.declare("trackio", "strop.run.trackers.trackio:TrackioTracker", library
 # engine holds a copy of the weights, so each update needs a weight sync; other engines sample from the
 # trainer's module. fed: `generate` accepts further requests while it runs, and calls `Request.on_done`.
 ENGINES = Registry(
-    "rollout engine", facts={"settings": (), "library": None, "own_weights": False, "fed": False}
+    "rollout engine",
+    facts={"settings": (), "library": None, "own_weights": False, "fed": False, "images": True},
 )
 _shared = ("max_model_len", "max_num_seqs", "seed")
 ENGINES.declare("hf", "strop.rollout.hf:HfEngine", settings=_shared)
@@ -267,6 +268,7 @@ ENGINES.declare(
     "strop.rollout.vllm.engine:VllmEngine",
     library="vllm",
     own_weights=True,
+    images=False,
     settings=(
         *_shared,
         *_outside,
@@ -282,6 +284,7 @@ ENGINES.declare(
     "strop.rollout.sglang:SglangEngine",
     library="sglang",
     own_weights=True,
+    images=False,
     settings=(*_shared, *_outside),
 )
 

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from strop.config.derived import engine_name
+from strop.catalog import ENGINES
+from strop.config.derived import engine_name, has_critic
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.ppo import PpoConfig
@@ -267,3 +268,19 @@ def _gpu() -> Device | None:
             similar = known
             break
     return dataclasses.replace(similar, name=name.strip().lower(), memory=int(memory) * 2**20)
+
+
+def image_findings(config: PpoConfig) -> list[ConfigFinding]:
+    """What cannot be done with images in prompts."""
+    found: list[ConfigFinding] = []
+    engine = engine_name(config.actor_rollout_ref.rollout)
+    if not ENGINES.entry(engine).facts["images"]:
+        message = f"The data has images, which {engine} is not given. Set rollout.name=native or hf."
+        found.append(error("actor_rollout_ref.rollout.name", message))
+    if has_critic(config):
+        message = (
+            f"The data has images, and {config.algorithm.adv_estimator} needs a critic, which reads text "
+            "only. Take an estimator without one: grpo, rloo, reinforce_plus_plus."
+        )
+        found.append(error("algorithm.adv_estimator", message))
+    return found

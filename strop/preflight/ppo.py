@@ -26,6 +26,7 @@ from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     find_tokenizer,
     head_findings,
+    image_findings,
     local_model_config,
     lora_findings,
     native_obstacle,
@@ -120,6 +121,7 @@ def _examine_files(
         )
     if found.images:
         fact += f"; {found.images}"
+        report.findings += image_findings(config)
     report.data[name] = fact
     examples = [source.example for source in found.data_sources.values() if source.example is not None]
     agents.rows(name, found.agents, found.rows, examples)

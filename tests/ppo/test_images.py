@@ -11,6 +11,8 @@ from transformers import AutoModelForImageTextToText
 
 from strop.config.compose import load
 from strop.ppo.build import build_ppo
+from strop.preflight.examine import examine
+from strop.preflight.model_checks import image_findings
 from tests.data.test_images import row, url_of
 from tests.models.vision.tiny_vlm import picture, save_vlm
 
@@ -72,6 +74,16 @@ def test_a_run_trains_the_tower_or_not(tmp_path: Path, frozen: bool) -> None:
     towers = {name for name in before if "visual" in name}
     assert bool(changed & towers) != frozen
     assert changed - towers
+
+
+def test_the_preflight_reports_images_and_what_they_exclude(tmp_path: Path) -> None:
+    changes = run_of(tmp_path)
+    report = examine(load("ppo_trainer", changes))
+    assert report.ok, report.findings
+    assert "4 images in 4 rows, largest 16 x 16, 4 to 4 tokens each" in report.data["train_files"]
+    config = load("ppo_trainer", [*changes, "algorithm.adv_estimator=gae"]).config
+    messages = [finding.message for finding in image_findings(config)]
+    assert any("needs a critic" in message for message in messages)
 
 
 def test_lora_on_the_language_model_alone(tmp_path: Path) -> None:
