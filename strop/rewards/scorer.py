@@ -113,15 +113,21 @@ class Scorer:
         samples = build_samples(unscored, self.tokenizer, whole_transcript=self.whole_transcript)
         before = dict(self._usage())
         outcomes, retried = self._evaluate(samples)
-        report = _build_report(outcomes, retried, time.perf_counter() - start)
-        for name, value in self._usage().items():
-            report.metrics[f"reward/judge_{name}"] = float(value - before[name])
         try:
             _check_failures(samples, outcomes)
         except BrokenScorer as problem:
-            problem.report = report
+            problem.report = self._report(outcomes, retried, start, before)
             raise
         self._store(samples, outcomes)
+        return self._report(outcomes, retried, start, before)
+
+    def _report(
+        self, outcomes: Sequence[Outcome], retried: int, start: float, before: Mapping[str, float]
+    ) -> ScoreReport:
+        """The report of a round that began at `start`, when a judge had counted `before`."""
+        report = _build_report(outcomes, retried, time.perf_counter() - start)
+        for name, value in self._usage().items():
+            report.metrics[f"reward/judge_{name}"] = float(value - before[name])
         return report
 
     def _usage(self) -> Mapping[str, float]:
