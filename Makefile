@@ -70,7 +70,7 @@ test-vllm: $(READY) $(VLLM)/.ready
 
 # All that one engine can show, and a run; not a second architecture, nor names of arguments.
 test-vllm-core: $(READY) $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name' tests/rollout tests/ppo/test_engines.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'vllm and not slow and not gpu' -k 'not smollm and not nearest_name and not hot and not cold and not min_p and not top_k' tests/rollout tests/ppo/test_engines.py
 
 # The kernels of a GPU in Triton's interpreter. Triton stays apart: the environment is that of a machine without a GPU.
 $(KERNELS)/.ready: $(READY)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "board.py"
 
 
+@pytest.mark.slow
 def test_fifty_readers_and_one_writer(tmp_path: Path) -> None:
     asked = [
         "--samples",

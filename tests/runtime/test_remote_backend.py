@@ -84,6 +84,7 @@ def assert_equal_runs(one: Path, other: Path, steps: range) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_learns_the_same_and_either_goes_on_from_the_other(overrides, elsewhere, tmp_path):
     together, apart, half = (tmp_path / name for name in ("together", "apart", "half"))
     run(overrides, *GAE, EVERYTHING, f"trainer.default_local_dir={together}")
