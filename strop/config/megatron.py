@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.model import OptimConfig
 
 
 def training_dtype(actor: ActorConfig) -> str:
@@ -14,6 +15,22 @@ def training_dtype(actor: ActorConfig) -> str:
     if actor.strategy == "megatron":
         return actor.megatron.dtype
     return actor.fsdp_config.dtype
+
+
+SCHEDULE = {
+    "lr_warmup_init": 0.0,
+    "lr_decay_steps": None,
+    "lr_decay_style": "constant",
+    "min_lr": 0.0,
+    "lr_wsd_decay_style": "exponential",
+    "lr_wsd_decay_steps": None,
+}
+"""Keys of Megatron's learning-rate schedule, with the values that leave it to lr_scheduler_type."""
+
+
+def megatron_schedule_keys(optim: OptimConfig) -> list[str]:
+    """Those of them that are set."""
+    return [name for name, plain in SCHEDULE.items() if getattr(optim, name) != plain]
 
 
 @dataclass(frozen=True)

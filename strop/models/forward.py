@@ -85,7 +85,7 @@ def response_outputs(
     else:
         inputs = lay_out_images(model, read, batch.images, packed=packed, share=not counted, device=device)
     states, labels, cells = (part.to(device) for part in response_states(batch, table, inputs.places))
-    share = _RankShare(states, labels, inputs, slicing)
+    share = RankShare(states, labels, inputs, slicing)
     head: OutputHead
     if "values" in want:
         head = _ScalarHead(model, share.states)
@@ -134,7 +134,7 @@ def sequence_scores(
     inputs = lay_out(rectangle(sequences), packed=packed, device=device)
     ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
     last = inputs.places.gather(1, ends).squeeze(1).to(device)
-    share = _RankShare(last, last, inputs, slicing)
+    share = RankShare(last, last, inputs, slicing)
     result, _ = _run(model, share.inputs, _ScalarHead(model, share.states), attention, {})
     return share.join(result).squeeze(-1)
 
@@ -161,7 +161,7 @@ def response_states(batch: Batch, table: Tensor, places: Tensor) -> tuple[Tensor
     return places[before[:, : places.shape[1]]], table[(at >= prompts) & (at < lengths)], cells
 
 
-class _RankShare:
+class RankShare:
     """What of a pass this rank computes: all of it, or what is in its slice of the row."""
 
     def __init__(self, states: Tensor, labels: Tensor, inputs: Inputs, slicing: Slicing | None):

@@ -29,6 +29,7 @@ from strop.preflight.model_checks import (
     image_findings,
     local_model_config,
     lora_findings,
+    megatron_findings,
     native_obstacle,
     quantization_findings,
     reward_file_finding,
@@ -74,6 +75,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     report.findings += quantization_findings(ROLLOUT, rollout, config.trainer.device)
     if tokenizer is not None and report.ok:
         report.findings += _positions(config)
+        report.findings += megatron_findings(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):
             report.findings += lora_findings(config.critic.model, "critic.model")

@@ -19,6 +19,19 @@ class _CudaToCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+class _NoStream:
+    """A CUDA stream where there is none: everything is in order already."""
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def record_event(self) -> _NoStream:
+        return self
+
+
+_no_stream = _NoStream()
+
+
 @functools.cache
 def without_cuda() -> None:
     """Patch megatron-core and torch for the rest of this process."""
@@ -29,9 +42,16 @@ def without_cuda() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
-    torch.cuda.Stream = lambda *_, **__: None
+    torch.cuda.Stream = lambda *_, **__: _no_stream
+    torch.cuda.current_stream = lambda *_: _no_stream
     torch.cuda.manual_seed = torch.manual_seed
     torch.Tensor.cuda = lambda self, *_, **__: self
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     _CudaToCpu().__enter__()
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    def as_on_a_gpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = as_on_a_gpu

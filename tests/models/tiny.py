@@ -32,10 +32,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+"""Families that not every test of families goes through."""
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
-    config = AutoConfig.for_model(family, **{**SIZE, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**SIZE, **(FAMILIES | OTHERS)[family], **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

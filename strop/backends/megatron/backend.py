@@ -7,6 +7,7 @@ what they would see on one device.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
 from strop.backends.fsdp.sharded import RegionReader
+from strop.backends.megatron.fits import problems
 from strop.backends.megatron.names import places_of
 from strop.backends.megatron.options import transformer_options
 from strop.backends.megatron.passes import LastStage, run_schedule
 from strop.backends.megatron.rows import MicroRow, lay_out_row, outputs_of
+from strop.backends.megatron.schedules import megatron_schedule
 from strop.backends.megatron.stage import StageChunk, build_chunks
 from strop.backends.megatron.topology import Sizes, join
 from strop.backends.megatron.weights import StageWeights
@@ -63,6 +66,8 @@ class MegatronBackend(RankedBackend):
             )
         super().__init__(module, settings, ranks)
         self.megatron = megatron or MegatronConfig()
+        for key, problem in problems(module.config, self.megatron):
+            raise ValueError(f"{key}: {problem}")
         self.topology = join(Sizes.of(self.megatron), ranks, self.device)
         self.scalar = getattr(module, HEAD, None) is not None
         self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
@@ -70,6 +75,7 @@ class MegatronBackend(RankedBackend):
         if load_weights is None:
             given = dict(module.named_parameters())
         options = transformer_options(module, self.megatron)
+        options["sequence_parallel"] = self.megatron.sequence_parallel and self.topology.sizes.tensor > 1
         self.chunks = build_chunks(
             module,
             self.topology,
@@ -107,6 +113,11 @@ class MegatronBackend(RankedBackend):
         if self.megatron.param_offload or waits:
             self.offloading = Offloading(self, model=self.megatron.param_offload, optimizer=waits)
             self.offloading.offload()
+
+    def _make_optimizer(self) -> None:
+        super()._make_optimizer()
+        if self.optimizer is not None and self.settings.optim is not None:
+            self.schedule = megatron_schedule(self.optimizer, self.settings.optim, self.settings.compat)
 
     def _owning_stages(self) -> dict[str, int]:
         """The stage that has each weight; the first one, of two."""
@@ -154,11 +165,13 @@ class MegatronBackend(RankedBackend):
             else:
                 tables[name] = torch.zeros(len(batch), width)
         parts = self._share(batch, micro)
-        pieces = [batch.select(part) for part in parts]
-        waiting = dict(zip(map(id, pieces), parts, strict=True))
+        rows = self._rows(batch, want, parts)
+        waiting = dict(zip(map(id, rows), parts))  # idle rows come last
 
         def answer(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
-            own = waiting[id(row.piece)]
+            own = waiting.get(id(row))
+            if own is None:
+                return hidden
             for name, found in self._of_last_stage(chunk, hidden, row).items():
                 if found.dim() == 2:
                     found = pad_columns(found, width)
@@ -166,7 +179,7 @@ class MegatronBackend(RankedBackend):
             return hidden
 
         with torch.no_grad():
-            self._run([lay_out_row(piece, want, self.device) for piece in pieces], answer, learn=False)
+            self._run(rows, answer, learn=False)
         for table in tables.values():  # rows of other ranks are 0 here
             dist.all_reduce(table if self._reports else table.zero_())
         return Outputs(**tables)
@@ -180,13 +193,15 @@ class MegatronBackend(RankedBackend):
         reports: list[dict[str, Tensor]] = []
 
         def learn(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
+            if row.idle:
+                return 0.0 * hidden.float().sum()
             outputs = Outputs(**self._of_last_stage(chunk, hidden, row))
             value, sums = loss(outputs, on_device(row.piece, self.device))
             losses.append(value.detach().clone())
             reports.append({name: number.detach() for name, number in sums.items()})
             return value if self.scaling is None else value * self.scaling.value
 
-        rows = [lay_out_row(batch.select(part), want, self.device) for part in parts]
+        rows = self._rows(batch, want, parts)
         with self._saved_activations():
             self._run(rows, learn, learn=True)
         self._refuse_losses(batch, want, parts, losses)
@@ -195,7 +210,7 @@ class MegatronBackend(RankedBackend):
 
     def _run(self, rows: Sequence[MicroRow], finish: LastStage, *, learn: bool) -> None:
         self.topology.activate()
-        run_schedule(self.chunks, rows, finish, learn=learn, hidden_size=self.module.config.hidden_size)
+        run_schedule(self.chunks, rows, finish, learn=learn)
 
     def _of_last_stage(self, chunk: StageChunk, hidden: Tensor, row: MicroRow) -> dict[str, Tensor]:
         return outputs_of(chunk, hidden, row, self.topology, self.temperature)
@@ -207,11 +222,30 @@ class MegatronBackend(RankedBackend):
     def _share(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """The micro-batches of this rank."""
         topology = self.topology
+        if micro.max_tokens is not None:  # each rank has its slice of the tokens
+            micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * topology.sizes.context)
         shares = shard_rows(batch.lengths, topology.data, rows_per_item=micro.rows_per_item)
         rows = shares[topology.data_rank]
         return self.ranks.run_or_raise_on_all(
             lambda: partition_rows(batch, rows, micro), "cutting the batch into micro-batches"
         )
+
+    def _rows(self, batch: Batch, want: Sequence[str], parts: list[list[int]]) -> list[MicroRow]:
+        """The packed rows of micro-batches. Idle rows follow where ranks exchange tokens for their experts,
+        and where a schedule of virtual stages needs a multiple of the number of stages."""
+        sizes = self.topology.sizes
+        count = len(parts)
+        if sizes.expert > 1:
+            count = max(self.ranks.all_gather_object(count))
+        if sizes.virtual > 1:
+            count = -(-count // sizes.pipeline) * sizes.pipeline
+        rows = [lay_out_row(batch.select(part), want, self.device, self.topology) for part in parts]
+        if count > len(rows):
+            shortest = min(range(len(batch)), key=batch.lengths.__getitem__)
+            spare = batch.select([shortest])
+            for _ in range(count - len(rows)):
+                rows.append(lay_out_row(spare, want, self.device, self.topology, idle=True))
+        return rows
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 from strop.extras import require
 
 EXTRA = "megatron"
+WHY = "strategy=megatron"
 
 
 def megatron(name: str) -> ModuleType:
     """A module of megatron-core, such as "parallel_state"."""
-    require("megatron.core", extra=EXTRA, why="strategy=megatron")
-    return require(f"megatron.core.{name}", extra=EXTRA, why="strategy=megatron")
+    _repair()
+    return require(f"megatron.core.{name}", extra=EXTRA, why=WHY)
+
+
+@functools.cache
+def _repair() -> None:
+    """Without Transformer Engine, the router of 0.16.1 asks for a name that was never set."""
+    routing = require("megatron.core.transformer.moe.moe_utils", extra=EXTRA, why=WHY)
+    vars(routing).setdefault("te_general_gemm", None)

@@ -78,11 +78,12 @@ def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool)
             found["model.embed_tokens.weight"] = Place([table], dim=0)
         for layer in gpt.decoder.layers:
             prefix = f"model.layers.{layer.layer_number - 1}"
-            for name, place in _layer(layer):
+            for name, place in _layer(layer, chunk.divisor > 1):
                 found[f"{prefix}.{name}"] = place
         if not gpt.post_process:
             continue
-        found["model.norm.weight"] = Place([Part(gpt.decoder.final_layernorm.weight)])
+        norm = Part(gpt.decoder.final_layernorm.weight)
+        found["model.norm.weight"] = Place([norm], partial_gradient=chunk.divisor > 1)
         if scalar:
             for name, parameter in gpt.output_layer.named_parameters():
                 found[f"score.{name}"] = Place([Part(parameter)])
@@ -100,8 +101,9 @@ def _real_rows(chunk: StageChunk, topology: Topology) -> int:
     return max(0, min(share, chunk.vocabulary - share * topology.tensor_rank))
 
 
-def _layer(layer: Any) -> Iterator[tuple[str, Place]]:
-    """Names inside a layer of Llama and its relatives."""
+def _layer(layer: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
+    """Names inside a layer of Llama and its relatives. `shares_tokens`: between the divided matrices each
+    tensor-parallel rank has some of the tokens."""
     attention = layer.self_attention
     size = attention.hidden_size_per_attention_head
     groups = attention.num_query_groups_per_partition
@@ -119,12 +121,14 @@ def _layer(layer: Any) -> Iterator[tuple[str, Place]]:
         for kind, parameter in norm.named_parameters() if norm is not None else ():
             # The norm of a head takes part in the heads of this rank alone.
             yield f"self_attn.{name}.{kind}", Place([Part(parameter)], partial_gradient=True)
-    yield "input_layernorm.weight", Place([Part(layer.input_layernorm.weight)])
-    yield "post_attention_layernorm.weight", Place([Part(layer.pre_mlp_layernorm.weight)])
-    yield from _feed_forward(layer.mlp)
+    before = Part(layer.input_layernorm.weight)
+    yield "input_layernorm.weight", Place([before], partial_gradient=shares_tokens)
+    between = Part(layer.pre_mlp_layernorm.weight)
+    yield "post_attention_layernorm.weight", Place([between], partial_gradient=shares_tokens)
+    yield from _feed_forward(layer.mlp, shares_tokens)
 
 
-def _feed_forward(mlp: Any) -> Iterator[tuple[str, Place]]:
+def _feed_forward(mlp: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
     experts = getattr(mlp, "experts", None)
     if experts is None:
         half = mlp.linear_fc1.weight.shape[0] // 2
@@ -132,7 +136,7 @@ def _feed_forward(mlp: Any) -> Iterator[tuple[str, Place]]:
         yield "mlp.up_proj.weight", Place([Part(mlp.linear_fc1.weight, start=half)], dim=0)
         yield "mlp.down_proj.weight", Place([Part(mlp.linear_fc2.weight)], dim=1)
         return
-    yield "mlp.gate.weight", Place([Part(mlp.router.weight)])
+    yield "mlp.gate.weight", Place([Part(mlp.router.weight)], partial_gradient=shares_tokens)
     wide = [Part(expert.linear_fc1.weight) for expert in experts.local_experts]
     narrow = [Part(expert.linear_fc2.weight) for expert in experts.local_experts]
     yield "mlp.experts.gate_up_proj", Place(wide, dim=0, expert=True)

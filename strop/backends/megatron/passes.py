@@ -23,17 +23,19 @@ def run_schedule(
     finish: LastStage,
     *,
     learn: bool,
-    hidden_size: int,
 ) -> None:
     """Forward (and, with `learn`, backward) passes of all rows."""
     if not rows:
         return
+    length = 0
+    if len(chunks) > 1:
+        length = max(row.inputs.ids.shape[1] for row in rows)
     by_module = {id(chunk.gpt): chunk for chunk in chunks}
 
     def step(remaining: Iterator[MicroRow], module: Any) -> tuple[Tensor, Any]:
         row = next(remaining)
         chunk = by_module[id(module)]
-        hidden = chunk.run(row.inputs)
+        hidden = chunk.run(row.inputs, length)
         if not module.post_process:
             return hidden, None
         return finish(chunk, hidden, row), _as_it_is
@@ -46,7 +48,9 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=modules if len(chunks) > 1 else modules[0],
         num_microbatches=len(rows),
-        seq_length=hidden_size,  # not read: lengths differ, and stages exchange shapes
+        # Read where all rows have one length; otherwise stages exchange shapes. It counts the tokens of all
+        # context-parallel ranks.
+        seq_length=chunks[0].padded(length) * chunks[0].gpt.config.context_parallel_size,
         micro_batch_size=1,
         forward_only=not learn,
     )

@@ -15,8 +15,9 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared
 from strop.backends.megatron.stage import StageChunk
 from strop.backends.megatron.topology import Topology
 from strop.backends.megatron.vocabulary import VocabularyShare, vocabulary_statistics
-from strop.models.forward import LANGUAGE, response_states
+from strop.models.forward import LANGUAGE, SCALAR, RankShare, response_states
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
+from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
 
 _LOGITS = {"cpu": 2**26, "cuda": 2**28}
@@ -29,45 +30,54 @@ class MicroRow:
 
     piece: Batch
     want: tuple[str, ...]
-    inputs: Inputs
-    states: Tensor
-    labels: Tensor
+    share: RankShare
+    """Inputs of this rank, and the states that it reads."""
     cells: Tensor
+    idle: bool = False
+    """Computed because other ranks wait for it; its outputs are not used."""
 
     @property
-    def length(self) -> int:
-        return self.inputs.ids.shape[1]
+    def inputs(self) -> Inputs:
+        return self.share.inputs
 
 
-def lay_out_row(piece: Batch, want: Sequence[str], device: torch.device) -> MicroRow:
+def lay_out_row(
+    piece: Batch, want: Sequence[str], device: torch.device, topology: Topology, *, idle: bool = False
+) -> MicroRow:
     """The row for the outputs named in `want`; see response_outputs of models/forward.py."""
     table = rectangle(piece.sequences)
+    slicing = None
+    if topology.sizes.context > 1:
+        slicing = Slicing(topology.context_group, topology.context_rank, topology.sizes.context)
     if "scores" in want:
         inputs = lay_out(table, packed=True, device=device)
         ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
         last = inputs.places.gather(1, ends).squeeze(1).to(device)
-        return MicroRow(piece, tuple(want), inputs, last, last, last)
+        return MicroRow(piece, tuple(want), RankShare(last, last, inputs, slicing), last, idle)
     inputs = lay_out(without_last(table), packed=True, device=device)
     states, labels, cells = (part.to(device) for part in response_states(piece, table, inputs.places))
-    return MicroRow(piece, tuple(want), inputs, states, labels, cells)
+    return MicroRow(piece, tuple(want), RankShare(states, labels, inputs, slicing), cells, idle)
 
 
 def outputs_of(
     chunk: StageChunk, hidden: Tensor, row: MicroRow, topology: Topology, temperature: float
 ) -> dict[str, Tensor]:
     """The outputs of the last stage for its hidden states [N, 1, H]."""
-    picked = hidden[:, 0].index_select(0, row.states)
-    if "scores" in row.want:
-        return {"scores": _scalar(chunk, picked)}
-    if "values" in row.want:
-        columns = {"values": _scalar(chunk, picked)}
+    picked = hidden[:, 0].index_select(0, row.share.states)
+    if row.want[0] in SCALAR:
+        columns = {row.want[0]: _scalar(chunk, picked)}
     else:
         columns = _language(chunk, picked, row, topology, temperature)
+    joined = row.share.join(torch.stack([column.float() for column in columns.values()], -1))
     found = {}
     shape = row.piece.mask.shape
-    for name, column in columns.items():
+    for name, column in zip(columns, joined.unbind(-1), strict=True):
+        if name in ("observed_entropy", "sum_pi_squared"):
+            column = column.detach()
+        if name == "scores":
+            return {name: column}
         numbers = torch.zeros(row.piece.mask.numel(), dtype=torch.float32, device=hidden.device)
-        found[name] = numbers.index_put((row.cells,), column.float()).view(shape)
+        found[name] = numbers.index_put((row.cells,), column).view(shape)
     return found
 
 
@@ -86,12 +96,12 @@ def _language(
     if topology.sizes.tensor > 1:
         share = vocabulary_share(chunk, topology)
         log_probs, entropy, squares = vocabulary_statistics(
-            picked, weight, row.labels, share, temperature, rows
+            picked, weight, row.share.labels, share, temperature, rows
         )
     else:
         wants_entropy = "entropy" in names or "observed_entropy" in names
         statistics = token_logprobs_from_hidden(
-            picked, weight, row.labels, temperature=temperature, chunk=rows, want_entropy=wants_entropy
+            picked, weight, row.share.labels, temperature=temperature, chunk=rows, want_entropy=wants_entropy
         )
         log_probs = statistics.log_probs
         entropy = log_probs if statistics.entropy is None else statistics.entropy

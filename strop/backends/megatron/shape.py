@@ -14,32 +14,6 @@ from strop.config.megatron import FAMILIES
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_PLAIN_ROPE = ("default", "linear", "llama3")
-
-
-def refuse_model(config: PreTrainedConfig) -> None:
-    """Refuse a model whose layers are not those of the families below."""
-    family = str(config.model_type)
-    if family not in FAMILIES:
-        raise ValueError(
-            f"strategy=megatron has no table of weights for model_type={family!r}; it has "
-            f"{', '.join(sorted(FAMILIES))}. Set strategy=fsdp."
-        )
-    problems = []
-    if getattr(config, "hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={config.hidden_act!r} is not silu")
-    if getattr(config, "mlp_bias", False):
-        problems.append("mlp_bias=True")
-    if getattr(config, "attention_bias", False) and family != "qwen2":
-        problems.append("attention_bias=True")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in _PLAIN_ROPE:
-        problems.append(f"rope_type={rope.get('rope_type')!r} is not one of {', '.join(_PLAIN_ROPE)}")
-    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        problems.append("some layers have experts and some have none")
-    if problems:
-        raise ValueError(f"strategy=megatron cannot build this {family} model: {'; '.join(problems)}.")
-
 
 def padded_vocabulary(config: PreTrainedConfig, sizes: Sizes) -> int:
     """Rows of the embedding: every tensor-parallel rank has equally many."""
@@ -60,7 +34,6 @@ def transformer_config(
     **given: Any,
 ) -> Any:
     """The TransformerConfig; `given` are further fields of it, by name."""
-    refuse_model(config)
     family = FAMILIES[str(config.model_type)]
     fields: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -89,14 +62,15 @@ def transformer_config(
         "context_parallel_size": sizes.context,
         "expert_model_parallel_size": sizes.expert,
         "expert_tensor_parallel_size": 1,
-        # Rows of different micro-batches have different lengths.
-        "variable_seq_lengths": True,
+        # Rows of different micro-batches have different lengths, and stages exchange shapes. Two stages with
+        # virtual ones would mix up messages in both directions, so there rows are padded to one length.
+        "variable_seq_lengths": sizes.virtual == 1,
         "moe_token_dispatcher_type": "alltoall",
         # The loss of a micro-batch has its denominator inside: the schedule must not divide it.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,
-        "batch_p2p_comm": on_gpu,
+        "batch_p2p_comm": on_gpu and sizes.virtual == 1,
     }
     # Kernels of Apex and Transformer Engine, which need not be installed.
     for name in ("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion"):
@@ -119,6 +93,5 @@ def _expert_fields(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         # Probabilities of the chosen experts: the softmax of all, normed if the model says so.
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
-        "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
     }

@@ -7,11 +7,13 @@ prefixes computed once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from strop.backends.megatron.library import megatron
 from strop.backends.megatron.shape import padded_vocabulary, transformer_config
@@ -40,6 +42,8 @@ class PackedRow:
     library leaves queries and keys alone."""
 
     packing: Packing
+    tokens: int
+    """The row without the padding that tensor-parallel ranks need to share it equally."""
     qkv_format: str = "strop"
 
 
@@ -64,14 +68,15 @@ class PackedCoreAttention(nn.Module):
         **_: object,
     ) -> Tensor:
         """query [N, 1, heads, D], key and value [N, 1, groups, D] -> [N, 1, heads x D]."""
-        q, k, v = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        tokens = packed_seq_params.tokens
+        q, k, v = (states[:tokens].permute(1, 2, 0, 3) for states in (query, key, value))
         out, _none = packed_attention(
             *(self, q, k, v, None),
             packing=packed_seq_params.packing,
             scaling=self.scaling,
             sliding_window=self.window,
         )
-        return out.reshape(query.shape[0], 1, -1)
+        return F.pad(out.reshape(tokens, 1, -1), (0, 0, 0, 0, 0, query.shape[0] - tokens))
 
 
 class TokenNorm(nn.Module):
@@ -91,32 +96,65 @@ class TokenNorm(nn.Module):
         return self.weight * wide.to(self.weight.dtype)
 
 
+def residual_sum(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """The function that adds a branch to the residual stream, in the precision of the stream. The one of
+    megatron-core rounds the stream first."""
+
+    def add(branch: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
+        states, bias = branch
+        assert bias is None and not dropout, "our layers have neither"
+        return stream + states
+
+    return add
+
+
 class StageChunk:
     """Consecutive layers of the model, with the embedding or the output head where they belong."""
 
-    def __init__(self, gpt: Any, rotary: nn.Module, config: PreTrainedConfig, padding: int | None):
-        """`padding`: the token whose embedding gets no gradient."""
+    def __init__(self, gpt: Any, skeleton: Any, topology: Topology):
         self.gpt = gpt
-        self.rotary = rotary
-        self.padding = padding
-        self.vocabulary = int(config.vocab_size)
-        self.tied = bool(config.tie_word_embeddings)
+        self.rotary: nn.Module = skeleton.model.rotary_emb
+        self.padding: int | None = skeleton.get_input_embeddings().padding_idx
+        """The token whose embedding gets no gradient."""
+        self.vocabulary = int(skeleton.config.vocab_size)
+        self.tied = bool(skeleton.config.tie_word_embeddings)
+        self.divisor = 1
+        """Tensor-parallel ranks that share the tokens between matrices (sequence parallelism)."""
+        self.place = 0
+        if gpt.config.sequence_parallel:
+            self.divisor = topology.sizes.tensor
+            self.place = topology.tensor_rank
 
-    def run(self, inputs: Inputs) -> Tensor:
-        """Hidden states [N, 1, H]: those of the last layer (normed) on the last chunk."""
+    def run(self, inputs: Inputs, length: int = 0) -> Tensor:
+        """Hidden states [N, 1, H]: those of the last layer (normed) on the last chunk. The row is padded to
+        `length`, if it is shorter, and to a multiple of `divisor`."""
         assert inputs.packing is not None
+        tokens = inputs.ids.shape[1]
+        missing = self.padded(max(tokens, length)) - tokens
+        ids = F.pad(inputs.ids, (0, missing))
+        positions = F.pad(inputs.positions, (0, missing))
         hidden = None
         if self.gpt.pre_process:
-            hidden = self.gpt.embedding(input_ids=inputs.ids, position_ids=inputs.positions)
+            hidden = self.gpt.embedding(input_ids=ids, position_ids=positions)
             if self.padding is not None:
-                hidden = hidden.detach().where((inputs.ids == self.padding).T[..., None], hidden)
+                own = ids.chunk(self.divisor, 1)[self.place] == self.padding
+                hidden = hidden.detach().where(own.T[..., None], hidden)
         states: Tensor = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._angles(inputs.positions),
-            packed_seq_params=PackedRow(inputs.packing),
+            rotary_pos_emb=self._angles(positions),
+            packed_seq_params=PackedRow(inputs.packing, tokens),
         )
+        if self.gpt.post_process and self.divisor > 1:
+            # The gradient of the whole row is the same on all ranks: each takes its own tokens of it.
+            states = megatron("tensor_parallel").gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=False
+            )
         return states
+
+    def padded(self, tokens: int) -> int:
+        """The next multiple of `divisor`."""
+        return -(-tokens // self.divisor) * self.divisor
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[N, 1, 1, D] of the tokens at these positions."""
@@ -153,14 +191,14 @@ def build_chunks(
         config, sizes, dtype=dtype, wide_residual=wide_residual, on_gpu=device.type == "cuda", **options
     )
     settings.strop_windows = _windows(config)
-    rotary = skeleton.model.rotary_emb.to(device)
+    skeleton.model.rotary_emb.to(device)
     chunks = []
     for virtual in range(sizes.virtual):
         gpt = _gpt(config, settings, topology, virtual, tied=config.tie_word_embeddings and not scalar)
         if scalar and gpt.post_process:
             gpt.output_layer = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
             gpt.output_layer.to(device=device, dtype=head_dtype)
-        chunks.append(StageChunk(gpt, rotary, config, skeleton.get_input_embeddings().padding_idx))
+        chunks.append(StageChunk(gpt, skeleton, topology))
     return chunks
 
 
@@ -196,6 +234,8 @@ def _block(settings: Any, experts: bool, virtual: int | None) -> Any:
     parts = layer.submodules
     parts.input_layernorm = TokenNorm
     parts.pre_mlp_layernorm = TokenNorm
+    parts.self_attn_bda = residual_sum
+    parts.mlp_bda = residual_sum
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if settings.qk_layernorm:

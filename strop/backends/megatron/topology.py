@@ -55,6 +55,7 @@ class Topology:
     """Copies of the model, each with its own rows."""
     tensor_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
     gradient_group: dist.ProcessGroup
     """Ranks with the same weights and other rows (or other tokens of them)."""
     expert_gradient_group: dist.ProcessGroup
@@ -110,6 +111,7 @@ def join(sizes: Sizes, ranks: Ranks, device: torch.device) -> Topology:
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
+    _seed()
     per_stage = ranks.world // sizes.pipeline
     stages = []
     expert_stages = []
@@ -128,6 +130,7 @@ def join(sizes: Sizes, ranks: Ranks, device: torch.device) -> Topology:
         data=state.get_data_parallel_world_size(),
         tensor_group=state.get_tensor_model_parallel_group(),
         pipeline_group=state.get_pipeline_model_parallel_group(),
+        context_group=state.get_context_parallel_group(),
         gradient_group=state.get_data_parallel_group(with_context_parallel=True),
         expert_gradient_group=state.get_expert_data_parallel_group(),
         stages=tuple(stages),
@@ -145,6 +148,16 @@ def _variables(state: ModuleType) -> dict[str, object]:
         if name.startswith("_") and not name.startswith("__") and not isinstance(value, FunctionType | type):
             found[name] = list(value) if isinstance(value, list) else value
     return found
+
+
+def _seed() -> None:
+    """megatron-core keeps random states for dropout, which we never use, and refuses to run without them."""
+    before = torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    megatron("tensor_parallel").model_parallel_cuda_manual_seed(0)
+    torch.set_rng_state(before)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
 
 
 def _join_alone(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.config.derived import device_count, has_critic, has_reference, resource_pools
+from strop.config.megatron import megatron_schedule_keys
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.megatron import MegatronConfig
 from strop.extras import install_command
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from strop.config.compose import Loaded
     from strop.config.schema.actor import ActorConfig, RefConfig
     from strop.config.schema.critic import CriticConfig
-    from strop.config.schema.model import ModelConfig
+    from strop.config.schema.model import ModelConfig, OptimConfig
     from strop.config.schema.ppo import PpoConfig
 
 
@@ -59,11 +60,14 @@ def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
 
 def megatron(loaded: Loaded[PpoConfig]) -> Findings:
     """Every model that is divided by Megatron."""
-    roles = list(megatron_roles(loaded.config))
+    config = loaded.config
+    actor = config.actor_rollout_ref.actor
+    yield from megatron_schedule("actor_rollout_ref.actor.optim", actor.optim, actor.strategy)
+    yield from megatron_schedule("critic.optim", config.critic.optim, config.critic.strategy)
+    roles = list(megatron_roles(config))
     for role in roles:
-        yield from _sizes(role)
-        yield from _unsupported(role)
-    actor = loaded.config.actor_rollout_ref.actor
+        yield from _sizes(role, role.settings)
+        yield from _unsupported(role, role.settings)
     if actor.strategy == "megatron" and actor.aux_loss_coef > 0:
         yield error(
             "actor_rollout_ref.actor.aux_loss_coef",
@@ -77,7 +81,14 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
             f"{install_command('megatron')}",
             about_machine=True,
         )
-    reward = loaded.config.reward_model
+    section = actor.megatron
+    divided = section.tensor_model_parallel_size * section.pipeline_model_parallel_size
+    if divided > 1 and actor.strategy != "megatron":
+        yield warning(
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+            f"the megatron section has no effect with strategy={actor.strategy}. Set strategy=megatron.",
+        )
+    reward = config.reward_model
     if reward.enable and reward.megatron.tensor_model_parallel_size > 1:
         yield warning(
             "reward_model.megatron.tensor_model_parallel_size",
@@ -85,9 +96,21 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
         )
 
 
-def _sizes(role: MegatronRole) -> Findings:
+def megatron_schedule(key: str, optim: OptimConfig, strategy: str) -> Findings:
+    """Keys of Megatron's schedule with another backend, or together with lr_scheduler_type."""
+    given = megatron_schedule_keys(optim)
+    if given and strategy != "megatron":
+        yield warning(f"{key}.{given[0]}", f"no effect with strategy={strategy}; set lr_scheduler_type.")
+    elif given and optim.lr_scheduler_type != "constant":
+        yield error(
+            f"{key}.{given[0]}",
+            f"{getattr(optim, given[0])} with lr_scheduler_type={optim.lr_scheduler_type}: both are "
+            "schedules. Set lr_decay_style, or take the keys of Megatron's schedule out.",
+        )
+
+
+def _sizes(role: MegatronRole, sizes: MegatronConfig) -> Findings:
     """Sizes and devices."""
-    sizes = role.settings
     tensor = sizes.tensor_model_parallel_size
     stages = sizes.pipeline_model_parallel_size
     context = sizes.context_parallel_size
@@ -123,9 +146,8 @@ def _sizes(role: MegatronRole) -> Findings:
         )
 
 
-def _unsupported(role: MegatronRole) -> Findings:
+def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
     """What the backend does not do."""
-    settings = role.settings
     if role.model.lora_rank or role.model.lora_adapter_path:
         yield error(
             f"{role.model_key}.lora_rank",
@@ -138,12 +160,6 @@ def _unsupported(role: MegatronRole) -> Findings:
         )
     if not settings.load_weight:
         yield error(f"{role.key}.megatron.load_weight", "false: a model without weights is of no use here.")
-    if settings.context_parallel_size > 1:
-        yield error(
-            f"{role.key}.megatron.context_parallel_size",
-            f"{settings.context_parallel_size}: sequences are not divided yet. Set 1, or strategy=fsdp with "
-            "ulysses_sequence_parallel_size.",
-        )
     for name, size in role.other_sizes:
         if size > 1:
             yield error(

@@ -14,6 +14,7 @@ from strop.config.rules.actor import (
     unsupported_strategy,
 )
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
+from strop.config.rules.megatron import megatron_schedule
 from strop.config.rules.parallelism import tensor_parallel
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """Some backends of verl do not exist here."""
     chosen = loaded.config.model.strategy
     yield from unsupported_strategy("model.strategy", chosen)
+    yield from megatron_schedule("optim", loaded.config.optim, chosen)
     if chosen == "megatron":
         yield error(
             "model.strategy",

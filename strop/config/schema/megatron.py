@@ -25,10 +25,8 @@ class MegatronConfig:
     """Devices that divide the experts."""
     expert_tensor_parallel_size: int | None = setting(None, at_least=1)
     """Devices that split each expert's matrices."""
-    sequence_parallel: bool = inert(
-        True, "activations between the divided matrices are not divided; results are the same"
-    )
-    """Split activations along the sequence dimension."""
+    sequence_parallel: bool = setting(True)
+    """Tensor-parallel devices also share the tokens between the divided matrices."""
     use_distributed_optimizer: bool = setting(True)
     """Shard optimizer state (ZeRO-1)."""
     param_offload: bool = setting(False)

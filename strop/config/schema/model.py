@@ -8,7 +8,6 @@ from strop.catalog import SCHEDULES
 from strop.config.schema.fields import FreeForm, inert, section, setting
 
 _FUSED = "log-probs and entropy are always computed without keeping the logits"
-_MEGATRON = "the Megatron backend is not supported yet"
 _COMPILE = "the formulas are fused by hand; nothing is left to compile"
 
 
@@ -121,7 +120,7 @@ class ModelConfig:
     """Tiled computation of the MLP."""
     mtp: MtpConfig = section(MtpConfig)
     """Multi-token prediction."""
-    lora: FreeForm = inert({}, _MEGATRON)
+    lora: FreeForm = inert({}, "strategy=megatron does not train adapters; set lora_rank with strategy=fsdp")
     """Megatron: adapters."""
 
 
@@ -161,21 +160,27 @@ class OptimConfig:
     """Module that defines the optimizer class. Muon and AdamW8bit are part of Strop and need none."""
     override_optimizer_config: FreeForm | None = setting(None)
     """Further arguments of the optimizer class."""
-    lr_warmup_init: float = inert(0.0, _MEGATRON)
+    lr_warmup_init: float = setting(0.0, at_least=0)
     """Megatron: learning rate at the start of warm-up."""
-    lr_decay_steps: int | None = inert(None, _MEGATRON)
+    lr_decay_steps: int | None = setting(None, at_least=1)
     """Megatron: length of the decay."""
-    lr_decay_style: str = inert("constant", _MEGATRON)
+    lr_decay_style: str = setting(
+        "constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
     """Megatron: shape of the decay."""
-    min_lr: float = inert(0.0, _MEGATRON)
+    min_lr: float = setting(0.0, at_least=0)
     """Megatron: floor of the decay."""
-    weight_decay_incr_style: str = inert("constant", _MEGATRON)
+    weight_decay_incr_style: str = inert("constant", "weight decay is constant")
     """Megatron: schedule of weight decay."""
-    lr_wsd_decay_style: str = inert("exponential", _MEGATRON)
+    lr_wsd_decay_style: str = setting(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     """Megatron: shape of the last part of wsd."""
-    lr_wsd_decay_steps: int | None = inert(None, _MEGATRON)
+    lr_wsd_decay_steps: int | None = setting(None, at_least=1)
     """Megatron: length of the last part of wsd."""
-    use_checkpoint_opt_param_scheduler: bool = inert(False, _MEGATRON)
+    use_checkpoint_opt_param_scheduler: bool = inert(
+        False, "a resumed run goes on at its step of the schedule"
+    )
     """Megatron: take the schedule from the checkpoint."""
 
 

@@ -1,0 +1,116 @@
+"""Whether a model can be divided as its `megatron` section says; read from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from strop.config.megatron import FAMILIES
+from strop.config.schema.megatron import MegatronConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_PLAIN_ROPE = ("default", "linear", "llama3")
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Options of override_transformer_config with which stages have different numbers of layers."""
+
+Problem = tuple[str, str]
+"""(key of the role's section, what is wrong with its value)."""
+
+
+def problems(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[Problem]:
+    """Why this model cannot be built, each with the key to change."""
+    family = str(config.model_type)
+    if family not in FAMILIES:
+        yield (
+            "strategy",
+            f"megatron has no table of weights for model_type={family!r}; it has "
+            f"{', '.join(sorted(FAMILIES))}. Set fsdp.",
+        )
+        return
+    for problem in _layers(config, family):
+        yield "strategy", f"megatron cannot build this {family} model: {problem}. Set fsdp."
+    yield from _divisions(config, settings)
+    yield from _experts(config, settings)
+
+
+def _layers(config: PreTrainedConfig, family: str) -> Iterator[str]:
+    if getattr(config, "hidden_act", "silu") != "silu":
+        yield f"hidden_act={config.hidden_act!r} is not silu"
+    if getattr(config, "mlp_bias", False):
+        yield "mlp_bias=True"
+    if getattr(config, "attention_bias", False) and family != "qwen2":
+        yield "attention_bias=True"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in _PLAIN_ROPE:
+        yield f"rope_type={kind!r} is not one of {', '.join(_PLAIN_ROPE)}"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        yield "some layers have experts and some have none"
+
+
+def _divisions(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[Problem]:
+    """Heads over tensor-parallel and context-parallel devices, layers over stages."""
+    tensor = settings.tensor_model_parallel_size
+    counts = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "rows of the feed-forward layers": config.intermediate_size,
+    }
+    for what, count in counts.items():
+        if count % tensor:
+            yield (
+                "megatron.tensor_model_parallel_size",
+                f"{tensor} does not divide the {count} {what} of the model. Set one of "
+                f"{_divisors(config.num_key_value_heads)}.",
+            )
+            return
+    heads = config.num_attention_heads // tensor
+    if heads % settings.context_parallel_size:
+        yield (
+            "megatron.context_parallel_size",
+            f"{settings.context_parallel_size} does not divide the {heads} attention heads of each "
+            f"tensor-parallel device. Set one of {_divisors(heads)}.",
+        )
+    stages = settings.pipeline_model_parallel_size
+    parts = stages * (settings.virtual_pipeline_model_parallel_size or 1)
+    layers = config.num_hidden_layers
+    uneven = [name for name in _UNEVEN if settings.override_transformer_config.get(name)]
+    if layers % parts and not uneven:
+        yield (
+            "megatron.pipeline_model_parallel_size",
+            f"{stages} stages of {settings.virtual_pipeline_model_parallel_size or 1} part(s) do not divide "
+            f"the {layers} layers of the model. Set one of {_divisors(layers)}, or "
+            "override_transformer_config.num_layers_in_first_pipeline_stage and "
+            "num_layers_in_last_pipeline_stage.",
+        )
+
+
+def _experts(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[Problem]:
+    size = settings.expert_model_parallel_size
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not FAMILIES[str(config.model_type)].experts:
+        if size > 1:
+            yield "megatron.expert_model_parallel_size", f"{size}, but the model has no experts. Set 1."
+        return
+    if experts is not None and experts % size:
+        yield (
+            "megatron.expert_model_parallel_size",
+            f"{size} does not divide the {experts} experts of the model. Set one of {_divisors(experts)}.",
+        )
+    if settings.tensor_model_parallel_size > 1 and not settings.sequence_parallel:
+        yield (
+            "megatron.sequence_parallel",
+            "false: a mixture of experts with tensor_model_parallel_size="
+            f"{settings.tensor_model_parallel_size} needs true.",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

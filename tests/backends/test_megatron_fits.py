@@ -1,0 +1,72 @@
+"""Models that cannot be divided as asked are refused before anything is loaded, with the sizes that work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import AutoConfig
+
+from strop.backends.megatron.fits import problems
+from strop.config.compose import load
+from strop.config.rules import check
+from strop.config.schema.megatron import MegatronConfig
+from tests.models.tiny import FAMILIES, OTHERS, SIZE
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "key", "said"),
+    [
+        ("llama", {"tensor_model_parallel_size": 4}, "tensor_model_parallel_size", r"4 .*2 key-value heads.*\[1, 2\]"),
+        ("llama", {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size", r"3 .*4 attention heads.*\[1, 2\]"),
+        ("llama", {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size", r"2 layers.*\[1, 2\].*first"),
+        ("llama", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "pipeline", "2 part"),
+        ("llama", {"expert_model_parallel_size": 2}, "expert_model_parallel_size", "no experts"),
+        ("qwen3_moe", {"expert_model_parallel_size": 3}, "expert_model_parallel_size", r"4 experts.*\[1, 2, 4\]"),
+        ("mixtral", {"tensor_model_parallel_size": 2, "sequence_parallel": False}, "sequence_parallel", "needs true"),
+        ("llama", {"context_parallel_size": 8}, "context_parallel_size", r"4 attention heads.*\[1, 2, 4\]"),
+        ("gemma2", {}, "strategy", "no table of weights for model_type='gemma2'.*qwen3_moe"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family, sizes, key, said):
+    config = AutoConfig.for_model(family, **{**SIZE, **(FAMILIES | OTHERS)[family]})
+    ((found, message),) = problems(config, MegatronConfig(**sizes))
+    assert key in found
+    assert re.search(said, message), message
+    assert not list(problems(AutoConfig.for_model("llama", **SIZE), MegatronConfig()))
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        ([f"{ACTOR}.megatron.tensor_model_parallel_size=3"], f"{ACTOR}.megatron.tensor_model_parallel_size", "4 devices"),
+        ([f"{ACTOR}.megatron.expert_model_parallel_size=3"], f"{ACTOR}.megatron.expert_model_parallel_size", "[1, 2, 4]"),
+        ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], f"{ACTOR}.megatron.expert_tensor_parallel_size", "Set 1"),
+        ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "at least 2"),
+        ([f"{ACTOR}.megatron.use_dist_checkpointing=true"], f"{ACTOR}.megatron.use_dist_checkpointing", "Hugging Face"),
+        ([f"{ACTOR}.megatron.load_weight=false"], f"{ACTOR}.megatron.load_weight", "without weights"),
+        ([f"{ACTOR}.tensor_parallel_size=2"], f"{ACTOR}.tensor_parallel_size", "strategy=fsdp"),
+        ([f"{ACTOR}.aux_loss_coef=0.1"], f"{ACTOR}.aux_loss_coef", "load-balancing"),
+        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "does not train LoRA"),
+        (["algorithm.adv_estimator=gae", "critic.megatron.pipeline_model_parallel_size=3"], "critic.megatron.tensor_model_parallel_size", "[1, 2, 4]"),
+    ],
+)  # fmt: skip
+def test_keys_that_clash_are_refused(words, key, said):
+    loaded = load("ppo_trainer", [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4", *words])
+    found = {finding.key: finding.message for finding in check(loaded) if finding.level == "error"}
+    assert said in found[key]
+
+
+def test_the_reference_is_divided_as_the_actor_is():
+    words = [f"{ACTOR}.megatron.tensor_model_parallel_size=2", f"{ACTOR}.megatron.dtype=float32"]
+    ref = load("ppo_trainer", words).config.actor_rollout_ref.ref.megatron
+    assert ref.tensor_model_parallel_size == 2 and ref.dtype == "float32"
+
+
+def test_a_missing_library_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    loaded = load("ppo_trainer", [f"{ACTOR}.strategy=megatron"])
+    found = {finding.key: finding.message for finding in check(loaded)}
+    assert "megatron-core" in found[f"{ACTOR}.strategy"] and "pip install" in found[f"{ACTOR}.strategy"]
