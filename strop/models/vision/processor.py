@@ -106,9 +106,13 @@ def build_processor(
     arguments: dict[str, Any] = dict(own)
     if "video_processor" in processor.get_attributes():
         arguments["video_processor"] = None
-    made: ProcessorMixin = processor(
-        image_processor=image_processor(**settings), tokenizer=tokenizer, **arguments
-    )
+    try:
+        images_of_pil = image_processor(**settings)
+    except ImportError as error:
+        raise ValueError(
+            f"{kind} of transformers needs torchvision, also for PIL images. Install torchvision."
+        ) from error
+    made: ProcessorMixin = processor(image_processor=images_of_pil, tokenizer=tokenizer, **arguments)
     return made
 
 

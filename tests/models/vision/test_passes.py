@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from strop.models.layouts.check import layouts_of
 from strop.models.packing import rectangle
 from strop.models.vision.passes import FeatureCache, freeze_tower, images_in, lay_out_images, vision_part
 from strop.quickstart.tiny_model import tiny_model
-from strop.types import Batch, Images
+from strop.types import Batch, ImageInput, Images
 from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
 
 Row = tuple[list[int], Images, list[int]]
@@ -27,8 +28,27 @@ def part(kind: str, text: str = "") -> dict[str, str]:
     return {"type": kind, "text": text} if text else {"type": kind}
 
 
+def cropped(seed: int, crops: int) -> ImageInput:
+    """An image of Idefics3, made by hand."""
+    pixels = torch.randn(1, crops, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones(1, crops, 16, 16, dtype=torch.long)
+    digest = hashlib.sha256(str(seed).encode()).hexdigest()
+    return ImageInput(digest, {"pixel_values": pixels, "pixel_attention_mask": mask}, 4 * crops)
+
+
+def cropped_rows() -> list[Row]:
+    one, other, large = cropped(1, 1), cropped(2, 1), cropped(3, 2)
+    short = [7, 3, 3, 3, 3, 4, 8]
+    long = [7, 3, 3, 3, 3, 5, 3, 3, 3, 3, 4, 8, 9]
+    group: list[Row] = [(short, (one,), [9, 10, 3, 8]), (short, (one,), [8, 8]), (short, (one,), [9, 10, 11])]
+    others: list[Row] = [(short, (other,), [9, 10]), (short, (other,), [6]), (long, (large,), [6, 7, 8, 9])]
+    return [*group, *others, ([*long, *short], (large, one), [9, 10]), ([7, 8], (), [10, 11])]
+
+
 def rows_of(family: str) -> list[Row]:
     """A group of three samples, another picture under the same text, two pictures, and text alone."""
+    if FAMILIES[family]["images"]["image_processor_type"] == "Idefics3ImageProcessor":
+        return cropped_rows()
     chat = Chat(tokenizer_of(family), images=ImageProcessor(lambda: processor_of(family)))
     red = picture()
     wide = picture((0, 0, 255), 24, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from strop.config.schema.model import ModelConfig
 from strop.models.load import copy_processor_files
 from strop.models.vision.processor import load_processor, processor_loader
 from strop.quickstart.tiny_model import tiny_model
-from tests.models.vision.tiny_vlm import save_vlm, tokenizer_of
+from tests.models.vision.tiny_vlm import processor_of, save_vlm, tokenizer_of
 
 
 def test_the_processor_of_a_folder(tmp_path: Path) -> None:
@@ -35,3 +36,10 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a text model"):
         load_processor(str(tmp_path), str(tmp_path))
+
+
+def test_a_processor_that_needs_torchvision_says_so() -> None:
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    with pytest.raises(ValueError, match="Idefics3ImageProcessor of transformers needs torchvision"):
+        processor_of("idefics3")

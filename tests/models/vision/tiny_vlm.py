@@ -47,6 +47,18 @@ SIGLIP = {
     "image_size": 16,
     "patch_size": 8,
 }
+IDEFICS = {
+    "words": ["<image>", "<fake_token_around_image>", "<global-img>"],
+    "begin": "<image>",
+    "images": {"image_processor_type": "Idefics3ImageProcessor"},
+    "text": {**TEXT, "model_type": "llama"},
+    "vision": {**SIGLIP, "patch_size": 4},
+    "config": lambda tokenizer: {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "scale_factor": 2,
+    },
+}
+"""Their processors need torchvision: images are made by hand, as crops of 4 tokens."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -107,6 +119,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "vision_feature_layer": -1,
         },
     },
+    **dict.fromkeys(("idefics3", "smolvlm"), IDEFICS),
     "gemma3": {
         "words": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
         "begin": "<start_of_image>",
