@@ -36,8 +36,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 PUBLIC_INDEX = "https://pypi.org/simple"
 THREADS = 24
 
-# Extras that constraints.txt does not cover: each pins its own torch and lives in an environment of its own.
-OWN_ENVIRONMENT = ("vllm", "sglang")
+# Extras that constraints.txt does not cover: vllm and sglang pin their own torch, verifiers (environments) an
+# older mcp. Each lives in an environment of its own.
+OWN_ENVIRONMENT = ("vllm", "sglang", "environments")
 # Extras without wheels on a platform, with the package that lacks them.
 NO_WHEELS = {"macos-arm64": {"liger": "triton", "megatron": "megatron-core"}}
 # Pure Python packages that are published as source only; pip builds them in seconds.

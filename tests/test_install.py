@@ -116,7 +116,7 @@ def test_every_requirement_of_the_project_is_pinned_once() -> None:
 def test_only_extras_that_cannot_resolve_are_left_out() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].keys()
-    assert set(resolve.OWN_ENVIRONMENT) == {"vllm", "sglang"}
+    assert set(resolve.OWN_ENVIRONMENT) == {"vllm", "sglang", "environments"}
     assert resolve.NO_WHEELS == {"macos-arm64": {"liger": "triton", "megatron": "megatron-core"}}
     assert {*resolve.OWN_ENVIRONMENT, "liger"} <= extras
 

@@ -39,7 +39,8 @@ def build_teacher(config: PpoConfig, make: BackendMaker) -> RemoteReference | Mo
     if "teacher" in resource_pools(config):
         from strop.runtime.ray.model_actors import RayModelCopies
 
-        return RemoteReference(RayModelCopies("teacher", f"{SECTION}.nnodes"), make.ranks)
+        key = f"{SECTION}.nnodes"
+        return RemoteReference(RayModelCopies("teacher", key), make.ranks, f"teacher ({key})")
     return local_teacher(config, make)
 
 

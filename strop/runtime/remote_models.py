@@ -106,9 +106,13 @@ class RemoteReference:
     All ranks hold the same batch, so rank 0 calls the copies and broadcasts the outputs.
     """
 
-    def __init__(self, copies: ModelCopies, ranks: Ranks) -> None:
+    def __init__(
+        self, copies: ModelCopies, ranks: Ranks, name: str = "reference (actor_rollout_ref.ref.nnodes)"
+    ) -> None:
+        """`name` is that of errors: the role and its key."""
         self._copies = copies
         self._ranks = ranks
+        self._name = name
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Return the outputs of the whole batch, on every rank."""
@@ -118,7 +122,7 @@ class RemoteReference:
                 return self._call_copies(batch, want, micro)
             return Outputs()
 
-        outputs = self._ranks.run_or_raise_on_all(call, "asking the reference (actor_rollout_ref.ref.nnodes)")
+        outputs = self._ranks.run_or_raise_on_all(call, f"asking the {self._name}")
         return self._ranks.broadcast_object(outputs)
 
     def _call_copies(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
