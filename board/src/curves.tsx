@@ -86,7 +86,7 @@ export function CurvesPage({ chosen, theme }: { chosen: Chosen[]; theme: string 
     <>
       <div class="bar">
         <Choice of={VIEWS} value={view} onChange={(one) => set({ view: one, find: "" }, true)} label="view" />
-        <Search value={find} onChange={(text) => set({ find: text }, true)} placeholder="Find metrics: entropy, ^actor/.*norm$" />
+        <Search value={find} onChange={(text) => set({ find: text }, true)} placeholder="Find metrics: entropy, ^actor/" />
         <span class="gap" />
         <label class="slider">
           Smoothing

@@ -5,7 +5,7 @@ import type { Run } from "./api";
 
 export const COLOURS = [
   ...["#4f6bed", "#e8710a", "#12a150", "#c2369c", "#0e9bb8", "#b58900", "#d13438", "#7a5af5"],
-  ...["#8d5a3b", "#5b8c00", "#e5679e", "#00796b", "#9c6ade", "#607d8b", "#d4a017", "#3f8efc"],
+  ...["#8d5a3b", "#5b8c00", "#e5679e", "#607d8b"],
 ];
 
 /** The colour of each run. It follows from its name and from the runs that started before it, so it is the same in every browser, and
