@@ -35,6 +35,7 @@ from strop.models.residual import narrows
 from strop.models.self_check import same
 from strop.rollout.native.borrowed_model import PACKED_LINEAR, ROLLOUT_PATCHES, RolloutPatches
 from tests.models.tiny import tiny_batch, tiny_model
+from tests.rollout import tiny as rollout_tiny
 
 IDS = torch.arange(3, 15).view(2, 6)
 ON_A_GPU = ["residual_add", "rms_norm", "gated_mlp", "rotary", "flash_attention"]
@@ -146,6 +147,13 @@ def test_models_of_one_family_share_the_rotary_function(gpu):
     assert modeling_llama.apply_rotary_pos_emb is not rotary, "the other model still uses it"
     undo_patches(second)
     assert modeling_llama.apply_rotary_pos_emb is rotary
+
+
+def test_a_rotary_function_with_other_arguments_stays(gpu):
+    model = rollout_tiny.make("gpt_oss_sinks")
+    patch_for_device(model)
+    assert "rotary" not in applied_patches(model) and "rms_norm" in applied_patches(model)
+    undo_patches(model)
 
 
 def test_a_sharded_layer_keeps_the_patch_that_it_was_built_on(gpu):
