@@ -127,7 +127,7 @@ class Scorer:
         """The report of a round that began at `start`, when a judge had counted `before`."""
         report = _build_report(outcomes, retried, time.perf_counter() - start)
         for name, value in self._usage().items():
-            report.metrics[f"reward/judge_{name}"] = float(value - before[name])
+            report.metrics[f"reward/{name}"] = float(value - before[name])
         return report
 
     def _usage(self) -> Mapping[str, float]:

@@ -353,7 +353,7 @@ TEXTS = st.lists(PIECES | st.text(max_size=8), max_size=30).map("".join)
 
 
 @pytest.mark.parametrize("form", [*FORMATS, *READING_TEMPLATES])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_a_parser_raise(form, text):
     parser = NAMED if form in READING_TEMPLATES else parser_for(form, None)
@@ -385,7 +385,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(calls=st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(form, calls):
     parsed = parse(form, write(form, calls))

@@ -430,7 +430,7 @@ _WORDS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*TRAINERS, "ray"]), st.lists(_WORDS, max_size=8))
 def test_random_words_raise_nothing_but_value_errors(trainer, words):
     try:
@@ -455,7 +455,7 @@ def test_random_valid_flags_give_arguments_that_hydra_reads(uses):
     assert OverridesParser.create().parse_overrides(conversion.arguments())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.one_of(
         st.text(max_size=20),

@@ -118,7 +118,6 @@ def test_explain_names_files_that_exist():
 @pytest.mark.parametrize(
     "override",
     [
-        "actor_rollout_ref.actor.freeze_vision_tower=true",
         "actor_rollout_ref.actor.megatron.grad_offload=true",
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.stop=[a,b]",

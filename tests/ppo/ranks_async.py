@@ -84,5 +84,5 @@ def test_parcels_bring_everything():
         )
         for i in range(3)
     ]
-    assert list(PackedTrajectories.pack(made).unpack(prompts)) == made
-    assert list(PackedTrajectories.pack([]).unpack(prompts)) == []
+    assert list(PackedTrajectories.pack(made, prompts).unpack(prompts)) == made
+    assert list(PackedTrajectories.pack([], prompts).unpack(prompts)) == []

@@ -11,6 +11,7 @@ from strop.config.schema.fields import FreeForm, inert, link, section, setting
 from strop.config.schema.model import _FUSED, FsdpConfig, ModelConfig
 from strop.config.schema.reward import CustomRewardFunctionConfig
 from strop.config.schema.rollout import (
+    AgentConfig,
     CheckpointEngineConfig,
     MultiTurnConfig,
     RolloutConfig,
@@ -83,6 +84,12 @@ class GenerationValKwargsConfig(ValKwargsConfig):
 
 
 @dataclass(eq=False)
+class GenerationAgentConfig(AgentConfig):
+    credit: str = inert(AgentConfig.credit, _NO_TRAINING)
+    """A key of training runs."""
+
+
+@dataclass(eq=False)
 class GenerationRolloutConfig(RolloutConfig):
     temperature: float = setting(1.0, at_least=0)
     """Sampling temperature. 0 is greedy and needs n_samples=1."""
@@ -96,6 +103,8 @@ class GenerationRolloutConfig(RolloutConfig):
     """Maximum response length in tokens."""
     stop: list[str] = setting([])
     """Strings that end a response."""
+    agent: GenerationAgentConfig = section(GenerationAgentConfig)
+    """Agent loops."""
     multi_turn: GenerationMultiTurnConfig = section(GenerationMultiTurnConfig)
     """Tools and multi-turn conversations."""
     val_kwargs: GenerationValKwargsConfig = section(GenerationValKwargsConfig)
