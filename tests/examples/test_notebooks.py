@@ -85,6 +85,7 @@ def test_the_readme_lists_every_notebook() -> None:
         assert f"({file.name})" in text
 
 
+@pytest.mark.slow
 def test_quickstart(kernel: Kernel, tmp_path: Path) -> None:
     notebook = kernel.run("quickstart", tmp_path)
     assert rise(kernel.value("run.metrics['critic/score/mean']")) > 0.2  # type: ignore[arg-type]

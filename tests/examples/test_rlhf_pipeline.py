@@ -121,6 +121,7 @@ def in_this_process(
     return verbs
 
 
+@pytest.mark.slow
 def test_every_stage_at_small_size_and_a_stage_that_does_not_help_is_named(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
