@@ -26,14 +26,19 @@ the upper bound. A low `--temperature` is in between. With `--model` and `--ques
 
 `vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process;
 `vllm-mp` has the engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's
-rollout.name=vllm. With `-eager` at the end they do without compilation and CUDA graphs. Without `--model`, a
-random model of the shape that `--shape` names; with `--questions FILE` the prompts are the questions of a
-JSON-lines file in the chat template of `--model`.
+rollout.name=vllm. With `-eager` at the end they do without compilation and CUDA graphs. A vLLM that does not
+start (a model that it does not know) has a line with its exit code; the others are measured. Without
+`--model`, a random model of the shape that `--shape` names; with `--questions FILE` the prompts are the
+questions of a JSON-lines file in the chat template of `--model`. A hybrid model:
+
+    python benchmarks/rollout.py --shape qwen3.5-0.8b --dtype bfloat16 --engines native,vllm,vllm-mp \\
+        --prompts 256 --samples 4 --tokens 256 --max-num-seqs 1024
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -53,6 +58,8 @@ from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Request, Sampling, build_engine
 
 QWEN = {"model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6}
+HYBRID = {"model_type": "qwen3_5_text", "max_position_embeddings": 32768, "tie_word_embeddings": True}
+"""Three layers of the gated delta rule, then one of attention."""
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "model_type": "llama",
@@ -98,6 +105,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
         "tie_word_embeddings": False,
+    },
+    "qwen3.5-0.8b": HYBRID
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "tiny-hybrid": HYBRID
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
     },
     "tiny": QWEN
     | {
@@ -235,6 +270,10 @@ class Ours:
         self._engine.close()
 
 
+class DidNotStart(Exception):
+    """The process of vLLM ended."""
+
+
 class Vllm:
     """vLLM in a process of its own; a call makes all completions and returns how many tokens in how many
     seconds."""
@@ -283,11 +322,13 @@ class Vllm:
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        # A process that has ended reads nothing and answers nothing.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"vLLM ended with exit code {self._process.wait()}; what it said is above.")
+            raise DidNotStart(f"exit code {self._process.wait()}; what vLLM said is above")
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -383,7 +424,10 @@ def systems_of(
     names = options.engines.split(",")
     for name in [*names, *(f"native-{form}" for form in options.quantization)]:
         if name.startswith("vllm"):
-            made[name] = Vllm(name, folder, asked, end_tokens(model, options), options)
+            try:
+                made[name] = Vllm(name, folder, asked, end_tokens(model, options), options)
+            except DidNotStart as error:
+                print(json.dumps({"engine": name, "error": str(error)}), flush=True)
         else:
             made[name] = Ours(name, model, asked, options)
     return made

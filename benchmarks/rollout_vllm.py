@@ -30,8 +30,7 @@ def main() -> None:
         max_num_seqs=work["max_num_seqs"],
         enforce_eager=work["eager"],
         gpu_memory_utilization=work["memory"],
-        enable_prefix_caching=True,
-        **work["settings"],
+        **{"enable_prefix_caching": True, **work["settings"]},
     )
     settings: dict[str, Any] = {
         "n": work["samples"],

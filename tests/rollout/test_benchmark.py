@@ -85,3 +85,16 @@ def test_a_second_epoch_with_speculation(
     assert [native["engine"], guessing["engine"]] == ["native", "native-on"]
     assert "native-on/native" in ratios
     assert stats["speculation/acceptance"] > 0.8  # type: ignore[operator]
+
+
+def test_a_hybrid_shape_is_measured_where_vllm_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = "--shape tiny-hybrid --prompts 2 --samples 2 --tokens 3 --lengths 2 4 --repeats 1"
+    # Any program that ends without an answer stands for a vLLM that does not know the model.
+    more = "--engines native,vllm --vllm-python /bin/false"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *small.split(), *more.split()])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert lines[0]["engine"] == "vllm" and "exit code 1" in lines[0]["error"]
+    assert lines[1]["engine"] == "native" and lines[1]["tokens_per_second"] > 0
