@@ -54,6 +54,8 @@ class ModuleBackend(ABC):
     schedule: LambdaLR | None = None
     slicing: Slicing | None = None
     """Set where several ranks share each packed row."""
+    offloading: Offloading | None = None
+    """Set where something waits in host memory between passes."""
 
     def __init__(self, module: Any, settings: BackendSettings, ranks: Ranks) -> None:
         if settings.optim is not None and settings.master == torch.float16:
@@ -94,13 +96,18 @@ class ModuleBackend(ABC):
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want`, without gradients, on the CPU in fp32."""
-        return self.oom_retry.run(micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller))
+        with self._model_on_device():
+            return self.oom_retry.run(
+                micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller)
+            )
 
     def forward_backward(
         self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
     ) -> dict[str, float]:
         """Accumulate gradients of `loss` over all micro-batches; returns the reported sums."""
         assert self.optimizer is not None, "a frozen model has no gradients"
+        if self.offloading is not None:
+            self.offloading.begin_update()
         # With gradients of an earlier call, a second try would lose them.
         fresh = not self.weights.gradients
 
@@ -216,6 +223,8 @@ class ModuleBackend(ABC):
         """Once per trainer step: the learning rate of the next one."""
         assert self.schedule is not None, "a frozen model has no schedule"
         advance(self.schedule)
+        if self.offloading is not None:
+            self.offloading.offload()
 
     def reference(self) -> AbstractContextManager[None]:
         """Inside it LoRA adapters are off: the model before training."""
@@ -265,6 +274,16 @@ class ModuleBackend(ABC):
         """Move them back to the device."""
         self._move(self.device, model, optimizer)
 
+    def _offload_between_passes(self, *, model: bool, optimizer: bool) -> None:
+        """From now on they wait in host memory: the model between passes, the optimizer between updates."""
+        optimizer = optimizer and self.optimizer is not None
+        if model or optimizer:
+            self.offloading = Offloading(self, model=model, optimizer=optimizer)
+            self.offloading.offload()
+
+    def _model_on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.offloading is None else self.offloading.forward_pass()
+
     def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
         if model:
             self.module.to(device)
@@ -309,32 +328,9 @@ class SingleBackend(ModuleBackend):
         self._make_optimizer()
         if not heads:
             head_is_plain(module)  # checked now, so that no pass does
-        self.offloading: Offloading | None = None
-        if offload_model or (offload_optimizer and settings.optim is not None):
-            self.offloading = Offloading(
-                self, model=offload_model, optimizer=offload_optimizer and settings.optim is not None
-            )
-            self.offloading.offload()
+        self._offload_between_passes(model=offload_model, optimizer=offload_optimizer)
 
     # --- passes ---------------------------------------------------------------------------------------------
-
-    def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        if self.offloading is None:
-            return super().forward(batch, want, micro)
-        with self.offloading.forward_pass():
-            return super().forward(batch, want, micro)
-
-    def forward_backward(
-        self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
-    ) -> dict[str, float]:
-        if self.offloading is not None:
-            self.offloading.begin_update()
-        return super().forward_backward(batch, want, loss, micro)
-
-    def advance_schedule(self) -> None:
-        super().advance_schedule()
-        if self.offloading is not None:
-            self.offloading.offload()
 
     def _set_mode(self, *, training: bool) -> None:
         """A model with many adapters has thousands of modules: walk through them only for another mode."""

@@ -27,7 +27,6 @@ from strop.backends.megatron.stage import StageChunk, build_chunks
 from strop.backends.megatron.topology import Sizes, join
 from strop.backends.megatron.weights import StageWeights
 from strop.backends.micro_batches import on_device, shard_rows, sum_reports
-from strop.backends.offload import Offloading
 from strop.backends.optimizer import optimizer_state
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.megatron import MegatronConfig
@@ -108,11 +107,9 @@ class MegatronBackend(RankedBackend):
             for chunk in self.chunks:
                 chunk.gpt.requires_grad_(False)
             self.weights.forget_masters()
-        self.offloading: Offloading | None = None
-        waits = self.megatron.optimizer_offload and trains
-        if self.megatron.param_offload or waits:
-            self.offloading = Offloading(self, model=self.megatron.param_offload, optimizer=waits)
-            self.offloading.offload()
+        self._offload_between_passes(
+            model=self.megatron.param_offload, optimizer=self.megatron.optimizer_offload
+        )
 
     def _make_optimizer(self) -> None:
         super()._make_optimizer()
@@ -136,24 +133,6 @@ class MegatronBackend(RankedBackend):
         return found
 
     # --- passes ---------------------------------------------------------------------------------------------
-
-    def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
-        if self.offloading is None:
-            return super().forward(batch, want, micro)
-        with self.offloading.forward_pass():
-            return super().forward(batch, want, micro)
-
-    def forward_backward(
-        self, batch: Batch, want: Sequence[str], loss: Loss, micro: MicroBatching
-    ) -> dict[str, float]:
-        if self.offloading is not None:
-            self.offloading.begin_update()
-        return super().forward_backward(batch, want, loss, micro)
-
-    def advance_schedule(self) -> None:
-        super().advance_schedule()
-        if self.offloading is not None:
-            self.offloading.offload()
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self._set_training(False)
