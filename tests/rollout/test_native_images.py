@@ -81,6 +81,22 @@ def test_the_same_text_under_another_picture_is_computed_anew() -> None:
     assert again == 1, "the same picture is reused"
 
 
+def test_an_update_of_the_tower_changes_the_features_of_a_known_picture() -> None:
+    """Optimizers write to `.data`, which the version counter of a parameter does not see."""
+    model = tiny_vlm("qwen2_5_vl")
+    prompt, images, _ = rows_of("qwen2_5_vl")[0]
+    engine = build_engine("native", model, max_model_len=64)
+    for version in (1, 2):
+        [[answer]] = engine.generate([Request(prompt, seed=1, images=images)], Sampling(max_tokens=4))
+        batch = batch_of_rows([(prompt, images, answer.ids)])
+        with torch.no_grad():
+            expected = response_outputs(model, batch, ["log_probs"])["log_probs"][0]
+        assert (torch.tensor(answer.log_probs) - expected).abs().max() < 1e-5, version
+        for weight in model.model.visual.parameters():
+            weight.data.mul_(1.3)
+        engine.update_weights((), version)
+
+
 def test_images_that_cannot_be_used_are_answered_with_an_error() -> None:
     family = "qwen2_5_vl"
     prompt, images, _ = rows_of(family)[0]

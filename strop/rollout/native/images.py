@@ -118,7 +118,11 @@ class ImagePrefill:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = FeatureCache()
-        self._weights: tuple[tuple[int, int], ...] = ()
+
+    def forget(self) -> None:
+        """The weights have changed, and with them the features of every image. Optimizers that write to
+        `.data` leave no trace at the parameters, so the engine says it."""
+        self._cache.clear()
 
     def prefill(
         self,
@@ -136,17 +140,10 @@ class ImagePrefill:
         if part.has_axes:
             columns = [_positions(*pair) for pair in zip(chunks, images, strict=True)]
             positions = torch.cat(columns, dim=1)[:, None].to(step.ids.device)
-        self._forget_old_weights(part)
         used = tuple(image for _, image in known.values())
         row = Inputs(ids[None].to(step.ids.device), positions, None, None, positions, used)
         with images_in(self._model, row, self._cache) as (plain_ids, arguments):
             return forward(plain_ids, positions, step, **more, **arguments)
-
-    def _forget_old_weights(self, part: VisionPart) -> None:
-        weights = tuple((weight.data_ptr(), weight._version) for weight in part.module.parameters())
-        if weights != self._weights:
-            self._cache.clear()
-            self._weights = weights
 
 
 def _numbered(
