@@ -371,7 +371,7 @@ class NativeEngine:
     def _weights_changed(self) -> None:
         self.borrowed_model.drop_copies()
         if self._step_loop is not None:
-            self._step_loop.runner.images.forget()
+            self._step_loop.runner.images.stale = True
             self._step_loop.recompute_all()
 
     def _fail(self, state: RequestState, error: Exception) -> None:

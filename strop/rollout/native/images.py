@@ -118,11 +118,9 @@ class ImagePrefill:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._cache = FeatureCache()
-
-    def forget(self) -> None:
+        self.stale = False
         """The weights have changed, and with them the features of every image. Optimizers that write to
-        `.data` leave no trace at the parameters, so the engine says it."""
-        self._cache.clear()
+        `.data` leave no trace at the parameters, so the engine sets it."""
 
     def prefill(
         self,
@@ -140,6 +138,9 @@ class ImagePrefill:
         if part.has_axes:
             columns = [_positions(*pair) for pair in zip(chunks, images, strict=True)]
             positions = torch.cat(columns, dim=1)[:, None].to(step.ids.device)
+        if self.stale:
+            self._cache.clear()
+            self.stale = False
         used = tuple(image for _, image in known.values())
         row = Inputs(ids[None].to(step.ids.device), positions, None, None, positions, used)
         with images_in(self._model, row, self._cache) as (plain_ids, arguments):
