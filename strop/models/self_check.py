@@ -15,8 +15,11 @@ from torch import Tensor
 from strop.extras import kernel_errors
 
 
-def same(plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Tensor]]) -> bool:
-    """Whether two ways to compute the same tensors agree up to the last bits of their dtype."""
+def same(
+    plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Tensor]], ulps: int = 8
+) -> bool:
+    """Whether two ways to compute the same tensors agree up to the last bits of their dtype: so many units in
+    the last place of the largest number."""
     with warnings.catch_warnings():
         # The first backward pass of a process warns that it finds no CUDA context yet, and makes one.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
@@ -27,11 +30,14 @@ def same(plain: Callable[[], Sequence[Tensor]], kernel: Callable[[], Sequence[Te
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(f"A kernel does not run here, plain torch does its work: {reason}", stacklevel=2)
         return False
-    return len(found) == len(expected) and all(map(_close, expected, found))
+    if len(found) != len(expected):
+        return False
+    return all(_close(one, other, ulps) for one, other in zip(expected, found, strict=True))
 
 
-def _close(expected: Tensor, found: Tensor) -> bool:
+def _close(expected: Tensor, found: Tensor, ulps: int) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     scale = expected.detach().float().abs().max().clamp(min=1e-6)
-    return bool((expected.float() - found.float()).abs().max() <= 8 * torch.finfo(expected.dtype).eps * scale)
+    difference = (expected.float() - found.float()).abs().max()
+    return bool(difference <= ulps * torch.finfo(expected.dtype).eps * scale)

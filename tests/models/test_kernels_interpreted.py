@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from strop.algorithms import logprobs
+from strop.models.layouts.mixers import MixerForward
 from strop.models.packing import lay_out, rectangle
 from strop.rollout.native import pages
 from strop.rollout.native.pages import PagedKVCache
@@ -313,3 +314,34 @@ def test_keys_and_values_of_several_tokens_are_stored(monkeypatch):
     assert torch.equal(keys[pages, :, positions % 64], key[:, :, 0])
     assert torch.equal(values[pages, :, positions % 64], value[:, :, 0])
     assert int((keys != 0).sum()) == key.numel()
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.float16, 4e-3)], ids=["fp32", "fp16"]
+)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_a_step_of_the_gated_delta_rule_is_that_of_the_module(family, dtype, tolerance, monkeypatch):
+    from strop.models.layouts import delta_kernels, delta_rule
+    from strop.models.layouts.states import RowStates
+    from tests.models.hybrids import hybrid
+
+    monkeypatch.setattr(delta_kernels, "_VALUES", 4)  # several programs for a state
+    monkeypatch.setattr(delta_rule, "_checked", {})
+    model = hybrid(family).to(dtype)
+    prepared = [part.linear_attn for part in model.model.layers if hasattr(part, "linear_attn")]
+    mixer = MixerForward(prepared[0], 0)
+    hidden = torch.randn(5, 1, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        plain, fast = RowStates(), RowStates()
+        plain.probe(mixer, hidden[:1])
+        monkeypatch.setattr(delta_rule, "delta_kernels", lambda device: delta_kernels)
+        fast.probe(mixer, hidden[:1])
+        assert fast._rules[0].has_step and not plain._rules[0].has_step, "the self-check accepts the kernels"
+        for states in (plain, fast):
+            states.resize(6, 0)
+        for step in range(4):
+            expected, found = (states.step(mixer, hidden * (1 + step)) for states in (plain, fast))
+            assert (expected - found).abs().max() < tolerance * max(1, expected.abs().max())
+    for name, state in plain._states[0].items():
+        assert (state - fast._states[0][name]).abs().max() < tolerance, name
+        assert (fast._states[0][name][5] == 0).all(), "rows behind the running ones stay"

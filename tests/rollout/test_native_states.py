@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.models.layouts.states import RowStates, by_length
+from strop.models.layouts.delta_rule import by_length
+from strop.models.layouts.states import RowStates
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import runner
 from strop.rollout.native.engine import NativeEngine
@@ -42,6 +43,7 @@ LIMITS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"max_num_seqs": 3, "max_num_batched_tokens": 7, "enable_chunked_prefill": False}),
     ("lfm2", {"cache_bytes": 40_000}),
     ("qwen3_5_text", {"max_num_seqs": 2}),
+    ("qwen3_next", {"max_num_batched_tokens": 64}),
 ]
 
 

@@ -13,29 +13,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from strop.models.layouts.delta_rule import DeltaRule, PackedSequences
 from strop.models.layouts.mixers import MixerForward
 
 StateKey = tuple[str, int]
 """Convolution or recurrent, and its number in transformers' cache."""
 _CONVOLUTION = "convolution"
 _RECURRENT = "recurrent"
-
-
-RowGroup = tuple[Tensor, Tensor]
-"""Places of the tokens [B, length] of B sequences in a packed row, and their rows [B]."""
-
-
-def by_length(sequences: Sequence[tuple[int, int, int]], device: torch.device) -> list[RowGroup]:
-    """Sequences (row, place of the first token, length) of one length run together: padding would be in their
-    states."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for row, offset, length in sequences:
-        found.setdefault(length, []).append((row, offset))
-    groups = []
-    for length, members in found.items():
-        rows, offsets = torch.tensor(members, device=device).unbind(1)
-        groups.append((offsets[:, None] + torch.arange(length, device=device), rows))
-    return groups
+_DELTA_STATES = [(_CONVOLUTION, 0), (_RECURRENT, 0)]
 
 
 class RowStates:
@@ -44,6 +29,8 @@ class RowStates:
     def __init__(self) -> None:
         self._examples: dict[int, dict[StateKey, Tensor]] = {}
         """By mixer, its states of one row, empty."""
+        self._rules: dict[int, DeltaRule] = {}
+        """Mixers of the gated delta rule."""
         self._states: dict[int, dict[StateKey, Tensor]] = {}
         self._rows = 0
 
@@ -72,13 +59,29 @@ class RowStates:
         self._examples[mixer.number] = {
             key: torch.zeros_like(state[:1]) for key, state in layer.states.items()
         }
+        rule = DeltaRule.of(mixer.mixer)
+        if rule is not None and sorted(layer.states) == _DELTA_STATES:
+            self._rules[mixer.number] = rule
+            examples = self._examples[mixer.number]
+            begin = (examples[_DELTA_STATES[0]], examples[_DELTA_STATES[1]])
+
+            def plain(next_hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
+                states = dict(zip(_DELTA_STATES, (conv, recurrent), strict=True))
+                return _plain_step(mixer, next_hidden, states)
+
+            rule.check_kernels(plain, hidden, begin)
         return out
 
-    def start(self, mixer: MixerForward, hidden: Tensor, groups: Sequence[RowGroup]) -> Tensor:
+    def start(self, mixer: MixerForward, hidden: Tensor, sequences: PackedSequences) -> Tensor:
         """Run a mixer over a packed row [1, N, H] of sequences from their first tokens."""
-        out = torch.empty_like(hidden)
         states = self._states[mixer.number]
-        for take, rows in groups:
+        if mixer.number in self._rules:
+            out, *after = self._rules[mixer.number].start(hidden, sequences)
+            for key, state in zip(_DELTA_STATES, after, strict=True):
+                states[key][sequences.rows] = state.to(states[key].dtype)
+            return out
+        out = torch.empty_like(hidden)
+        for take, rows in sequences.by_length:
             layer = _CacheLayer(mixer.num_states)
             out[0, take] = mixer.run(hidden[0, take], layer.cache(mixer.layer)).to(out.dtype)
             for key, state in layer.states.items():
@@ -87,14 +90,11 @@ class RowStates:
 
     def step(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
         """Run a mixer over the next tokens [B, 1, H] of the first B rows."""
-        layer = _CacheLayer(mixer.num_states)
         own = {key: state[: len(hidden)] for key, state in self._states[mixer.number].items()}
-        layer.continue_from(own)
-        out = mixer.run(hidden, layer.cache(mixer.layer))
-        for key, state in layer.states.items():
-            if state is not own[key]:  # else it was updated in place
-                own[key].copy_(state)
-        return out
+        rule = self._rules.get(mixer.number)
+        if rule is not None and rule.has_step:
+            return rule.step(hidden, *(own[key] for key in _DELTA_STATES))
+        return _plain_step(mixer, hidden, own)
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -125,6 +125,17 @@ class RowStates:
     def free(self) -> None:
         self._states = {}
         self._rows = 0
+
+
+def _plain_step(mixer: MixerForward, hidden: Tensor, own: dict[StateKey, Tensor]) -> Tensor:
+    """The mixer's own forward over the next tokens of rows with these states, which are updated."""
+    layer = _CacheLayer(mixer.num_states)
+    layer.continue_from(own)
+    out = mixer.run(hidden, layer.cache(mixer.layer))
+    for key, state in layer.states.items():
+        if state is not own[key]:  # else it was updated in place
+            own[key].copy_(state)
+    return out
 
 
 class _CacheLayer(LinearAttentionLayer):

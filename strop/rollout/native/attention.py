@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from strop.models.layouts.delta_rule import PackedSequences
 from strop.models.layouts.mixers import MixerForward
-from strop.models.layouts.states import RowGroup, RowStates, by_length
+from strop.models.layouts.states import RowStates
 from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
@@ -166,13 +167,13 @@ class Prefill:
         self._from_start = all(chunk.start == 0 for chunk in chunks)
 
     def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
-        return self.cache.states.start(mixer, hidden, self._by_length)
+        return self.cache.states.start(mixer, hidden, self._sequences)
 
     @cached_property
-    def _by_length(self) -> list[RowGroup]:
+    def _sequences(self) -> PackedSequences:
         assert all(chunk.start == 0 for _, chunk in self._members), "a mixer begins at the first token"
         places = [(chunk.row, offset, len(chunk.tokens)) for offset, chunk in self._members]
-        return by_length(places, self._device)
+        return PackedSequences(places, self._device)
 
     @cached_property
     def groups(self) -> list[_PaddedGroup]:
