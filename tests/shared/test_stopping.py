@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -38,7 +39,10 @@ def send(number=signal.SIGTERM):
 # --- the handlers -------------------------------------------------------------------------------------------
 
 
-def test_where_a_signal_is_noted_and_where_it_raises():
+def test_where_a_signal_is_noted_and_where_it_raises(request):
+    # A shell starts background jobs with SIGINT ignored, and Python then leaves it so.
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with handle_stop_signals(60):
         with deferred():
             send()
