@@ -4,8 +4,8 @@
 
 `make test-gpu` runs this. Several processes share the tests and the device, because most of the time is spent
 in starting and compiling. A test that fails there runs once more alone, and that result counts, because tests
-that fill the memory may disturb each other. The record has the date, the commit, the versions, the device, and
-per test file how many tests passed and failed and how long they took. docs/performance.md prints it.
+that fill the memory may disturb each other. The record has date, commit, versions, device, and per
+test file how many tests passed and failed and how long they took. docs/performance.md prints it.
 """
 
 from __future__ import annotations
