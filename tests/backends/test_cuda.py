@@ -17,7 +17,7 @@ from strop.models.residual import widen_residual
 from strop.models.varlen import plain_kernel
 from strop.ranks import Ranks
 from strop.runtime.local import joined
-from tests.backends.make import sharded, single
+from tests.backends.make import make_backend, sharded, single
 from tests.backends.test_conformance import ALL, flat_gradient, flat_weights, optim, policy_loss, train
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -166,3 +166,27 @@ def exported(backend: ModuleBackend) -> dict[str, torch.Tensor]:
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum((one[name] - other[name]).square().sum().item() for name in one))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_megatron_as_one_rank_trains_as_the_single_backend(family, dtype):
+    """NCCL, our kernels in megatron-core's layers, grouped products of experts."""
+    pytest.importorskip("megatron.core")
+    from strop.backends.megatron.backend import MegatronBackend
+
+    one = single(tiny_model(family), optim=optim(), device="cuda", compute=dtype)
+    other = make_backend(
+        MegatronBackend, tiny_model(family), optim=optim(), device="cuda", compute=dtype, ranks=Ranks()
+    )
+    answers = [b.forward(tiny_batch(), ["log_probs"], ALL).log_probs for b in (one, other)]
+    near = 1e-4 if dtype == torch.float32 else 0.2
+    assert (answers[0] - answers[1]).abs().mean() < near
+    norms = []
+    for backend in (one, other):
+        backend.forward_backward(tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=2))
+        norms.append(backend.step().grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=100 * near if dtype == torch.float32 else near)
+    assert {name: w.shape for name, w in other.export_weights()} == {
+        name: w.shape for name, w in one.export_weights()
+    }

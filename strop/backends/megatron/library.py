@@ -19,6 +19,8 @@ def megatron(name: str) -> ModuleType:
 
 @functools.cache
 def _repair() -> None:
-    """Without Transformer Engine, the router of 0.16.1 asks for a name that was never set."""
+    """Without Transformer Engine, the router of 0.16.1 asks for a name that was never set. torch.compile, for
+    a function of the router that does nothing here, would take longer than the pass."""
+    require("megatron.core.jit", extra=EXTRA, why=WHY).disable_jit_fuser()
     routing = require("megatron.core.transformer.moe.moe_utils", extra=EXTRA, why=WHY)
     vars(routing).setdefault("te_general_gemm", None)

@@ -7,7 +7,7 @@ With tensor parallelism a rank has a contiguous range of rows (or columns) of ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,7 @@ class Part:
 class Place:
     """Where this rank has its share of a Hugging Face weight."""
 
-    parts: Sequence[Part]
-    """One, or one for each expert."""
+    part: Part
     dim: int | None = None
     """The dimension that is divided over tensor-parallel (or expert-parallel) ranks; None: every rank has all
     of it."""
@@ -47,24 +46,18 @@ class Place:
     copy_of_other_stage: bool = False
     """The output head of the last stage, whose weight is the embedding of the first."""
 
-    def read(self, source: Mapping[int, Tensor] | None = None) -> Tensor:
-        """A copy of this rank's share, of the parameters or of what `source` has for them, by id."""
-        found = []
-        for part in self.parts:
-            tensor = part.parameter.detach() if source is None else source[id(part.parameter)]
-            rows = part.view(tensor)
-            found.append(rows.reshape(-1, *rows.shape[2:]))
-        if self.expert:
-            return torch.stack(found)
-        return found[0].clone()
+    def read(self, source: Tensor | None = None) -> Tensor:
+        """This rank's share of the parameter, or of `source`, which has its shape: a copy, unless it is all
+        of it."""
+        tensor = self.part.parameter.detach() if source is None else source
+        rows = self.part.view(tensor)
+        return rows.reshape(-1, *rows.shape[2:]).contiguous()
 
     @torch.no_grad()
     def write(self, share: Tensor) -> None:
-        """Round `share` into the parameters."""
-        pieces = share.unbind(0) if self.expert else (share,)
-        for part, piece in zip(self.parts, pieces, strict=True):
-            target = part.view(part.parameter.data)
-            target.copy_(piece.reshape(target.shape))
+        """Round `share` into the parameter."""
+        target = self.part.view(self.part.parameter.data)
+        target.copy_(share.reshape(target.shape))
 
 
 def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool) -> dict[str, Place]:
@@ -75,7 +68,7 @@ def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool)
         rows = _real_rows(chunk, topology)
         if gpt.pre_process:
             table = Part(gpt.embedding.word_embeddings.weight, stop=rows)
-            found["model.embed_tokens.weight"] = Place([table], dim=0)
+            found["model.embed_tokens.weight"] = Place(table, dim=0)
         for layer in gpt.decoder.layers:
             prefix = f"model.layers.{layer.layer_number - 1}"
             for name, place in _layer(layer, chunk.divisor > 1):
@@ -83,15 +76,15 @@ def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool)
         if not gpt.post_process:
             continue
         norm = Part(gpt.decoder.final_layernorm.weight)
-        found["model.norm.weight"] = Place([norm], partial_gradient=chunk.divisor > 1)
+        found["model.norm.weight"] = Place(norm, partial_gradient=chunk.divisor > 1)
         if scalar:
             for name, parameter in gpt.output_layer.named_parameters():
-                found[f"score.{name}"] = Place([Part(parameter)])
+                found[f"score.{name}"] = Place(Part(parameter))
         elif not chunk.tied:
-            found["lm_head.weight"] = Place([Part(gpt.output_layer.weight, stop=rows)], dim=0)
+            found["lm_head.weight"] = Place(Part(gpt.output_layer.weight, stop=rows), dim=0)
         elif not gpt.pre_process:
             head = Part(gpt.output_layer.weight, stop=rows)
-            found["model.embed_tokens.weight"] = Place([head], dim=0, copy_of_other_stage=True)
+            found["model.embed_tokens.weight"] = Place(head, dim=0, copy_of_other_stage=True)
     return found
 
 
@@ -115,16 +108,16 @@ def _layer(layer: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
     }
     for kind, parameter in attention.linear_qkv.named_parameters():
         for name, (start, stop) in bounds.items():
-            yield f"self_attn.{name}.{kind}", Place([Part(parameter, groups, start, stop)], dim=0)
-    yield "self_attn.o_proj.weight", Place([Part(attention.linear_proj.weight)], dim=1)
+            yield f"self_attn.{name}.{kind}", Place(Part(parameter, groups, start, stop), dim=0)
+    yield "self_attn.o_proj.weight", Place(Part(attention.linear_proj.weight), dim=1)
     for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm)):
         for kind, parameter in norm.named_parameters() if norm is not None else ():
             # The norm of a head takes part in the heads of this rank alone.
-            yield f"self_attn.{name}.{kind}", Place([Part(parameter)], partial_gradient=True)
+            yield f"self_attn.{name}.{kind}", Place(Part(parameter), partial_gradient=True)
     before = Part(layer.input_layernorm.weight)
-    yield "input_layernorm.weight", Place([before], partial_gradient=shares_tokens)
+    yield "input_layernorm.weight", Place(before, partial_gradient=shares_tokens)
     between = Part(layer.pre_mlp_layernorm.weight)
-    yield "post_attention_layernorm.weight", Place([between], partial_gradient=shares_tokens)
+    yield "post_attention_layernorm.weight", Place(between, partial_gradient=shares_tokens)
     yield from _feed_forward(layer.mlp, shares_tokens)
 
 
@@ -132,12 +125,10 @@ def _feed_forward(mlp: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
     experts = getattr(mlp, "experts", None)
     if experts is None:
         half = mlp.linear_fc1.weight.shape[0] // 2
-        yield "mlp.gate_proj.weight", Place([Part(mlp.linear_fc1.weight, stop=half)], dim=0)
-        yield "mlp.up_proj.weight", Place([Part(mlp.linear_fc1.weight, start=half)], dim=0)
-        yield "mlp.down_proj.weight", Place([Part(mlp.linear_fc2.weight)], dim=1)
+        yield "mlp.gate_proj.weight", Place(Part(mlp.linear_fc1.weight, stop=half), dim=0)
+        yield "mlp.up_proj.weight", Place(Part(mlp.linear_fc1.weight, start=half), dim=0)
+        yield "mlp.down_proj.weight", Place(Part(mlp.linear_fc2.weight), dim=1)
         return
-    yield "mlp.gate.weight", Place([Part(mlp.router.weight)], partial_gradient=shares_tokens)
-    wide = [Part(expert.linear_fc1.weight) for expert in experts.local_experts]
-    narrow = [Part(expert.linear_fc2.weight) for expert in experts.local_experts]
-    yield "mlp.experts.gate_up_proj", Place(wide, dim=0, expert=True)
-    yield "mlp.experts.down_proj", Place(narrow, dim=0, expert=True)
+    yield "mlp.gate.weight", Place(Part(mlp.router.weight), partial_gradient=shares_tokens)
+    yield "mlp.experts.gate_up_proj", Place(Part(experts.gate_up), dim=0, expert=True)
+    yield "mlp.experts.down_proj", Place(Part(experts.down), dim=0, expert=True)

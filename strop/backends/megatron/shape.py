@@ -35,6 +35,7 @@ def transformer_config(
 ) -> Any:
     """The TransformerConfig; `given` are further fields of it, by name."""
     family = FAMILIES[str(config.model_type)]
+    lengths_vary = sizes.pipeline > 1 and sizes.virtual == 1
     fields: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -64,8 +65,9 @@ def transformer_config(
         "expert_tensor_parallel_size": 1,
         # Rows of different micro-batches have different lengths, and stages exchange shapes. Two stages with
         # virtual ones would mix up messages in both directions, so there rows are padded to one length.
-        "variable_seq_lengths": sizes.virtual == 1,
-        "moe_token_dispatcher_type": "alltoall",
+        "variable_seq_lengths": lengths_vary,
+        # Where nothing is sent, allgather copies each token once less; it does not know different lengths.
+        "moe_token_dispatcher_type": "alltoall" if sizes.expert > 1 or lengths_vary else "allgather",
         # The loss of a micro-batch has its denominator inside: the schedule must not divide it.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not on_gpu,

@@ -1,111 +1,31 @@
-"""The layers of one pipeline stage: megatron-core's GPTModel with our norms and packed attention.
-
-megatron-core's own attention takes packed rows only with Transformer Engine. `PackedCoreAttention` is the
-`core_attention` of the layer specification instead, so rows are packed as in the other backends, with common
-prefixes computed once.
-"""
+"""The layers of one pipeline stage: megatron-core's GPTModel with the parts of layers.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from strop.backends.megatron.layers import (
+    GatedMlp,
+    GroupedExperts,
+    PackedCoreAttention,
+    PackedRow,
+    TokenRMSNorm,
+    home_of,
+    residual_sum,
+)
 from strop.backends.megatron.library import megatron
 from strop.backends.megatron.shape import padded_vocabulary, transformer_config
 from strop.backends.megatron.topology import Sizes, Topology
 from strop.config.megatron import FAMILIES
-from strop.models.attention import packed_attention
-from strop.models.packing import Inputs, Packing
+from strop.models.packing import Inputs
+from strop.models.patches import patch_for_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-class LayerConfig(Protocol):
-    """What our layers read of a TransformerConfig."""
-
-    kv_channels: int
-    params_dtype: torch.dtype
-    use_cpu_initialization: bool
-    strop_windows: list[int | None] | None
-    """Sliding window of each layer; added by `build_chunks`."""
-
-
-@dataclass(frozen=True)
-class PackedRow:
-    """Passed through megatron-core as `packed_seq_params`. Its format is none that the library knows, so the
-    library leaves queries and keys alone."""
-
-    packing: Packing
-    tokens: int
-    """The row without the padding that tensor-parallel ranks need to share it equally."""
-    qkv_format: str = "strop"
-
-
-class PackedCoreAttention(nn.Module):
-    """Causal attention inside each sequence of a packed row."""
-
-    def __init__(self, config: LayerConfig, layer_number: int, **_: object):
-        super().__init__()
-        self.scaling = config.kv_channels**-0.5
-        self.window = None
-        if config.strop_windows is not None:
-            self.window = config.strop_windows[layer_number - 1]
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedRow,
-        **_: object,
-    ) -> Tensor:
-        """query [N, 1, heads, D], key and value [N, 1, groups, D] -> [N, 1, heads x D]."""
-        tokens = packed_seq_params.tokens
-        q, k, v = (states[:tokens].permute(1, 2, 0, 3) for states in (query, key, value))
-        out, _none = packed_attention(
-            *(self, q, k, v, None),
-            packing=packed_seq_params.packing,
-            scaling=self.scaling,
-            sliding_window=self.window,
-        )
-        return F.pad(out.reshape(tokens, 1, -1), (0, 0, 0, 0, 0, query.shape[0] - tokens))
-
-
-class TokenNorm(nn.Module):
-    """RMSNorm as transformers computes it: the norm in float32, then the weight in the dtype of the model."""
-
-    def __init__(self, config: LayerConfig, hidden_size: int, eps: float = 1e-6, **_: object):
-        super().__init__()
-        device = None
-        if not config.use_cpu_initialization:
-            device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.eps = eps
-
-    def forward(self, states: Tensor) -> Tensor:
-        wide = states.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(self.weight.dtype)
-
-
-def residual_sum(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """The function that adds a branch to the residual stream, in the precision of the stream. The one of
-    megatron-core rounds the stream first."""
-
-    def add(branch: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
-        states, bias = branch
-        assert bias is None and not dropout, "our layers have neither"
-        return stream + states
-
-    return add
 
 
 class StageChunk:
@@ -114,6 +34,7 @@ class StageChunk:
     def __init__(self, gpt: Any, skeleton: Any, topology: Topology):
         self.gpt = gpt
         self.rotary: nn.Module = skeleton.model.rotary_emb
+        self.home = home_of(skeleton)
         self.padding: int | None = skeleton.get_input_embeddings().padding_idx
         """The token whose embedding gets no gradient."""
         self.vocabulary = int(skeleton.config.vocab_size)
@@ -139,11 +60,11 @@ class StageChunk:
             if self.padding is not None:
                 own = ids.chunk(self.divisor, 1)[self.place] == self.padding
                 hidden = hidden.detach().where(own.T[..., None], hidden)
+        cos, sin = self._angles(inputs.positions)
         states: Tensor = self.gpt.decoder(
             hidden_states=hidden,
             attention_mask=None,
-            rotary_pos_emb=self._angles(positions),
-            packed_seq_params=PackedRow(inputs.packing, tokens),
+            packed_seq_params=PackedRow(inputs.packing, tokens, cos, sin, self.home),
         )
         if self.gpt.post_process and self.divisor > 1:
             # The gradient of the whole row is the same on all ranks: each takes its own tokens of it.
@@ -156,12 +77,12 @@ class StageChunk:
         """The next multiple of `divisor`."""
         return -(-tokens // self.divisor) * self.divisor
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        """[N, 1, 1, D] of the tokens at these positions."""
-        frequencies = self.rotary.inv_freq
-        assert isinstance(frequencies, Tensor)
-        half = positions[0, :, None].float() * frequencies.float()[None]
-        return torch.cat([half, half], -1)[:, None, None]
+    @torch.no_grad()
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, N, D] at these positions, with every scaling that transformers knows."""
+        narrow = torch.empty(0, dtype=self.gpt.config.params_dtype, device=positions.device)
+        cos, sin = self.rotary(narrow, positions)
+        return cos, sin
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the output head, padding included."""
@@ -192,12 +113,14 @@ def build_chunks(
     )
     settings.strop_windows = _windows(config)
     skeleton.model.rotary_emb.to(device)
+    patch_for_device(skeleton, device, dtype, sizes.context, only=("rotary", "flash_attention"))
     chunks = []
     for virtual in range(sizes.virtual):
         gpt = _gpt(config, settings, topology, virtual, tied=config.tie_word_embeddings and not scalar)
         if scalar and gpt.post_process:
             gpt.output_layer = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
             gpt.output_layer.to(device=device, dtype=head_dtype)
+        patch_for_device(gpt, device, dtype, only=("rms_norm",))
         chunks.append(StageChunk(gpt, skeleton, topology))
     return chunks
 
@@ -215,7 +138,7 @@ def _gpt(config: PreTrainedConfig, settings: Any, topology: Topology, virtual: i
         max_sequence_length=config.max_position_embeddings,
         pre_process=first,
         post_process=last,
-        # Angles are computed by the rotary module of transformers, with every scaling it knows.
+        # Our attention rotates, as the rotary module of transformers says.
         position_embedding_type="none",
         share_embeddings_and_output_weights=tied,
         vp_stage=stage,
@@ -232,17 +155,21 @@ def _block(settings: Any, experts: bool, virtual: int | None) -> Any:
         normalization="RMSNorm",
     )
     parts = layer.submodules
-    parts.input_layernorm = TokenNorm
-    parts.pre_mlp_layernorm = TokenNorm
+    parts.input_layernorm = TokenRMSNorm
+    parts.pre_mlp_layernorm = TokenRMSNorm
     parts.self_attn_bda = residual_sum
     parts.mlp_bda = residual_sum
+    if experts:
+        parts.mlp.submodules.experts = GroupedExperts
+    else:
+        parts.mlp = GatedMlp
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if settings.qk_layernorm:
-        attention.q_layernorm = TokenNorm
-        attention.k_layernorm = TokenNorm
+        attention.q_layernorm = TokenRMSNorm
+        attention.k_layernorm = TokenRMSNorm
     count = block.get_num_layers_to_build(settings, virtual)
-    return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TokenNorm)
+    return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TokenRMSNorm)
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None] | None:

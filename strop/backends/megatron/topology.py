@@ -161,8 +161,8 @@ def _seed() -> None:
 
 
 def _join_alone(device: torch.device) -> None:
-    """megatron-core needs a process group, also of one rank."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    """megatron-core needs a process group, also of one rank. Outputs are summed on the CPU."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 

@@ -46,11 +46,11 @@ class StageWeights(MasterWeights):
         self.parameters = {}
         self._hooks = []
         self._pending: dict[int, Tensor] = {}
-        self._names: dict[int, list[str]] = {}
+        self._last_names: dict[int, str] = {}
+        """Of the weights that are parts of a parameter, the last one."""
         for name, place in self.places.items():
-            self.masters[name] = self._as_master(name, place.read().to(master)).requires_grad_()
-            for part in place.parts:
-                self._names.setdefault(id(part.parameter), []).append(name)
+            self.masters[name] = self._as_master(name, place.read().to(master, copy=True)).requires_grad_()
+            self._last_names[id(place.part.parameter)] = name
 
     @property
     def alone(self) -> bool:
@@ -88,11 +88,10 @@ class StageWeights(MasterWeights):
         """From now on gradients of Megatron's parameters are summed in the master precision."""
         seen: set[int] = set()
         for place in self.places.values():
-            for part in place.parts:
-                if id(part.parameter) not in seen:
-                    seen.add(id(part.parameter))
-                    hook = part.parameter.register_post_accumulate_grad_hook(self._add)
-                    self._hooks.append(hook)
+            parameter = place.part.parameter
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -106,14 +105,8 @@ class StageWeights(MasterWeights):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Add what the last passes left on all ranks to the gradients of the masters; every rank calls it."""
-        for place in self.places.values():
-            for part in place.parts:
-                # A rank without rows has a gradient too: that of the others.
-                key = id(part.parameter)
-                if key not in self._pending:
-                    self._pending[key] = torch.zeros_like(part.parameter, dtype=self.master)
         for name, place in self.places.items():
-            share = place.read(self._pending)
+            share = self._pending_share(name)
             if place.partial_gradient and self.topology.sizes.tensor > 1:
                 dist.all_reduce(share, group=self.topology.tensor_group)
             self._add_tied(name, share)
@@ -129,7 +122,18 @@ class StageWeights(MasterWeights):
                 master.grad = share
             else:
                 local(master.grad).add_(local(share))
-        self._pending.clear()
+
+    def _pending_share(self, name: str) -> Tensor:
+        """The gradient of this rank's share. What no other weight needs is not kept."""
+        place = self.places[name]
+        parameter = place.part.parameter
+        pending = self._pending.get(id(parameter))
+        if pending is None:
+            # A rank without rows has a gradient too: that of the others.
+            pending = torch.zeros_like(parameter, dtype=self.master)
+        if name == self._last_names[id(parameter)]:
+            self._pending.pop(id(parameter), None)
+        return place.read(pending)
 
     def _add_tied(self, name: str, share: Tensor) -> None:
         """The embedding of the first stage is also the head of the last: the sum of both gradients."""

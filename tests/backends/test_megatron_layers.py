@@ -1,0 +1,29 @@
+"""Products of all experts of a rank in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from strop.backends.megatron.layers import gated_silu, grouped_products
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(8, 16), (6, 5)], ids=["aligned", "by-expert"])
+@pytest.mark.parametrize("counts", [[3, 0, 4, 2], [0, 0, 0, 9], [0, 0, 0, 0]])
+def test_every_row_is_multiplied_with_the_weight_of_its_expert(inner, outer, counts):
+    states = torch.randn(sum(counts), inner, requires_grad=True)
+    weights = torch.randn(4, outer, inner, requires_grad=True)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    found = grouped_products(states, weights, ends)
+    rows = states.split(counts)
+    expected = torch.cat([F.linear(row, weight) for row, weight in zip(rows, weights, strict=True)])
+    torch.testing.assert_close(found, expected)
+    above = torch.randn_like(found)
+    for one, other in zip(*(torch.autograd.grad(out, [states, weights], above) for out in (found, expected))):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_gate_is_silu():
+    gate, up = torch.randn(2, 5, 8)
+    torch.testing.assert_close(gated_silu(gate, up), F.silu(gate) * up)
