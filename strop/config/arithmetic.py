@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.config.derived import describe_async, describe_quantization, device_count, resource_pools
+from strop.config.megatron import model_parallel_size
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
@@ -119,10 +120,12 @@ def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") ->
     devices = device_count(trainer)
     if role == "critic":
         section = config.critic
+        if section.strategy == "megatron":
+            sharding = section
         if "critic" in resource_pools(config):
             sharding = config.critic
             devices = device_count(config.critic)
-    ranks = max(1, devices // (sharding.ulysses_sequence_parallel_size * sharding.tensor_parallel_size))
+    ranks = max(1, devices // model_parallel_size(sharding))
     mini = section.ppo_mini_batch_size
     per_epoch = math.ceil(prompts / mini)
     updates = per_epoch * section.ppo_epochs

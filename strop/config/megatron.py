@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.critic import CriticConfig
     from strop.config.schema.model import OptimConfig
 
 
@@ -15,6 +16,15 @@ def training_dtype(actor: ActorConfig) -> str:
     if actor.strategy == "megatron":
         return actor.megatron.dtype
     return actor.fsdp_config.dtype
+
+
+def model_parallel_size(section: ActorConfig | CriticConfig) -> int:
+    """Devices that share one copy of a model's layers, or one row: what is left of all devices is data
+    parallelism."""
+    if section.strategy != "megatron":
+        return section.ulysses_sequence_parallel_size * section.tensor_parallel_size
+    sizes = section.megatron
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
 
 
 SCHEDULE = {

@@ -30,5 +30,9 @@ REFUSED_VALUES: dict[tuple[str, object], str] = {
     ("algorithm.kl_penalty", "full+"): _FULL_KL,
     ("actor_rollout_ref.actor.kl_loss_type", "full"): _FULL_KL,
     ("actor_rollout_ref.actor.kl_loss_type", "full+"): _FULL_KL,
+    (
+        "actor_rollout_ref.rollout.name",
+        "trtllm",
+    ): "TensorRT-LLM is not supported. Choose vllm, sglang or native",
 }
 """(key, value) that verl's documentation names and that does not exist -> the reason."""

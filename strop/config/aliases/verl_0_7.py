@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strop.config.aliases.row import SUPERVISED, Alias, under
+from strop.config.aliases.row import SUPERVISED, Alias, Translation, under
 
 
 def _ratio_cap(prefix: str, cap: object) -> dict[str, object]:
@@ -10,6 +10,11 @@ def _ratio_cap(prefix: str, cap: object) -> dict[str, object]:
     if isinstance(cap, int | float | str) and float(cap) > 0:
         return {f"{correction}rollout_is": "token", f"{correction}rollout_is_threshold": cap}
     return {f"{correction}rollout_is": None}
+
+
+def _adapter(name: str) -> Translation:
+    """Keys of Megatron's section of adapters; a rank of 0 and a path of null say that there are none."""
+    return lambda prefix, value: {f"{prefix}.lora_{name}": value} if value else {}
 
 
 NSYS = "global_profiler.global_tool_config.nsys."
@@ -40,6 +45,8 @@ VERL_0_7: tuple[Alias, ...] = (
         ),
         "moved",
     ),
+    Alias("*.lora.rank", _adapter("rank"), "one name for every strategy"),
+    Alias("*.lora.adapter_path", _adapter("adapter_path"), "one name for every strategy"),
     Alias("optim.warmup_steps_ratio", ("optim.lr_warmup_steps_ratio",), "renamed"),
     Alias("*.optim.warmup_steps_ratio", ("{prefix}.optim.lr_warmup_steps_ratio",), "renamed"),
     Alias("optim.warmup_style", ("optim.lr_scheduler",), "renamed"),

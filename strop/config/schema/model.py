@@ -120,8 +120,8 @@ class ModelConfig:
     """Tiled computation of the MLP."""
     mtp: MtpConfig = section(MtpConfig)
     """Multi-token prediction."""
-    lora: FreeForm = inert({}, "strategy=megatron does not train adapters; set lora_rank with strategy=fsdp")
-    """Megatron: adapters."""
+    lora: FreeForm = inert({}, "set lora_alpha, lora_dropout and target_modules")
+    """Megatron: adapters. Its rank and adapter_path are lora_rank and lora_adapter_path."""
 
 
 @dataclass(eq=False)
