@@ -188,8 +188,8 @@ class MasterWeights:
         master: torch.dtype,
         keep: frozenset[str] = frozenset(),
     ):
-        """Casts the module's parameters to `compute`, except those named in `keep`; buffers stay as they
-        are."""
+        """Casts the module's parameters to `compute`, except those named in `keep`; buffers and 4-bit weights
+        stay as they are."""
         self.parameters: dict[str, nn.Parameter] = {}
         self.masters: dict[str, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
@@ -197,6 +197,8 @@ class MasterWeights:
             narrow = compute
             if name in keep:
                 narrow = master
+            if not parameter.is_floating_point():
+                continue
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(narrow)
                 continue

@@ -25,7 +25,8 @@ from strop.models.load import (
     load_tokenizer,
     resolve,
 )
-from strop.models.lora import add_adapters, base_model, load_adapters
+from strop.models.lora import add_adapters, base_model, decoder_of, load_adapters
+from strop.models.nf4.layers import quantize_layers
 from strop.models.patches import MODEL_PATCHES, PatchContext, apply_patches, choose_patches
 from strop.models.vision.passes import freeze_tower
 from strop.registry import load_module
@@ -84,12 +85,19 @@ def build_policy(
     dtype: torch.dtype = torch.float32,
     weights: bool = True,
     freeze_vision_tower: bool = False,
+    quantize_on: torch.device | None = None,
 ) -> Any:
     """The language model in training, on the CPU, weights in `dtype`; with adapters when lora_rank says so.
 
-    Without `weights`, here and below, its parameters are on the meta device.
+    Without `weights`, here and below, its parameters are on the meta device. `quantize_on`, here and below:
+    the device that computes 4-bit weights.
     """
-    model = _finish(_language_model(settings, dtype, weights), settings, weights)
+    if settings.quantization is None:
+        model = _finish(_language_model(settings, dtype, weights), settings, weights)
+    else:
+        _check_quantized(settings, weights)
+        model = _language_model(settings, stored_dtype(settings))
+        model = _finish(_quantized(model, dtype, quantize_on), settings)
     if freeze_vision_tower:
         freeze_tower(model)
     return model
@@ -97,6 +105,11 @@ def build_policy(
 
 def adopt_policy(model: PreTrainedModel, settings: ModelConfig) -> Any:
     """The same of a module that the caller has loaded. It is changed in place; `undo_patches` restores it."""
+    if settings.quantization is not None:
+        raise ValueError(
+            f"model.quantization={settings.quantization} with a module: the weights of its owner would be "
+            "lost. Save it (save_pretrained) and give the folder, or leave model.quantization out."
+        )
     return _finish(_prepare(model, settings), settings)
 
 
@@ -107,8 +120,18 @@ def build_reference(
     return _language_model(settings, dtype, weights).requires_grad_(False).eval()
 
 
-def build_critic(settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Any:
+def build_critic(
+    settings: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+    weights: bool = True,
+    quantize_on: torch.device | None = None,
+) -> Any:
     """A value model; a path without a scalar head (a language model) gets a new one."""
+    if settings.quantization is not None:
+        _check_quantized(settings, weights)
+        model = _scalar_model(settings, stored_dtype(settings), new_head=True)
+        return _finish(_quantized(model, dtype, quantize_on), settings)
     return _finish(_scalar_model(settings, dtype, new_head=True, weights=weights), settings, weights)
 
 
@@ -217,6 +240,30 @@ def _finish(model: PreTrainedModel, settings: ModelConfig, weights: bool = True)
         with meta_init():
             model = _with_adapters(model, settings)
     checkpoint_activations(model, checkpointing_of(settings))
+    return model
+
+
+def _check_quantized(settings: ModelConfig, weights: bool) -> None:
+    """Refuse 4-bit weights where they would be trained or sharded; the rules of the configuration say it
+    earlier."""
+    if not (settings.lora_rank or settings.lora_adapter_path):
+        raise ValueError(
+            f"model.quantization={settings.quantization} without LoRA: 4-bit weights are frozen. Set "
+            "model.lora_rank (for instance 32) or model.lora_adapter_path, or leave model.quantization out."
+        )
+    if not weights:
+        raise ValueError(
+            f"model.quantization={settings.quantization}: 4-bit weights are not sharded. Train on one device "
+            "(trainer.n_gpus_per_node=1), or leave model.quantization out."
+        )
+
+
+def _quantized(model: PreTrainedModel, dtype: torch.dtype, device: torch.device | None) -> PreTrainedModel:
+    """The model with 4-bit weights in its decoder, and the others in `dtype`."""
+    quantize_layers(model, decoder_of(model), device)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

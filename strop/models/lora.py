@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from strop.config.schema.model import ModelConfig
 from strop.extras import require
 from strop.models.heads import HEAD
+from strop.models.nf4.layers import Nf4Linear, dense_weight, dequantize_layers
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -68,8 +69,8 @@ def _check_rank(model: nn.Module, rank: int) -> None:
     largest = 0
     where = ""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and min(module.weight.shape) > largest:
-            largest = min(module.weight.shape)
+        if isinstance(module, nn.Linear) and min(module.out_features, module.in_features) > largest:
+            largest = min(module.out_features, module.in_features)
             where = f"{name} is {module.out_features} x {module.in_features}"
     if largest and rank > largest:
         raise ValueError(rank_message(rank, largest, where))
@@ -179,6 +180,7 @@ def remove_adapter(model: Any, name: str) -> None:
 
 def merge_into_base(model: Any, name: str) -> None:
     """Add an adapter to the weights of the Hugging Face model, and take all adapters off it."""
+    dequantize_layers(model, next(model.parameters()).dtype)
     model.merge_and_unload(adapter_names=[name])
 
 
@@ -265,6 +267,7 @@ def merged_weights(
     model: nn.Module, *, start: str = "", without: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """LoRA merge: all weights by their Hugging Face name, with the adapters added; the model is not changed.
+    4-bit weights are dequantised.
 
     Only those whose names in the model begin with `start`, and with none of `without`.
     """
@@ -272,9 +275,15 @@ def merged_weights(
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             layers[name] = module
+    dtype = next(model.parameters()).dtype
+    quantized = {
+        f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, Nf4Linear)
+    }
     for name, parameter in model.named_parameters():
         if not name.startswith(start) or name.startswith(without):
             continue
+        if name in quantized:
+            parameter = dense_weight(quantized[name], dtype)
         if re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name):
             continue
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")

@@ -253,7 +253,8 @@ def _offloaded_activations(job: PlannedJob, one: Pass) -> int:
 
 
 def _host(job: PlannedJob) -> int:
-    """Bytes of host memory per machine. One device loads weights in float32 through host memory."""
+    """Bytes of host memory per machine. One device loads weights in float32 through host memory, and a model
+    with 4-bit weights in the precision of its file."""
     models = job.models.values()
     per_node = job.cluster.per_node
     offloaded = sum(model.in_host for model in models) * per_node
@@ -261,5 +262,5 @@ def _host(job: PlannedJob) -> int:
     saving = sum(model.checkpoint for model in models) * per_node // job.cluster.ranks
     loading = 0
     if job.cluster.ranks == 1:
-        loading = max(4 * model.shape.parameters for model in models)
+        loading = max((4 - 2 * model.four_bit) * model.shape.parameters for model in models)
     return offloaded + max(saving, loading)

@@ -29,8 +29,9 @@ from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, Super
 from strop.config.schema.trainer import TrainerConfig
 from strop.planning.activations import Tokens
 from strop.planning.devices import PlannedCluster
+from strop.planning.model_sections import frozen_model, trained_model
 from strop.planning.rollout import PlannedSampler
-from strop.planning.training import TrainedModel, frozen_model, trained_model
+from strop.planning.training import TrainedModel
 
 Trainer = TypeVar("Trainer", bound=TrainerConfig)
 SupervisedRun = SftConfig | RmConfig | DpoConfig
@@ -346,6 +347,7 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
         records=not rollout.enforce_eager and not cluster.device.is_cpu,
         on_cpu=cluster.device.is_cpu,
         quantized=rollout.quantization is not None,
+        four_bit=actor.four_bit,
     )
 
 
@@ -365,9 +367,7 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
             scalar=isinstance(config, RmConfig),
         )
     }
-    sequences_per_row = 1
-    if not isinstance(config, SftConfig):
-        sequences_per_row = 2  # chosen and rejected
+    sequences_per_row = 1 if isinstance(config, SftConfig) else 2  # chosen and rejected
     sizes = _PassSizes(
         prompt=1,
         response=max(1, data.max_length - 1),
@@ -378,8 +378,8 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
     keys = _MicroBatchKeys("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
     passes = [dataclasses.replace(_pass("update", "model", keys, sizes), learns=True)]
     if isinstance(config, DpoConfig) and _has_reference_model(config):
-        ref_model = dataclasses.replace(model, path=config.ref.path)
-        models["reference"] = frozen_model(ref_model, model.fsdp_config, cluster, config.tensor_parallel_size)
+        reference = dataclasses.replace(model, path=config.ref.path)
+        models["reference"] = frozen_model(reference, model.fsdp_config, cluster, config.tensor_parallel_size)
         passes.insert(0, _pass("ref", "reference", keys, sizes))
     return PlannedJob(
         cluster,

@@ -38,6 +38,8 @@ class PlannedSampler:
     on_cpu: bool = False
     quantized: bool = False
     """It samples from 8-bit copies of the weights of all layers (rollout.quantization)."""
+    four_bit: bool = False
+    """The actor's module has 4-bit weights (model.quantization)."""
 
     @property
     def module(self) -> int:
@@ -48,13 +50,17 @@ class PlannedSampler:
         weights = shape.parameters
         if parts > 1:
             weights = shape.body // parts + shape.embedding + shape.embedding // parts + shape.hidden
+        if self.four_bit and self.shares_module:
+            return shape.stored(self.numbers.compute, four_bit=True)
         return self.numbers.compute * weights
 
     @property
     def copies(self) -> int:
-        """Bytes of quantised weights."""
+        """Bytes of quantised weights; on a CPU, of weights that were dequantised for sampling."""
         if self.quantized:
             return self.shape.body
+        if self.four_bit and self.shares_module and self.on_cpu:
+            return self.numbers.compute * self.shape.linear
         return 0
 
     @property
@@ -114,10 +120,14 @@ class PlannedSampler:
         return cache // max(1, self.per_token) * ROW_BYTES
 
     @property
+    def _dequantized(self) -> int:
+        return self.numbers.compute * self.shape.biggest_linear * (self.four_bit and self.shares_module)
+
+    @property
     def decoding(self) -> int:
         """Temporary bytes of a decode step: float32 logits, and one layer."""
         rows = min(self.sequences, self.max_rows)
-        layer = layer_forward(self.shape, rows, self.numbers, tensor=self.tensor)
+        layer = layer_forward(self.shape, rows, self.numbers, tensor=self.tensor) + self._dequantized
         return rows * self.shape.vocabulary * FLOAT32 + layer
 
     @property
@@ -128,7 +138,7 @@ class PlannedSampler:
         prompts = min(max(1, self.batch_tokens // self.prompt), all_prompts, self.max_rows)
         responses = min(prompts * self.samples, self.sequences, self.max_rows)
         tokens = min(self.batch_tokens, all_prompts * self.prompt)
-        layer = layer_forward(self.shape, tokens, self.numbers, tensor=self.tensor)
+        layer = layer_forward(self.shape, tokens, self.numbers, tensor=self.tensor) + self._dequantized
         logits = (prompts + responses) * self.shape.vocabulary * FLOAT32
         copied = responses * self.prompt * self.shape.keys // self.tensor * self.numbers.compute
         return max(layer, logits, copied)

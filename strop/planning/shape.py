@@ -15,6 +15,8 @@ from typing import cast
 from strop.planning.gguf_header import read_gguf_config
 from strop.registry import did_you_mean
 
+NF4_BYTES = (4 + 32 / 64) / 8
+"""Bytes of a weight with model.quantization=nf4: 4 bits, and its share of a scale."""
 ModelJson = Mapping[str, object]
 """The contents of a config.json."""
 
@@ -170,6 +172,22 @@ class Shape:
     def multiplied(self) -> int:
         """Weights of the layers that one token is multiplied with; the head is not counted."""
         return self._stack(active=True)
+
+    @property
+    def linear(self) -> int:
+        """Weights of the linear layers, which model.quantization stores in 4 bits; experts are none."""
+        attention = 2 * self.hidden * (self.queries + self.keys)
+        return attention * self.layers + 3 * self.hidden * self.width * (self.layers - self.sparse_layers)
+
+    @property
+    def biggest_linear(self) -> int:
+        return self.hidden * max(self.width, self.queries)
+
+    def stored(self, bytes_per_number: int, *, four_bit: bool) -> int:
+        """Bytes of all weights; `four_bit`: those of linear layers in 4 bits."""
+        if not four_bit:
+            return bytes_per_number * self.parameters
+        return int(NF4_BYTES * self.linear) + bytes_per_number * (self.parameters - self.linear)
 
     @property
     def biggest_matrix(self) -> int:

@@ -3,18 +3,13 @@
 Two backends are modelled: one device (`backends/single.py`: master weights and their low-precision copies,
 gradients accumulated in the precision of the master weights) and FSDP2 (`backends/fsdp/`: everything is
 sharded, layers are gathered while they compute, embedding and head for the whole pass). A peak is the largest
-of a few moments, each of which is a sum of named parts. The functions at the end read shape, number formats
-and placement of a model from the sections of a configuration.
+of a few moments, each a sum of named parts. `model_sections.py` reads models from a configuration.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from strop.config.checkpointing import checkpointing_of
-from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.planning.activations import (
     Numbers,
     Tokens,
@@ -26,8 +21,7 @@ from strop.planning.activations import (
     layers_kept,
     recomputed,
 )
-from strop.planning.devices import Device, PlannedCluster
-from strop.planning.shape import Shape, shape_of
+from strop.planning.shape import Shape
 
 Parts = dict[str, int]
 """Bytes by what they are for."""
@@ -35,8 +29,6 @@ BACKWARD_GATHERS = 3
 """Layers that FSDP2 holds gathered at a time: the running one, the next one, and the buffer it arrives in."""
 PREFETCHED = 1 << 29
 """Bytes of offloaded activations that are copied back ahead of their use (backends/activation_offload.py)."""
-BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
-"""Bytes of one number, by the name of its dtype."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +69,8 @@ class TrainedModel:
     offloads_activations: bool = False
     """What the layers keep waits in host memory."""
     lora_rank: int = 0
+    four_bit: bool = False
+    """model.quantization: linear layers are stored in 4 bits, and dequantised one at a time."""
     kernels: bool = False
     """Norms, gates and the head use Triton kernels (on a GPU)."""
     moments: float = 2
@@ -104,7 +98,15 @@ class TrainedModel:
     def module(self) -> int:
         """Weights for computation on one device: low-precision copies, or the master weights if both have one
         precision."""
-        return self.numbers.compute * (self.trained + self.fixed)
+        compute = self.numbers.compute
+        if not self.fixed:
+            return compute * self.trained
+        return compute * self.trained + self.shape.stored(compute, four_bit=self.four_bit)
+
+    @property
+    def dequantized(self) -> int:
+        """The weight of one layer for computation, where it is stored in 4 bits."""
+        return self.numbers.compute * self.shape.biggest_linear * self.four_bit
 
     @property
     def masters(self) -> int:
@@ -180,7 +182,7 @@ class TrainedModel:
         first."""
         if self.placement.sharded:
             return self.numbers.compute * self.shape.biggest_matrix
-        return max(0, 4 * self.shape.parameters - self.weights)
+        return max(0, self.shape.stored(4, four_bit=self.four_bit) - self.weights)
 
     # --- passes ---------------------------------------------------------------------------------------------
 
@@ -197,6 +199,7 @@ class TrainedModel:
     def forward(self, tokens: Tokens, *, entropy: bool = True, tempered: bool = False) -> Parts:
         """The peak of a pass without gradients: the largest layer, or the head."""
         layer = layer_forward(self.shape, tokens.all, self.numbers, tensor=self.placement.tensor)
+        layer += self.dequantized
         head = head_forward(
             self.shape, tokens, self.numbers, entropy=entropy, tempered=tempered, kernels=self.kernels
         )
@@ -217,7 +220,7 @@ class TrainedModel:
         one_layer = kept // shape.layers
         if self.offloads_activations:  # one layer and what is copied back ahead are on the device
             kept = min(kept, one_layer + PREFETCHED)
-        running = layer_backward(shape, tokens.all, numbers, tensor=tensor)
+        running = layer_backward(shape, tokens.all, numbers, tensor=tensor) + self.dequantized
         running += tokens.all * recomputed(
             shape, numbers, checkpointing=self.checkpointing, tensor=tensor, kernels=kernels
         )
@@ -289,109 +292,3 @@ class TrainedModel:
             return 0
         unit = max(self.shape.largest_layer, self.shape.root)
         return self.numbers.compute * (2 * unit + self.shape.biggest_matrix)
-
-
-def trained_model(
-    model: ModelConfig,
-    fsdp: FsdpConfig,
-    optim: OptimConfig,
-    cluster: PlannedCluster,
-    tensor_parallel: int = 1,
-    *,
-    scalar: bool = False,
-    on_device: bool = False,
-) -> TrainedModel:
-    """A model with an optimizer. `on_device`: an engine samples from its module, so it is never offloaded."""
-    return TrainedModel(
-        _shape(model, scalar=scalar),
-        _numbers(model, fsdp, cluster.device),
-        _placement(fsdp, cluster, tensor_parallel, on_device=on_device),
-        checkpointing=checkpointing_of(model),
-        offloads_activations=model.enable_activation_offload and not cluster.device.is_cpu,
-        lora_rank=_lora_rank(model),
-        kernels=not cluster.device.is_cpu,
-        moments=_moments(optim),
-    )
-
-
-def frozen_model(
-    model: ModelConfig,
-    fsdp: FsdpConfig,
-    cluster: PlannedCluster,
-    tensor_parallel: int = 1,
-    *,
-    scalar: bool = False,
-    sharded: bool = True,
-) -> TrainedModel:
-    """A model that only runs forward passes: a reference or a reward model."""
-    placement = Placement()
-    if sharded:
-        placement = _placement(fsdp, cluster, tensor_parallel)
-    return TrainedModel(
-        _shape(model, scalar=scalar),
-        _numbers(model, fsdp, cluster.device, frozen=True),
-        placement,
-        frozen=True,
-        kernels=not cluster.device.is_cpu,
-    )
-
-
-def _shape(model: ModelConfig, *, scalar: bool = False) -> Shape:
-    changes = {key: value for key, value in model.override_config.items() if key != "attn_implementation"}
-    return shape_of(model.path, config_path=model.hf_config_path, changes=changes, scalar=scalar)
-
-
-def _numbers(model: ModelConfig, fsdp: FsdpConfig, device: Device, *, frozen: bool = False) -> Numbers:
-    compute = BYTES[fsdp.dtype]
-    if device.is_cpu:
-        compute = 4
-    master = BYTES[fsdp.model_dtype]
-    if frozen:
-        master = compute
-    residual = compute
-    if model.fp32_residual:
-        residual = 4
-    return Numbers(compute, master, residual)
-
-
-def _placement(
-    fsdp: FsdpConfig, cluster: PlannedCluster, tensor_parallel: int = 1, *, on_device: bool = False
-) -> Placement:
-    ranks = cluster.ranks
-    size = fsdp.fsdp_size
-    if size not in (-1, ranks) and (size < 1 or ranks % size):
-        raise ValueError(
-            f"fsdp_config.fsdp_size={size} does not divide the {ranks} ranks. Set -1, or a divisor of "
-            f"{ranks}."
-        )
-    if size == -1:
-        size = ranks
-    return Placement(
-        ranks=ranks,
-        shards=size,
-        tensor=tensor_parallel,
-        in_host=ranks > 1 and (fsdp.offload_policy or fsdp.param_offload or fsdp.optimizer_offload),
-        offloads_module=(fsdp.param_offload or fsdp.offload_policy) and not on_device,
-        offloads_optimizer=fsdp.optimizer_offload or fsdp.offload_policy,
-        keeps_gathered=not fsdp.reshard_after_forward,
-        reduce=BYTES[(fsdp.mixed_precision or {}).get("reduce_dtype", "fp32")],
-    )
-
-
-def _moments(optim: OptimConfig) -> float:
-    """Numbers that the optimizer keeps for each weight. Muon: two for embeddings, so two are planned."""
-    known: dict[str, float] = {"AdamW8bit": 0.5, "Muon": 2}
-    return known.get(optim.optimizer, 2 if "adam" in optim.optimizer.lower() else 1)
-
-
-def _lora_rank(model: ModelConfig) -> int:
-    """The rank of new adapters, or of the adapter that training starts from."""
-    if not model.lora_adapter_path:
-        return int(model.lora_rank)
-    file = Path(model.lora_adapter_path).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        raise ValueError(
-            f"lora_adapter_path={model.lora_adapter_path!r} holds no adapter_config.json, so its rank is not "
-            "known."
-        )
-    return int(json.loads(file.read_text(encoding="utf-8"))["r"])

@@ -99,7 +99,7 @@ class PolicyCore:
             self.backend: ModuleBackend = build_actor(config, make, build_policy)
         else:
             given = module
-            self.backend = build_actor(config, make, lambda settings: adopt_policy(given, settings))
+            self.backend = build_actor(config, make, lambda settings, **_: adopt_policy(given, settings))
         self.config = _with_model_limit(config, self.backend.module)
         self.adapters = AdapterSet(self.backend)
         self._recomputed = checkpointed_layers(self.backend.module)

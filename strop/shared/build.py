@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,8 @@ class BackendMaker:
             assert megatron is not None
             return self._megatron(build, model, megatron, self._settings(model, megatron.dtype, optim, clip))
         settings = self._settings(model, fsdp.dtype, optim, clip, master=fsdp.model_dtype)
+        if model.quantization is not None:
+            build = partial(build, quantize_on=self.device)
         if self.ranks.world == 1:
             return SingleBackend(
                 build(model),

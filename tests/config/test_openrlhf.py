@@ -174,6 +174,8 @@ def test_zero_stage_precision_and_shard_groups():
     assert ppo("--zero_stage", 3)[f"{key}.reshard_after_forward"] is True
     assert ppo("--zero_stage", 2)[f"{key}.reshard_after_forward"] is False
     assert ppo("--ds.param_dtype", "fp16")[f"{key}.dtype"] == "float16"
+    four_bit = ppo("--load_in_4bit", "--lora_rank", 8)
+    assert four_bit["actor_rollout_ref.model.quantization"] == "nf4" == four_bit["critic.model.quantization"]
     assert ppo("--zpg", 1)[f"{key}.fsdp_size"] == -1 and ppo("--zpg", 8)[f"{key}.fsdp_size"] == 8
 
 

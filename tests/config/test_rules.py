@@ -260,6 +260,21 @@ def test_what_tensor_parallelism_does_not_go_together_with():
     assert "samples on one device" in errors("actor_rollout_ref.rollout.name=hf", f"{engine}=2", four)[engine]
 
 
+def test_4_bit_weights_need_adapters_and_one_device():
+    key = "actor_rollout_ref.model.quantization"
+    rank = "actor_rollout_ref.model.lora_rank=8"
+    assert "nothing could be trained" in errors(f"{key}=nf4")[key]
+    assert key not in errors(f"{key}=nf4", rank)
+    assert "4-bit weights are not sharded" in errors(f"{key}=nf4", rank, "trainer.n_gpus_per_node=4")[key]
+    engine = "actor_rollout_ref.rollout.quantization"
+    both = errors(f"{key}=nf4", rank, "actor_rollout_ref.rollout.name=native", f"{engine}=int8")
+    assert "samples from the 4-bit weights" in both[engine]
+    critic = ["algorithm.adv_estimator=gae", "critic.model.quantization=nf4"]
+    assert "without LoRA" in errors(*critic)["critic.model.quantization"]
+    megatron = errors(f"{key}=nf4", rank, "actor_rollout_ref.actor.strategy=megatron")
+    assert "does not train LoRA" in megatron["actor_rollout_ref.model.lora_rank"]
+
+
 def test_a_lent_actor_cannot_be_parked():
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert "no effect on one device" in warnings(f"{key}=true")[key]

@@ -88,7 +88,7 @@ def test_a_script_of_grpo_becomes_the_same_run(script: Path):
     [
         "grpo --model_name_or_path m --use_vllm --top_k 20 --loss_type vespo --vespo_k_pos 3 --save_strategy no",
         "rloo --model_name_or_path m --num_generations 4 --reward_clip_range (-1,1)",
-        "sft --model_name_or_path m --use_peft --packing --completion_only_loss false --max_length 64",
+        "sft --model_name_or_path m --use_peft --load_in_4bit --packing --completion_only_loss false --max_length 64",
         "dpo --model_name_or_path m --loss_type ipo --truncation_mode keep_end --fp16",
         "reward --model_name_or_path m --eval_strategy steps --eval_steps 10 --warmup_steps 5",
     ],

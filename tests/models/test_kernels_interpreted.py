@@ -345,3 +345,12 @@ def test_a_step_of_the_gated_delta_rule_is_that_of_the_module(family, dtype, tol
     for name, state in plain._states[0].items():
         assert (state - fast._states[0][name]).abs().max() < tolerance, name
         assert (fast._states[0][name][5] == 0).all(), "rows behind the running ones stay"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_4_bit_weights_are_dequantised_as_by_torch(dtype):
+    from strop.models.nf4 import format, kernel
+
+    packed, scales = format.quantize(torch.randn(37, 192, generator=torch.Generator().manual_seed(0)))
+    found = kernel.dequantize(packed, scales, torch.tensor(format.LEVELS), dtype)
+    assert torch.equal(found, format.dequantize(packed, scales, dtype))

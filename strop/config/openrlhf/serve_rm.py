@@ -28,7 +28,7 @@ DEFAULTS: dict[str, object] = {
 }
 """OpenRLHF's defaults that differ from ours; without --bf16 the model computes in float32."""
 WITHOUT_EQUIVALENT = {
-    "load_in_4bit": "quantised models are not supported",
+    "load_in_4bit": "4-bit weights are for training with LoRA; the server computes in 16 bits",
     "flash_attn": "attention is chosen by the device",
     "packing_samples": "texts are always packed",
     "disable_fast_tokenizer": "the tokenizer's own class is used",

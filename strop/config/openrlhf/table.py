@@ -264,10 +264,10 @@ def _switch_for(expected: str) -> ConvertValue:
     return to_switch
 
 
-def _choose(when_on: str, when_off: str) -> ConvertValue:
+def _choose(when_on: str, when_off: str | None) -> ConvertValue:
     """A function that turns a switch into one of two names."""
 
-    def from_switch(on: bool) -> str:
+    def from_switch(on: bool) -> str | None:
         return when_on if on else when_off
 
     return from_switch
@@ -338,6 +338,7 @@ TRANSFORMS: dict[str, Transform] = {
     "negate": Transform(lambda on: not on, lambda value: not value),
     "zero_stage": Transform(lambda stage: stage >= 3, _zero_stage),
     "dtype": _named({"bf16": "bfloat16", "fp16": "float16"}, "the precision"),
+    "nf4": Transform(_choose("nf4", None), _switch_for("nf4")),
     "bf16": Transform(_choose("bfloat16", "float32"), _switch_for("bfloat16")),
     "flash_attn": Transform(_choose("flash_attention_2", "eager"), _switch_for("flash_attention_2")),
     "shard_group": Transform(_shard_group, lambda size: max(size, 1)),

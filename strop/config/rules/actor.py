@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.config.derived import device_count, has_critic, has_reference, objective, uses_lora
+from strop.config.derived import (
+    device_count,
+    engine_name,
+    has_critic,
+    has_reference,
+    objective,
+    uses_lora,
+)
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.actor import UNSUPPORTED_STRATEGIES
 
@@ -120,6 +127,44 @@ def lora_scale(section: str, model: ModelConfig) -> Findings:
         yield error(
             f"{section}.lora_alpha",
             f"0 with lora_rank={model.lora_rank}: the adapters would have no effect. Set it above 0.",
+        )
+
+
+def quantization(loaded: Loaded[PpoConfig]) -> Findings:
+    """4-bit weights of the policy and of the critic."""
+    config = loaded.config
+    group = config.actor_rollout_ref
+    devices = device_count(config.trainer)
+    yield from four_bit_weights("actor_rollout_ref.model", group.model, devices)
+    if has_critic(config):
+        if config.critic.nnodes:
+            devices = device_count(config.critic)
+        yield from four_bit_weights("critic.model", config.critic.model, devices)
+    if group.model.quantization and group.rollout.quantization and engine_name(group.rollout) == "native":
+        yield error(
+            "actor_rollout_ref.rollout.quantization",
+            f"{group.rollout.quantization} with model.quantization={group.model.quantization}: the native "
+            "engine samples from the 4-bit weights. Set rollout.quantization=null.",
+        )
+
+
+def four_bit_weights(section: str, model: ModelConfig, devices: int) -> Findings:
+    """4-bit weights are frozen and whole: they need LoRA and one device."""
+    value = model.quantization
+    key = f"{section}.quantization"
+    if value is None:
+        return
+    if not (model.lora_rank or model.lora_adapter_path):
+        yield error(
+            key,
+            f"{value} without LoRA: 4-bit weights are frozen, so nothing could be trained. Set "
+            f"{section}.lora_rank (for instance 32), or quantization=null.",
+        )
+    if devices > 1:
+        yield error(
+            key,
+            f"{value} on {devices} devices: 4-bit weights are not sharded. Use one device, or "
+            "quantization=null, with which FSDP2 divides the weights.",
         )
 
 

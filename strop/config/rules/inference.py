@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from strop.config.rules.actor import four_bit_weights
 from strop.config.rules.findings import Findings, error
 from strop.config.rules.rollout import installed_engine, possible_speculation, quantized_engine
 
@@ -41,6 +42,7 @@ def generation(loaded: Loaded[GenerationConfig]) -> Findings:
     yield from installed_engine("rollout", config.rollout)
     yield from possible_speculation("rollout", config.rollout)
     yield from quantized_engine("rollout", config.rollout, config.trainer.device)
+    yield from four_bit_weights("model", config.model, 1)  # every device has the whole model
 
 
 def evaluation(loaded: Loaded[EvaluationConfig]) -> Findings:

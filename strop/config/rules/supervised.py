@@ -8,6 +8,7 @@ from strop.catalog import PREFERENCE_LOSSES
 from strop.config.derived import device_count
 from strop.config.rules.actor import (
     dropout_rates,
+    four_bit_weights,
     lora_scale,
     one_device_optimizer,
     two_betas,
@@ -99,6 +100,12 @@ def dropout(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 def lora(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     """LoRA of the model."""
     yield from lora_scale("model", loaded.config.model)
+
+
+def quantization(loaded: Loaded[AnySupervisedConfig]) -> Findings:
+    """4-bit weights of the model."""
+    config = loaded.config
+    yield from four_bit_weights("model", config.model, device_count(config.trainer))
 
 
 def betas(loaded: Loaded[AnySupervisedConfig]) -> Findings:

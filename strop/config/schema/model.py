@@ -97,6 +97,10 @@ class ModelConfig:
     """Modules that get no adapter."""
     lora_adapter_path: str | None = setting(None)
     """Folder of an adapter to start from."""
+    quantization: str | None = setting(None, choices=(None, "nf4"))
+    """QLoRA: store the frozen weights under LoRA adapters in 4 bits. nf4: the format of bitsandbytes (blocks
+    of 64, no double quantisation), 4.5 bits per weight of the decoder's linear layers. Embeddings, norms and
+    the output head are not quantised. Passes dequantise one layer at a time. For training on one device."""
     value_head_prefix: str = setting("score")
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
     fp32_residual: bool = setting(True)

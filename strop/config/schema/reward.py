@@ -67,6 +67,8 @@ class RewardModelWeightsConfig(ModelConfig):
     """Attribute name of the scalar head in OpenRLHF-style models."""
     lora_adapter_path: str | None = setting(None)
     """Folder of an adapter that is merged into the weights."""
+    quantization: str | None = inert(None, "4-bit weights are for training with LoRA")
+    """Storage of frozen weights in 4 bits."""
     lora_rank: int = inert(0, _FROZEN, at_least=0)
     """Rank of LoRA adapters."""
     lora_alpha: float = inert(16, _FROZEN)

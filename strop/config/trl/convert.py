@@ -64,6 +64,9 @@ def _model(draft: Draft) -> None:
         draft.overrides["model"] = Override(draft.section("model.path"), given["model"], "model", "")
     if isinstance(given.get("ref_model"), str):
         draft.overrides["ref"] = Override("ref.path", given["ref_model"], "ref_model", "")
+    if given.get("load_in_4bit") is True:
+        key = draft.section("model.quantization")
+        draft.overrides[key] = Override(key, "nf4", "load_in_4bit", "")
     names = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
     names |= {"target_modules": "target_modules", "exclude_modules": "exclude_modules"}
     lora = dict(draft.run.lora)

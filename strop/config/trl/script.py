@@ -141,6 +141,8 @@ def _put_flag(run: TrlRun, name: str, values: list[str]) -> None:
         if value is True:
             run.lora.setdefault("r", 16)  # the defaults of TRL's --lora_r and --lora_alpha
             run.lora.setdefault("lora_alpha", 32)
+    elif name == "load_in_4bit":
+        run.given[name] = value
     else:
         run.config[name] = value
 

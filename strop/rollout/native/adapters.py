@@ -107,8 +107,9 @@ class Adapters:
             raise ValueError(f"The adapter {name!r} has no weights.")
         _refuse_mixers(name, by_path, mixer_names(self._model))
         factors = {}
+        dtype = next(self._model.parameters()).dtype
         for path, parts in by_path.items():
-            factors[path] = _factors(name, path, modules[path], parts, scale)
+            factors[path] = _factors(name, path, modules[path], parts, scale, dtype)
         finite = [torch.isfinite(weight).all() for pair in factors.values() for weight in pair]
         if not torch.stack([one.cpu() for one in finite]).all():
             raise ValueError(f"The adapter {name!r} has weights that are not finite numbers.")
@@ -145,8 +146,9 @@ def _split_key(name: str, key: str) -> tuple[str, str]:
 
 
 def _factors(
-    name: str, path: str, module: nn.Linear, parts: Mapping[str, Tensor], scale: float
+    name: str, path: str, module: nn.Linear, parts: Mapping[str, Tensor], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """`dtype`: what a module with 4-bit weights computes in."""
     if len(parts) < len(_PARTS):
         missing = next(part for part in _PARTS if part not in parts)
         raise ValueError(f"The adapter {name!r} has no {path}{missing}.")
@@ -159,7 +161,8 @@ def _factors(
             f"of {path!r}, which need [rank, {module.in_features}] and [{module.out_features}, rank]."
         )
     device = module.weight.device
-    dtype = module.weight.dtype
+    if module.weight.is_floating_point():
+        dtype = module.weight.dtype
     wide = torch.promote_types(dtype, torch.float32)
     scaled = second.to(device, wide) * scale
     return first.to(device, dtype, copy=True), scaled.t().to(dtype).contiguous()

@@ -4,8 +4,8 @@ undone.
 `ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
 output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
 place. They are applied when sampling begins and undone when it ends. So are quantised copies of the weights
-(quantization/). On a CPU, linear layers get weights in the layout of oneDNN after some decode steps
-(`packed_linear`).
+(quantization/). On a CPU, linear layers get weights in the layout of oneDNN after some decode steps; 4-bit
+weights are dequantised then (`packed_linear`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from strop.models.attention import SetAttention
 from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.lora import base_model
+from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
@@ -197,10 +198,16 @@ _HOST_SHARE = 8
 
 def _packed_linear(model: nn.Module, context: PatchContext) -> list[Change]:
     layers = [layer for layer in model.modules() if _worth_it(layer)]
+    dtype = next(model.parameters()).dtype
+    quantized = [
+        layer for layer in model.modules() if isinstance(layer, Nf4Linear) and not layer.weight.is_cuda
+    ]
     size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    size += sum(layer.in_features * layer.out_features * dtype.itemsize for layer in quantized)
     if size * _HOST_SHARE > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         return []
-    return done(SetAttribute(layer, "forward", _packed(layer)) for layer in layers)
+    changes = done(SetAttribute(layer, "forward", _packed(layer)) for layer in layers)
+    return changes + done(SetAttribute(layer, "forward", _dequantized(layer, dtype)) for layer in quantized)
 
 
 PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
@@ -269,6 +276,11 @@ def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         return out
 
     return forward
+
+
+def _dequantized(layer: Nf4Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    weight = dense_weight(layer, dtype)
+    return lambda hidden: F.linear(hidden, weight, layer.bias)
 
 
 # --- borrowing ----------------------------------------------------------------------------------------------

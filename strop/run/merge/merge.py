@@ -28,7 +28,8 @@ from strop.models.load import (
     load_language_model,
     resolve,
 )
-from strop.models.lora import add_adapters, load_adapters, merged_weights
+from strop.models.lora import add_adapters, decoder_of, load_adapters, merged_weights
+from strop.models.nf4.layers import quantize_layers
 from strop.run.merge.archive import find_tensor_name, read_archive
 from strop.run.merge.sources import CodeTrust, MergeSource, read_source
 from strop.run.merge.verl import read_object
@@ -108,6 +109,8 @@ def _with_adapters(saved: MergeSource) -> PreTrainedModel:
         model = _empty_model(saved)
     else:
         model = _base_model(saved)
+        if settings.quantization is not None:  # the adapters were trained over these weights
+            quantize_layers(model, decoder_of(model))
     if settings.lora_adapter_path:
         model = load_adapters(model, settings.lora_adapter_path)
     else:

@@ -35,6 +35,7 @@ TAKEN_FROM_THE_RUN = (
     "target_modules",
     "exclude_modules",
     "lora_adapter_path",
+    "quantization",
     "value_head_prefix",
 )
 """Keys of the saved model section that are used. Others, such as trust_remote_code and external_lib, could
