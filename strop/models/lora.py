@@ -282,14 +282,15 @@ def merged_weights(
     for name, parameter in model.named_parameters():
         if not name.startswith(start) or name.startswith(without):
             continue
+        weight: Tensor = parameter
         if name in quantized:
-            parameter = dense_weight(quantized[name], dtype)
+            weight = dense_weight(quantized[name], dtype)
         if re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name):
             continue
         plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
         owner = layers.get(name.removesuffix(".base_layer.weight"))
         if owner is not None and name.endswith(".base_layer.weight"):
             delta = sum(owner.get_delta_weight(adapter).float() for adapter in owner.active_adapters)
-            yield plain, (parameter.float() + delta).to(parameter.dtype)
+            yield plain, (weight.float() + delta).to(weight.dtype)
         else:
-            yield plain, parameter.detach()
+            yield plain, weight.detach()
