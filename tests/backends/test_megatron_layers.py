@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.models.llama import modeling_llama
 
-from strop.backends.megatron.layers import gated_silu, grouped_products
+from strop.backends.megatron.layers import gated_silu, grouped_products, home_of
+from strop.models.heads import new_scalar_model
+from tests.models.tiny import tiny_model
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(8, 16), (6, 5)], ids=["aligned", "by-expert"])
@@ -27,3 +30,10 @@ def test_every_row_is_multiplied_with_the_weight_of_its_expert(inner, outer, cou
 def test_the_gate_is_silu():
     gate, up = torch.randn(2, 5, 8)
     torch.testing.assert_close(gated_silu(gate, up), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    "build", [tiny_model, lambda: new_scalar_model(tiny_model().config)], ids=["language", "scalar"]
+)
+def test_the_rotary_function_is_that_of_the_layers(build):
+    assert home_of(build()) is modeling_llama

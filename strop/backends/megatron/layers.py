@@ -97,9 +97,10 @@ class PackedCoreAttention(nn.Module):
         return F.pad(out.reshape(row.tokens, 1, -1), (0, 0, 0, 0, 0, query.shape[0] - row.tokens))
 
 
-def home_of(skeleton: nn.Module) -> ModuleType:
-    """The Python module of a Hugging Face model."""
-    return sys.modules[type(skeleton).__module__]
+def home_of(skeleton: Any) -> ModuleType:
+    """The Python module of the layers of a Hugging Face model. A model with a scalar head is a class of ours
+    around them."""
+    return sys.modules[type(skeleton.model).__module__]
 
 
 # --- norms and residual sums --------------------------------------------------------------------------------
