@@ -28,6 +28,7 @@ from strop.models import fused_modules
 from strop.models.attention import SetAttention, padded_attention
 from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
 from strop.models.lora import base_model
+from strop.models.lora_linear import fused_lora_layers
 from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds, widen_residual
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
 from strop.registry import did_you_mean
@@ -206,6 +207,10 @@ def _rotary(model: nn.Module, context: PatchContext) -> list[Change]:
     return done(_SetRotary(home, function) for home, function in found)
 
 
+def _lora_linear(model: nn.Module, context: PatchContext) -> list[Change]:
+    return done(SetClass(layer, fused) for layer, fused in list(fused_lora_layers(model)))
+
+
 def _shapes(model: nn.Module, context: PatchContext) -> list[Any]:
     found = head_shapes(model, context.device, context.dtype, context.sequence_parallel)
     return sorted(found, key=lambda shape: (shape.group, shape.size))
@@ -227,6 +232,7 @@ DEVICE_PATCHES = (
     Patch("rms_norm", _with_kernels, _rms_norm),
     Patch("gated_mlp", _with_kernels, _gated_mlp),
     Patch("rotary", _with_kernels, _rotary),
+    Patch("lora_linear", on_gpu, _lora_linear),
     Patch("flash_attention", lambda model, context: bool(_shapes(model, context)), _flash_attention),
 )
 ROLLOUT_NAMES = (

@@ -354,3 +354,23 @@ def test_4_bit_weights_are_dequantised_as_by_torch(dtype):
     packed, scales = format.quantize(torch.randn(37, 192, generator=torch.Generator().manual_seed(0)))
     found = kernel.dequantize(packed, scales, torch.tensor(format.LEVELS), dtype)
     assert torch.equal(found, format.dequantize(packed, scales, dtype))
+
+
+def test_the_sum_of_a_lora_layer_and_its_gradients():
+    """Two parts of the inner dimension, rows that do not fill a tile, float32 adapters."""
+    from strop.models.lora_kernels import add_lora
+
+    torch.manual_seed(0)
+    x = torch.randn(70, 1100, dtype=torch.float16).requires_grad_()
+    base = torch.randn(70, 150, dtype=torch.float16).requires_grad_()
+    a = (torch.randn(5, 1100) / 33).requires_grad_()
+    b = torch.randn(150, 5).requires_grad_()
+    found = add_lora(base, x, a, b, 0.5)
+    expected = base.double() + 0.5 * (x.double() @ a.double().t()) @ b.double().t()
+    assert (found - expected).abs().max() < 1e-2
+    assert torch.equal(add_lora(base[:3], x[:3], a, b, 0.5), found[:3]), "bits depend on the number of rows"
+    weights = torch.randn(70, 150)
+    mine = torch.autograd.grad((found * weights).sum(), [base, x, a, b])
+    theirs = torch.autograd.grad((expected * weights).sum(), [base, x, a, b])
+    for one, other in zip(mine, theirs):
+        assert (one - other).norm() < 3e-3 * other.norm()
