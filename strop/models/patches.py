@@ -28,7 +28,7 @@ from strop.models import fused_modules
 from strop.models.attention import SetAttention, padded_attention
 from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
 from strop.models.lora import base_model
-from strop.models.lora_linear import fused_lora_layers
+from strop.models.lora_gpu.layers import fused_lora_layers
 from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds, widen_residual
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
 from strop.registry import did_you_mean

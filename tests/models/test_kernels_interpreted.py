@@ -358,7 +358,7 @@ def test_4_bit_weights_are_dequantised_as_by_torch(dtype):
 
 def test_the_sum_of_a_lora_layer_and_its_gradients():
     """Two parts of the inner dimension, rows that do not fill a tile, float32 adapters."""
-    from strop.models.lora_kernels import add_lora
+    from strop.models.lora_gpu.kernels import add_lora
 
     torch.manual_seed(0)
     x = torch.randn(70, 1100, dtype=torch.float16).requires_grad_()

@@ -31,7 +31,7 @@ _fused_classes: dict[type[nn.Module], type[nn.Module]] = {}
 @cache
 def _kernels() -> ModuleType | None:
     try:
-        return require("strop.models.lora_kernels", extra="gpu", why="Fast LoRA on a GPU")
+        return require("strop.models.lora_gpu.kernels", extra="gpu", why="Fast LoRA on a GPU")
     except MissingExtra:
         return None
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.models import lora_linear
 from strop.models.forward import response_outputs
 from strop.models.lora import adapted_layers, add_adapters
+from strop.models.lora_gpu import layers
 from strop.models.patches import applied_patches, patch_for_device, undo_patches
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
@@ -36,7 +36,7 @@ def adapted(**sizes):
 
 def test_a_model_with_adapters_gets_them_and_gives_them_back(gpu, monkeypatch):  # noqa: F811
     """On the stand-in of a GPU. Tensors of a CPU go through peft's own forward."""
-    monkeypatch.setattr(lora_linear, "_kernels", lambda: object())
+    monkeypatch.setattr(layers, "_kernels", lambda: object())
     model = adapted()
     expected = model(torch.tensor([[1, 2, 3]])).logits
     kinds = [type(layer) for layer in adapted_layers(model)]
@@ -57,11 +57,11 @@ def test_bits_do_not_depend_on_the_number_of_rows(inner, out, rank):
     base = torch.nn.Linear(inner, out, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     a = torch.randn(rank, inner, device="cuda") / inner**0.5
     b = torch.randn(out, rank, device="cuda") * 0.1
-    kernels = lora_linear._kernels()
+    kernels = layers._kernels()
     rows = torch.randn(6000, inner, device="cuda", dtype=torch.bfloat16)
 
     def layer(x):
-        return kernels.add_lora(lora_linear._base(base, x), x, a, b, 2.0)
+        return kernels.add_lora(layers._base(base, x), x, a, b, 2.0)
 
     whole = layer(rows)
     for count in (1, 3, 64, 65, 500, 1024, 4096):
