@@ -55,18 +55,24 @@ class ModelCall:
 
 
 @dataclass(frozen=True)
-class ModelAnswer:
-    """An answer of the policy, as text, and the tokens that it is."""
+class AnswerHead:
+    """What is known of an answer before its first token."""
 
     id: str
     model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class ModelAnswer(AnswerHead):
+    """An answer of the policy, as text, and the tokens that it is."""
+
     content: str
     """The text outside tool calls."""
     calls: tuple[ToolCall, ...]
     """Each with an id."""
     finish: str
     """stop | length."""
-    prompt_tokens: int
     tokens: Sequence[str]
     """The text of each sampled token."""
     ids: Sequence[int]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from strop.agents.endpoint.calls import (
+    AnswerHead,
     ApiRefusal,
     ModelAnswer,
     ModelCall,
@@ -127,30 +128,51 @@ def chat_completion(answer: ModelAnswer) -> JsonObject:
     return {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage(answer)}
 
 
-def chat_events(answer: ModelAnswer, call: ModelCall) -> Iterator[str]:
-    """Yield the answer as the lines of a stream. It is complete before the first one: it was recorded."""
-    head = _head(answer, "chat.completion.chunk")
+class ChatStream:
+    """The answer as the lines of a stream."""
 
-    def chunk(delta: JsonObject, finish: str | None = None) -> str:
-        choice: JsonObject = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
-        if answer.tokens and "content" in delta and delta["content"]:
-            choice["logprobs"] = {"content": log_probs(answer), "refusal": None}
-        return _event({**head, "choices": [choice]})
+    def __init__(self, call: ModelCall) -> None:
+        self._call = call
+        self._head: JsonObject = {}
 
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.content:
-        yield chunk({"content": answer.content})
-    for place, tool_call in enumerate(answer.calls):
-        yield chunk({"tool_calls": [{"index": place, **written_call(tool_call)}]})
-    yield chunk({}, finish_reason(answer))
-    if call.reports_usage:
-        yield _event({**head, "choices": [], "usage": usage(answer)})
-    yield "data: [DONE]\n\n"
+    def begin(self, head: AnswerHead) -> Iterator[str]:
+        self._head = _head(head, "chat.completion.chunk")
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def text(self, piece: str) -> Iterator[str]:
+        yield self._chunk({"content": piece})
+
+    def end(self, answer: ModelAnswer, rest: str) -> Iterator[str]:
+        if rest:
+            found = None
+            if answer.tokens:
+                found = {"content": log_probs(answer), "refusal": None}
+            yield self._chunk({"content": rest}, log_probs=found)
+        for place, tool_call in enumerate(answer.calls):
+            yield self._chunk({"tool_calls": [{"index": place, **written_call(tool_call)}]})
+        yield self._chunk({}, finish_reason(answer))
+        if self._call.reports_usage:
+            yield _event({**self._head, "choices": [], "usage": usage(answer)})
+        yield "data: [DONE]\n\n"
+
+    def error(self, refusal: ApiRefusal) -> Iterator[str]:
+        yield _event(chat_error(refusal))
+
+    def _chunk(
+        self, delta: JsonObject, finish: str | None = None, log_probs: JsonObject | None = None
+    ) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": log_probs}
+        return _event({**self._head, "choices": [choice]})
 
 
 def chat_error(refusal: ApiRefusal) -> JsonObject:
     """Return a refusal in OpenAI's format."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        429: "rate_limit_error",
+        500: "server_error",
+    }
     kind = kinds.get(refusal.status, "invalid_request_error")
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
 
@@ -190,7 +212,7 @@ def written_call(call: ToolCall) -> JsonObject:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _head(answer: ModelAnswer, kind: str) -> JsonObject:
+def _head(answer: AnswerHead, kind: str) -> JsonObject:
     return {"id": f"chatcmpl-{answer.id}", "object": kind, "created": int(time.time()), "model": answer.model}
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 
 from strop.agents.endpoint.calls import (
+    AnswerHead,
     ApiRefusal,
     ModelAnswer,
     ModelCall,
@@ -103,31 +104,50 @@ def _assistant(content: list[object], where: str) -> ChatMessage:
 
 def whole_message(answer: ModelAnswer) -> JsonObject:
     """Return the answer as one object."""
-    return {**_head(answer), "content": _blocks(answer), "stop_reason": stop_reason(answer)}
+    head = _head(answer, len(answer.ids))
+    return {**head, "content": _blocks(answer), "stop_reason": stop_reason(answer)}
 
 
-def message_events(answer: ModelAnswer, call: ModelCall) -> Iterator[str]:
-    """Yield the answer as the lines of a stream. It is complete before the first one: it was recorded."""
-    yield _event("message_start", {"message": {**_head(answer), "content": []}})
-    for place, block in enumerate(_blocks(answer)):
-        if block["type"] == "text":
-            empty: JsonObject = {"type": "text", "text": ""}
-            delta = {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield _event("content_block_start", {"index": place, "content_block": empty})
-        yield _event("content_block_delta", {"index": place, "delta": delta})
-        yield _event("content_block_stop", {"index": place})
-    end = {"stop_reason": stop_reason(answer), "stop_sequence": None}
-    yield _event("message_delta", {"delta": end, "usage": {"output_tokens": len(answer.ids)}})
-    yield _event("message_stop", {})
+class MessageStream:
+    """The answer as the lines of a stream."""
+
+    def __init__(self, call: ModelCall) -> None:
+        self._in_text = False
+
+    def begin(self, head: AnswerHead) -> Iterator[str]:
+        yield _event("message_start", {"message": {**_head(head, 0), "content": []}})
+
+    def text(self, piece: str) -> Iterator[str]:
+        if not self._in_text:
+            self._in_text = True
+            empty = {"type": "text", "text": ""}
+            yield _event("content_block_start", {"index": 0, "content_block": empty})
+        yield _event("content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": piece}})
+
+    def end(self, answer: ModelAnswer, rest: str) -> Iterator[str]:
+        for place, block in enumerate(_blocks(answer)):
+            if block["type"] == "text":
+                if rest or not self._in_text:
+                    yield from self.text(rest)
+            else:
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                start = {"index": place, "content_block": {**block, "input": {}}}
+                yield _event("content_block_start", start)
+                yield _event("content_block_delta", {"index": place, "delta": delta})
+            yield _event("content_block_stop", {"index": place})
+        end = {"stop_reason": stop_reason(answer), "stop_sequence": None}
+        yield _event("message_delta", {"delta": end, "usage": {"output_tokens": len(answer.ids)}})
+        yield _event("message_stop", {})
+
+    def error(self, refusal: ApiRefusal) -> Iterator[str]:
+        yield _event("error", {"error": message_error(refusal)["error"]})
 
 
 def message_error(refusal: ApiRefusal) -> JsonObject:
     """Return a refusal in Anthropic's format."""
     kinds = {
         401: "authentication_error",
+        403: "permission_error",
         404: "not_found_error",
         413: "request_too_large",
         429: "rate_limit_error",
@@ -152,7 +172,7 @@ def _blocks(answer: ModelAnswer) -> list[JsonObject]:
     return blocks
 
 
-def _head(answer: ModelAnswer) -> JsonObject:
+def _head(answer: AnswerHead, sampled: int) -> JsonObject:
     return {
         "id": f"msg_{answer.id}",
         "type": "message",
@@ -160,7 +180,7 @@ def _head(answer: ModelAnswer) -> JsonObject:
         "model": answer.model,
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.ids)},
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": sampled},
     }
 
 

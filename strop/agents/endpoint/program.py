@@ -1,7 +1,8 @@
 """A program as an agent: started for every episode, with the address and the key of the endpoint.
 
 The program gets its task as an argument or as a file, talks to the model as to any API, and ends. Whatever it
-does, it ends with its episode: its process group is killed when the episode is over.
+does, it ends with its episode: its process group and all processes with its mark are killed when the episode
+is over.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+from strop.agents.endpoint.processes import MARK, kill_marked
 from strop.agents.endpoint.session import EndpointSession
 from strop.agents.episode import Episode, EpisodeError
 from strop.config.schema.rollout import AgentConfig
@@ -63,6 +65,7 @@ class ProgramAgent:
             environment["STROP_API_KEYS"] = json.dumps(session.keys())
         environment["STROP_TASK_FILE"] = str(task_file)
         environment["STROP_REWARD_FILE"] = str(folder / "reward.json")
+        environment[MARK] = session.mark_program()
         async with _started(words, environment) as (process, output):
             ended = asyncio.ensure_future(process.wait())
             flooded = asyncio.ensure_future(session.flooded.wait())
@@ -228,6 +231,7 @@ async def _started(
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            kill_marked(environment[MARK])
             await process.wait()
     finally:
         output.close()

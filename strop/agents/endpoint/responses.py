@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from strop.agents.endpoint.calls import (
+    AnswerHead,
     ApiRefusal,
     ModelAnswer,
     ModelCall,
@@ -102,38 +103,58 @@ def whole_response(answer: ModelAnswer) -> JsonObject:
     return {**_head(answer, _status(answer)), "output": _items(answer), "usage": _usage(answer)}
 
 
-def response_events(answer: ModelAnswer, call: ModelCall) -> Iterator[str]:
-    """Yield the answer as the lines of a stream. It is complete before the first one: it was recorded."""
-    number = 0
+class ResponseStream:
+    """The answer as the lines of a stream."""
 
-    def event(kind: str, content: JsonObject) -> str:
-        nonlocal number
-        data = json.dumps({"type": kind, "sequence_number": number, **content})
-        number += 1
+    def __init__(self, call: ModelCall) -> None:
+        self._number = 0
+        self._where: JsonObject = {}
+        """Of the text; empty before its first piece."""
+
+    def begin(self, head: AnswerHead) -> Iterator[str]:
+        self._message_id = _message_id(head)
+        begun = {"response": {**_head(head, "in_progress"), "output": [], "usage": None}}
+        yield self._event("response.created", begun)
+        yield self._event("response.in_progress", begun)
+
+    def text(self, piece: str) -> Iterator[str]:
+        if not self._where:
+            self._where = {"output_index": 0, "item_id": self._message_id}
+            item = {**_message_item(self._message_id), "status": "in_progress", "content": []}
+            yield self._event("response.output_item.added", {**self._where, "item": item})
+            part = {"content_index": 0, "part": _text_part("")}
+            yield self._event("response.content_part.added", {**self._where, **part})
+        delta = {"content_index": 0, "delta": piece, "logprobs": []}
+        yield self._event("response.output_text.delta", {**self._where, **delta})
+
+    def end(self, answer: ModelAnswer, rest: str) -> Iterator[str]:
+        for place, item in enumerate(_items(answer)):
+            where = {"output_index": place, "item_id": item["id"]}
+            if item["type"] == "message":
+                if rest or not self._where:
+                    yield from self.text(rest)
+                [part] = item["content"]
+                inside = {**where, "content_index": 0}
+                done = {**inside, "text": part["text"], "logprobs": []}
+                yield self._event("response.output_text.done", done)
+                yield self._event("response.content_part.done", {**inside, "part": part})
+            else:
+                arguments = item["arguments"]
+                started = {**item, "status": "in_progress", "arguments": ""}
+                yield self._event("response.output_item.added", {**where, "item": started})
+                yield self._event("response.function_call_arguments.delta", {**where, "delta": arguments})
+                done = {**where, "name": item["name"], "arguments": arguments}
+                yield self._event("response.function_call_arguments.done", done)
+            yield self._event("response.output_item.done", {**where, "item": item})
+        yield self._event(f"response.{_status(answer)}", {"response": whole_response(answer)})
+
+    def error(self, refusal: ApiRefusal) -> Iterator[str]:
+        yield self._event("error", {"code": refusal.code, "message": str(refusal), "param": refusal.param})
+
+    def _event(self, kind: str, content: JsonObject) -> str:
+        data = json.dumps({"type": kind, "sequence_number": self._number, **content})
+        self._number += 1
         return f"event: {kind}\ndata: {data}\n\n"
-
-    begun = {"response": {**_head(answer, "in_progress"), "output": [], "usage": None}}
-    yield event("response.created", begun)
-    yield event("response.in_progress", begun)
-    for place, item in enumerate(_items(answer)):
-        where = {"output_index": place, "item_id": item["id"]}
-        started: JsonObject = {**item, "status": "in_progress"}
-        if item["type"] == "message":
-            [part] = item["content"]
-            inside = {**where, "content_index": 0}
-            yield event("response.output_item.added", {**where, "item": {**started, "content": []}})
-            yield event("response.content_part.added", {**inside, "part": {**part, "text": ""}})
-            yield event("response.output_text.delta", {**inside, "delta": part["text"], "logprobs": []})
-            yield event("response.output_text.done", {**inside, "text": part["text"], "logprobs": []})
-            yield event("response.content_part.done", {**inside, "part": part})
-        else:
-            arguments = item["arguments"]
-            yield event("response.output_item.added", {**where, "item": {**started, "arguments": ""}})
-            yield event("response.function_call_arguments.delta", {**where, "delta": arguments})
-            done = {**where, "name": item["name"], "arguments": arguments}
-            yield event("response.function_call_arguments.done", done)
-        yield event("response.output_item.done", {**where, "item": item})
-    yield event(f"response.{_status(answer)}", {"response": whole_response(answer)})
 
 
 def _status(answer: ModelAnswer) -> str:
@@ -143,14 +164,25 @@ def _status(answer: ModelAnswer) -> str:
 def _items(answer: ModelAnswer) -> list[JsonObject]:
     items: list[JsonObject] = []
     if answer.content or not answer.calls:
-        part = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": "completed"}
-        items.append({**message, "content": [part]})
+        message = {**_message_item(_message_id(answer)), "status": "completed"}
+        items.append({**message, "content": [_text_part(answer.content)]})
     for call in answer.calls:
         arguments = json.dumps(call.arguments)
         function = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "name": call.name}
         items.append({**function, "arguments": arguments, "status": "completed"})
     return items
+
+
+def _message_id(head: AnswerHead) -> str:
+    return f"msg_{head.id}"
+
+
+def _message_item(message_id: str) -> JsonObject:
+    return {"type": "message", "id": message_id, "role": "assistant"}
+
+
+def _text_part(text: str) -> JsonObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(answer: ModelAnswer) -> JsonObject:
@@ -164,7 +196,7 @@ def _usage(answer: ModelAnswer) -> JsonObject:
     }
 
 
-def _head(answer: ModelAnswer, status: str) -> JsonObject:
+def _head(answer: AnswerHead, status: str) -> JsonObject:
     details = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
         "id": f"resp_{answer.id}",

@@ -11,16 +11,18 @@ import json
 import logging
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.agents.endpoint.calls import ApiRefusal, ModelAnswer, ModelCall
-from strop.agents.endpoint.chat_completions import chat_completion, chat_error, chat_events, read_chat_call
-from strop.agents.endpoint.messages import message_error, message_events, read_messages_call, whole_message
-from strop.agents.endpoint.responses import read_responses_call, response_events, whole_response
+from strop.agents.endpoint.chat_completions import ChatStream, chat_completion, chat_error, read_chat_call
+from strop.agents.endpoint.messages import MessageStream, message_error, read_messages_call, whole_message
+from strop.agents.endpoint.processes import ConnectionOwners
+from strop.agents.endpoint.responses import ResponseStream, read_responses_call, whole_response
 from strop.agents.endpoint.session import EndpointSession, ToolFormat
+from strop.agents.endpoint.streaming import EventStream, Send, StreamFormat, TextFeed
 from strop.agents.episode import Episode
 from strop.agents.tool_schema import JsonObject
 from strop.extras import require
@@ -40,7 +42,6 @@ REMEMBERED_KEYS = 10_000
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class ApiFormat:
 
     read: Callable[[bytes], ModelCall]
     whole: Callable[[ModelAnswer], JsonObject]
-    events: Callable[[ModelAnswer, ModelCall], Iterator[str]]
+    stream: Callable[[ModelCall], StreamFormat]
     error: Callable[[ApiRefusal], JsonObject]
 
 
-CHAT = ApiFormat(read_chat_call, chat_completion, chat_events, chat_error)
+CHAT = ApiFormat(read_chat_call, chat_completion, ChatStream, chat_error)
 FORMATS = {
     "/v1/chat/completions": CHAT,
-    "/v1/responses": ApiFormat(read_responses_call, whole_response, response_events, chat_error),
-    "/v1/messages": ApiFormat(read_messages_call, whole_message, message_events, message_error),
+    "/v1/responses": ApiFormat(read_responses_call, whole_response, ResponseStream, chat_error),
+    "/v1/messages": ApiFormat(read_messages_call, whole_message, MessageStream, message_error),
 }
 
 
@@ -76,6 +77,7 @@ class EndpointServer:
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._port = 0
+        self._owners = ConnectionOwners()
         self._closing: list[Callable[[], Awaitable[None]]] = []
 
     @property
@@ -146,6 +148,8 @@ class EndpointServer:
             session.end()
             for one in opened:
                 del self._sessions[one.key]
+                if one.program_mark is not None:
+                    self._owners.forget(one.program_mark)
                 self._ended[one.key] = None
             while len(self._ended) > REMEMBERED_KEYS:
                 self._ended.popitem(last=False)
@@ -160,6 +164,7 @@ class EndpointServer:
         assert scope["type"] == "http", scope["type"]
         path = scope["path"].rstrip("/")
         api = FORMATS.get(path, CHAT)
+        stream: EventStream | None = None
         try:
             session = self._session_of(_key(scope))
             if path == "/v1/models" and scope["method"] == "GET":
@@ -167,20 +172,24 @@ class EndpointServer:
                 await _send_json(send, 200, {"object": "list", "data": [model]})
                 return
             with session.request():
+                await self._check_program(session, scope)
                 if path not in FORMATS or scope["method"] != "POST":
                     raise ApiRefusal(
                         404, f"Unknown request URL: {scope['method']} {path}.", code="unknown_url"
                     )
                 call = api.read(await _read_body(receive))
-                answer = await self._answer(session, call, receive)
+                if call.stream:
+                    stream = EventStream(send, api.stream(call))
+                answer = await self._answer(session, call, receive, stream)
+                if answer is not None and stream is not None:
+                    await stream.end(answer)
         except ApiRefusal as refusal:
-            await _send_json(send, refusal.status, api.error(refusal))
+            if stream is not None and stream.begun:
+                await stream.refuse(refusal)
+            else:
+                await _send_json(send, refusal.status, api.error(refusal))
             return
-        if answer is None:
-            return
-        if call.stream:
-            await _send_events(send, api.events(answer, call))
-        else:
+        if answer is not None and stream is None:
             await _send_json(send, 200, api.whole(answer))
 
     def _session_of(self, key: str) -> EndpointSession:
@@ -195,14 +204,36 @@ class EndpointServer:
         self.counts["wrong_keys"] += 1
         raise ApiRefusal(401, "Incorrect API key provided.", code="invalid_api_key")
 
+    async def _check_program(self, session: EndpointSession, scope: Scope) -> None:
+        """Refuse a call that comes from the program of another episode: two programs have one key. Looked at
+        once per connection."""
+        mark = session.program_mark
+        client = scope.get("client")
+        if mark is None or client is None or client[1] in session.known_ports:
+            return
+        found = await asyncio.to_thread(self._owners.mark, client[1], self._port, mark)
+        if found not in (None, mark):
+            session.episode.counts["shared_keys"] += 1
+            raise ApiRefusal(
+                403,
+                "This key belongs to the episode of another program; each program has one of its own.",
+                code="key_of_another_episode",
+            )
+        session.known_ports.add(client[1])
+
     async def _answer(
-        self, session: EndpointSession, call: ModelCall, receive: Receive
+        self, session: EndpointSession, call: ModelCall, receive: Receive, stream: EventStream | None
     ) -> ModelAnswer | None:
-        """Return the answer; None, and nothing is recorded, if the client went away before it."""
-        sampling = session.start(call)
+        """Return the answer; None, and nothing is recorded, if the client went away before it. `stream` gets
+        its text while it is sampled."""
+        feed = TextFeed(call)
+        sampling = session.start(call, feed)
         gone = asyncio.ensure_future(_until_disconnect(receive))
         try:
-            await asyncio.wait((sampling, gone), return_when=asyncio.FIRST_COMPLETED)
+            if stream is None or not feed.early:
+                await asyncio.wait((sampling, gone), return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await _forward(feed, stream, (sampling, gone))
             if sampling.cancelled():
                 raise session.after_end()
             if sampling.done():
@@ -261,9 +292,13 @@ async def _send_json(send: Send, status: int, content: JsonObject) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_events(send: Send, events: Iterator[str]) -> None:
-    headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    for event in events:
-        await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+async def _forward(feed: TextFeed, stream: EventStream, ends: Sequence[asyncio.Future[Any]]) -> None:
+    """Send text until one of `ends` is done."""
+    while not any(end.done() for end in ends):
+        more = asyncio.ensure_future(feed.text())
+        try:
+            await asyncio.wait((*ends, more), return_when=asyncio.FIRST_COMPLETED)
+            if more.done() and feed.head is not None:
+                await stream.text(feed.head, more.result())
+        finally:
+            more.cancel()

@@ -20,6 +20,7 @@ import signal
 from contextlib import suppress
 from typing import cast
 
+from strop.agents.endpoint.processes import MARK, kill_marked, new_mark
 from strop.agents.endpoint.program import (
     ProgramOutput,
     command_words,
@@ -42,8 +43,10 @@ class ServiceEnded(EpisodeError):
 class AgentService:
     """The running program."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: ProgramOutput) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: ProgramOutput, mark: str) -> None:
+        """`mark`: in the environment of the program and its children."""
         self.process = process
+        self._mark = mark
         self.output = output
         self._waiting: dict[int, asyncio.Future[JsonObject]] = {}
         self._listening = asyncio.ensure_future(self._listen())
@@ -52,7 +55,8 @@ class AgentService:
     async def start(cls, words: list[str], address: str) -> AgentService:
         """Start the program. Episodes have keys of their own, so its environment has none."""
         reading, writing = os.pipe()
-        environment = {**os.environ, **endpoint_environment(address, "given with each episode")}
+        mark = new_mark()
+        environment = {**os.environ, **endpoint_environment(address, "given with each episode"), MARK: mark}
         try:
             process = await asyncio.create_subprocess_exec(
                 *words,
@@ -68,7 +72,7 @@ class AgentService:
             raise EpisodeError(f"the program {words[0]} cannot be started: {error}.") from error
         finally:
             os.close(writing)
-        return cls(process, ProgramOutput(reading))
+        return cls(process, ProgramOutput(reading), mark)
 
     @property
     def ended(self) -> bool:
@@ -91,6 +95,7 @@ class AgentService:
         """Kill the program and its children."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        kill_marked(self._mark)
         await self._listening
         await self.process.wait()
         self.output.close()

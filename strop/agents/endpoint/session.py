@@ -9,10 +9,12 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from strop.agents.endpoint.calls import ApiRefusal, ModelAnswer, ModelCall
+from strop.agents.endpoint.calls import AnswerHead, ApiRefusal, ModelAnswer, ModelCall
+from strop.agents.endpoint.processes import new_mark
 from strop.agents.endpoint.recording import CallPrompt, Recording
+from strop.agents.endpoint.streaming import TextFeed
 from strop.agents.episode import Episode, EpisodeContext, EpisodeError
 from strop.agents.parsers.base import Malformed, Parsed, ToolCall, ToolParser, parser_for
 from strop.agents.rendering import Rendering
@@ -97,17 +99,33 @@ class EndpointSession:
         self._started = 0
         """Calls that were given to the engine."""
         self._ended = False
+        self.program_mark: str | None = None
+        """In the environment of the episode's program (processes.py); None: calls come from anywhere."""
+        self.known_ports: set[int] = set()
+        """Of connections that belong to this program."""
 
-    async def answer(self, call: ModelCall) -> ModelAnswer:
-        """Sample the answer to a call and record it."""
+    def mark_program(self) -> str:
+        """Return the mark of the program that has the keys of this episode."""
+        mark = new_mark()
+        for session in (self, *self.others):
+            session.program_mark = mark
+        return mark
+
+    async def answer(self, call: ModelCall, feed: TextFeed | None = None) -> ModelAnswer:
+        """Sample the answer to a call and record it. `feed` gets the tokens while they are sampled."""
         episode = self.episode
         prompt = self._prompt(call)
         room = self._room(prompt, call.max_tokens)
         seeds = (*episode.seeds, self._started)
         if self._place:
             seeds = (*seeds, self._place)
+        number = self._started
         self._started += 1
         request = Request(prompt.ids, seed=episode.context.seed(*seeds), max_tokens=room)
+        head = AnswerHead(f"{self.key[-8:]}-{number}", call.model, len(prompt.ids))
+        if feed is not None and feed.early:
+            feed.begin(head, lambda ids: episode.context.decode(ids)[1], episode.sampling.stop_ids)
+            request = replace(request, on_tokens=feed.on_tokens)
         start = time.perf_counter()
         [completion] = await episode.context.engine.agenerate(request, episode.sampling)
         episode.seconds["generate_sequences"] += time.perf_counter() - start
@@ -118,7 +136,7 @@ class EndpointSession:
             raise ApiRefusal(500, f"No answer was sampled: {reason}.", code="server_error")
         if self.failure is not None and _too_long(self.failure):
             self.failure = None  # the agent made its context shorter
-        return self._record(call, prompt, completion)
+        return self._record(call, prompt, completion, head, number)
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -141,9 +159,9 @@ class EndpointSession:
                 self.failure = refusal
             raise
 
-    def start(self, call: ModelCall) -> asyncio.Task[ModelAnswer]:
+    def start(self, call: ModelCall, feed: TextFeed | None = None) -> asyncio.Task[ModelAnswer]:
         """Start `answer` as a task, which is cancelled when the episode ends."""
-        task = asyncio.ensure_future(self.answer(call))
+        task = asyncio.ensure_future(self.answer(call, feed))
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
         return task
@@ -201,7 +219,9 @@ class EndpointSession:
             room = min(room, max_tokens)
         return room
 
-    def _record(self, call: ModelCall, prompt: CallPrompt, completion: Completion) -> ModelAnswer:
+    def _record(
+        self, call: ModelCall, prompt: CallPrompt, completion: Completion, head: AnswerHead, number: int
+    ) -> ModelAnswer:
         context = self.episode.context
         ids = list(completion.ids)
         for text in call.stop:
@@ -210,7 +230,6 @@ class EndpointSession:
         if ids[-1] in self.episode.sampling.stop_ids:
             spoken = ids[:-1]
         text, plain = context.decode(spoken)
-        number = len(self.recording.calls)
         parsed = self._parse(call, text, plain, number)
         calls = tuple(found for found in parsed.calls if isinstance(found, ToolCall))
         finish = "stop" if len(ids) < len(completion.ids) else completion.finish
@@ -219,12 +238,12 @@ class EndpointSession:
         if call.wants_log_probs:
             tokens = [str(decode([token])) for token in spoken]
         answer = ModelAnswer(
-            id=f"{self.key[-8:]}-{number}",
-            model=call.model,
+            id=head.id,
+            model=head.model,
             content=parsed.content,
             calls=calls,
             finish=finish,
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=head.prompt_tokens,
             tokens=tokens,
             ids=ids,
             log_probs=completion.log_probs[: len(ids)],

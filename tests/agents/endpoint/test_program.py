@@ -155,6 +155,76 @@ open({str(pid_file)!r}, "w").write(str(child))
     assert os.getpid() != child
 
 
+def test_a_process_that_leaves_its_session_ends_with_the_episode(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    source = f"""
+chat([{{"role": "user", "content": "?"}}])
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        import signal
+        open({str(pid_file)!r}, "w").write(str(os.getpid()))
+        for descriptor in (0, 1, 2):
+            os.close(descriptor)
+        os.write(writing, b"x")
+        signal.pause()
+    os._exit(0)
+os.read(reading, 1)
+"""
+    assert run_program(tmp_path, source).error is None
+    state = Path(f"/proc/{int(pid_file.read_text())}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+SHARED = """
+import pathlib, time
+own, key_file, done = sys.argv[1] == "first", pathlib.Path(os.environ["KEY_FILE"]), pathlib.Path(os.environ["DONE"])
+ask = [{"role": "user", "content": "?"}]
+if own:
+    chat(ask)
+    key_file.with_suffix(".part").write_text(os.environ["OPENAI_API_KEY"])
+    key_file.with_suffix(".part").rename(key_file)
+    while not done.exists():
+        time.sleep(0.02)
+else:
+    while not key_file.exists():
+        time.sleep(0.02)
+    try:
+        chat(ask, key_file.read_text())
+    except urllib.error.HTTPError as error:
+        found = json.load(error)["error"]
+        assert error.code == 403 and found["code"] == "key_of_another_episode", found
+    else:
+        raise SystemExit("accepted")
+    finally:
+        done.touch()
+    chat(ask)
+"""
+
+
+def test_a_program_with_the_key_of_another_is_refused_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("DONE", str(tmp_path / "done"))
+    script = tmp_path / "agent.py"
+    script.write_text(CALL.replace("import json", "import json, urllib.error") + SHARED)
+    agent = ProgramAgent(AgentConfig(command=f"{sys.executable} -S -E {script} {{task}}"))
+    server = EndpointServer("hermes", host="127.0.0.1", max_calls=9)
+    context = replace(episode_context(ScriptedEngine(["4"])), endpoint=server)
+
+    class Loop:
+        run = agent.run
+
+    loops = AgentLoops(PROGRAM_AGENT, {PROGRAM_AGENT: (Loop, {})})
+    rows = [prompt("first", agent=None), prompt("second", agent=None, index=1)]
+    first, second = play(context, *rows, loops=loops)
+    assert "key belongs to the episode of another program" in str(first.error)
+    assert first.counts["shared_keys"] == 1 and first.trajectory().finish == "error"
+    assert second.error is None and second.counts["calls"] == 1
+
+
 @pytest.mark.parametrize(
     "content", ["x", "[1]", '{"turns": [1]}', '{"score": 1, "turns": ["a"]}', "NaN", "null"]
 )
