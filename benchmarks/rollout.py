@@ -10,8 +10,9 @@ Every completion has exactly `--tokens` tokens (no stop token), temperature 1, n
 log-probs of its tokens. With `--ragged 1 512` each prompt has a limit of its own between the two and the
 model may end earlier. With `--lengths-lognormal 1500 0.8 8192` each prompt has a length of its own, drawn
 from a log-normal distribution with this median and sigma and at most 8,192, and all its completions have
-exactly this length. `--cache-gib` limits the KV cache of the native engine. With `--quantization fp8` the
-engine `native-fp8` is measured too (`int8`: `native-int8`). Engines take turns so that a noisy moment hits
+exactly this length. `--cache-gib 30` limits the KV cache of the native engine and of vLLM; each line says
+how many rows were in flight. With `--quantization fp8` the engine `native-fp8` is measured too (`int8`:
+`native-int8`), with `--kv-cache-dtype fp8` the engine `native-fp8cache`. Engines take turns so that a noisy moment hits
 all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then the ratios
 of the native engine to the others.
 
@@ -23,6 +24,8 @@ the upper bound. A low `--temperature` is in between. With `--model` and `--ques
 
     python benchmarks/rollout.py --shape qwen2.5-1.5b --dtype bfloat16 --engines native --speculation auto \\
         --epochs 2 --same-seeds --prompts 8 --samples 8 --tokens 512 --stats
+    python benchmarks/rollout.py --shape qwen3-8b --dtype bfloat16 --engines native,vllm --prompts 256 \\
+        --samples 4 --lengths-lognormal 1500 0.8 8192 --cache-gib 30 --kv-cache-dtype fp8 --repeats 1
 
 `vllm` is vLLM's own offline interface in a process of its own (rollout_vllm.py), its engine in that process;
 `vllm-mp` has the engine in a further process, which is vLLM's default; `strop-vllm` is vLLM behind Strop's
@@ -200,6 +203,10 @@ def limits(options: argparse.Namespace, asked: list[list[int]]) -> list[int]:
     return [draw.randint(*options.ragged) if options.ragged else options.tokens for _ in asked]
 
 
+def cache_bytes(options: argparse.Namespace) -> int | None:
+    return None if options.cache_gib is None else int(options.cache_gib * 2**30)
+
+
 def longest(options: argparse.Namespace, asked: list[list[int]]) -> int:
     return max(map(len, asked)) + max(limits(options, asked))
 
@@ -220,7 +227,7 @@ class Ours:
 
     def __init__(self, name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> None:
         plain = name.removeprefix("strop-")
-        for suffix in ("-eager", "-on", "-auto"):
+        for suffix in ("-eager", "-on", "-auto", "-fp8cache"):
             plain = plain.removesuffix(suffix)
         plain, _, quantization = plain.partition("-")
         self._engine = build_engine(
@@ -234,7 +241,8 @@ class Ours:
             if name.startswith("strop-vllm")
             else options.native_memory,
             quantization=quantization or None,
-            cache_bytes=None if options.cache_gib is None else int(options.cache_gib * 2**30),
+            kv_cache_dtype=options.kv_cache_dtype if name.endswith("-fp8cache") else "auto",
+            cache_bytes=cache_bytes(options),
             engine_kwargs={"vllm": {"python": options.vllm_python}}
             if options.vllm_python != sys.executable
             else None,
@@ -264,6 +272,8 @@ class Ours:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         self.stats = dict(self._engine.stats())
+        if "rows_in_flight" in self.stats:
+            self.facts["rows_in_flight"] = round(self.stats["rows_in_flight"])
         return sum(len(completion.ids) for group in answers for completion in group), seconds
 
     def close(self) -> None:
@@ -312,12 +322,14 @@ class Vllm:
             "max_num_seqs": options.max_num_seqs or 1024,
             "eager": name.endswith("-eager"),
             "memory": options.vllm_memory,
+            "cache_bytes": cache_bytes(options),
             "settings": json.loads(options.vllm_settings),
         }
-        self.facts = self._ask(json.dumps(work))
+        self.facts = {f"vllm_{key}": value for key, value in self._ask(json.dumps(work)).items()}
 
     def __call__(self) -> tuple[int, float]:
         found = self._ask("go")
+        self.facts["rows_in_flight"] = found["rows_in_flight"]
         return found["tokens"], found["seconds"]
 
     def _ask(self, line: str) -> dict[str, Any]:
@@ -381,7 +393,10 @@ def options() -> argparse.Namespace:
         metavar=("MEDIAN", "SIGMA", "MOST"),
         help="new tokens, drawn for each prompt; the end of the text is ignored",
     )
-    parser.add_argument("--cache-gib", type=float, help="KV cache of the native engine")
+    parser.add_argument("--cache-gib", type=float, help="KV cache of the native engine and of vLLM")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("fp8",), help="measure the native engine with such a KV cache too"
+    )
     parser.add_argument(
         "--quantization",
         choices=("fp8", "int8"),
@@ -412,6 +427,8 @@ def options() -> argparse.Namespace:
     found = parser.parse_args()
     if found.epochs is not None:
         found.repeats = max(1, found.epochs - 1)
+    if found.kv_cache_dtype is not None:
+        found.engines += ",native-fp8cache"
     if found.speculation != "off":
         found.engines += f",native-{found.speculation}"
     return found
@@ -449,7 +466,7 @@ def describe(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        **{f"vllm_{key}": value for key, value in facts.items()},
+        **facts,
         "tokens_per_second": round(statistics.median(found), 1),
         "min": round(min(found), 1),
         "max": round(max(found), 1),

@@ -11,8 +11,31 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
+
+
+class RowWatch:
+    """The most requests that run at a time, looked up ten times a second; None if the engine is in another
+    process."""
+
+    def __init__(self, engine: Any) -> None:
+        core = getattr(engine.llm_engine.engine_core, "engine_core", None)
+        self._scheduler = getattr(core, "scheduler", None)
+        self._most = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while self._scheduler is not None and not self._end.wait(0.1):
+            self._most = max(self._most, len(self._scheduler.running))
+
+    def most(self) -> int | None:
+        self._end.set()
+        self._thread.join()
+        return None if self._scheduler is None else self._most
 
 
 def main() -> None:
@@ -22,6 +45,9 @@ def main() -> None:
     import vllm
 
     start = time.perf_counter()
+    limit: dict[str, Any] = {}
+    if work["cache_bytes"] is not None:
+        limit["kv_cache_memory_bytes"] = work["cache_bytes"]
     engine = vllm.LLM(
         work["model"],
         skip_tokenizer_init=True,
@@ -30,7 +56,7 @@ def main() -> None:
         max_num_seqs=work["max_num_seqs"],
         enforce_eager=work["eager"],
         gpu_memory_utilization=work["memory"],
-        **{"enable_prefix_caching": True, **work["settings"]},
+        **{"enable_prefix_caching": True, **limit, **work["settings"]},
     )
     settings: dict[str, Any] = {
         "n": work["samples"],
@@ -50,13 +76,16 @@ def main() -> None:
 
     say(version=vllm.__version__, seconds=round(time.perf_counter() - start, 1))
     for _ in sys.stdin:
+        watch = RowWatch(engine)
         start = time.perf_counter()
         found = engine.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
+        rows = watch.most()
         outputs = [output for answer in found for output in answer.outputs]
         assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
         engine.reset_prefix_cache()  # each round computes its prompts, as after a weight update
-        say(tokens=sum(len(output.token_ids) for output in outputs), seconds=seconds)
+        tokens = sum(len(output.token_ids) for output in outputs)
+        say(tokens=tokens, seconds=seconds, rows_in_flight=rows)
 
 
 if __name__ == "__main__":

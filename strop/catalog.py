@@ -248,6 +248,7 @@ ENGINES.declare(
         "enforce_eager",
         "speculation",
         "quantization",
+        "kv_cache_dtype",
     ),
 )
 _outside = (
@@ -261,6 +262,7 @@ _outside = (
     "bucket_megabytes",
     "load_format",
     "quantization",
+    "kv_cache_dtype",
     "engine_kwargs",
 )
 ENGINES.declare(

@@ -11,7 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strop.config.derived import describe_async, describe_quantization, device_count, resource_pools
+from strop.config.derived import (
+    corrects_quantization,
+    describe_async,
+    device_count,
+    off_policy_remedy,
+    quantized_parts,
+    resource_pools,
+)
 from strop.config.megatron import model_parallel_size
 
 if TYPE_CHECKING:
@@ -97,7 +104,7 @@ class Plan:
         if self.ahead is not None:
             rows.append(("sampling", *self.ahead))
         if self.quantized is not None:
-            rows.append(("rollout weights", *self.quantized))
+            rows.append(("rollout precision", *self.quantized))
         return rows
 
 
@@ -153,8 +160,21 @@ def plan_ppo(config: PpoConfig, rows: int | None = None, role: str = "actor") ->
         on_policy=updates == 1,
         why=_why(updates == 1, per_epoch, section.ppo_epochs, prompts),
         ahead=describe_async(config),
-        quantized=describe_quantization(config),
+        quantized=_quantization(config),
     )
+
+
+def _quantization(config: PpoConfig) -> tuple[str, str] | None:
+    """(precision of the engine's weights and KV cache, how the loss corrects for it) as text; None: not
+    quantised."""
+    parts = quantized_parts(config)
+    if not parts:
+        return None
+    text = off_policy_remedy(config)
+    if corrects_quantization(config):
+        threshold = config.algorithm.rollout_correction.rollout_is_threshold
+        text += f", truncated at {threshold} (the default with {' and '.join(parts)})"
+    return ", ".join(parts.values()), text
 
 
 def _accumulation(sequences: int, micro: int | None) -> int | None:

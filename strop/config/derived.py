@@ -247,18 +247,18 @@ def describe_async(config: PpoConfig) -> tuple[str, str] | None:
         return (
             f"over-sampling by {plan.over_sampling:g}, at most {plan.age:g} {updates} old",
             "prompts that are unfinished when a step has enough continue in the next one; "
-            f"{_off_policy_remedy(config)}",
+            f"{off_policy_remedy(config)}",
         )
     every = "every step" if plan.sync_steps == 1 else f"every {plan.sync_steps} steps"
     interrupted = "interrupted by a weight update" if plan.interrupts else "waited for at a weight update"
     return (
         f"{where}, at most {plan.age:g} {updates} old",
         f"{plan.between_updates} prompts from one weight update ({every}) to the next, {interrupted}; "
-        f"{_off_policy_remedy(config)}",
+        f"{off_policy_remedy(config)}",
     )
 
 
-def _off_policy_remedy(config: PpoConfig) -> str:
+def off_policy_remedy(config: PpoConfig) -> str:
     weights = rollout_correction(config).rollout_is
     if weights:
         return f"rollout_is={weights}"
@@ -271,29 +271,28 @@ def rollout_correction(config: PpoConfig) -> RolloutCorrectionConfig:
     """algorithm.rollout_correction; by default token-level weights for stale or quantised rollouts."""
     chosen = config.algorithm.rollout_correction
     is_stale = _is_uncorrected(config) and config.trainer.async_training.compute_prox_log_prob
-    if is_stale or _corrects_quantization(config):
+    if is_stale or corrects_quantization(config):
         return dataclasses.replace(chosen, rollout_is="token")
     return chosen
 
 
-def _corrects_quantization(config: PpoConfig) -> bool:
+def corrects_quantization(config: PpoConfig) -> bool:
     """Whether a quantised engine samples and no correction is chosen (a null threshold: on purpose)."""
     chosen = config.algorithm.rollout_correction
-    if config.actor_rollout_ref.rollout.quantization is None or uses_engine_log_probs(config):
+    if not quantized_parts(config) or uses_engine_log_probs(config):
         return False
     return not chosen.rollout_is and not chosen.rollout_rs and chosen.rollout_is_threshold is not None
 
 
-def describe_quantization(config: PpoConfig) -> tuple[str, str] | None:
-    """(precision of the engine's weights, how the loss corrects for it) as text; None: not quantised."""
-    quantization = config.actor_rollout_ref.rollout.quantization
-    if quantization is None:
-        return None
-    text = _off_policy_remedy(config)
-    if _corrects_quantization(config):
-        threshold = config.algorithm.rollout_correction.rollout_is_threshold
-        text += f", truncated at {threshold} (the default with rollout.quantization)"
-    return f"{quantization} weights", text
+def quantized_parts(config: PpoConfig) -> dict[str, str]:
+    """What the engine has in fewer bits than the model, by key."""
+    rollout = config.actor_rollout_ref.rollout
+    parts = {}
+    if rollout.quantization is not None:
+        parts["rollout.quantization"] = f"{rollout.quantization} weights"
+    if rollout.kv_cache_dtype.startswith("fp8"):
+        parts["rollout.kv_cache_dtype"] = f"{rollout.kv_cache_dtype} KV cache"
+    return parts
 
 
 def uses_engine_log_probs(config: PpoConfig) -> bool:

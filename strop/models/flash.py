@@ -61,13 +61,21 @@ def joined(top, total, mixed, next_top, next_total, next_mixed, scale):
 
 
 @triton.jit
+def widened(x, exponent, dtype: tl.constexpr):
+    """8-bit numbers of a cache times 2^(exponent - 127), exactly."""
+    power = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return x.to(dtype) * power.to(dtype)
+
+
+@triton.jit
 def _segment(
     q, keys, values, row, length, window, scale, table, key_page, value_page, key_token, value_token,
+    key_exponents, value_exponents, exponents_page,
     first, border, end, size: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over the keys from `first` to `end`. All queries come after those before `border`.
-    With pages of PAGE keys, `table` says where they are."""
+    With pages of PAGE keys, `table` says where they are. SHORT: they have 8 bits, and exponents."""
     d = tl.arange(0, SIZE)
     real = d < size
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -82,10 +90,15 @@ def _segment(
             k_from += page * key_page - block // PAGE * PAGE * key_token
             v_from += page * value_page - block // PAGE * PAGE * value_token
         k = tl.load(k_from + place[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
+        if SHORT:
+            powers = page * exponents_page + place % PAGE
+            k = widened(k, tl.load(key_exponents + powers)[None, :], q.dtype)
         scores = tl.dot(q, k, input_precision="ieee")
         if WINDOW:
             scores = tl.where(row[:, None] - place[None, :] < window, scores, float("-inf"))
         v = tl.load(v_from + place[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
+        if SHORT:
+            v = widened(v, tl.load(value_exponents + powers)[:, None], q.dtype)
         top, total, mixed = absorb(scores, v, top, total, mixed, scale)
     for block in range(tl.maximum(first, border), end, BLOCK):
         place = block + tl.arange(0, BLOCK)
@@ -99,6 +112,9 @@ def _segment(
         k = tl.load(
             k_from + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
         )
+        if SHORT:
+            powers = page * exponents_page + place % PAGE
+            k = widened(k, tl.load(key_exponents + powers, mask=there, other=0)[None, :], q.dtype)
         seen = place[None, :] <= row[:, None]
         if WINDOW:
             seen &= row[:, None] - place[None, :] < window
@@ -106,6 +122,8 @@ def _segment(
         v = tl.load(
             v_from + place[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0
         )
+        if SHORT:
+            v = widened(v, tl.load(value_exponents + powers, mask=there, other=0)[:, None], q.dtype)
         top, total, mixed = absorb(scores, v, top, total, mixed, scale)
     return top, total, mixed
 
@@ -114,8 +132,9 @@ def _segment(
 def _attend(
     query, key, value, out, normal, bounds, origins, tables, tokens, window, scale,
     query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    key_exponents, value_exponents, exponents_page, exponents_head,
     group: tl.constexpr, size: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr,
-    SEGMENT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SEGMENT: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     # The last queries see most keys: they go first, so that the work ends evenly.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -128,6 +147,8 @@ def _attend(
         d = tl.arange(0, SIZE)
         keys = key + (head // group) * key_head
         values = value + (head // group) * value_head
+        key_exponents += (head // group) * exponents_head
+        value_exponents += (head // group) * exponents_head
         table = tables
         if PAGE:
             origin = tl.load(origins + sequence).to(tl.int32)
@@ -155,14 +176,16 @@ def _attend(
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 next_top, next_total, next_mixed = _segment(
                     q, keys, values, row, length, window, scale, table, key_page, value_page, key_token,
-                    value_token, tl.maximum(first, segment), border, tl.minimum(end, segment + SEGMENT),
-                    size, SIZE, QUERIES, BLOCK, PAGE, WINDOW,
+                    value_token, key_exponents, value_exponents, exponents_page,
+                    tl.maximum(first, segment), border, tl.minimum(end, segment + SEGMENT),
+                    size, SIZE, QUERIES, BLOCK, PAGE, WINDOW, SHORT,
                 )  # fmt: skip
                 top, total, mixed = joined(top, total, mixed, next_top, next_total, next_mixed, scale)
         else:
             top, total, mixed = _segment(
                 q, keys, values, row, length, window, scale, table, key_page, value_page, key_token,
-                value_token, first, border, end, size, SIZE, QUERIES, BLOCK, PAGE, WINDOW,
+                value_token, key_exponents, value_exponents, exponents_page,
+                first, border, end, size, SIZE, QUERIES, BLOCK, PAGE, WINDOW, SHORT,
             )  # fmt: skip
         mixed = mixed / total[:, None]
         target = out + (at[:, None] * tl.num_programs(1) + head) * size + d[None, :]
@@ -183,6 +206,7 @@ def _launch(
     scale: float,
     window: int | None,
     going_on: tuple[Tensor, Tensor] | None = None,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What every token says, and the logarithm of the sum of its weights [heads, N]."""
     tokens, heads, size = q.shape
@@ -199,11 +223,14 @@ def _launch(
         table_row = tables.stride(0)
         most = tables.shape[1] * page
         strides = [(x.stride(0), x.stride(2), x.stride(1)) for x in (k, v)]
+    key_exponents, value_exponents = exponents or (bounds, bounds)
     _attend[(triton.cdiv(longest, _QUERIES), heads, len(bounds) - 1)](
         q, k, v, out, normal, bounds, origins, tables, tokens, window or 0, LOG2E * scale,
         q.stride(0), q.stride(1), *strides[0], *strides[1], table_row,
+        key_exponents, value_exponents, *(exponents[0].stride()[:2] if exponents else (0, 0)),
         heads // k.shape[1], size, SIZE=max(16, triton.next_power_of_2(size)), QUERIES=_QUERIES, BLOCK=BLOCK,
         SEGMENT=SEGMENT if most > SEGMENT else 0, PAGE=page, WINDOW=window is not None,
+        SHORT=exponents is not None,
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, normal
@@ -274,12 +301,14 @@ def continued_attention(
     longest: int,
     origins: Tensor,
     tables: Tensor,
+    exponents: tuple[Tensor, Tensor] | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
     """The same for pieces of sequences whose keys and values lie in pages of a cache [pages, key heads,
     positions, D]: piece i of q goes on at position `origins[i]` of the sequence in the pages `tables[i]`
-    [pieces, pages]. A page is a multiple of BLOCK, or the whole sequence is in one. Without gradients."""
+    [pieces, pages]. A page is a multiple of BLOCK, or the whole sequence is in one. Keys and values of 8 bits
+    have `exponents` [pages, key heads, positions, 1]. Without gradients."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _launch(q, keys, values, bounds, longest, scale, window, (origins, tables))[0]
+    return _launch(q, keys, values, bounds, longest, scale, window, (origins, tables), exponents)[0]

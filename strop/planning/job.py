@@ -348,6 +348,7 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
         on_cpu=cluster.device.is_cpu,
         quantized=rollout.quantization is not None,
         four_bit=actor.four_bit,
+        fp8_cache=rollout.kv_cache_dtype.startswith("fp8"),
     )
 
 

@@ -40,6 +40,8 @@ class PlannedSampler:
     """It samples from 8-bit copies of the weights of all layers (rollout.quantization)."""
     four_bit: bool = False
     """The actor's module has 4-bit weights (model.quantization)."""
+    fp8_cache: bool = False
+    """The KV cache has 8 bits, and a byte for each head of a token (rollout.kv_cache_dtype)."""
 
     @property
     def module(self) -> int:
@@ -73,6 +75,9 @@ class PlannedSampler:
     @property
     def per_token(self) -> int:
         """Bytes of the KV cache per token."""
+        if self.fp8_cache:
+            heads = 2 * self.shape.layers * self.shape.key_heads
+            return (self.shape.cache_per_token(1) + heads) // self.tensor
         return self.shape.cache_per_token(self.numbers.compute) // self.tensor
 
     @property

@@ -240,13 +240,20 @@ def local_device(trainer: TrainerConfig) -> Device | None:
 
 
 def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list[ConfigFinding]:
-    """An error if the native engine is to sample with fp8 weights on a machine whose first GPU cannot
-    multiply them, or that has none."""
-    if rollout.quantization != "fp8" or engine_name(rollout) != "native" or device == "cpu":
+    """An error if the native engine is to sample with fp8 weights, or an fp8 KV cache, on a machine whose
+    first GPU has no fp8, or that has none."""
+    remedies = {}
+    if rollout.quantization == "fp8":
+        remedies["quantization"] = "quantization=int8 or null"
+    if rollout.kv_cache_dtype == "fp8":
+        remedies["kv_cache_dtype"] = "kv_cache_dtype=auto"
+    if not remedies or engine_name(rollout) != "native" or device == "cpu":
         return []
     if rollout.nnodes:  # the engines are on other machines
         return []
     found = _query_gpu("name,compute_cap")
+    if found is None and device == "auto":  # on a CPU plain torch reads an fp8 KV cache
+        remedies.pop("kv_cache_dtype", None)
     if found is None:
         missing = "this machine has none (nvidia-smi does not answer)"
     else:
@@ -254,11 +261,12 @@ def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list
         if float(capability) >= FP8_CAPABILITY:
             return []
         missing = f"{name.strip()} has {capability.strip()}"
-    message = (
-        f"fp8 needs a GPU with compute capability {FP8_CAPABILITY} or more, but {missing}. Set "
-        "quantization=int8 or null."
-    )
-    return [error(f"{key}.quantization", message, about_machine=True)]
+    findings = []
+    for name, remedy in remedies.items():
+        needed = f"fp8 needs a GPU with compute capability {FP8_CAPABILITY} or more"
+        message = f"{needed}, but {missing}. Set {remedy}."
+        findings.append(error(f"{key}.{name}", message, about_machine=True))
+    return findings
 
 
 def _query_gpu(fields: str) -> str | None:

@@ -45,6 +45,7 @@ class SglangEngine(ExternalEngine):
         free_cache_engine: bool = RolloutConfig.free_cache_engine,
         bucket_megabytes: int = CheckpointEngineConfig.update_weights_bucket_megabytes,
         quantization: str | None = RolloutConfig.quantization,
+        kv_cache_dtype: str = RolloutConfig.kv_cache_dtype,
         engine_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         """`model`: a module, whose weights are copied, or the folder of a model.
@@ -83,6 +84,7 @@ class SglangEngine(ExternalEngine):
                 "disable_radix_cache": not enable_prefix_caching,
                 "enable_memory_saver": free_cache_engine,
                 "quantization": quantization,
+                "kv_cache_dtype": "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype,
                 **server_arguments,
             }
             self._process = HostProcess(

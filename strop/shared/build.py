@@ -244,6 +244,7 @@ ENGINE_SETTINGS = (
     "scheduling_policy",
     "load_format",
     "quantization",
+    "kv_cache_dtype",
     "engine_kwargs",
 )
 """Keys of the `rollout` section that engines take under the same name. Each engine takes a subset."""

@@ -357,6 +357,30 @@ def test_which_engines_sample_with_quantised_weights(overrides, message):
         assert message in got
 
 
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["kv_cache_dtype=fp8", "name=hf"], "Set name=native"),
+        (["kv_cache_dtype=fp-8"], "Did you mean 'fp8'"),
+        (["kv_cache_dtype=fp8"], None),
+        (["kv_cache_dtype=fp8_e5m2", "name=vllm", "+engine_kwargs.vllm.python=python"], None),
+    ],
+)
+def test_which_engines_have_a_kv_cache_of_8_bits(overrides, message):
+    section = "actor_rollout_ref.rollout."
+    keys = [f"+{section}{word[1:]}" if word[0] == "+" else section + word for word in overrides]
+    got = errors(*keys, "trainer.device=cpu").get(f"{section}kv_cache_dtype")
+    assert got is None if message is None else message in got
+
+
+def test_a_kv_cache_of_8_bits_is_corrected_by_default():
+    config = load("ppo_trainer", [*GRPO, "actor_rollout_ref.rollout.kv_cache_dtype=fp8"]).config
+    assert rollout_correction(config).rollout_is == "token"
+    shown = {row[0]: row[1:] for row in plan_ppo(config).table()}["rollout precision"]
+    default = "rollout_is=token, truncated at 2.0 (the default with rollout.kv_cache_dtype)"
+    assert shown == ("fp8 KV cache", default)
+
+
 def test_quantised_rollouts_are_corrected_by_default():
     correction = "algorithm.rollout_correction."
     quantised = "actor_rollout_ref.rollout.quantization=int8"
@@ -364,7 +388,7 @@ def test_quantised_rollouts_are_corrected_by_default():
     def weights(*overrides):
         config = load("ppo_trainer", [*GRPO, quantised, *overrides]).config
         chosen = rollout_correction(config)
-        shown = {row[0]: row[1:] for row in plan_ppo(config).table()}["rollout weights"]
+        shown = {row[0]: row[1:] for row in plan_ppo(config).table()}["rollout precision"]
         return chosen.rollout_is, chosen.rollout_is_threshold, shown[1]
 
     default = "rollout_is=token, truncated at 2.0 (the default with rollout.quantization)"

@@ -235,7 +235,7 @@ def test_pages_of_all_layers_are_copied_at_once(monkeypatch):
     monkeypatch.setattr(pages, "kernels", lambda device: kernels)
     fast._copy([1, 1, 4], [2, 3, 9])
     assert all(torch.equal(a, b) for layer in layers for a, b in zip(plain.whole(layer), fast.whole(layer)))
-    assert torch.equal(plain.keys[0][9], plain.keys[0][4])
+    assert torch.equal(plain.tensors.keys[0][9], plain.tensors.keys[0][4])
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["plain", "mixed"])
@@ -374,3 +374,71 @@ def test_the_sum_of_a_lora_layer_and_its_gradients():
     theirs = torch.autograd.grad((expected * weights).sum(), [base, x, a, b])
     for one, other in zip(mine, theirs):
         assert (one - other).norm() < 3e-3 * other.norm()
+
+
+def test_numbers_are_shortened_as_in_plain_torch():
+    """Powers of two, every mantissa, zeros, the smallest and largest, and what is not finite."""
+    from strop.rollout.native.quantization import cache
+    from strop.rollout.native.speculation import kernels
+
+    torch.manual_seed(0)
+    x = torch.randn(24, 1, 1, 16) * torch.logspace(-30, 30, 24)[:, None, None, None]
+    x[1], x[2, 0, 0, 3], x[3, 0, 0, 5] = 0.0, torch.inf, torch.nan
+    x[4:8, 0, 0, 0] = torch.tensor([448.0, 448.1, 1.75, 7.0])
+    numbers, exponents = cache.in_8_bits(x)
+    keys, values = torch.zeros(2, 24, 1, 1, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    powers = torch.zeros(2, 24, 1, 1, 1, dtype=torch.uint8)
+    rows = torch.arange(24)
+    kernels.store(x, x, keys, values, rows * 0, rows[:, None].to(torch.int32), tuple(powers))
+    finite = torch.ones(24, dtype=torch.bool)
+    finite[2:4] = False
+    assert torch.equal(keys.view(torch.uint8)[finite], numbers[finite])
+    assert torch.equal(values.view(torch.uint8)[finite], numbers[finite])
+    assert torch.equal(powers[0][finite], exponents[finite])
+    for found in (cache.from_8_bits(keys.view(torch.uint8), powers[0], torch.float32), keys.float()):
+        assert found[2, 0, 0, 3].isnan() and found[3, 0, 0, 5].isnan()
+    exact = cache.from_8_bits(numbers, exponents, torch.float32)[finite]
+    assert ((exact - x[finite]).abs() <= x[finite].abs().amax(-1, keepdim=True) / 16).all()
+
+
+@pytest.mark.parametrize("segment", [64, 1024])
+@pytest.mark.parametrize("heads, key_heads, size, window", HEADS[:2])
+def test_a_cache_of_8_bits_gives_the_bits_of_a_wide_one_with_the_same_numbers(
+    monkeypatch, heads, key_heads, size, window, segment
+):
+    """One token at a time and pieces that go on, beside what packed attention says of these numbers."""
+    from strop.models import flash
+    from strop.rollout.native import kernels
+    from strop.rollout.native.quantization import cache
+
+    monkeypatch.setattr(flash, "SEGMENT", segment)
+    monkeypatch.setattr(kernels, "SEGMENT", segment)
+    q, exact_k, exact_v, bounds = inputs(heads, key_heads, size)
+    short = [cache.in_8_bits(x) for x in (exact_k, exact_v)]
+    k, v = (cache.from_8_bits(*pair, torch.float16) for pair in short)
+    together = flash.packed_attention(q, k, v, bounds, max(LENGTHS), window=window)
+    table = torch.randperm(30)[:15].view(5, 3).to(torch.int32)
+
+    def held(rows, positions):
+        parts = [[x[row] for row in rows] for pair in short for x in pair]
+        found = [x.to(torch.uint8) for x in in_pages(parts, positions)]
+        return [x.view(torch.float8_e4m3fn) for x in found[::2]], tuple(found[1::2])
+
+    positions = torch.tensor([0, 63, 64, 130, 149])
+    (keys, values), exponents = held([slice(position) for position in positions], table)
+    new = [x[positions, :, None] for x in (q, exact_k, exact_v)]
+    alone = kernels.decode_attention(
+        *new, keys, values, positions, table, 150, exponents=exponents, window=window
+    )
+    assert torch.equal(alone[:, 0], together[positions])
+
+    whole = [slice(begin, end) for begin, end in pairwise(bounds.tolist())]
+    (keys, values), exponents = held(whole, table)
+    origins = torch.tensor([length // 3 for length in LENGTHS])
+    taken = [torch.arange(row.start + int(origin), row.stop) for row, origin in zip(whole, origins)]
+    sizes, at = [len(t) for t in taken], torch.cat(taken)
+    mine = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    pieces = flash.continued_attention(
+        q[at], keys, values, mine, max(sizes), origins, table, exponents, window=window
+    )
+    assert torch.equal(pieces, together[at])

@@ -325,3 +325,8 @@ def test_fp8_needs_a_device_that_has_it(monkeypatch, answer, message):
     found = model_checks.quantization_findings("rollout", rollout, "auto")
     assert [finding.key for finding in found] == ["rollout.quantization"] * (message is not None)
     assert all(message in finding.message for finding in found)
+    cache = RolloutConfig(kv_cache_dtype="fp8")
+    for device, missing in (("auto", answer is not None and message), ("cuda", message), ("cpu", None)):
+        found = model_checks.quantization_findings("rollout", cache, device)
+        assert [finding.key for finding in found] == ["rollout.kv_cache_dtype"] * bool(missing)
+        assert all("kv_cache_dtype=auto" in finding.message for finding in found)

@@ -24,7 +24,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
     def limited(self: KVCache, rows: int, capacity: int, keep: int) -> None:
         if rows * capacity > tokens:
-            self.keys.pop(0, None)
+            self.tensors.keys.pop(0, None)
             raise torch.OutOfMemoryError("CUDA out of memory")
         resize(self, rows, capacity, keep)
 

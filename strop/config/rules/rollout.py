@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ROLLOUT = "actor_rollout_ref.rollout"
 NATIVE_QUANTIZATION = ("fp8", "int8")
+NATIVE_CACHE_DTYPES = ("auto", "fp8")
 
 
 def sampling(loaded: Loaded[PpoConfig]) -> Findings:
@@ -170,6 +171,7 @@ def quantization(loaded: Loaded[PpoConfig]) -> Findings:
 
 def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings:
     """The same for the rollout section at `path`. Values for vllm and sglang are checked by them."""
+    yield from _cache_precision(f"{path}.kv_cache_dtype", rollout)
     value = rollout.quantization
     key = f"{path}.quantization"
     engine = engine_name(rollout)
@@ -194,6 +196,17 @@ def quantized_engine(path: str, rollout: RolloutConfig, device: str) -> Findings
             "fp8 needs a GPU with compute capability 8.9 or more (H100, L4, RTX 40), but trainer.device=cpu. "
             "Set quantization=int8 or null.",
         )
+
+
+def _cache_precision(key: str, rollout: RolloutConfig) -> Findings:
+    """Which engines have a KV cache of 8 bits."""
+    value = rollout.kv_cache_dtype
+    engine = engine_name(rollout)
+    if engine == "hf" and value != "auto":
+        yield error(key, f"{value}, but rollout.name=hf has the KV cache of transformers. Set name=native.")
+    if engine == "native" and value not in NATIVE_CACHE_DTYPES:
+        hint = did_you_mean(value, NATIVE_CACHE_DTYPES)
+        yield error(key, f"{value!r} must be auto or fp8 with the native engine.{hint}")
 
 
 def engine_library(loaded: Loaded[PpoConfig]) -> Findings:

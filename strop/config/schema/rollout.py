@@ -362,6 +362,10 @@ class RolloutConfig:
     SGLang knows. Null: that of dtype. Responses are then sampled by a policy that differs slightly from the
     trained one, so token-level importance weights are on unless algorithm.rollout_correction says
     otherwise."""
+    kv_cache_dtype: str = setting("auto")
+    """Precision of the KV cache: auto (that of dtype), or fp8, which holds twice the tokens; vLLM and SGLang
+    know more names. With fp8 each head of each token has a scale of its own. Token-level importance weights
+    are on by default, as with quantization."""
     quantization_config_file: str | None = inert(None, "8-bit weights need no settings")
     """Settings of the quantisation."""
     trace: TraceConfig = section(TraceConfig)

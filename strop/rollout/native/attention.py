@@ -53,6 +53,11 @@ class AttentionOptions:
     sinks: Tensor | None = None
     """One score per head that takes part in the softmax and has no value."""
 
+    @property
+    def arguments(self) -> dict[str, float | int | Tensor | None]:
+        """For decode_attention."""
+        return {name: getattr(self, name) for name in ("scale", "window", "softcap", "sinks")}
+
 
 class Step(Protocol):
     """One forward pass of a rollout."""
@@ -185,7 +190,7 @@ class Prefill:
         q = query[0].transpose(0, 1)  # [T, heads, D]
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
-        self.cache.write(layer, self._slots, k, v)
+        k, v = self.cache.write(layer, self._slots, k, v)
         plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
         if q.device.type in DEVICES and plain_heads:
             out = self._in_one_kernel(layer, q, k, v, options)
@@ -220,7 +225,7 @@ class Prefill:
         keys, values = self.cache.whole(layer)
         starts, tables = self._starts_and_tables
         out: Tensor = flash.continued_attention(
-            q, keys, values, self._bounds, self._longest, starts, tables, **more
+            q, keys, values, self._bounds, self._longest, starts, tables, self.cache.exponents(layer), **more
         )
         return out
 
@@ -267,10 +272,8 @@ class Decode:
                 self.positions,
                 self.cache.tables(slice(0, len(self.positions))),
                 max(used for *_, used in self.spans),
-                scale=options.scale,
-                window=options.window,
-                softcap=options.softcap,
-                sinks=options.sinks,
+                exponents=self.cache.exponents(layer),
+                **options.arguments,
             )
             return out
         self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])

@@ -35,6 +35,7 @@ from strop.rollout.native.images import image_problem, prompt_images
 from strop.rollout.native.kv_cache import may_stay
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import Meter
+from strop.rollout.native.quantization.cache import is_fp8
 from strop.rollout.native.requests import RequestState, ScheduledSample, listener
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.sampler import SharedSettings, stream
@@ -66,6 +67,7 @@ class NativeEngine:
         enforce_eager: bool = RolloutConfig.enforce_eager,
         speculation: SpeculationConfig | None = None,
         quantization: str | None = RolloutConfig.quantization,
+        kv_cache_dtype: str = RolloutConfig.kv_cache_dtype,
         seed: int = 0,
     ) -> None:
         """`cache_bytes`: memory of the KV cache; None: gpu_memory_utilization, or a quarter of the host."""
@@ -75,18 +77,13 @@ class NativeEngine:
         self.version = 0
         batch_tokens = prefill_token_budget(max_num_batched_tokens, on_cpu=self.device.type == "cpu")
         if max_num_seqs < 1 or batch_tokens < 1:
-            limits = f"max_num_seqs={max_num_seqs} and max_num_batched_tokens={batch_tokens}"
-            raise ValueError(f"{limits} must be at least 1.")
+            raise ValueError(f"{max_num_seqs=} and max_num_batched_tokens={batch_tokens} must be at least 1.")
         self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self._max_num_seqs = max_num_seqs
-        self._batch_tokens = batch_tokens
-        self._chunked_prefill = enable_chunked_prefill
         self._prefix_caching = enable_prefix_caching
         self._memory_share = gpu_memory_utilization
         self._cache_bytes = cache_bytes
         self._tensor_parallel: Divided | None = getattr(model, "divided", None)
-        # With tensor parallelism other ranks take part in every step, which a CUDA graph cannot record.
-        self._cuda_graphs = not enforce_eager and self._tensor_parallel is None
         self._speculation = speculation or SpeculationConfig()
         self._woke = False
         """wake() was called since memory was last measured."""
@@ -107,6 +104,16 @@ class NativeEngine:
         self._cuda_stream: torch.cuda.Stream | None = None
         self.adapters = Adapters(model)
         self._lora = LoraBank(model, self.adapters.by_number)
+        self._build_runner = partial(
+            Runner,
+            model,
+            self._lora,
+            batch_tokens=batch_tokens,
+            chunked=enable_chunked_prefill,
+            # With tensor parallelism other ranks take part in every step, which a CUDA graph cannot record.
+            cuda_graphs=not enforce_eager and self._tensor_parallel is None,
+            fp8_cache=is_fp8(kv_cache_dtype, self.device),
+        )
         changed = self._weights_changed
         self.borrowed_model = BorrowedModel(model, self._lock, changed, self._lora, quantization)
         self._async_driver = AsyncDriver(self, short_calls=self.device.type == "cuda")
@@ -349,13 +356,7 @@ class NativeEngine:
 
     def _build_step_loop(self) -> StepLoop:
         with self.borrowed_model(), torch.no_grad():
-            runner = Runner(
-                self.model,
-                self._lora,
-                batch_tokens=self._batch_tokens,
-                chunked=self._chunked_prefill,
-                cuda_graphs=self._cuda_graphs,
-            )
+            runner = self._build_runner()
         loop = StepLoop(
             runner,
             max_num_seqs=self._max_num_seqs,

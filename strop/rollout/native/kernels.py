@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined
+from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, widened
+from strop.rollout.native.draw_kernels import draw
+from strop.rollout.native.quantization.kernels import shortened
 
-_DRAW_BLOCK = 4096
-_RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
+__all__ = ["copy_pages", "decode_attention", "draw", "padded_length"]
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -27,12 +28,13 @@ def _decode(
     power, scale, softcap, window,
     query_row, query_head, key_row, key_head, value_row, value_head,
     keys_page, keys_head, values_page, values_head, table_row,
+    key_exponents, value_exponents, exponents_page, exponents_head,
     heads: tl.constexpr, group: tl.constexpr, key_size: tl.constexpr, value_size: tl.constexpr,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """One segment of one row, for the query heads of one key head."""
+    """One segment of one row, for the query heads of one key head. SHORT: the cache has 8 bits."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     segment = tl.program_id(2)
@@ -59,6 +61,8 @@ def _decode(
         )  # fmt: skip
         k_cache = keys + head * keys_head
         v_cache = values + head * values_head
+        k_exponents = key_exponents + head * exponents_head
+        v_exponents = value_exponents + head * exponents_head
         pages = table + row * table_row
         top = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
@@ -72,6 +76,11 @@ def _decode(
             k_new = tl.load(key + row * key_row + head * key_head + dk, mask=in_key, other=0.0)
             v_new = tl.load(value + row * value_row + head * value_head + dv, mask=in_value, other=0.0)
             last = tl.load(pages + position // PAGE).to(tl.int64)
+            if SHORT:
+                k_new, k_exponent = shortened(k_new)
+                v_new, v_exponent = shortened(v_new)
+                tl.store(k_exponents + last * exponents_page + position % PAGE, k_exponent)
+                tl.store(v_exponents + last * exponents_page + position % PAGE, v_exponent)
             tl.store(k_cache + last * keys_page + position % PAGE * key_size + dk, k_new, mask=in_key)
             tl.store(v_cache + last * values_page + position % PAGE * value_size + dv, v_new, mask=in_value)
             tl.debug_barrier()  # only this program reads them back
@@ -86,12 +95,17 @@ def _decode(
             v_from = v_cache + page.to(tl.int64) * values_page - at // PAGE * (PAGE * value_size)
             k_at = k_from + place[None, :] * key_size + dk[:, None]
             k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
+            if SHORT:
+                powers = page.to(tl.int64) * exponents_page + place % PAGE
+                k = widened(k, tl.load(k_exponents + powers, mask=there, other=0)[None, :], q.dtype)
             seen = there
             if WINDOW:
                 seen &= position - place < window
             scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
             v_at = v_from + place[:, None] * value_size + dv[None, :]
             v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
+            if SHORT:
+                v = widened(v, tl.load(v_exponents + powers, mask=there, other=0)[:, None], q.dtype)
             top, total, mixed = absorb(scores, v, top, total, mixed, power)
             page = next_page
         lane = (row * heads + head) * group + i
@@ -160,6 +174,7 @@ def decode_attention(
     table: Tensor,
     longest: int,
     *,
+    exponents: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -170,6 +185,7 @@ def decode_attention(
     `query` [rows, heads, 1, D], `key` and `value` [rows, key heads, 1, D]; `keys` and `values` [pages, key
     heads, positions, D] hold the tokens before `positions` [rows], those of a row in the pages `table` [rows,
     pages]. A page is a multiple of flash.BLOCK, or the whole row is in one. No position is `longest` or more.
+    Keys and values of 8 bits have `exponents` [pages, key heads, positions, 1] (quantization/cache.py).
     Returns [rows, 1, heads, D]. Segments are computed by different programs and joined as in training.
     """
     rows, query_heads, _, key_size = query.shape
@@ -184,20 +200,23 @@ def decode_attention(
     lanes = max(16, triton.next_power_of_2(group))
     padded = triton.next_power_of_2(value_size)
     block, warps, stages = _shape(
-        lanes, max(key_size, value_size), keys.dtype, few=rows * heads * segments <= _FEW_PROGRAMS
+        lanes, max(key_size, value_size), key.dtype, few=rows * heads * segments <= _FEW_PROGRAMS
     )
     parts = segments if segments > 1 else 0
     partial = torch.empty(rows * query_heads, parts, padded, dtype=torch.float32, device=query.device)
     weight = torch.empty(rows * query_heads, parts, 2, dtype=torch.float32, device=query.device)
+    key_exponents, value_exponents = exponents or (table, table)
     _decode[(rows, heads, segments)](
         query, key, value, keys, values, positions, table,
         query if sinks is None else sinks, out, partial, weight, power, scale, softcap or 0.0, window or 0,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), table.stride(0),
+        key_exponents, value_exponents, *(exponents[0].stride()[:2] if exponents else (0, 0)),
         heads, group, key_size, value_size,
         GROUP=lanes, KEY=max(16, triton.next_power_of_2(key_size)), VALUE=padded, BLOCK=block,
         PAGE=keys.shape[2], SEGMENT=SEGMENT, SEGMENTS=segments, WINDOW=window is not None,
-        SOFTCAP=softcap is not None, SINKS=sinks is not None, num_warps=warps, num_stages=stages,
+        SOFTCAP=softcap is not None, SINKS=sinks is not None, SHORT=exponents is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if segments > 1:
         _join[(rows * query_heads,)](
@@ -261,140 +280,3 @@ def copy_pages(example: Tensor, addresses: Tensor, sources: Tensor, targets: Ten
         addresses, sources, targets, count, example.stride(0),
         KIND=_KINDS[itemsize], BLOCK=4096, ALIGNED=aligned,
     )  # fmt: skip
-
-
-# --- sampling of a token ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _summarise(
-    logits, rows, temperatures, tops, totals, places, vocabulary, stride, blocks,
-    TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of one block of one row: its largest entry, the index of that, and the sum of exp(z - largest)."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-    if TEMPERATURE:
-        z = z / tl.load(temperatures + tl.load(rows + row))
-    top, place = tl.max(z, 0, return_indices=True)
-    total = tl.sum(tl.exp(z - tl.where(top == float("-inf"), 0.0, top)), 0)
-    at = row * blocks + block
-    tl.store(tops + at, top)
-    tl.store(totals + at, total)
-    tl.store(places + at, block * BLOCK + place)
-
-
-@triton.jit
-def _uniform(stream, position):
-    """A number in [0, 1) by splitmix64 at a counter: the sequence of `sampler.uniforms`."""
-    z = stream.to(tl.uint64) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    z = z ^ (z >> 31)
-    return (z >> 16).to(tl.float64) * 3.552713678800501e-15  # 2 ** -48
-
-
-@triton.jit
-def _draw(
-    logits, rows, temperatures, tops, totals, places, tokens, log_probs, stops, lengths, num_known, limits,
-    states, streams, greedys, vocabulary, stride, blocks, width, stop_count,
-    TEMPERATURE: tl.constexpr, GREEDY: tl.constexpr, ALL_GREEDY: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + at)
-    block = tl.arange(0, BLOCKS)
-    known = block < blocks
-    top = tl.load(tops + at * blocks + block, mask=known, other=float("-inf"))
-    total = tl.load(totals + at * blocks + block, mask=known, other=0.0)
-    highest = tl.max(top, 0)
-    share = total.to(tl.float64) * tl.exp(top - highest).to(tl.float64)
-    share = tl.where(known & (top > float("-inf")) | (total != total), share, 0.0)
-    mass = tl.sum(share, 0)
-    length = tl.load(lengths + row)
-    if AHEAD:
-        length += at % AHEAD
-    temperature = 1.0
-    if TEMPERATURE:
-        temperature = tl.load(temperatures + row)
-    token = tl.load(places + at * blocks + tl.argmax(top, 0)).to(tl.int64)
-    if not ALL_GREEDY:
-        target = _uniform(tl.load(streams + row), length) * mass
-        bounds = tl.cumsum(share, 0)
-        last = tl.max(tl.where(share > 0, block, 0), 0)
-        chosen = tl.minimum(tl.sum((bounds <= target).to(tl.int32), 0), last)
-        below = tl.sum(tl.where(block < chosen, share, 0.0), 0)
-        inner = tl.arange(0, BLOCK)
-        column = chosen * BLOCK + inner
-        z = tl.load(logits + at * stride + column, mask=column < vocabulary, other=float("-inf"))
-        z = z.to(tl.float32) / temperature
-        entry = tl.exp(z - highest)
-        inside = tl.sum((tl.cumsum(entry, 0) <= (target - below).to(tl.float32)).to(tl.int32), 0)
-        inside = tl.minimum(inside, tl.max(tl.where(entry > 0, inner, 0), 0))
-        drawn = (chosen * BLOCK + inside).to(tl.int64)
-        if GREEDY:
-            token = tl.where(tl.load(greedys + row), token, drawn)
-        else:
-            token = drawn
-    valid = (mass == mass) & (mass < float("inf"))
-    token = tl.where(valid, token, 0)
-    z_token = tl.load(logits + at * stride + token).to(tl.float32) / temperature
-    log_prob = z_token - highest - tl.log(mass).to(tl.float32)
-    if AHEAD:  # the row stays as it is
-        tl.store(tokens + at, token)
-        tl.store(log_probs + at, log_prob)
-        tl.store(states + at, valid)
-    else:
-        is_known = length < tl.load(num_known + row)
-        tl.store(tokens + row * width + length, token, mask=is_known == 0)
-        tl.store(log_probs + row * width + length, log_prob, mask=is_known == 0)
-        stop = tl.arange(0, STOPS)
-        ends = tl.load(stops + row * stop_count + stop, mask=stop < stop_count, other=-1)
-        stopped = tl.sum((ends == token).to(tl.int32), 0) > 0
-        state = tl.load(states + row)
-        after = tl.where(length + 1 >= tl.load(limits + row), _LENGTH, _RUNNING)
-        after = tl.where(stopped, _STOP, after)
-        after = tl.where(is_known, _RUNNING, after)
-        after = tl.where(valid, after, _ERROR)
-        running = state == _RUNNING
-        tl.store(states + row, tl.where(running, after.to(tl.int64), state))
-        tl.store(lengths + row, length + (running & valid).to(tl.int64))
-
-
-def draw(
-    logits: Tensor,
-    rows: Tensor,
-    fields: dict[str, Tensor],
-    *,
-    temperature: bool,
-    greedy: bool,
-    all_greedy: bool,
-    ahead: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample a token for each of `rows` from `logits` [rows, vocabulary] and update the row's state: what
-    DecodeRows.sample_next does for rows that use no other setting than the temperature. Two passes over the
-    logits at most, the second over one block. With `ahead`: DecodeRows.sample_ahead."""
-    count, vocabulary = logits.shape
-    assert logits.stride(1) == 1
-    blocks = triton.cdiv(vocabulary, _DRAW_BLOCK)
-    tops, totals = torch.empty(2, count, blocks, dtype=torch.float32, device=logits.device)
-    places = torch.empty(count, blocks, dtype=torch.int32, device=logits.device)
-    f = fields
-    _summarise[(count, blocks)](
-        logits, rows, f["temperature"], tops, totals, places, vocabulary, logits.stride(0), blocks,
-        TEMPERATURE=temperature, BLOCK=_DRAW_BLOCK, num_warps=4,
-    )  # fmt: skip
-    out = (f["tokens"], f["log_probs"], f["state"])
-    if ahead:
-        out = (rows.new_empty(count), tops.new_empty(count), rows.new_empty(count, dtype=torch.bool))
-    _draw[(count,)](
-        logits, rows, f["temperature"], tops, totals, places, out[0], out[1], f["stops"],
-        f["length"], f["num_known"], f["limit"], out[2], f["stream"], f["greedy"],
-        vocabulary, logits.stride(0), blocks, f["tokens"].shape[1], f["stops"].shape[1],
-        TEMPERATURE=temperature, GREEDY=greedy, ALL_GREEDY=all_greedy,
-        BLOCK=_DRAW_BLOCK, BLOCKS=triton.next_power_of_2(blocks),
-        STOPS=triton.next_power_of_2(f["stops"].shape[1]), AHEAD=ahead, num_warps=4,
-    )  # fmt: skip
-    return out

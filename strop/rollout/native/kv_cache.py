@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from strop.extras import MissingExtra, require
 from strop.models.layouts.states import RowStates
+from strop.rollout.native.quantization.cache import CacheTensors
 
 BLOCK = 16
 """Tokens per hash of a prefix."""
@@ -87,23 +88,21 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        fp8: bool = False,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
-        those of mixers, by row."""
-        self.layers = dict(layers)
+        those of mixers, by row. `fp8`: keys and values are stored in 8 bits."""
+        self.tensors = CacheTensors(layers, dtype=dtype, device=device, fp8=fp8)
         self.states = states or RowStates()
         self.has_states = bool(self.states)
         self.dtype = dtype
         self.device = device
         self.rows = 0
         self.capacity = 0
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
-        numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
-        return max(1, numbers * self.dtype.itemsize)
+        return self.tensors.bytes_per_token
 
     @property
     def bytes(self) -> int:
@@ -111,17 +110,7 @@ class KVCache:
 
     def resize(self, rows: int, capacity: int, keep: int) -> None:
         """Make room for `rows` sequences of `capacity` tokens; the first `keep` rows keep their contents."""
-        for layer, (heads, key, value) in self.layers.items():
-            for tensors, size in ((self.keys, key), (self.values, value)):
-                old = tensors.pop(layer, None)
-                if old is not None and keep == 0:
-                    old = None  # freed before the new tensor is allocated
-                # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN.
-                new = torch.zeros(rows, heads, capacity, size, dtype=self.dtype, device=self.device)
-                if old is not None:
-                    length = min(capacity, old.shape[2])
-                    new[:keep, :, :length] = old[:keep, :, :length]
-                tensors[layer] = new
+        self.tensors.resize(rows, capacity, keep)
         if self.has_states:
             self.states.resize(rows, keep)
         self.rows = rows
@@ -131,8 +120,7 @@ class KVCache:
         """Free all memory."""
         if self.has_states:
             self.states.free()
-        self.keys = {}
-        self.values = {}
+        self.tensors.free()
         self.rows = 0
         self.capacity = 0
 
@@ -145,18 +133,23 @@ class KVCache:
         """Where `write` puts the tokens of these rows and positions."""
         return rows, positions
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
-        """Write keys and values [N, heads, size]: entry i to its slot."""
-        self.keys[layer][slots[0], :, slots[1]] = key.to(self.dtype)
-        self.values[layer][slots[0], :, slots[1]] = value.to(self.dtype)
+    def write(
+        self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
+        return self.tensors.write(layer, slots, key, value)
 
     def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
-        """The first `length` positions of some rows; a view if `rows` is a slice."""
-        return self.keys[layer][rows, :, :length], self.values[layer][rows, :, :length]
+        """The first `length` positions of some rows; a view if `rows` is a slice (not in 8 bits)."""
+        return self.tensors.read(layer, (rows, slice(None), slice(length)))
 
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All rows and positions, [rows, heads, capacity, size], for kernels."""
-        return self.keys[layer], self.values[layer]
+        """All rows and positions, [rows, heads, capacity, size], as they are stored, for kernels."""
+        return self.tensors.whole(layer)
+
+    def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Those of `whole` in 8 bits: see CacheTensors."""
+        return self.tensors.exponents(layer)
 
     def tables(self, rows: Index) -> Tensor:
         """For kernels, the pages of some rows: here a row is one page."""
@@ -205,17 +198,13 @@ class KVCache:
             return
         source = torch.tensor(list(sources), device=self.device)
         target = torch.tensor(list(targets), device=self.device)
-        for tensors in (self.keys, self.values):
-            for tensor in tensors.values():
-                tensor[target, :, :length] = tensor[source, :, :length]
+        self.tensors.copy(source, target, length)
         if self.has_states:
             self.states.copy(source, target)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Set these rows to 0."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors.values():
-                tensor[list(rows)] = 0
+        self.tensors.clear(rows)
         if self.has_states:
             self.states.clear(rows)
 

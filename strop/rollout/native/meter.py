@@ -107,6 +107,7 @@ class Meter:
             "seconds": seconds,
             "tokens_per_second": _ratio(self.tokens, seconds),
             "occupancy": _ratio(self._row_steps, self._steps * max_num_seqs),
+            "rows_in_flight": float(self._max_rows),
             "cache_use": self._max_cache_use,
             "tokens_in_flight": float(self._max_tokens),
             "pages_used": float(self._max_pages),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from strop.models.layouts.states import RowStates
 from strop.rollout.native.kv_cache import Evict, Index, RowPlacement, kernels
+from strop.rollout.native.quantization.cache import CacheTensors
 
 PAGE = 64
 """Tokens of a page: models/flash.py BLOCK."""
@@ -103,17 +104,16 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        fp8: bool = False,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
-        those of mixers, by row."""
-        self.layers = dict(layers)
+        those of mixers, by row. `fp8`: keys and values are stored in 8 bits."""
+        self.tensors = CacheTensors(layers, dtype=dtype, device=device, fp8=fp8)
         self.states = states or RowStates()
         self.has_states = bool(self.states)
         self.dtype = dtype
         self.device = device
         self.pool = PagePool()
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=device)
         """Pages of the running rows. Entries without a page are 0."""
         self._groups: list[tuple[Tensor, Tensor]] | None = None
@@ -135,8 +135,7 @@ class PagedKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
-        return max(1, numbers * self.dtype.itemsize)
+        return self.tensors.bytes_per_token
 
     @property
     def bytes(self) -> int:
@@ -153,16 +152,7 @@ class PagedKVCache:
 
     def resize_pool(self, pages: int) -> None:
         """Have so many pages; the old ones keep their contents."""
-        for layer, (heads, key, value) in self.layers.items():
-            for tensors, size in ((self.keys, key), (self.values, value)):
-                old = tensors.pop(layer, None)
-                if old is not None and not self.pool.pages:
-                    old = None  # freed before the new tensor is allocated
-                # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN.
-                new = torch.zeros(pages, heads, PAGE, size, dtype=self.dtype, device=self.device)
-                if old is not None:
-                    new[: len(old)] = old
-                tensors[layer] = new
+        self.tensors.resize(pages, PAGE, self.pool.size if self.pool.pages else 0)
         self.pool.grow(pages)
         self._groups = None
 
@@ -170,8 +160,7 @@ class PagedKVCache:
         """Free all memory."""
         if self.has_states:
             self.states.free()
-        self.keys = {}
-        self.values = {}
+        self.tensors.free()
         self.pool = PagePool()
         self.table = torch.zeros(0, 0, dtype=torch.int32, device=self.device)
         self._groups = None
@@ -182,21 +171,26 @@ class PagedKVCache:
         """Where `write` puts the tokens of these rows and positions: pages and places in them."""
         return self.table[rows, positions // PAGE].long(), positions % PAGE
 
-    def write(self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
-        """Write keys and values [N, heads, size]: entry i to its slot."""
-        self.keys[layer][slots[0], :, slots[1]] = key.to(self.dtype)
-        self.values[layer][slots[0], :, slots[1]] = value.to(self.dtype)
+    def write(
+        self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
+        return self.tensors.write(layer, slots, key, value)
 
     def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
         """A copy of the first `length` positions of some rows, [rows, heads, length, size]."""
-        pages = self.table[rows, : pages_for(length)].long()
-        keys = self.keys[layer][pages].transpose(1, 2).flatten(2, 3)
-        values = self.values[layer][pages].transpose(1, 2).flatten(2, 3)
+        keys, values = self.tensors.read(layer, self.table[rows, : pages_for(length)].long())
+        keys = keys.transpose(1, 2).flatten(2, 3)
+        values = values.transpose(1, 2).flatten(2, 3)
         return keys[:, :, :length], values[:, :, :length]
 
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All pages, [pages, heads, PAGE, size], for kernels."""
-        return self.keys[layer], self.values[layer]
+        """All pages, [pages, heads, PAGE, size], as they are stored, for kernels."""
+        return self.tensors.whole(layer)
+
+    def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Those of `whole` in 8 bits: see CacheTensors."""
+        return self.tensors.exponents(layer)
 
     def tables(self, rows: Index) -> Tensor:
         """The pages of some rows, [rows, pages], for kernels."""
@@ -205,9 +199,7 @@ class PagedKVCache:
     def clear(self, rows: Sequence[int]) -> None:
         """Set the pages that only these rows have to 0."""
         pages = [page for row in rows for page in self.pool.own(row)]
-        for tensors in (self.keys, self.values):
-            for tensor in tensors.values():
-                tensor[pages] = 0
+        self.tensors.clear(pages)
         if self.has_states:
             self.states.clear(rows)
 
@@ -334,16 +326,14 @@ class PagedKVCache:
             for example, addresses in self._by_shape():
                 fast.copy_pages(example, addresses, source, target)
             return
-        for tensors in (self.keys, self.values):
-            for tensor in tensors.values():
-                tensor[target] = tensor[source]
+        self.tensors.copy(source, target, PAGE)
 
     def _by_shape(self) -> list[tuple[Tensor, Tensor]]:
         """For each shape: one tensor of that shape, and the addresses of all, so that one kernel copies
         all."""
         if self._groups is None:
             shapes: dict[torch.Size, list[Tensor]] = {}
-            for tensor in (*self.keys.values(), *self.values.values()):
+            for tensor in self.tensors.all:
                 shapes.setdefault(tensor.shape, []).append(tensor)
             self._groups = []
             for tensors in shapes.values():

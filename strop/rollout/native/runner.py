@@ -1,10 +1,8 @@
-"""Runs the module: prefill of admitted samples, and decode steps of all running rows. Also here: decode steps
-as CUDA graphs."""
+"""Runs the module: prefill of admitted samples, and decode steps of all running rows."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +20,7 @@ from strop.rollout.native.attention import (
     SharedDecode,
     Step,
 )
+from strop.rollout.native.cuda_graphs import CudaGraphs
 from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.images import ImagePrefill
 from strop.rollout.native.kv_cache import KVCache, kernels
@@ -32,11 +31,8 @@ from strop.rollout.native.speculation.attention import AheadDecode
 from strop.rollout.native.speculation.drafts import Drafts
 
 if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
     from transformers import PreTrainedModel
 
-_GRAPH_LENGTH = 128
-"""CUDA graphs are recorded for multiples of this length."""
 _SPAN_ROWS = 16
 """Rows of one span: see Runner._spans."""
 
@@ -49,88 +45,16 @@ def uses_pages(device: torch.device) -> bool:
     return kernels(device.type) is not None
 
 
-def graph_rows(rows: int, limit: int) -> int:
-    """The number of rows of the CUDA graph for `rows`. Idle rows cost little while a step is bound by reading
-    the weights, up to about 128 rows; above, products take time in proportion, so sizes are closer."""
-    size = 1
-    while size < rows:
-        size *= 2
-    if size > 128:
-        step = size // 8
-        size = -(-rows // step) * step
-    elif size > 16 and rows <= size * 3 // 4:
-        size = size * 3 // 4
-    return min(size, limit)
-
-
-class CudaGraphs:
-    """Decode steps as CUDA graphs: one per number of rows, used length and set of sampling features.
-
-    A graph replaces thousands of kernel launches by one. If the module cannot be recorded (its forward pass
-    synchronizes with the device), steps run eagerly, and a warning says so once.
-    """
-
-    def __init__(self) -> None:
-        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] = {}
-        self._pool: _POOL_HANDLE | None = None
-        self._refused = False
-        self._weights: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def clear(self) -> None:
-        """Drop all graphs: they point at tensors that are about to be freed."""
-        self._graphs.clear()
-        self._pool = None
-
-    def check(self, model: nn.Module) -> None:
-        """Drop all graphs if weights have moved: offloaded and onloaded, or replaced."""
-        addresses = tuple(weight.data_ptr() for weight in model.parameters())
-        if addresses != self._weights:
-            self.clear()
-            self._weights = addresses
-
-    def step(self, runner: Runner, rows: int, longest: int, used: Features) -> None:
-        """One decode step: replay its graph, or record it."""
-        if self._refused:
-            runner.step(rows, [(0, rows, longest)], used)
-            return
-        rows = graph_rows(rows, runner.cache.rows)
-        fast = kernels("cuda")
-        if fast is not None and not used["penalty"]:
-            longest = fast.padded_length(longest)  # the kernels read only what is used
-        longest = min(-(-longest // _GRAPH_LENGTH) * _GRAPH_LENGTH, runner.cache.capacity)
-        key = (rows, longest, *used.items())
-        if key not in self._graphs:
-            # The first step with this key runs eagerly, which also warms up what must not be recorded.
-            runner.step(rows, [(0, rows, longest)], used)
-            self._record(key, runner, rows, longest, used)
-            return
-        self._graphs[key].replay()
-
-    def _record(
-        self, key: tuple[object, ...], runner: Runner, rows: int, longest: int, used: Features
-    ) -> None:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        try:
-            # thread_local: a trainer in another thread may allocate memory at the same time.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                runner.step(rows, [(0, rows, longest)], used)
-        except RuntimeError as error:
-            self._refused = True
-            warnings.warn(
-                f"CUDA graphs are off for this model: recording a decode step failed ({error}).", stacklevel=2
-            )
-            return
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph
-
-
 class Runner:
     def __init__(
-        self, model: PreTrainedModel, lora: LoraBank, *, batch_tokens: int, chunked: bool, cuda_graphs: bool
+        self,
+        model: PreTrainedModel,
+        lora: LoraBank,
+        *,
+        batch_tokens: int,
+        chunked: bool,
+        cuda_graphs: bool,
+        fp8_cache: bool,
     ) -> None:
         """`batch_tokens`: most prompt tokens of a pass; `chunked`: split a longer prompt, or run it alone."""
         self.model = model
@@ -139,7 +63,7 @@ class Runner:
         self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
         self.rows = DecodeRows(self.device)
         self.images = ImagePrefill(model)
-        self.cache = self._build_cache()
+        self.cache = self._build_cache(fp8_cache)
         # A mixer begins at the first token of a sequence.
         self.chunked = chunked and not self.cache.has_states
         self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
@@ -157,7 +81,7 @@ class Runner:
         """What passes with drafts need; see `decode`."""
         self._drafts = drafts
 
-    def _build_cache(self) -> Cache:
+    def _build_cache(self, fp8: bool) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
         prepare_mixers(self.model)
         probe = ShapeProbe()
@@ -169,7 +93,7 @@ class Runner:
         if not probe.layers and not probe.states:
             raise self._refusal("does not take a registered attention function")
         kind = PagedKVCache if uses_pages(self.device) else KVCache
-        return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device)
+        return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device, fp8=fp8)
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__
@@ -332,7 +256,7 @@ class Runner:
         for i in range(steps):
             more = i * (drafts + 1) + drafts
             if self._graphs is not None:
-                self._graphs.step(self, len(samples), max(lengths) + more, used)
+                self._graphs.step(self, self.cache, len(samples), max(lengths) + more, used)
             elif drafts:
                 self.step(len(samples), [(0, len(samples), max(lengths) + more)], used)
             else:

@@ -25,7 +25,7 @@ _MOST_INPUTS = 32768
 """With more inputs a row does not fit into one program of the kernel; plain torch quantises it."""
 _FEWEST_ROWS = 32
 """An int8 product on a GPU needs more than 16 rows."""
-_FP8_CAPABILITY = (8, 9)
+FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def format_for(name: str, device: torch.device) -> Format:
             f"rollout.quantization=fp8 needs a GPU with compute capability 8.9 or more, but the model is on "
             f"{device.type}. Set rollout.quantization=int8 or null."
         )
-    if form is FP8 and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    if form is FP8 and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise ValueError(
             f"rollout.quantization=fp8 needs a GPU with compute capability 8.9 or more; "

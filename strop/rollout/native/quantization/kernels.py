@@ -1,5 +1,6 @@
 """Triton kernels of 8-bit products: quantise each row of a matrix with a scale of its own, and scale the sums
-of an integer product. This file needs Triton and is imported only on a GPU."""
+of an integer product. `shortened` is a part of kernels that write to a KV cache of 8 bits. This file needs
+Triton and is imported only on a GPU."""
 
 from __future__ import annotations
 
@@ -89,3 +90,21 @@ def scale_sums(
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def shortened(x):
+    """The numbers of one head of one token in 8 bits and their exponent: cache.in_8_bits."""
+    wide = x.to(tl.float32)
+    bits = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    ratio = wide * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    size = tl.abs(ratio)
+    bits = size.to(tl.int32, bitcast=True)
+    # To the nearest number with three bits after the first, and below 2^-6 to a multiple of 2^-9; to even.
+    code = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    code = tl.where(size < 0.015625, (size + 16384.0).to(tl.int32, bitcast=True) & 15, code)
+    code = tl.where(size <= 448.0, code, 127)  # NaN
+    code += (ratio.to(tl.int32, bitcast=True) >> 24) & 128
+    return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True), exponent.to(tl.uint8)

@@ -38,7 +38,8 @@ class AheadDecode:
             keys, values = self.cache.whole(layer)
             key = key.to(self.cache.dtype)
             value = value.to(self.cache.dtype)
-            stores.store(key, value, keys, values, self.positions, self._tables)
+            exponents = self.cache.exponents(layer)
+            stores.store(key, value, keys, values, self.positions, self._tables, exponents)
             out: Tensor = fast.decode_attention(
                 query,
                 key,
@@ -48,10 +49,8 @@ class AheadDecode:
                 self.positions,
                 self._tables,
                 self.longest,
-                scale=options.scale,
-                window=options.window,
-                softcap=options.softcap,
-                sinks=options.sinks,
+                exponents=exponents,
+                **options.arguments,
             )
             return out
         self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strop.rollout.native.quantization.kernels import shortened
+
 _BLOCK = 1024
 _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 
@@ -19,8 +21,9 @@ _RUNNING, _STOP, _LENGTH, _ERROR = (tl.constexpr(state) for state in range(4))
 def _store(
     key, value, keys, values, positions, table,
     key_row, key_head, value_row, value_head, keys_page, keys_head, values_page, values_head, table_row,
+    key_exponents, value_exponents, exponents_page, exponents_head,
     key_size: tl.constexpr, value_size: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, PAGE: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, PAGE: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -28,25 +31,41 @@ def _store(
     page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
     dk = tl.arange(0, KEY)
     dv = tl.arange(0, VALUE)
-    k = tl.load(key + row * key_row + head * key_head + dk, mask=dk < key_size)
-    v = tl.load(value + row * value_row + head * value_head + dv, mask=dv < value_size)
+    k = tl.load(key + row * key_row + head * key_head + dk, mask=dk < key_size, other=0.0)
+    v = tl.load(value + row * value_row + head * value_head + dv, mask=dv < value_size, other=0.0)
+    if SHORT:
+        k, k_exponent = shortened(k)
+        v, v_exponent = shortened(v)
+        at = page * exponents_page + head * exponents_head + position % PAGE
+        tl.store(key_exponents + at, k_exponent)
+        tl.store(value_exponents + at, v_exponent)
     k_at = keys + page * keys_page + head * keys_head + position % PAGE * key_size + dk
     v_at = values + page * values_page + head * values_head + position % PAGE * value_size + dv
     tl.store(k_at, k, mask=dk < key_size)
     tl.store(v_at, v, mask=dv < value_size)
 
 
-def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, positions: Tensor, table: Tensor) -> None:
+def store(
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    exponents: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Put `key` and `value` [rows, heads, 1, D] into the pages [pages, heads, positions, D] of `table` [rows,
-    pages], at `positions` [rows]."""
+    pages], at `positions` [rows]. Pages of 8 bits have `exponents`: see decode_attention."""
     rows, heads, _, key_size = key.shape
     value_size = value.shape[3]
+    key_exponents, value_exponents = exponents or (table, table)
     _store[(rows, heads)](
         key, value, keys, values, positions, table,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), table.stride(0),
+        key_exponents, value_exponents, *(exponents[0].stride()[:2] if exponents else (0, 0)),
         key_size, value_size, KEY=triton.next_power_of_2(key_size), VALUE=triton.next_power_of_2(value_size),
-        PAGE=keys.shape[2], num_warps=1,
+        PAGE=keys.shape[2], SHORT=exponents is not None, num_warps=1,
     )  # fmt: skip
 
 

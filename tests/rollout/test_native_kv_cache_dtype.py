@@ -1,0 +1,151 @@
+"""A KV cache of 8 bits: what is stored, that every kind of pass reads it, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strop.config.schema.rollout import SpeculationConfig
+from strop.rollout.base import Request, Sampling
+from strop.rollout.native import NativeEngine
+from strop.rollout.native.kv_cache import KVCache
+from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.quantization import cache as quantized
+from strop.rollout.native.quantization.cache import CacheTensors, from_8_bits, in_8_bits, is_fp8
+from tests.rollout import tiny
+from tests.rollout.test_native import PROMPTS, ids
+
+REQUESTS = [Request(p, n=2, seed=i, max_tokens=6 + 4 * i) for i, p in enumerate(PROMPTS)]
+CPU = torch.device("cpu")
+
+
+def per_token(engine: NativeEngine) -> int:
+    assert engine._step_loop is not None
+    return engine._step_loop.runner.cache.bytes_per_token
+
+
+def wide_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of full precision that holds the numbers of an 8-bit one: the reference."""
+
+    def write(
+        self: CacheTensors, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rounded = [from_8_bits(*in_8_bits(x), x.dtype) for x in (key, value)]
+        place = (slots[0], slice(None), slots[1])
+        self.keys[layer][place], self.values[layer][place] = rounded
+        return rounded[0], rounded[1]
+
+    monkeypatch.setattr(CacheTensors, "write", write)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_stored_numbers_are_near_and_exact_in_16_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = (torch.randn(50, 3, 32) * torch.logspace(-3, 3, 50)[:, None, None]).to(dtype)
+    x[7] = 0
+    short, exponents = in_8_bits(x)
+    assert short.dtype == exponents.dtype == torch.uint8 and exponents.shape == (50, 3, 1)
+    again = from_8_bits(short, exponents, dtype)
+    assert torch.equal(again.float(), from_8_bits(short, exponents, torch.float32))
+    largest = x.float().abs().amax(-1, keepdim=True)
+    assert ((again.float() - x.float()).abs() <= largest / 16).all() and (again[7] == 0).all()
+    assert torch.equal(from_8_bits(*in_8_bits(again), dtype), again)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_visible(bad: float) -> None:
+    x = torch.randn(2, 8)
+    x[1, 3] = bad
+    again = from_8_bits(*in_8_bits(x), torch.float32)
+    assert again[1, 3].isnan() and again[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "kind, limits",
+    [
+        ("llama", {}),
+        ("gpt_oss_sinks", {}),
+        ("gemma2_softcap", {"max_num_batched_tokens": 8, "max_num_seqs": 3}),
+    ],
+)
+def test_answers_are_those_of_a_wide_cache_with_the_same_numbers(
+    monkeypatch: pytest.MonkeyPatch, kind: str, limits: dict[str, int]
+) -> None:
+    model = tiny.make(kind)
+    found = NativeEngine(model, kv_cache_dtype="fp8", **limits).generate(REQUESTS, Sampling())  # type: ignore[arg-type]
+    wide_cache(monkeypatch)
+    expected = NativeEngine(model, **limits).generate(REQUESTS, Sampling())  # type: ignore[arg-type]
+    assert ids(found) == ids(expected)
+    for group, wanted in zip(found, expected):
+        for one, other in zip(group, wanted):
+            gap = torch.tensor(one.log_probs) - torch.tensor(other.log_probs)
+            assert gap.abs().max() < 1e-5
+
+
+def test_preempted_speculated_and_chunked_answers_are_the_same() -> None:
+    model = tiny.make()
+    expected = NativeEngine(model, kv_cache_dtype="fp8").generate(REQUESTS, Sampling())
+    ways: list[dict[str, Any]] = [
+        {"cache_bytes": 60 * 72},
+        {"speculation": SpeculationConfig(enable=True, num_tokens=3)},
+        {"max_num_batched_tokens": 5},
+    ]
+    for way in ways:
+        engine = NativeEngine(model, kv_cache_dtype="fp8", **way)
+        assert ids(engine.generate(REQUESTS, Sampling())) == ids(expected)
+        assert engine.stats()["preemptions"] > 0 or "cache_bytes" not in way
+
+
+def test_the_difference_to_training_is_small_and_there() -> None:
+    model = tiny.make()
+    gaps = []
+    for dtype in ("auto", "fp8"):
+        (group,) = NativeEngine(model, kv_cache_dtype=dtype).generate(
+            [Request(PROMPTS[1], n=8, seed=1)], Sampling(max_tokens=20)
+        )
+        total = 0.0
+        for one in group:
+            plain = tiny.plain_log_probs(model, PROMPTS[1], one.ids)
+            expected = plain.gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+            total += float((torch.tensor(one.log_probs) - expected).abs().mean()) / len(group)
+        gaps.append(total)
+    assert gaps[0] < 1e-5 and 1e-4 < gaps[1] < 0.3  # wide initial weights
+
+
+def test_a_token_costs_half_the_bytes_and_twice_the_rows_fit() -> None:
+    layers = {0: (8, 128, 128), 1: (8, 128, 128)}
+    for kind in (KVCache, PagedKVCache):
+        wide, short = (kind(layers, dtype=torch.bfloat16, device=CPU, fp8=fp8) for fp8 in (False, True))
+        assert wide.bytes_per_token == 2 * 2 * 8 * 256
+        assert short.bytes_per_token == 2 * 8 * 258
+    paged = PagedKVCache(layers, dtype=torch.bfloat16, device=CPU, fp8=True)
+    paged.resize_pool(4)
+    assert sum(tensor.nbytes for tensor in paged.tensors.all) == paged.bytes
+    paged.tensors.keys[0][1] = 7
+    paged.tensors.key_exponents[0][1] = 130
+    paged._copy([1], [3])
+    assert (paged.tensors.keys[0][3] == 7).all() and (paged.tensors.key_exponents[0][3] == 130).all()
+
+    model = tiny.make()
+    rows = []
+    for dtype in ("auto", "fp8"):
+        engine = NativeEngine(model, kv_cache_dtype=dtype, cache_bytes=64 * 256)
+        engine.generate([Request([1, 2, 3], n=16, seed=0)], Sampling(max_tokens=8))
+        rows.append((per_token(engine), engine.stats()["rows_in_flight"]))
+    assert rows[1][0] < 0.3 * rows[0][0]  # float32 against 8 bits
+    assert rows[1][1] > 1.5 * rows[0][1]
+
+
+def test_devices_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_fp8("fp8", CPU) and not is_fp8("auto", CPU)
+    with pytest.raises(ValueError, match=r"fp-8.*auto or fp8.*Did you mean"):
+        NativeEngine(tiny.make(), kv_cache_dtype="fp-8")
+    with pytest.raises(ValueError, match=r"on mps.*kv_cache_dtype=auto"):
+        is_fp8("fp8", torch.device("mps"))
+    monkeypatch.setattr(quantized.torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(quantized.torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(ValueError, match=r"compute capability 8.9.*A100 has 8.0.*kv_cache_dtype=auto"):
+        is_fp8("fp8", torch.device("cuda"))
