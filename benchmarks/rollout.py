@@ -12,9 +12,9 @@ model may end earlier. With `--lengths-lognormal 1500 0.8 8192` each prompt has 
 from a log-normal distribution with this median and sigma and at most 8,192, and all its completions have
 exactly this length. `--cache-gib 30` limits the KV cache of the native engine and of vLLM; each line says
 how many rows were in flight. With `--quantization fp8` the engine `native-fp8` is measured too (`int8`:
-`native-int8`), with `--kv-cache-dtype fp8` the engine `native-fp8cache`. Engines take turns so that a noisy moment hits
-all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then the ratios
-of the native engine to the others.
+`native-int8`), with `--kv-cache-dtype fp8` the engine `native-fp8cache`. Engines take turns so that a noisy
+moment hits all of them. Prints one JSON line per engine (median, minimum and maximum over the repeats), then
+the ratios of the native engine to the others.
 
 `native` decodes token by token. `--speculation auto` (or `on`) adds `native-auto` (`native-on`), which
 guesses tokens from earlier answers: the warm-up round is its first epoch, the others are later epochs.

@@ -13,6 +13,7 @@ from strop.planning.rollout import PlannedSampler
 from strop.planning.shape import read_shape, shape_of
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native.engine import NativeEngine
+from strop.rollout.native.pages import PagedKVCache
 
 from .test_shape import SIZE
 
@@ -41,6 +42,16 @@ def test_the_cache_has_the_bytes_that_the_engine_takes(kind):
     assert (sampler.wanted_rows, sampler.capacity) == (cache.rows, cache.capacity)
     assert sampler.wanted == cache.bytes
     engine.close()
+
+
+def test_a_cache_of_8_bits_takes_half_the_bytes():
+    shape = shape_of("qwen2.5-7b")
+    sizes = {"max_rows": 1024, "batch_tokens": 32768, "share": 0.5}
+    wide, short = (PlannedSampler(shape, 64, 1024, 4096, fp8_cache=fp8, **sizes) for fp8 in (False, True))
+    layers = dict.fromkeys(range(shape.layers), (shape.key_heads, shape.head_size, shape.head_size))
+    cache = PagedKVCache(layers, dtype=torch.bfloat16, device=torch.device("cpu"), fp8=True)
+    assert short.per_token == cache.bytes_per_token
+    assert short.wanted / wide.wanted == pytest.approx(0.5, abs=0.005)
 
 
 def test_the_cache_is_what_the_share_leaves_beside_the_weights():

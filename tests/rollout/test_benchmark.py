@@ -98,3 +98,15 @@ def test_a_hybrid_shape_is_measured_where_vllm_does_not_start(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert lines[0]["engine"] == "vllm" and "exit code 1" in lines[0]["error"]
     assert lines[1]["engine"] == "native" and lines[1]["tokens_per_second"] > 0
+
+
+def test_a_limited_cache_of_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both native engines have the same bytes, in which more rows of 8 bits run at a time."""
+    tiny.make().save_pretrained(tmp_path)
+    more = f"--engines native --kv-cache-dtype fp8 --samples 8 --cache-gib {64 * 256 / 2**30}"
+    native, short, ratios = run(monkeypatch, capsys, tmp_path, *more.split())
+    assert [native["engine"], short["engine"]] == ["native", "native-fp8cache"]
+    assert short["rows_in_flight"] > native["rows_in_flight"] > 0  # type: ignore[operator]
+    assert "native/native-fp8cache" in ratios

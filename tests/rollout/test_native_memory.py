@@ -10,8 +10,8 @@ import torch
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
 from strop.rollout.native import kv_cache as memory
+from strop.rollout.native.cuda_graphs import graph_rows
 from strop.rollout.native.kv_cache import KVCache
-from strop.rollout.native.runner import graph_rows
 from tests.rollout import tiny
 from tests.rollout.test_native import PER_TOKEN, PROMPTS, ids
 
