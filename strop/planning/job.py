@@ -330,7 +330,6 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
     if "greedy_baseline" in estimator_needs(config):
         sequences += config.data.train_batch_size
     tensor_parallel = rollout.tensor_model_parallel_size
-    apart = async_plan(config).concurrent or rollout.nnodes > 0
     devices = rollout.nnodes * rollout.n_gpus_per_node or cluster.ranks
     return PlannedSampler(
         actor.shape,
@@ -343,7 +342,7 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
         batch_tokens=prefill_token_budget(rollout.max_num_batched_tokens, on_cpu=cluster.device.is_cpu),
         share=rollout.gpu_memory_utilization,
         tensor=tensor_parallel,
-        shares_module=cluster.ranks == 1 and not apart,
+        shares_module=cluster.ranks == 1 and not async_plan(config).concurrent and not rollout.nnodes,
         records=not rollout.enforce_eager and not cluster.device.is_cpu,
         on_cpu=cluster.device.is_cpu,
         quantized=rollout.quantization is not None,

@@ -110,7 +110,6 @@ class NativeEngine:
             self._lora,
             batch_tokens=batch_tokens,
             chunked=enable_chunked_prefill,
-            # With tensor parallelism other ranks take part in every step, which a CUDA graph cannot record.
             cuda_graphs=not enforce_eager and self._tensor_parallel is None,
             fp8_cache=is_fp8(kv_cache_dtype, self.device),
         )

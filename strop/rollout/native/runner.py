@@ -56,7 +56,8 @@ class Runner:
         cuda_graphs: bool,
         fp8_cache: bool,
     ) -> None:
-        """`batch_tokens`: most prompt tokens of a pass; `chunked`: split a longer prompt, or run it alone."""
+        """`batch_tokens`: most prompt tokens of a pass; `chunked`: split a longer prompt, or run it alone;
+        `cuda_graphs`: not if other ranks take part in a step, which a graph cannot record."""
         self.model = model
         self.lora = lora
         self.batch_tokens = batch_tokens
