@@ -14,6 +14,7 @@ from strop.planning.shape import read_shape, shape_of
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native.engine import NativeEngine
 from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.quantization.cache import ShortTensors
 
 from .test_shape import SIZE
 
@@ -49,7 +50,7 @@ def test_a_cache_of_8_bits_takes_half_the_bytes():
     sizes = {"max_rows": 1024, "batch_tokens": 32768, "share": 0.5}
     wide, short = (PlannedSampler(shape, 64, 1024, 4096, fp8_cache=fp8, **sizes) for fp8 in (False, True))
     layers = dict.fromkeys(range(shape.layers), (shape.key_heads, shape.head_size, shape.head_size))
-    cache = PagedKVCache(layers, dtype=torch.bfloat16, device=torch.device("cpu"), fp8=True)
+    cache = PagedKVCache(layers, dtype=torch.bfloat16, device=torch.device("cpu"), tensors=ShortTensors)
     assert short.per_token == cache.bytes_per_token
     assert short.wanted / wide.wanted == pytest.approx(0.5, abs=0.005)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native.kv_cache import KVCache
+from strop.rollout.native.kv_cache import CacheTensors, KVCache
 from strop.rollout.native.pages import PagedKVCache
 from strop.rollout.native.quantization import cache as quantized
-from strop.rollout.native.quantization.cache import CacheTensors, from_8_bits, in_8_bits, is_fp8
+from strop.rollout.native.quantization.cache import ShortTensors, from_8_bits, in_8_bits, is_fp8
 from tests.rollout import tiny
 from tests.rollout.test_native import PROMPTS, ids
 
@@ -125,16 +125,21 @@ def test_the_difference_to_training_is_small_and_there() -> None:
 def test_a_token_costs_half_the_bytes_and_twice_the_rows_fit() -> None:
     layers = {0: (8, 128, 128), 1: (8, 128, 128)}
     for kind in (KVCache, PagedKVCache):
-        wide, short = (kind(layers, dtype=torch.bfloat16, device=CPU, fp8=fp8) for fp8 in (False, True))
+        wide, short = (
+            kind(layers, dtype=torch.bfloat16, device=CPU, tensors=tensors)
+            for tensors in (CacheTensors, ShortTensors)
+        )
         assert wide.bytes_per_token == 2 * 2 * 8 * 256
         assert short.bytes_per_token == 2 * 8 * 258
-    paged = PagedKVCache(layers, dtype=torch.bfloat16, device=CPU, fp8=True)
+    paged = PagedKVCache(layers, dtype=torch.bfloat16, device=CPU, tensors=ShortTensors)
     paged.resize_pool(4)
     assert sum(tensor.nbytes for tensor in paged.tensors.all) == paged.bytes
-    paged.tensors.keys[0][1] = 7
-    paged.tensors.key_exponents[0][1] = 130
+    tensors = paged.tensors
+    assert isinstance(tensors, ShortTensors)
+    tensors.keys[0][1] = 7
+    tensors.key_exponents[0][1] = 130
     paged._copy([1], [3])
-    assert (paged.tensors.keys[0][3] == 7).all() and (paged.tensors.key_exponents[0][3] == 130).all()
+    assert (tensors.keys[0][3] == 7).all() and (tensors.key_exponents[0][3] == 130).all()
 
     model = tiny.make()
     rows = []

@@ -190,7 +190,7 @@ class Prefill:
         q = query[0].transpose(0, 1)  # [T, heads, D]
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
-        k, v = self.cache.write(layer, self._slots, k, v)
+        k, v = self.cache.tensors.write(layer, self._slots, k, v)
         plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
         if q.device.type in DEVICES and plain_heads:
             out = self._in_one_kernel(layer, q, k, v, options)
@@ -224,8 +224,9 @@ class Prefill:
             return None
         keys, values = self.cache.whole(layer)
         starts, tables = self._starts_and_tables
+        powers = self.cache.tensors.exponents(layer)
         out: Tensor = flash.continued_attention(
-            q, keys, values, self._bounds, self._longest, starts, tables, self.cache.exponents(layer), **more
+            q, keys, values, self._bounds, self._longest, starts, tables, powers, **more
         )
         return out
 
@@ -272,11 +273,11 @@ class Decode:
                 self.positions,
                 self.cache.tables(slice(0, len(self.positions))),
                 max(used for *_, used in self.spans),
-                exponents=self.cache.exponents(layer),
+                exponents=self.cache.tensors.exponents(layer),
                 **options.arguments,
             )
             return out
-        self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
+        self.cache.tensors.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
@@ -323,7 +324,7 @@ class SharedDecode:
     ) -> Tensor:
         first = self.shared.first
         group = self.shared.group
-        self.cache.write(layer, self._slots, key[group, :, 0], value[group, :, 0])
+        self.cache.tensors.write(layer, self._slots, key[group, :, 0], value[group, :, 0])
         keys, values = self.cache.read(layer, first, self.used)
         folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
         mask = self._masks.get(options.window)

@@ -30,8 +30,8 @@ from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
-from strop.rollout.native.kv_cache import cache_memory
 from strop.rollout.native.lora_bank import LoraBank
+from strop.rollout.native.meter import cache_memory
 from strop.rollout.native.quantization import QuantizedLayers
 
 # --- rollout patches ----------------------------------------------------------------------------------------

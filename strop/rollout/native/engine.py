@@ -32,9 +32,8 @@ from strop.rollout.native.async_driver import AsyncDriver
 from strop.rollout.native.attention import rows_and_tokens
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.images import image_problem, prompt_images
-from strop.rollout.native.kv_cache import may_stay
 from strop.rollout.native.lora_bank import LoraBank
-from strop.rollout.native.meter import Meter
+from strop.rollout.native.meter import Meter, may_stay
 from strop.rollout.native.quantization.cache import is_fp8
 from strop.rollout.native.requests import RequestState, ScheduledSample, listener
 from strop.rollout.native.runner import Runner

@@ -14,7 +14,6 @@ which are likelier to continue.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,26 +21,17 @@ from functools import cache
 from itertools import islice
 from types import ModuleType
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.extras import MissingExtra, require
 from strop.models.layouts.states import RowStates
-from strop.rollout.native.quantization.cache import CacheTensors
 
 BLOCK = 16
 """Tokens per hash of a prefix."""
-_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
-_ADAPTER_BASE = 0xD6E8FEB86659FD93
-_SAFE_SHARE = 0.9
-"""Share of the free memory that the cache may take."""
-_HOST_FRACTION = 4
-"""On a CPU the cache may take this fraction of the host's memory."""
-_IDLE_FRACTION = 4
-"""The cache stays during sleep() if at most this fraction of the device is allocated."""
 
 Index = Tensor | slice
+TensorIndex = Index | tuple[Index, ...]
 Evict = Callable[[], int | None]
 """Forgets one finished sequence and returns its row; None if there is none."""
 
@@ -80,6 +70,88 @@ def draft_kernels(device: str) -> ModuleType | None:
     return require("strop.rollout.native.speculation.kernels", extra="gpu", why="Fast decoding on a GPU")
 
 
+class CacheTensors:
+    """Of each layer keys and values [places, heads, positions, size]; a place is a row or a page."""
+
+    def __init__(
+        self, layers: Mapping[int, tuple[int, int, int]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`layers`: by layer, the number of key heads, the size of a key and the size of a value."""
+        self.layers = dict(layers)
+        self.dtype = dtype
+        """Precision of what is written and read."""
+        self.stored = dtype
+        self.device = device
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+
+    @property
+    def kinds(self) -> list[dict[int, Tensor]]:
+        """Keys, values, and what else there is, by layer."""
+        return [self.keys, self.values]
+
+    def sizes(self, layer: int) -> list[int]:
+        """Numbers per head and token of each kind."""
+        return list(self.layers[layer][1:])
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [tensor for tensors in self.kinds for tensor in tensors.values()]
+
+    @property
+    def bytes_per_token(self) -> int:
+        numbers = sum(heads * sum(self.sizes(layer)) for layer, (heads, _, _) in self.layers.items())
+        return max(1, numbers * self.stored.itemsize)
+
+    def resize(self, places: int, positions: int, keep: int) -> None:
+        """Have so many places; the first `keep` keep their contents."""
+        for layer, (heads, _, _) in self.layers.items():
+            for tensors, size in zip(self.kinds, self.sizes(layer)):
+                old = tensors.pop(layer, None)
+                if old is not None and keep == 0:
+                    old = None  # freed before the new tensor is allocated
+                # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN.
+                new = torch.zeros(places, heads, positions, size, dtype=self.stored, device=self.device)
+                if old is not None:
+                    length = min(positions, old.shape[2])
+                    new[:keep, :, :length] = old[:keep, :, :length]
+                tensors[layer] = new
+
+    def free(self) -> None:
+        for tensors in self.kinds:
+            tensors.clear()
+
+    def write(
+        self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
+        self.keys[layer][slots[0], :, slots[1]] = key.to(self.dtype)
+        self.values[layer][slots[0], :, slots[1]] = value.to(self.dtype)
+        return key, value
+
+    def read(self, layer: int, index: TensorIndex) -> tuple[Tensor, Tensor]:
+        """A part of the keys and values; a view if `index` has slices alone (not in 8 bits)."""
+        return self.keys[layer][index], self.values[layer][index]
+
+    def whole(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values as they are stored, for kernels."""
+        return self.keys[layer], self.values[layer]
+
+    def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Those of `whole` in 8 bits: see quantization/cache.py."""
+        return None
+
+    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first `length` positions of places, all at once."""
+        for tensor in self.all:
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    def clear(self, places: Sequence[int]) -> None:
+        """Set these places to 0."""
+        for tensor in self.all:
+            tensor[list(places)] = 0
+
+
 class KVCache:
     def __init__(
         self,
@@ -88,11 +160,11 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        fp8: bool = False,
+        tensors: type[CacheTensors] = CacheTensors,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
-        those of mixers, by row. `fp8`: keys and values are stored in 8 bits."""
-        self.tensors = CacheTensors(layers, dtype=dtype, device=device, fp8=fp8)
+        those of mixers, by row. `tensors`: how keys and values are stored."""
+        self.tensors = tensors(layers, dtype, device)
         self.states = states or RowStates()
         self.has_states = bool(self.states)
         self.dtype = dtype
@@ -130,14 +202,8 @@ class KVCache:
         return self.rows * self.capacity
 
     def slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where `write` puts the tokens of these rows and positions."""
+        """Where `tensors.write` puts the tokens of these rows and positions."""
         return rows, positions
-
-    def write(
-        self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
-        return self.tensors.write(layer, slots, key, value)
 
     def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` positions of some rows; a view if `rows` is a slice (not in 8 bits)."""
@@ -146,10 +212,6 @@ class KVCache:
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
         """All rows and positions, [rows, heads, capacity, size], as they are stored, for kernels."""
         return self.tensors.whole(layer)
-
-    def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Those of `whole` in 8 bits: see CacheTensors."""
-        return self.tensors.exponents(layer)
 
     def tables(self, rows: Index) -> Tensor:
         """For kernels, the pages of some rows: here a row is one page."""
@@ -209,49 +271,7 @@ class KVCache:
             self.states.clear(rows)
 
 
-# --- memory -------------------------------------------------------------------------------------------------
-
-
-def cache_memory(model: nn.Module, device: torch.device, share: float, held: int = 0, copies: int = 0) -> int:
-    """Bytes for the cache, so that weights and cache together take `share` of the device; on a CPU, a quarter
-    of the host. `held`: bytes that the cache already has; `copies`: bytes of quantised weights."""
-    if device.type != "cuda":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_FRACTION
-    free, total = torch.cuda.mem_get_info(device)
-    # Memory that torch has reserved and does not use is available too.
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + held
-    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return max(0, int(min(free * _SAFE_SHARE, total * share - weights - copies)))
-
-
-def may_stay(device: torch.device) -> bool:
-    """Whether the cache may stay allocated during training: with it, at most a quarter of the device is
-    allocated."""
-    if device.type != "cuda":
-        return False
-    return torch.cuda.memory_allocated(device) * _IDLE_FRACTION <= torch.cuda.mem_get_info(device)[1]
-
-
 # --- prefixes -----------------------------------------------------------------------------------------------
-
-
-@cache
-def _powers(size: int) -> np.ndarray:
-    return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
-
-
-def prefix_hashes(tokens: Sequence[int]) -> np.ndarray:
-    """Hashes of the first 1, 2, 3 ... tokens."""
-    powers = _powers(1 << len(tokens).bit_length())[: len(tokens)]
-    values = np.array(tokens, dtype=np.uint64) + np.uint64(1)
-    return np.cumsum(values * powers, dtype=np.uint64)
-
-
-def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
-    """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
-    sums = prefix_hashes(tokens[: len(tokens) // BLOCK * BLOCK])[BLOCK - 1 :: BLOCK]
-    hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
-    return hashes
 
 
 @dataclass(eq=False)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 _STEP_COUNTERS = {"steps_to_8_rows": 8, "steps_to_64_rows": 64, "steps_to_256_rows": 256}
 """Decode steps are counted by their number of rows: up to each of these, and more."""
+_SAFE_SHARE = 0.9
+"""Share of the free memory that the cache may take."""
+_HOST_FRACTION = 4
+"""On a CPU the cache may take this fraction of the host's memory."""
+_IDLE_FRACTION = 4
+"""The cache stays during sleep() if at most this fraction of the device is allocated."""
 _TAIL_FRACTION = 8
 """The tail: nothing waits, and at most this fraction of the largest number of rows runs."""
 
@@ -136,3 +144,26 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def cache_memory(model: nn.Module, device: torch.device, share: float, held: int = 0, copies: int = 0) -> int:
+    """Bytes for the cache, so that weights and cache together take `share` of the device; on a CPU, a quarter
+    of the host. `held`: bytes that the cache already has; `copies`: bytes of quantised weights."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _HOST_FRACTION
+    free, total = torch.cuda.mem_get_info(device)
+    # Memory that torch has reserved and does not use is available too.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) + held
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return max(0, int(min(free * _SAFE_SHARE, total * share - weights - copies)))
+
+
+def may_stay(device: torch.device) -> bool:
+    """Whether the cache may stay allocated during training: with it, at most a quarter of the device is
+    allocated."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.memory_allocated(device) * _IDLE_FRACTION <= torch.cuda.mem_get_info(device)[1]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.models.layouts.states import RowStates
-from strop.rollout.native.kv_cache import Evict, Index, RowPlacement, kernels
-from strop.rollout.native.quantization.cache import CacheTensors
+from strop.rollout.native.kv_cache import CacheTensors, Evict, Index, RowPlacement, kernels
 
 PAGE = 64
 """Tokens of a page: models/flash.py BLOCK."""
@@ -104,11 +103,11 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        fp8: bool = False,
+        tensors: type[CacheTensors] = CacheTensors,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
-        those of mixers, by row. `fp8`: keys and values are stored in 8 bits."""
-        self.tensors = CacheTensors(layers, dtype=dtype, device=device, fp8=fp8)
+        those of mixers, by row. `tensors`: how keys and values are stored."""
+        self.tensors = tensors(layers, dtype, device)
         self.states = states or RowStates()
         self.has_states = bool(self.states)
         self.dtype = dtype
@@ -168,14 +167,8 @@ class PagedKVCache:
     # --- contents -------------------------------------------------------------------------------------------
 
     def slots(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where `write` puts the tokens of these rows and positions: pages and places in them."""
+        """Where `tensors.write` puts the tokens of these rows and positions: pages and places in them."""
         return self.table[rows, positions // PAGE].long(), positions % PAGE
-
-    def write(
-        self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
-        return self.tensors.write(layer, slots, key, value)
 
     def read(self, layer: int, rows: Index, length: int) -> tuple[Tensor, Tensor]:
         """A copy of the first `length` positions of some rows, [rows, heads, length, size]."""
@@ -187,10 +180,6 @@ class PagedKVCache:
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
         """All pages, [pages, heads, PAGE, size], as they are stored, for kernels."""
         return self.tensors.whole(layer)
-
-    def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Those of `whole` in 8 bits: see CacheTensors."""
-        return self.tensors.exponents(layer)
 
     def tables(self, rows: Index) -> Tensor:
         """The pages of some rows, [rows, pages], for kernels."""

@@ -23,9 +23,10 @@ from strop.rollout.native.attention import (
 from strop.rollout.native.cuda_graphs import CudaGraphs
 from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.images import ImagePrefill
-from strop.rollout.native.kv_cache import KVCache, kernels
+from strop.rollout.native.kv_cache import CacheTensors, KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.quantization.cache import ShortTensors
 from strop.rollout.native.requests import Admission, PrefillChunk, ScheduledSample
 from strop.rollout.native.speculation.attention import AheadDecode
 from strop.rollout.native.speculation.drafts import Drafts
@@ -94,7 +95,8 @@ class Runner:
         if not probe.layers and not probe.states:
             raise self._refusal("does not take a registered attention function")
         kind = PagedKVCache if uses_pages(self.device) else KVCache
-        return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device, fp8=fp8)
+        tensors = ShortTensors if fp8 else CacheTensors
+        return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device, tensors=tensors)
 
     def _refusal(self, problem: str) -> ValueError:
         name = type(base_model(self.model)).__name__

@@ -1,6 +1,6 @@
-"""Keys and values of the KV cache: in the precision of the model, or in 8 bits (rollout.kv_cache_dtype=fp8).
+"""Keys and values of the KV cache in 8 bits (rollout.kv_cache_dtype=fp8).
 
-In 8 bits, each head of each token is a vector of e4m3 numbers times one power of two, whose exponent is a
+Each head of each token is a vector of e4m3 numbers times one power of two, whose exponent is a
 further byte. A power of two changes no digit, so the stored numbers are exact in every 16-bit format: a
 kernel that reads them computes what it would compute from a 16-bit cache with the same numbers. Attention
 uses the stored numbers everywhere, in a prefill too, so that a sequence that is computed again after
@@ -9,12 +9,13 @@ preemption sees what it saw before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from strop.registry import did_you_mean
+from strop.rollout.native.kv_cache import CacheTensors, TensorIndex
 from strop.rollout.native.quantization.formats import FP8, FP8_CAPABILITY
 
 AUTO = "auto"
@@ -23,8 +24,6 @@ _BIAS = 127
 """What is added to a stored exponent, as in a float32."""
 _DIGITS = 23
 """Bits of a float32 after its exponent."""
-
-Index = Tensor | slice | tuple[Tensor | slice, ...]
 
 
 def is_fp8(name: str, device: torch.device) -> bool:
@@ -74,74 +73,28 @@ def _powers(exponents: Tensor) -> Tensor:
     return (exponents << _DIGITS).view(torch.float32)
 
 
-class CacheTensors:
-    """Of each layer keys and values [places, heads, positions, size]; a place is a row or a page."""
+class ShortTensors(CacheTensors):
+    """Keys, values and their exponents, all as bytes."""
 
     def __init__(
-        self,
-        layers: Mapping[int, tuple[int, int, int]],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8: bool,
+        self, layers: Mapping[int, tuple[int, int, int]], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`layers`: by layer, the number of key heads, the size of a key and the size of a value."""
-        self.layers = dict(layers)
-        self.dtype = dtype
-        """Precision of what is written and read."""
-        self.device = device
-        self.fp8 = fp8
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        super().__init__(layers, dtype, device)
+        self.stored = torch.uint8
         self.key_exponents: dict[int, Tensor] = {}
         self.value_exponents: dict[int, Tensor] = {}
 
     @property
-    def all(self) -> list[Tensor]:
-        kinds = (self.keys, self.values, self.key_exponents, self.value_exponents)
-        return [tensor for tensors in kinds for tensor in tensors.values()]
+    def kinds(self) -> list[dict[int, Tensor]]:
+        return [self.keys, self.values, self.key_exponents, self.value_exponents]
 
-    @property
-    def bytes_per_token(self) -> int:
-        numbers = sum(heads * (key + value) for heads, key, value in self.layers.values())
-        if self.fp8:
-            numbers += 2 * sum(heads for heads, _, _ in self.layers.values())
-            return max(1, numbers)
-        return max(1, numbers * self.dtype.itemsize)
-
-    def resize(self, places: int, positions: int, keep: int) -> None:
-        """Have so many places; the first `keep` keep their contents."""
-        dtype = torch.uint8 if self.fp8 else self.dtype
-        for layer, (heads, key, value) in self.layers.items():
-            parts = [(self.keys, key), (self.values, value)]
-            if self.fp8:
-                parts += [(self.key_exponents, 1), (self.value_exponents, 1)]
-            for tensors, size in parts:
-                old = tensors.pop(layer, None)
-                if old is not None and keep == 0:
-                    old = None  # freed before the new tensor is allocated
-                # zeros, not empty: a masked position has weight 0, and 0 times NaN is NaN.
-                new = torch.zeros(places, heads, positions, size, dtype=dtype, device=self.device)
-                if old is not None:
-                    length = min(positions, old.shape[2])
-                    new[:keep, :, :length] = old[:keep, :, :length]
-                tensors[layer] = new
-
-    def free(self) -> None:
-        self.keys = {}
-        self.values = {}
-        self.key_exponents = {}
-        self.value_exponents = {}
+    def sizes(self, layer: int) -> list[int]:
+        return [*super().sizes(layer), 1, 1]
 
     def write(
         self, layer: int, slots: tuple[Tensor, Tensor], key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [N, heads, size], entry i to its slot, and return them as they are stored."""
         place = (slots[0], slice(None), slots[1])
-        if not self.fp8:
-            self.keys[layer][place] = key.to(self.dtype)
-            self.values[layer][place] = value.to(self.dtype)
-            return key, value
         stored = []
         kinds = ((self.keys, self.key_exponents, key), (self.values, self.value_exponents, value))
         for numbers, exponents, x in kinds:
@@ -151,32 +104,13 @@ class CacheTensors:
             stored.append(from_8_bits(short, power, x.dtype))
         return stored[0], stored[1]
 
-    def read(self, layer: int, index: Index) -> tuple[Tensor, Tensor]:
-        """A part of the keys and values; in 16 bits or more, a view if `index` has slices alone."""
-        if not self.fp8:
-            return self.keys[layer][index], self.values[layer][index]
+    def read(self, layer: int, index: TensorIndex) -> tuple[Tensor, Tensor]:
         key = from_8_bits(self.keys[layer][index], self.key_exponents[layer][index], self.dtype)
         value = from_8_bits(self.values[layer][index], self.value_exponents[layer][index], self.dtype)
         return key, value
 
     def whole(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values as they are stored, for kernels."""
-        if self.fp8:
-            return self.keys[layer].view(FP8.dtype), self.values[layer].view(FP8.dtype)
-        return self.keys[layer], self.values[layer]
+        return self.keys[layer].view(FP8.dtype), self.values[layer].view(FP8.dtype)
 
     def exponents(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Those of `whole` in 8 bits."""
-        if self.fp8:
-            return self.key_exponents[layer], self.value_exponents[layer]
-        return None
-
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copy the first `length` positions of places, all at once."""
-        for tensor in self.all:
-            tensor[target, :, :length] = tensor[source, :, :length]
-
-    def clear(self, places: Sequence[int]) -> None:
-        """Set these places to 0."""
-        for tensor in self.all:
-            tensor[list(places)] = 0
+        return self.key_exponents[layer], self.value_exponents[layer]

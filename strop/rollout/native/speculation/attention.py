@@ -38,7 +38,7 @@ class AheadDecode:
             keys, values = self.cache.whole(layer)
             key = key.to(self.cache.dtype)
             value = value.to(self.cache.dtype)
-            exponents = self.cache.exponents(layer)
+            exponents = self.cache.tensors.exponents(layer)
             stores.store(key, value, keys, values, self.positions, self._tables, exponents)
             out: Tensor = fast.decode_attention(
                 query,
@@ -53,7 +53,7 @@ class AheadDecode:
                 **options.arguments,
             )
             return out
-        self.cache.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
+        self.cache.tensors.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
         count = len(self.rows) // self.ahead
         keys, values = self.cache.read(layer, slice(0, count), self.longest)
         queries = query[:, :, 0].unflatten(0, (count, self.ahead)).transpose(1, 2)
