@@ -57,6 +57,8 @@ class Prompt:
     """Name of the agent loop; None: the configured default."""
     images: Images = ()
     """Images in the order of their placeholders."""
+    unusable: str = ""
+    """Why the row has no prompt: an image of it cannot be read. Its samples are masked and counted."""
 
 
 @dataclass(frozen=True)

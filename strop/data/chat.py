@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.data.images import ImageProcessor
+from strop.data.images import ImageProcessor, UnusableImages
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Chat:
         assert self.images is not None
         pieces = text.split(self.images.placeholder)
         if len(pieces) - 1 > len(self.expansions):
-            raise ValueError(
+            raise UnusableImages(
                 f"A conversation has {len(pieces) - 1} image placeholders ({self.images.placeholder!r}) and "
                 f"{len(self.expansions)} images."
             )

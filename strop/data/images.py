@@ -32,6 +32,10 @@ _UNUSED = ("rows", "cols", "num_crops")
 """What image processors return for their own text, and no model takes."""
 
 
+class UnusableImages(ValueError):
+    """Images of one row that cannot be used. A run masks and counts its samples, and goes on."""
+
+
 def read_image(value: object, *, where: str, folder: Path | None = None) -> Image:
     """Return an image of a row as RGB. `where` names it in errors; relative paths are looked up in the
     working folder, then in `folder`."""
@@ -43,21 +47,22 @@ def read_image(value: object, *, where: str, folder: Path | None = None) -> Imag
     if isinstance(value, str):
         value = _from_text(value, where, folder)
     if not isinstance(value, bytes | bytearray):
-        raise ValueError(
+        raise UnusableImages(
             f"{where} is of the type {type(value).__name__}; an image is a path, bytes, {{'bytes': ...}}, a "
             "data URL or a PIL image."
         )
     try:
-        return _decoded(pil.open(io.BytesIO(value)), where)
-    except (pil.UnidentifiedImageError, pil.DecompressionBombError) as error:
-        raise ValueError(f"{where} cannot be read ({len(value)} bytes): {error}") from error
+        opened = pil.open(io.BytesIO(value))
+    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+        raise UnusableImages(f"{where} cannot be read ({len(value)} bytes): {error}") from error
+    return _decoded(opened, where)
 
 
 def _decoded(image: Image, where: str) -> Image:
     try:
         return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{where} is damaged: {error}") from error
+        raise UnusableImages(f"{where} is damaged: {error}") from error
 
 
 def _from_mapping(value: Mapping[str, object], where: str) -> object:
@@ -67,7 +72,7 @@ def _from_mapping(value: Mapping[str, object], where: str) -> object:
             found = found.get("url")
         if found is not None:
             return found
-    raise ValueError(f"{where} has none of {', '.join((*_BYTES_KEYS, *_PLACE_KEYS))}: {sorted(value)}.")
+    raise UnusableImages(f"{where} has none of {', '.join((*_BYTES_KEYS, *_PLACE_KEYS))}: {sorted(value)}.")
 
 
 def _from_text(value: str, where: str, folder: Path | None) -> bytes:
@@ -75,13 +80,13 @@ def _from_text(value: str, where: str, folder: Path | None) -> bytes:
     if value.startswith("data:"):
         header, _, content = value.partition(",")
         if not header.endswith(";base64"):
-            raise ValueError(f"{where} is a data URL without base64 ({header[:60]!r}).")
+            raise UnusableImages(f"{where} is a data URL without base64 ({header[:60]!r}).")
         try:
             return base64.b64decode(content, validate=True)
         except binascii.Error as error:
-            raise ValueError(f"{where} is a data URL with broken base64: {error}") from error
+            raise UnusableImages(f"{where} is a data URL with broken base64: {error}") from error
     if value.startswith(("http://", "https://")):
-        raise ValueError(
+        raise UnusableImages(
             f"{where} is an address ({value[:80]}), which is not fetched; store the image itself."
         )
     path = Path(value.removeprefix("file://")).expanduser()
@@ -90,7 +95,7 @@ def _from_text(value: str, where: str, folder: Path | None) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{where}: the file {str(path)!r} cannot be read: {error.strerror}") from error
+        raise UnusableImages(f"{where}: the file {str(path)!r} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class ImageProcessor:
             )
         except (ValueError, TypeError) as error:
             size = f"{image.width} x {image.height}"
-            raise ValueError(f"{where}, {size} pixels, is refused by the processor: {error}") from error
+            raise UnusableImages(f"{where}, {size} pixels, is refused by the processor: {error}") from error
         text = processor.replace_image_token(made, image_idx=0)
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         tensors = {name: _tensor(value) for name, value in made.items() if name not in _UNUSED}

@@ -15,7 +15,7 @@ from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import SupervisedDataConfig
 from strop.data.chat import Chat, Tools
 from strop.data.files import FileRows, Row, RowSource, open_rows
-from strop.data.images import ImageProcessor, LoadProcessor
+from strop.data.images import ImageProcessor, LoadProcessor, UnusableImages
 from strop.data.schema import ColumnKeys, RowFields, check_columns, parse_row
 from strop.data.selection import Indices, select
 from strop.data.workers import measure_prompts
@@ -184,11 +184,18 @@ class PromptDataset(Sequence[Prompt]):
         content = self.rows[row]
         if isinstance(content, Prompt):
             return dataclasses.replace(content, ids=self._truncate(content.ids, row))
-        fields = self.fields(row, content)
-        chat, images = chat_of(self.chat, fields)
-        ids = chat.ids(fields.messages, tools=listed_tools(self.listing, fields))
-        if images:
-            self._refuse_cut(ids, row)
+        try:
+            fields = self.fields(row, content)
+            chat, images = chat_of(self.chat, fields)
+            ids = chat.ids(fields.messages, tools=listed_tools(self.listing, fields))
+            if images:
+                self._refuse_cut(ids, row)
+        except UnusableImages as problem:
+            logger.warning("%s Its samples are masked.", problem)
+            source = str(content.get(self.keys.source) or "unusable")
+            return Prompt(
+                row, [int(self.chat.tokenizer.eos_token_id or 0)], [], source, unusable=str(problem)
+            )
         return Prompt(
             index=row,
             ids=self._truncate(ids, row),

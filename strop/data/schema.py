@@ -22,6 +22,7 @@ import numpy as np
 
 from strop.config.schema.data import DataConfig
 from strop.data.files import FileRows
+from strop.data.images import UnusableImages
 from strop.registry import did_you_mean
 
 Message = dict[str, Any]
@@ -117,7 +118,7 @@ def parse_row(
             f"the column {keys.images!r} and write <image> for each."
         )
     if keys.images in row and not images and any("<image>" in str(one["content"]) for one in messages):
-        raise ValueError(f"{where}: the prompt has <image> but its column {keys.images!r} is empty.")
+        raise UnusableImages(f"{where}: the prompt has <image> but its column {keys.images!r} is empty.")
     messages = split_placeholders(messages, {"image": len(images)}, where=where)
     ground_truth = reward.get("ground_truth")
     if keys.label:
@@ -213,7 +214,7 @@ def split_placeholders(messages: list[Message], counts: Mapping[str, int], *, wh
         result.append(message)
     for kind, count in counts.items():
         if found[kind] != count:
-            raise ValueError(
+            raise UnusableImages(
                 f"{where}: the prompt has {found[kind]} <{kind}> placeholders but the row has {count} "
                 f"{kind}s."
             )

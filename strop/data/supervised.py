@@ -16,7 +16,7 @@ import numpy as np
 from strop.config.schema.supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 from strop.data.chat import Chat, Rendered, Tools
 from strop.data.files import FileRows, Row, RowSource, open_rows
-from strop.data.images import ImageProcessor, LoadProcessor
+from strop.data.images import ImageProcessor, LoadProcessor, UnusableImages
 from strop.data.prompts import (
     Split,
     load_custom_dataset,
@@ -93,7 +93,7 @@ class SupervisedDataset(Sequence[Any]):
             item, where = self.untruncated(index)
             return self.truncate(item, where)
         except UnusableRow as problem:
-            if self.config.bad_rows == "error":
+            if self.config.bad_rows == "error" and not isinstance(problem.__cause__, UnusableImages):
                 raise ValueError(
                     f"{problem} Fix or remove it, or set data.bad_rows=skip to skip such rows."
                 ) from problem

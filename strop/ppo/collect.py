@@ -21,7 +21,7 @@ from strop.algorithms.metrics.validation import name_validation_metrics, validat
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import AgentConfig, RewardWeightsConfig
 from strop.data.loader import Loader
-from strop.ppo.episode_rows import rows_of_episodes
+from strop.ppo.episode_rows import rows_of_episodes, weigh_rewards
 from strop.ppo.sampler import Samples, StepRollout
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
@@ -247,6 +247,9 @@ class Collector:
         numbered from `first`."""
         with record.phase("gen"):
             count, samples = self._sample(draw, prompts, step, first)
+        if unusable := count_unusable(samples.trajectories):
+            earlier = record.metrics.get("data/unusable_samples", 0.0)
+            record.add({"data/unusable_samples": earlier + unusable})
         if not self.task_reward:
             for t in samples.trajectories:
                 t.score = None if t.finish == "error" else 0.0
@@ -321,6 +324,16 @@ def draw_prompts(draw: Draw, prompts: int) -> tuple[list[Prompt], int]:
     return drawn, draws
 
 
+def count_unusable(trajectories: Sequence[Trajectory]) -> int:
+    """Samples whose prompt cannot be made; ValueError if there are no others."""
+    reasons = [t.prompt.unusable for t in trajectories if t.prompt.unusable]
+    if reasons and len(reasons) == len(trajectories):
+        raise ValueError(
+            f"None of the {len(reasons)} samples of the step has a prompt. The first: {reasons[0]}"
+        )
+    return len(reasons)
+
+
 def set_baselines(trajectories: Sequence[Trajectory], greedy: Sequence[Trajectory]) -> None:
     """The reward of the greedy response is the baseline of its prompt. A sample whose baseline failed loses
     its score, so that it does not count."""
@@ -330,19 +343,6 @@ def set_baselines(trajectories: Sequence[Trajectory], greedy: Sequence[Trajector
         t.baseline = reward or 0.0
         if reward is None:
             t.score = None
-
-
-def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
-    """Scale the score and the turn rewards, and add the final rewards of tools to the score."""
-    if trajectory.score is None:
-        return
-    tools = sum(trajectory.extras.get("tool_rewards", {}).values())
-    trajectory.score = weights.score * trajectory.score + weights.tool * tools
-    for branch in trajectory.branches:
-        if branch.score is not None:  # of another player
-            branch.score *= weights.score
-    for row in (trajectory, *trajectory.branches):
-        row.turn_rewards = {place: weights.turn * reward for place, reward in row.turn_rewards.items()}
 
 
 # --- validation ---------------------------------------------------------------------------------------------

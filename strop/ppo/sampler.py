@@ -90,7 +90,7 @@ class Sampler:
 
     def is_single_turn(self, prompt: Prompt) -> bool:
         """Whether the response is one completion of the engine."""
-        if self.agents is None:
+        if self.agents is None or prompt.unusable:
             return True
         if prompt.agent_name not in self._single_turn:
             self._single_turn[prompt.agent_name] = self.agents.loops.batched(prompt.agent_name)
@@ -130,11 +130,12 @@ class Sampler:
     def request(self, numbered: NumberedPrompt, sampling: Sampling, n: int, step: int) -> Request:
         """The request of all samples of a prompt."""
         group, prompt = numbered
+        room = self.max_model_len - len(prompt.ids)
         return Request(
             prompt.ids,
             n,
             seed=stream_seed(self.seed, step, prompt.index, group),
-            max_tokens=min(sampling.max_tokens, self.max_model_len - len(prompt.ids)),
+            max_tokens=1 if prompt.unusable else min(sampling.max_tokens, room),
             adapter=self.adapter,
             images=prompt.images,
         )
@@ -171,13 +172,14 @@ def single_turn_trajectory(prompt: Prompt, group: int, completion: Completion) -
         raise ValueError(
             f"Row {prompt.index} of {prompt.data_source} cannot be answered: {completion.error}."
         )
+    usable = not prompt.unusable
     return Trajectory(
         prompt=prompt,
         group=group,
         response=list(completion.ids),
-        mask=[1] * len(completion.ids),
-        log_probs=list(completion.log_probs),
-        finish=completion.finish,
+        mask=[int(usable)] * len(completion.ids),
+        log_probs=list(completion.log_probs) if usable else [0.0] * len(completion.ids),
+        finish=completion.finish if usable else "error",
         version=completion.version,
         versions=list(completion.versions),
     )

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import pickle
+import random
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from PIL import Image
 from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import DpoDataConfig, SftDataConfig
 from strop.data.chat import Chat, Rendered
-from strop.data.images import ImageProcessor, read_image
+from strop.data.images import ImageProcessor, UnusableImages, read_image
 from strop.data.prompts import PromptDataset, build_prompts
 from strop.data.report import inspect_files
 from strop.data.schema import ColumnKeys, parse_row
@@ -80,6 +81,33 @@ def test_every_way_to_store_an_image(tmp_path: Path) -> None:
 def test_bad_images_are_named(value: object, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         read_image(value, where="row 3, images")
+
+
+def test_damaged_bytes_of_every_format_are_named() -> None:
+    """Pillow raises several kinds of errors, in `open` and later."""
+    draw = random.Random(0)
+    refused = 0
+    for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+        stream = io.BytesIO()
+        picture(width=40).save(stream, kind)
+        for _ in range(60):
+            damaged = bytearray(stream.getvalue())
+            for _ in range(4):
+                damaged[draw.randrange(60)] = draw.randrange(256)
+            try:
+                read_image(bytes(damaged[: draw.randrange(20, len(damaged))]), where="row 3, images")
+            except UnusableImages as problem:
+                assert "row 3, images" in str(problem)
+                refused += 1
+    assert refused > 200
+
+
+def test_a_row_with_a_damaged_image_has_no_prompt() -> None:
+    good, broken, lacking = row(png()), row(png()[:60]), row(prompt="<image>what")
+    prompts = dataset([good, broken, lacking])
+    assert not prompts[0].unusable
+    assert "row 1, images" in prompts[1].unusable and len(prompts[1].ids) == 1
+    assert "row 2" in prompts[2].unusable and prompts[2].data_source == "x"
 
 
 def test_an_enormous_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +203,10 @@ def test_supervised_rows_have_images(tmp_path: Path) -> None:
     pair = build_supervised(pairs, tokenizer_of(FAMILY), load_processor=load)[0]
     assert pair.chosen.images is pair.rejected.images and pair.chosen.ids != pair.rejected.ids
     file.write_text(json.dumps({**rows[0], "images": ["nowhere.png"]}) + "\n")
+    damaged = build_supervised(sft, tokenizer_of(FAMILY), load_processor=load)
     with pytest.raises(ValueError, match=r"row 0, column 'images': the file 'nowhere.png' cannot be read"):
-        build_supervised(sft, tokenizer_of(FAMILY), load_processor=load)[0]
+        damaged.untruncated(0)  # as the preflight reads it
+    assert damaged[0] is None, "a run skips and counts it"
     short = dataclasses.replace(sft, max_length=5, truncation="left")
     file.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(ValueError, match=r"has 9 tokens, over data.max_length=5"):

@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
 from strop.ppo.build import build_ppo
 from strop.preflight.examine import examine
 from strop.preflight.model_checks import image_findings
+from strop.quickstart.tiny_model import tiny_model
+from strop.types import Batch, Trajectory
 from tests.data.test_images import row, url_of
-from tests.models.vision.tiny_vlm import picture, save_vlm
+from tests.models.vision.tiny_vlm import picture, save_vlm, tokenizer_of
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2\n"
 
@@ -58,14 +61,9 @@ def test_a_run_trains_the_tower_or_not(tmp_path: Path, frozen: bool) -> None:
     changes = run_of(tmp_path, f"actor_rollout_ref.actor.freeze_vision_tower={frozen}".lower())
     build_ppo(load("ppo_trainer", changes)).fit()
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    metrics = [json.loads(line) for line in lines if "actor/grad_norm" in line]
-    assert len(metrics) == 2
-    drift = [
-        one["training/rollout_logprobs_diff_max"]
-        for one in metrics
-        if "training/rollout_logprobs_diff_max" in one
-    ]
-    assert all(value < 1e-5 for value in drift)
+    metrics = [json.loads(line)["data"] for line in lines if "actor/grad_norm" in line]
+    drift = [one["training/rollout_logprobs_diff_max"] for one in metrics]
+    assert len(drift) == 2 and max(drift) < 1e-5, drift
     folder = tmp_path / "run/global_step_2/actor/huggingface"
     assert (folder / "preprocessor_config.json").is_file()
     before = weights_of(tmp_path / "model")
@@ -74,6 +72,56 @@ def test_a_run_trains_the_tower_or_not(tmp_path: Path, frozen: bool) -> None:
     towers = {name for name in before if "visual" in name}
     assert bool(changed & towers) != frozen
     assert changed - towers
+
+
+def spoil(tmp_path: Path, *rows: int) -> None:
+    """Images of these rows are damaged."""
+    file = tmp_path / "train.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    for number in rows:
+        found[number]["images"] = ["data:image/png;base64,AAAA"]
+    file.write_text("".join(json.dumps(one) + "\n" for one in found))
+
+
+def test_a_damaged_image_is_masked_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    changes = run_of(tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    spoil(tmp_path, 2)
+    report = examine(load("ppo_trainer", changes))
+    [problem] = [finding.message for finding in report.findings if finding.level == "error"]
+    assert "train.jsonl" in problem and "row 2" in problem and "images" in problem, "named before the run"
+    trainer = build_ppo(load("ppo_trainer", changes))
+    seen: list[Trajectory] = []
+    own = trainer.train_step
+
+    def train_step(record: StepRecord) -> tuple[list[Trajectory], Batch]:
+        trajectories, batch = own(record)
+        seen.extend(trajectories)
+        masked = [not row.any() for row in batch.mask]
+        assert masked == [bool(t.prompt.unusable) for t in trajectories]
+        return trajectories, batch
+
+    trainer.train_step = train_step  # type: ignore[method-assign]
+    trainer.fit()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    [step] = [json.loads(line)["data"] for line in lines if "actor/grad_norm" in line]
+    assert step["data/unusable_samples"] == 4 and step["actor/grad_norm"] > 0
+    assert [t.score for t in seen if t.prompt.unusable] == [None] * 4
+
+
+def test_a_step_without_any_prompt_ends_the_run(tmp_path: Path) -> None:
+    changes = run_of(tmp_path)
+    spoil(tmp_path, 0, 1, 2, 3)
+    with pytest.raises(ValueError, match="None of the 16 samples of the step has a prompt"):
+        build_ppo(load("ppo_trainer", changes)).fit()
+
+
+def test_a_text_model_with_images_is_refused_before_the_run(tmp_path: Path) -> None:
+    changes = run_of(tmp_path)
+    tokenizer = tokenizer_of("qwen2_5_vl")
+    tiny_model(tokenizer, hidden=16, layers=1).save_pretrained(tmp_path / "text")
+    tokenizer.save_pretrained(tmp_path / "text")
+    report = examine(load("ppo_trainer", [*changes, f"actor_rollout_ref.model.path={tmp_path}/text"]))
+    assert any("is a text model" in finding.message for finding in report.findings), report.findings
 
 
 def test_the_preflight_reports_images_and_what_they_exclude(tmp_path: Path) -> None:
