@@ -4,24 +4,23 @@ greedy baseline."""
 from __future__ import annotations
 
 import logging
-import numbers
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from strop.agents.episode import Episode
 from strop.agents.metrics import episode_metrics
 from strop.algorithms.metrics.training import StepRecord, staleness
-from strop.algorithms.metrics.validation import name_validation_metrics, validation_metrics
+from strop.algorithms.metrics.validation import summarise
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import AgentConfig, RewardWeightsConfig
 from strop.data.loader import Loader
-from strop.ppo.episode_rows import rows_of_episodes, weigh_rewards
+from strop.ppo.episode_rows import rows_of_episodes
 from strop.ppo.sampler import Samples, StepRollout
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
@@ -345,6 +344,19 @@ def set_baselines(trajectories: Sequence[Trajectory], greedy: Sequence[Trajector
             t.score = None
 
 
+def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
+    """Scale the score and the turn rewards, and add the final rewards of tools to the score."""
+    if trajectory.score is None:
+        return
+    tools = sum(trajectory.extras.get("tool_rewards", {}).values())
+    trajectory.score = weights.score * trajectory.score + weights.tool * tools
+    for branch in trajectory.branches:
+        if branch.score is not None:  # of another player
+            branch.score *= weights.score
+    for row in (trajectory, *trajectory.branches):
+        row.turn_rewards = {place: weights.turn * reward for place, reward in row.turn_rewards.items()}
+
+
 # --- validation ---------------------------------------------------------------------------------------------
 
 
@@ -375,26 +387,3 @@ class Validator:
         record.add(self.collector.episode_metrics(), prefix="val-aux/")
         record.add(summarise(trajectories, self.best_of_n))
         return trajectories
-
-
-def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[str, float]:
-    """mean@N, best@N, maj@N ... of every number the scorer reported; failed samples are left out and
-    counted."""
-    scored = [t for t in trajectories if t.score is not None]
-    metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
-    if scored:
-        infos: dict[str, list[Any]] = {"reward": [t.reward for t in scored]}
-        for name in sorted({name for t in scored for name in t.extras}):
-            values = [t.extras.get(name) for t in scored]
-            if all(value is None or isinstance(value, numbers.Real | str) for value in values):
-                infos[name] = values
-        sources = [t.prompt.data_source for t in scored]
-        prompts = [str(t.group) for t in scored]
-        metrics |= name_validation_metrics(validation_metrics(sources, prompts, infos, estimator=best_of_n))
-        turns = [t.num_turns for t in scored]
-        metrics |= {
-            "val-aux/num_turns/min": min(turns),
-            "val-aux/num_turns/max": max(turns),
-            "val-aux/num_turns/mean": sum(turns) / len(turns),
-        }
-    return metrics

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from strop.config.schema.rollout import RewardWeightsConfig
 from strop.types import Batch, Trajectory
 
 
@@ -124,16 +123,3 @@ def spread_over_rows(values: Tensor, mask: Tensor, batch: Batch, credit: str) ->
     assert batch.episodes is not None
     of_episode = (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     return of_all_rows(of_episode, batch.episodes, credit)[:, None] * batch.mask
-
-
-def weigh_rewards(trajectory: Trajectory, weights: RewardWeightsConfig) -> None:
-    """Scale the score and the turn rewards, and add the final rewards of tools to the score."""
-    if trajectory.score is None:
-        return
-    tools = sum(trajectory.extras.get("tool_rewards", {}).values())
-    trajectory.score = weights.score * trajectory.score + weights.tool * tools
-    for branch in trajectory.branches:
-        if branch.score is not None:  # of another player
-            branch.score *= weights.score
-    for row in (trajectory, *trajectory.branches):
-        row.turn_rewards = {place: weights.turn * reward for place, reward in row.turn_rewards.items()}

@@ -16,8 +16,7 @@ from strop.agents.runner import AgentSetup
 from strop.config.compose import load
 from strop.config.schema.rollout import RewardWeightsConfig
 from strop.ppo.build import build_ppo
-from strop.ppo.collect import Collector
-from strop.ppo.episode_rows import weigh_rewards
+from strop.ppo.collect import Collector, weigh_rewards
 from strop.ppo.sampler import Sampler, StepRollout
 from strop.preflight.examine import examine
 from strop.rollout.base import Sampling

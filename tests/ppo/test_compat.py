@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from strop.algorithms.metrics.validation import validation_metrics
+from strop.algorithms.metrics.validation import summarise, validation_metrics
 from strop.backends.base import MicroBatching, StepInfo
 from strop.backends.optimizer import make_schedule
 from strop.config.compose import load
-from strop.ppo.collect import summarise
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.roles import optim_of
 from strop.ppo.update import ActorUpdate, run_updates

@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from strop.types import Trajectory
 
 DRAWS = 1000
 Metrics = dict[str, dict[str, dict[str, float]]]  # data source -> variable -> metric -> value
@@ -281,3 +284,26 @@ def sign_test(gained: int, lost: int) -> float:
         tail += ways
         ways = ways * (flips - count) // (count + 1)
     return min(1.0, 2 * tail / 2**flips)
+
+
+def summarise(trajectories: list[Trajectory], best_of_n: str = "exact") -> dict[str, float]:
+    """mean@N, best@N, maj@N ... of every number the scorer reported; failed samples are left out and
+    counted."""
+    scored = [t for t in trajectories if t.score is not None]
+    metrics: dict[str, float] = {"val-aux/failed": len(trajectories) - len(scored)}
+    if scored:
+        infos: dict[str, list[Any]] = {"reward": [t.reward for t in scored]}
+        for name in sorted({name for t in scored for name in t.extras}):
+            values = [t.extras.get(name) for t in scored]
+            if all(value is None or isinstance(value, numbers.Real | str) for value in values):
+                infos[name] = values
+        sources = [t.prompt.data_source for t in scored]
+        prompts = [str(t.group) for t in scored]
+        metrics |= name_validation_metrics(validation_metrics(sources, prompts, infos, estimator=best_of_n))
+        turns = [t.num_turns for t in scored]
+        metrics |= {
+            "val-aux/num_turns/min": min(turns),
+            "val-aux/num_turns/max": max(turns),
+            "val-aux/num_turns/mean": sum(turns) / len(turns),
+        }
+    return metrics
