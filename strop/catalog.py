@@ -270,7 +270,7 @@ ENGINES.declare(
     "strop.rollout.vllm.engine:VllmEngine",
     library="vllm",
     own_weights=True,
-    images=False,
+    images=True,
     settings=(
         *_shared,
         *_outside,

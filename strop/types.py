@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
     from torch import Tensor
 
 
@@ -25,6 +26,12 @@ class ImageInput:
     """Placeholder tokens in the prompt, each of which is replaced by one vector of features."""
     size: tuple[int, int] = (0, 0)
     """Width and height of the picture in the data, in pixels."""
+    token_id: int = -1
+    """Of its placeholder tokens."""
+    picture: Image | None = None
+    """The picture that was prepared, for engines with processors of their own and for the board."""
+    options: Mapping[str, int] = field(default_factory=dict)
+    """Arguments of the processor: min_pixels, max_pixels."""
     unused: bool = False
     """It has no tokens in its sequence. The vision tower computes it, because other ranks compute theirs."""
 

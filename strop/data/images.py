@@ -164,7 +164,10 @@ class ImageProcessor:
         text = processor.replace_image_token(made, image_idx=0)
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         tensors = {name: _tensor(value) for name, value in made.items() if name not in _UNUSED}
-        inputs = ImageInput(digest.hexdigest(), tensors, ids.count(self.token_id), image.size)
+        token = self.token_id
+        inputs = ImageInput(
+            digest.hexdigest(), tensors, ids.count(token), image.size, token, picture=image, options=limits
+        )
         return PreparedImage(inputs, text)
 
     def _limits(self) -> dict[str, int]:

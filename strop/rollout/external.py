@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from strop.rollout.base import NamedWeights
 
 CompletionsFuture = Future[list[Completion]]
+_SMALL_FILES = (".json", ".txt", ".jinja", ".model")
+_WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
+"""Files that are the engine's own, or about weights."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class ModelSource:
     """Of the module's weights. None: the engine loads the weights from the folder."""
     module: PreTrainedModel | None = None
     """Its weights have the names and layout of the engine's checkpoint, or transformers can convert them."""
+    takes_images: bool = False
+    """The model has a vision tower, and the folder has tokenizer and processor."""
 
     def close(self) -> None:
         """Delete the folder, if it was made for the engine."""
@@ -111,7 +116,8 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
 
         config = load_config(resolve(str(model)))
         limit = resolve_max_model_len(config, max_model_len)
-        return ModelSource(str(model), limit, config.get_text_config().vocab_size)
+        vision = hasattr(config, "vision_config")
+        return ModelSource(str(model), limit, config.get_text_config().vocab_size, takes_images=vision)
     if has_adapters(model):
         base = cast("PeftModel", model).get_base_model()
     else:
@@ -124,7 +130,21 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
     config.save_pretrained(folder)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
     limit = resolve_max_model_len(base.config, max_model_len)
-    return ModelSource(folder, limit, num_embeddings(base), shapes, base)
+    vision = hasattr(config, "vision_config") and _copy_processor(base.config.name_or_path, folder)
+    return ModelSource(folder, limit, num_embeddings(base), shapes, base, takes_images=vision)
+
+
+def _copy_processor(source: str, folder: str) -> bool:
+    """Copy tokenizer and processor of a model folder; False if it has none of them."""
+    from strop.models.load import PROCESSOR_FILES
+
+    found = False
+    for file in sorted(Path(source).glob("*")):
+        if file.name in PROCESSOR_FILES:
+            found = True
+        if file.suffix in _SMALL_FILES and file.name not in _WRITTEN:
+            shutil.copy(file, folder)
+    return found
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -159,6 +179,8 @@ class ExternalEngine:
     defines."""
 
     same_stream = False
+    takes_images = False
+    """Whether requests may have images."""
 
     def __init__(self, source: ModelSource) -> None:
         self.version = 0
@@ -194,7 +216,8 @@ class ExternalEngine:
 
     def _submit(self, request: Request, sampling: Sampling) -> CompletionsFuture:
         request = replace(request, n=max(1, request.n))
-        reason = check_request(request, self._source.vocab_size, self.max_model_len, sampling)
+        known = (self._source.vocab_size, self.max_model_len, sampling)
+        reason = check_request(request, *known, takes_images=self.takes_images)
         future: CompletionsFuture = Future()
         if reason is not None:
             future.set_result(error_completions(request, reason, self.version))

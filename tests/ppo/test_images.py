@@ -134,6 +134,22 @@ def test_the_preflight_reports_images_and_what_they_exclude(tmp_path: Path) -> N
     assert any("needs a critic" in message for message in messages)
 
 
+def test_engines_without_images_are_refused(tmp_path: Path) -> None:
+    changes = run_of(tmp_path)
+    rollout = "actor_rollout_ref.rollout"
+
+    def problems(*more: str) -> list[str]:
+        return [one.message for one in image_findings(load("ppo_trainer", [*changes, *more]).config)]
+
+    assert not problems() and not problems(f"{rollout}.name=vllm")
+    assert "sglang is not given" in problems(f"{rollout}.name=sglang")[0]
+    url = f"+{rollout}.engine_kwargs.vllm.url=http://127.0.0.1:1"
+    assert "engine_kwargs.vllm.url" in problems(f"{rollout}.name=vllm", url)[0]
+    other = save_vlm("gemma3", tmp_path / "gemma3")
+    path = f"actor_rollout_ref.model.path={other}"
+    assert "models of the type gemma3" in problems(f"{rollout}.name=vllm", path)[0]
+
+
 def test_lora_on_the_language_model_alone(tmp_path: Path) -> None:
     lora = "actor_rollout_ref.model"
     more = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 import threading
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
 
 import strop
+from strop.data.chat import Chat
+from strop.data.images import ImageProcessor
 from strop.errors import CRASHED, answer
 from strop.rollout import external_host
 from strop.rollout.base import Completion, Request, Sampling
@@ -23,8 +29,10 @@ from strop.rollout.external_host import HostProcess
 from strop.rollout.vllm.driver import Driver
 from strop.rollout.vllm.engine import Remote
 from strop.rollout.vllm.extension import Extension
+from strop.rollout.vllm.images import engine_prompt
 from strop.rollout.vllm.server import read_choices
 from strop.rollout.vllm.wire import Wire, pack_completions, pack_request, unpack_completions, unpack_request
+from tests.models.vision.tiny_vlm import picture, processor_of, save_vlm, tokenizer_of
 from tests.rollout import tiny
 
 
@@ -283,3 +291,58 @@ def test_a_worker_that_dies_is_described_in_two_lines_and_a_file(tmp_path: Path,
 )
 def test_the_line_that_says_most(lines: list[str], shown: str) -> None:
     assert external_host.telling_line(lines) == shown
+
+
+def image_request() -> Request:
+    """A prompt with two images, as the data set makes it."""
+    chat = Chat(
+        tokenizer_of("qwen2_5_vl"), images=ImageProcessor(lambda: processor_of("qwen2_5_vl"), max_pixels=512)
+    )
+    shown, images = chat.with_images([picture(), picture((0, 9, 9), width=24)], where="x")
+    parts = [{"type": "image"}, {"type": "text", "text": "what"}, {"type": "image"}]
+    return Request(shown.ids([{"role": "user", "content": parts}]), n=2, max_tokens=3, images=images)
+
+
+def test_images_reach_vllm_as_pictures_with_one_placeholder_each() -> None:
+    request = image_request()
+    token = request.images[0].token_id
+    assert list(request.ids).count(token) == 4 + 6
+    prompt: Any = engine_prompt(unpack_request(*pack_request(request, Sampling()))[0])
+    assert prompt["prompt_token_ids"].count(token) == 2
+    assert [token_id for token_id in prompt["prompt_token_ids"] if token_id != token] == [
+        token_id for token_id in request.ids if token_id != token
+    ]
+    assert [shown.tobytes() for shown in prompt["multi_modal_data"]["image"]] == [
+        image.picture.tobytes() for image in request.images if image.picture is not None
+    ]
+    assert prompt["mm_processor_kwargs"] == {"min_pixels": 64, "max_pixels": 512}
+    cut = replace(request, ids=request.ids[2:])
+    with pytest.raises(ValueError, match=r"4 tokens of an image are not one run .* set rollout.name=native"):
+        engine_prompt(cut)
+
+
+def test_the_driver_gives_images_to_vllm_and_refuses_bad_ones_alone() -> None:
+    asked: list[Any] = []
+    driver = object.__new__(Driver)
+    driver._engine = SimpleNamespace(  # type: ignore[assignment] # vLLM's engine, of which it keeps the requests
+        add_request=lambda name, prompt, parameters: asked.append(prompt), abort_request=lambda names: None
+    )
+    driver._request_ids, driver._running, driver.version = itertools.count(), {}, 0
+    driver._parameters = lambda *_: None  # type: ignore[method-assign, assignment, return-value]
+    request = image_request()
+    driver._add(request, Sampling(), Future())
+    assert len(asked) == 2 and len(asked[0]["multi_modal_data"]["image"]) == 2
+    refused: Future[list[Completion]] = Future()
+    driver._add(replace(request, ids=request.ids[2:]), Sampling(), refused)
+    assert "not one run" in str(refused.result()[0].error) and len(driver._running) == 2
+
+
+def test_an_engine_with_a_vision_tower_gets_tokenizer_and_processor(tmp_path: Path) -> None:
+    folder = save_vlm("qwen2_5_vl", tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    source = model_source(model, 64)
+    assert source.takes_images and model_source(str(folder), 64).takes_images
+    names = {file.name for file in Path(source.folder).iterdir()}
+    assert {"config.json", "preprocessor_config.json", "tokenizer.json"} <= names
+    source.close()
+    assert not model_source(tiny.make(), 64).takes_images

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from strop.extras import require
 from strop.registry import did_you_mean
 from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
+from strop.rollout.vllm.images import engine_prompt
 
 if TYPE_CHECKING:
     from vllm import CompletionOutput, SamplingParams
@@ -201,10 +202,11 @@ class Driver:
         number = next(self._request_ids)
         added = []
         try:
+            prompt = engine_prompt(request)
             for index in range(request.n):
                 name = f"{number}-{index}"
                 parameters = self._parameters(request, sampling, index)
-                self._engine.add_request(name, {"prompt_token_ids": list(request.ids)}, parameters)
+                self._engine.add_request(name, dict(prompt), parameters)
                 self._running[name] = _RunningSample(state, index)
                 added.append(name)
         except (ValueError, TypeError) as error:

@@ -58,10 +58,11 @@ class VllmEngine(ExternalEngine):
         seeded = bool(library_arguments.pop("seeded", False))
         source = model_source(model, max_model_len)
         super().__init__(source)
+        self.takes_images = source.takes_images and url is None
         self._buckets = Buckets(bucket_megabytes)
         arguments = {
             "model": source.folder,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not source.takes_images,  # its processor of images needs a tokenizer
             "load_format": load_format if source.shapes is None else "dummy",
             "dtype": engine_dtype(dtype, model),
             "max_model_len": source.max_model_len,

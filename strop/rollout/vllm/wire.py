@@ -16,6 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.vllm.images import pack_images, unpack_images
+from strop.types import Images
 
 _LENGTHS = struct.Struct("<II")  # of the header and of the numbers, in bytes
 Header = dict[str, Any]
@@ -75,13 +77,21 @@ def pack_request(request: Request, sampling: Sampling) -> Message:
         "first": request.first,
         "sampling": asdict(sampling),
     }
-    return header, array("i", request.ids).tobytes()
+    ids = array("i", request.ids).tobytes()
+    if not request.images:
+        return header, ids
+    facts, pixels = pack_images(request.images)
+    return {**header, "images": facts, "ids_bytes": len(ids)}, ids + pixels
 
 
 def unpack_request(header: Header, numbers: bytes) -> tuple[Request, Sampling]:
     """The inverse of `pack_request`."""
+    images: Images = ()
+    if "images" in header:
+        images = unpack_images(header["images"], numbers[header["ids_bytes"] :])
+        numbers = numbers[: header["ids_bytes"]]
     ids = array("i", numbers).tolist()
-    request = Request(ids, header["n"], header["seed"], header["max_tokens"], header["first"])
+    request = Request(ids, header["n"], header["seed"], header["max_tokens"], header["first"], images=images)
     sampling = dict(header["sampling"])
     sampling["stop_ids"] = tuple(sampling["stop_ids"])
     return request, Sampling(**sampling)
