@@ -130,7 +130,7 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
     config.save_pretrained(folder)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
     limit = resolve_max_model_len(base.config, max_model_len)
-    vision = hasattr(config, "vision_config") and _copy_processor(base.config.name_or_path, folder)
+    vision = hasattr(config, "vision_config") and _copy_processor(str(base.config.name_or_path), folder)
     return ModelSource(folder, limit, num_embeddings(base), shapes, base, takes_images=vision)
 
 

@@ -141,13 +141,14 @@ def test_engines_without_images_are_refused(tmp_path: Path) -> None:
     def problems(*more: str) -> list[str]:
         return [one.message for one in image_findings(load("ppo_trainer", [*changes, *more]).config)]
 
-    assert not problems() and not problems(f"{rollout}.name=vllm")
-    assert "sglang is not given" in problems(f"{rollout}.name=sglang")[0]
-    url = f"+{rollout}.engine_kwargs.vllm.url=http://127.0.0.1:1"
-    assert "engine_kwargs.vllm.url" in problems(f"{rollout}.name=vllm", url)[0]
     other = save_vlm("gemma3", tmp_path / "gemma3")
-    path = f"actor_rollout_ref.model.path={other}"
-    assert "models of the type gemma3" in problems(f"{rollout}.name=vllm", path)[0]
+    vllm = [f"{rollout}.name=vllm", f"+{rollout}.engine_kwargs.vllm.python=python3"]
+    assert not problems() and not problems(*vllm)
+    assert "models of the type gemma3" in problems(*vllm, f"actor_rollout_ref.model.path={other}")[0]
+    url = f"+{rollout}.engine_kwargs.vllm.url=http://127.0.0.1:1"
+    assert "engine_kwargs.vllm.url" in problems(vllm[0], url)[0]
+    sglang = (f"{rollout}.name=sglang", url.replace("vllm", "sglang"))
+    assert "sglang is not given" in problems(*sglang)[0]
 
 
 def test_lora_on_the_language_model_alone(tmp_path: Path) -> None:
