@@ -34,7 +34,8 @@ class Conventions:
         "ppo, eval",
     )
     overlong_penalty: Literal["open", "capped"] = _rule(
-        "open", "overlong penalty beyond max_response_length: the line goes on, or stays at penalty_factor"
+        "open",
+        "overlong penalty beyond max_response_length: the penalty keeps growing, or stays at penalty_factor",
     )
     reward_place: Literal["every turn", "last trained token"] = _rule(
         "every turn", "token that carries a reward: the one that earned it, or the last trained one for all"

@@ -182,3 +182,37 @@ def test_the_chinese_readme_has_the_commands_and_links_of_the_english_one() -> N
     ]
     translated = {link.replace("docs/", "docs/zh/", 1) for link in links[0]} & links[1]
     assert links[0] - links[1] <= {link.replace("docs/zh/", "docs/") for link in translated}
+
+
+PRIVATE_WORDS = (
+    "beside",
+    "told",
+    "nobody",
+    "taught",
+    "lent",
+    "parks",
+    "parked",
+    "goes on",
+    "going on",
+    "the peer",
+    "the peers",
+    "the house",
+)
+"""Words and metaphors that a reader of the field would not search for."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_use_the_words_of_the_field(page: Path) -> None:
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL).lower()
+    found = [word for word in PRIVATE_WORDS if re.search(rf"\b{word}\b", text)]
+    assert found == [], f"{name_of(page)}: say it in plain technical English"
+
+
+@pytest.mark.parametrize("term", ["docker", "faq", "dapo", "qlora", "resuming", "architecture"])
+def test_the_search_finds_a_heading(term: str) -> None:
+    titles = [
+        title.lower()
+        for page in (ROOT / "docs").glob("*.md")
+        for title in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    ]
+    assert any(term in title for title in titles)

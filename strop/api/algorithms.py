@@ -50,7 +50,7 @@ def grpo(
         its last name (`max_response_length=512`), or steps, epochs, batch_size, lr, n, folder ...
 
     The run is the one of the command line: the same checks, checkpoints and numbers; `run.command()` gives
-    that command. The same call goes on where an earlier one was interrupted (Ctrl-C), from the last
+    that command. The same call continues where an earlier one was interrupted (Ctrl-C), from the last
     checkpoint in the folder of the run (`folder=`, by default checkpoints/PROJECT/EXPERIMENT).
     """
     return train_policy(

@@ -67,7 +67,7 @@ def generate(
     """Responses of a model: the rows of the prompts with a column `responses`.
 
     prompts: texts, or rows with a prompt (text or messages) as for `grpo`.
-    output: a .parquet file for the result, from which an interrupted call goes on.
+    output: a .parquet file for the result, from which an interrupted call continues.
     keys: any key of the configuration `generation`: n (responses per prompt, by default 1), temperature,
         max_response_length, top_p (by default 0.7) and top_k (50), seed ... Training samples with top_p=1 and
         without top_k.

@@ -179,7 +179,7 @@ def _ended(run: Run[Any], observer: CallerObserver, code: int) -> Run[Any]:
     if code in (STOPPED, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         if is_interactive():
             return run
-        raise KeyboardInterrupt(f"{run!r} was interrupted. The same call goes on from its last checkpoint.")
+        raise KeyboardInterrupt(f"{run!r} was interrupted. The same call continues from its last checkpoint.")
     raise ValueError(
         f"The run ended with exit code {code}. Its messages are above; {run.folder}/workers has the output "
         "of each rank."

@@ -60,7 +60,7 @@ class Run(Generic[Config]):
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done. If not, the same call goes on from the last checkpoint."""
+        """Whether all steps are done. If not, the same call continues from the last checkpoint."""
         return self.step >= self.total_steps
 
     @property

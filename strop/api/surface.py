@@ -13,7 +13,7 @@ from strop.config.short_keys import SHORT_FORMS
 
 INTRODUCTION = """# Python
 
-Generated from the docstrings by `make docs`; a test keeps it fresh. Only what stands here is public:
+Generated from the docstrings by `make docs`; a test keeps it fresh. Only what is listed here is public:
 everything else may change without notice.
 
 ```python
@@ -35,7 +35,7 @@ print(run.command())  # the same run as a command line
 A run from Python is the run of the command line. What is given as objects (rows, functions, a module) is
 written to `inputs/` in the folder of the run, and the run reads it there. So the checks, the errors, the
 checkpoints and the numbers are the same, `run.command()` starts the same run in another process, and the
-same call goes on where an earlier one ended: after Ctrl-C in a notebook (which returns the run so far; a
+same call continues where an earlier one ended: after Ctrl-C in a notebook (which returns the run so far; a
 script gets KeyboardInterrupt), after `stop`, after an error in a callback.
 
 One run at a time: runs share the signal handlers, random states and library patches of their process. With

@@ -32,7 +32,7 @@ def test_a_call_after_ctrl_c_goes_on(call: Call, tmp_path: Path) -> None:
     expected = torch.rand(3)
     torch.manual_seed(11)
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"step 1 of 2.*The same call goes on"):
+    with pytest.raises(KeyboardInterrupt, match=r"step 1 of 2.*The same call continues"):
         call(on_step=lambda step, metrics: os.kill(os.getpid(), signal.SIGINT))
     assert signal.getsignal(signal.SIGINT) is handler
     assert read_latest(tmp_path / "run") == 1

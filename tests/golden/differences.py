@@ -36,16 +36,14 @@ _ANY_GAP = "holes|holes_tail|leading_gap"
 _VERL = '`compat="verl"`'
 _OPENRLHF = '`compat="openrlhf"`'
 _GAPS = '`skip_gaps=False, compat="openrlhf"`'
-_ZERO = (
-    "positions outside the mask are exactly 0, so no value can leak from them; the peer leaves values there"
-)
-_STRAY = "a reward outside the mask is moved to the last valid token before it; the peer loses it"
-_LONE = "a batch with a single valid token has advantage 0 and the run continues; the peer raises an error"
+_ZERO = "positions outside the mask are exactly 0, so no value can leak from them; the other framework leaves values there"
+_STRAY = "a reward outside the mask is moved to the last valid token before it; the other framework loses it"
+_LONE = "a batch with a single valid token has advantage 0 and the run continues; the other framework raises an error"
 _STEP = (
     "tokens that the policy did not sample are not time steps: no discount, no value, and results are 0 there"
 )
 _SEQUENCES = "a sequence without trained tokens is not counted in the mean"
-_ROUNDING = "summed from exp(z - max z), so a small entropy keeps its precision; the peers subtract two numbers as large as the logits"
+_ROUNDING = "summed from exp(z - max z), so a small entropy keeps its precision; the others subtract two numbers as large as the logits"
 
 DIFFERENCES = (
     Difference("*.compute_gae_advantage_return", "leaky", "advantage gae", _VERL, _STRAY),
@@ -75,7 +73,7 @@ DIFFERENCES = (
         _ANY_GAP,
         "`handle_zero_tail` of optimal_token_baseline",
         _VERL,
-        "the baseline is 0 where a single member of the group has a trained token; the peer counts tokens, not positions, so with gaps its tail begins too early",
+        "the baseline is 0 where a single member of the group has a trained token; the other framework counts tokens, not positions, so with gaps its tail begins too early",
         setting=("handle_zero_tail", True),
     ),
     Difference(
@@ -171,7 +169,7 @@ DIFFERENCES = (
         "all_outside_band",
         "`importance_weights`",
         "raise where `rollout_is_eff_sample_size` is 0",
-        "a band that drops every token gives weights of 0 and an effective sample size of 0; the peer divides by zero",
+        "a band that drops every token gives weights of 0 and an effective sample size of 0; the other framework divides by zero",
     ),
     Difference(
         "*entropy*", "", "`token_entropy`", "none: equal within the float32 rounding of the logits", _ROUNDING
@@ -223,7 +221,7 @@ DIFFERENCES = (
         "",
         "scorer math_dapo",
         _VERL,
-        "answers are compared by value, `\\boxed{}` too, which is searched in the last 300 characters; the peer compares it raw",
+        "answers are compared by value, `\\boxed{}` too, which is searched in the last 300 characters; the other framework compares it raw",
     ),
 )
 
@@ -232,7 +230,7 @@ UNRECORDED = (
     Unrecorded(
         "`overlong_buffer` beyond the longest response",
         "OpenRLHF",
-        "the penalty goes on growing, as in verl; the peer stops at the factor",
+        "the penalty keeps growing, as in verl; OpenRLHF stops at the factor",
         _OPENRLHF,
         "test_the_overlong_penalty_beyond_the_limit",
     ),
@@ -246,14 +244,14 @@ UNRECORDED = (
     Unrecorded(
         "masks with fractions",
         "verl, OpenRLHF, TRL",
-        "a mask says which tokens count: anything but 0 is 1, also in denominators; the peers multiply with it",
+        "a mask says which tokens count: anything but 0 is 1, also in denominators; the others multiply with it",
         "give weights as `rollout_weights`",
         "test_a_fraction_in_a_mask_counts_as_one",
     ),
     Unrecorded(
         '`rollout_rs=""`',
         "verl",
-        "no criterion rejects nothing; the peer raises an error",
+        "no criterion rejects nothing; the other framework raises an error",
         "none",
         "test_no_criterion_rejects_nothing",
     ),
@@ -277,7 +275,7 @@ def table() -> str:
     """All entries as a Markdown table; entries that say the same of one thing are one row."""
     rows = dict.fromkeys((d.here, _peer(d.functions), d.reason, d.switch) for d in DIFFERENCES)
     lines = [
-        "| here | peer | our default, and why | switch for the peer's number |",
+        "| here | framework | our default, and why | switch for its number |",
         "| --- | --- | --- | --- |",
     ]
     every = [*rows, *((u.here, u.peer, u.reason, u.switch) for u in UNRECORDED)]

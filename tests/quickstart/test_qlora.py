@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from strop.data.make import arithmetic, write
 from strop.quickstart.quickstart import EXAMPLE, prepare
+from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 from strop.run.merge.merge import merge
 from strop.trainer.main_ppo import run as ppo
 
@@ -23,6 +25,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start")
     prepare(folder, largest=49, seed=1, say=lambda _: None)
     return folder
+
+
+@pytest.fixture
+def untrained(tmp_path: Path) -> Path:
+    """A smaller model with random weights, and its data."""
+    tokenizer = tiny_tokenizer()
+    for split, rows in arithmetic(64, 16, digits=1, seed=0).items():
+        write(rows, tmp_path / "data" / f"{split}.parquet")
+    tiny_model(tokenizer, hidden=64).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path
 
 
 def train(start: Path, out: Path, *words: str) -> list[float]:
@@ -60,18 +73,20 @@ def test_it_learns_as_with_full_precision(start: Path, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_the_same_and_its_merged_weights_are_the_exported_ones(
-    start: Path, tmp_path: Path
+    untrained: Path, tmp_path: Path
 ) -> None:
     words = [
         "actor_rollout_ref.model.quantization=nf4",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=constant",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "trainer.save_freq=2",
         "trainer.resume_mode=auto",
     ]
-    train(start, tmp_path / "whole", *words, "trainer.total_training_steps=4")
-    train(start, tmp_path / "parts", *words, "trainer.total_training_steps=2")
-    train(start, tmp_path / "parts", *words, "trainer.total_training_steps=4")
+    train(untrained, tmp_path / "whole", *words, "trainer.total_training_steps=4")
+    train(untrained, tmp_path / "parts", *words, "trainer.total_training_steps=2")
+    train(untrained, tmp_path / "parts", *words, "trainer.total_training_steps=4")
     exported = [tmp_path / run / "global_step_4" / "actor" / "huggingface" for run in ("whole", "parts")]
     whole, parts = (load_file(folder / "model.safetensors") for folder in exported)
     assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
@@ -81,7 +96,7 @@ def test_a_resumed_run_is_the_same_and_its_merged_weights_are_the_exported_ones(
     )
     assert merged.keys() == whole.keys()
     assert all(torch.allclose(merged[name], whole[name], atol=1e-6) for name in whole)
-    base = load_file(start / "model" / "model.safetensors")
+    base = load_file(untrained / "model" / "model.safetensors")
     assert not torch.equal(
         base["model.layers.0.mlp.up_proj.weight"], whole["model.layers.0.mlp.up_proj.weight"]
     )

@@ -183,7 +183,7 @@ class OptimConfig:
     lr_wsd_decay_steps: int | None = setting(None, at_least=1)
     """Megatron: length of the last part of wsd."""
     use_checkpoint_opt_param_scheduler: bool = inert(
-        False, "a resumed run goes on at its step of the schedule"
+        False, "a resumed run continues at its step of the schedule"
     )
     """Megatron: take the schedule from the checkpoint."""
 

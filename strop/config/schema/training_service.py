@@ -28,7 +28,7 @@ class ServiceConfig:
     base_model: str | None = None
     """Name by which clients ask for the model. Null: model.path as it is given."""
     state_dir: str = "serve_state"
-    """Folder for sessions, adapters, optimizer states and saved weights; a restart goes on from it."""
+    """Folder for sessions, adapters, optimizer states and saved weights; a restart continues from it."""
     snapshot_steps: int = setting(10, at_least=1)
     """Optimizer steps between two snapshots of an adapter. A restart computes the steps after the last one
     again."""
