@@ -5,7 +5,7 @@
 
 An empty environment, an empty home, pip's configuration ignored: build the wheel of the last commit, install
 it, then quickstart, board (in Chromium, if it is installed), a reward function, SFT, GRPO from the SFT model,
-merge, generate and evaluate. Prints the seconds of each part and stops at the first command that fails. If the
+merge, generate and evaluate. Prints the seconds of each part; stops at the first command that fails. If the
 public index cannot be reached with pip's configuration ignored, this machine's configuration is used, and the
 output says so.
 """
