@@ -1,0 +1,40 @@
+"""Accuracy on the test split by step, one curve per run: `python plot.py grpo=metrics.jsonl rloo=... --out curve.png`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from strop.run.chart import line_chart
+
+HELD_OUT = "val-core/openai/gsm8k/reward/mean@1"
+
+
+def accuracy(file: Path) -> list[tuple[float, float]]:
+    """(step, percent) of every validation."""
+    points = []
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        if HELD_OUT in row["data"]:
+            points.append((float(row["step"]), 100 * row["data"][HELD_OUT]))
+    return points
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", help="NAME=METRICS")
+    parser.add_argument("--out", default="runs/qwen_gsm8k/curve.png")
+    asked = parser.parse_args(arguments)
+    curves = {}
+    for run in asked.runs:
+        name, _, file = run.partition("=")
+        curves[name] = accuracy(Path(file))
+    chart = line_chart(asked.out, curves, title="GSM8K test split, greedy, strict accuracy in percent")
+    print(f"drawn: {chart}")
+    return chart
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The example examples/qwen_gsm8k: its commands compose, and its table says what its results say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from strop.config.compose import load
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "qwen_gsm8k"
+README = (EXAMPLE / "README.md").read_text()
+
+
+def commands() -> list[list[str]]:
+    lines = README.replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[2:] for line in lines if line.strip().startswith("strop ppo")]
+
+
+@pytest.mark.parametrize("arguments", commands(), ids=["grpo", "rloo", "lora"])
+def test_commands_compose(arguments, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load("ppo_trainer", arguments[1:], arguments[0]).config
+    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 1024
+    assert config.trainer.total_training_steps == 300
+
+
+def test_the_table_is_that_of_the_results(tmp_path):
+    spec = importlib.util.spec_from_file_location("plot", EXAMPLE / "plot.py")
+    plot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot)
+    table = {}
+    for line in README.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if cells and cells[0].isdigit():
+            table[float(cells[0])] = cells[1:]
+    for column, name in enumerate(["grpo", "rloo", "lora"]):
+        measured = {step: f"{value:.1f}%" for step, value in plot.accuracy(EXAMPLE / f"results/{name}.jsonl")}
+        assert measured == {step: cells[column] for step, cells in table.items() if cells[column]}
+
+
+def test_sampling_and_training_agreed_in_every_step():
+    for name in ("grpo", "rloo"):
+        rows = [json.loads(line) for line in (EXAMPLE / f"results/{name}.jsonl").read_text().splitlines()]
+        differences = [row["data"]["training/rollout_logprobs_diff_max"] for row in rows[1:]]
+        assert len(differences) > 70 and max(differences) < 2e-6
