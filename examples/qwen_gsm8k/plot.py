@@ -1,4 +1,4 @@
-"""Accuracy on the test split by step, a curve per run: `plot.py grpo=metrics.jsonl rloo=... --out curve.png`."""
+"""Accuracy on the test split by step, a curve per run: `plot.py grpo=metrics.jsonl --out curve.png`."""
 
 from __future__ import annotations
 
