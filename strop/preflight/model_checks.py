@@ -13,7 +13,7 @@ from strop.catalog import ENGINES
 from strop.config.derived import engine_name, has_critic
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.megatron import megatron_roles
-from strop.config.schema.model import ModelConfig
+from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
 from strop.planning.advice import Advice, advise, complaint
@@ -91,6 +91,36 @@ def megatron_findings(config: PpoConfig) -> list[ConfigFinding]:
             return [error(f"{role.model_key}.path", str(problem))]
         if model is not None:
             found += [error(f"{role.key}.{key}", text) for key, text in problems(model, role.settings)]
+    return found
+
+
+def expert_findings(model: ModelConfig, fsdp: FsdpConfig, key: str) -> list[ConfigFinding]:
+    """An error if the experts of a model on this machine cannot be divided as its fsdp_config says. `key`:
+    that of fsdp_config."""
+    from strop.models.expert_parallel import refuse_experts
+
+    if fsdp.expert_parallel_size == 1:
+        return []
+    try:
+        config = local_model_config(model)
+    except ValueError as problem:
+        return [error(key, str(problem))]
+    if config is None:
+        return []
+    refusal = refuse_experts(config, fsdp.expert_parallel_size)
+    return [] if refusal is None else [error(f"{key}.expert_parallel_size", refusal)]
+
+
+def ppo_expert_findings(config: PpoConfig) -> list[ConfigFinding]:
+    """The same for actor, reference and critic."""
+    group = config.actor_rollout_ref
+    found: list[ConfigFinding] = []
+    for name, section in (("actor", group.actor), ("ref", group.ref)):
+        key = f"actor_rollout_ref.{name}.fsdp_config"
+        found += expert_findings(group.model, section.fsdp_config, key)
+    if has_critic(config):
+        critic = config.critic.model
+        found += expert_findings(critic, critic.fsdp_config, "critic.model.fsdp_config")
     return found
 
 

@@ -31,6 +31,7 @@ from strop.preflight.model_checks import (
     lora_findings,
     megatron_findings,
     native_obstacle,
+    ppo_expert_findings,
     quantization_findings,
     reward_file_finding,
     teacher_tokenizer_findings,
@@ -76,6 +77,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     if tokenizer is not None and report.ok:
         report.findings += _positions(config)
         report.findings += megatron_findings(config)
+        report.findings += ppo_expert_findings(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):
             report.findings += lora_findings(config.critic.model, "critic.model")

@@ -18,6 +18,7 @@ from strop.models.vision.processor import processor_loader
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     count_file_rows,
+    expert_findings,
     find_tokenizer,
     head_findings,
     local_model_config,
@@ -90,7 +91,8 @@ def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
             findings += head_findings(key, path, wanted)
         except ValueError as refused:
             findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
-    return findings or lora_findings(config.model, "model")
+    findings = findings or lora_findings(config.model, "model")
+    return findings or expert_findings(config.model, config.model.fsdp_config, "model.fsdp_config")
 
 
 def template_findings(config: AnySupervisedConfig, tokenizer: PreTrainedTokenizerBase) -> list[ConfigFinding]:

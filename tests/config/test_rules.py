@@ -275,6 +275,23 @@ def test_4_bit_weights_need_adapters_and_one_device():
     assert "does not train LoRA" in megatron["actor_rollout_ref.model.lora_rank"]
 
 
+def test_what_expert_parallelism_does_not_go_together_with():
+    key, four = "actor_rollout_ref.actor.fsdp_config.expert_parallel_size", "trainer.n_gpus_per_node=4"
+    assert key not in errors(f"{key}=2", four)
+    assert "3 does not divide the 4 devices" in errors(f"{key}=3", four)[key]
+    assert (
+        "Set one of [1, 2]"
+        in errors(f"{key}=4", "actor_rollout_ref.actor.fsdp_config.fsdp_size=2", four)[key]
+    )
+    assert "LoRA" in errors(f"{key}=2", "actor_rollout_ref.model.lora_rank=8", four)[key]
+    matrices = errors(f"{key}=2", "actor_rollout_ref.actor.tensor_parallel_size=2", four)
+    assert "share matrices or experts, not both" in matrices[key]
+    megatron = errors(f"{key}=2", "actor_rollout_ref.actor.strategy=megatron", four)
+    assert "megatron.expert_model_parallel_size" in megatron[key]
+    supervised = ["model.path=m", "data.train_files=f", "model.fsdp_config.expert_parallel_size=3", four]
+    assert "model.fsdp_config.expert_parallel_size" in errors(*supervised, base=[], root="sft_trainer")
+
+
 def test_a_lent_actor_cannot_be_parked():
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert "no effect on one device" in warnings(f"{key}=true")[key]

@@ -24,6 +24,7 @@ from strop.backends.fsdp.sharded import ShardedWeights, whole
 from strop.backends.micro_batches import OutOfMemoryOnRanks, shard_rows, sum_reports
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.model import FsdpConfig
+from strop.models.expert_parallel import divide_experts
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
@@ -67,7 +68,8 @@ class FsdpBackend(RankedBackend):
         self._round_weights()
         patch_for_device(module, self.device, settings.compute, sequence_parallel)
         meshes = self._shard(fsdp or FsdpConfig(), reduce, tensor_parallel)
-        alone = self.ranks_per_row == 1 and meshes.whole.size() == meshes.whole[SHARDS].size()
+        one_copy = meshes.whole.size() == meshes.whole[SHARDS].size()
+        alone = self.ranks_per_row == 1 and one_copy and meshes.experts is None
         self.lockstep = Lockstep(self.units, counted=alone)
         if fill_weights is not None:
             fill_weights(module)
@@ -85,9 +87,11 @@ class FsdpBackend(RankedBackend):
             weight.data = weight.data.to(dtype)
 
     def _shard(self, fsdp: FsdpConfig, reduce: torch.dtype, tensor_parallel: int) -> Meshes:
-        meshes = make_meshes(self.device, self.ranks.world, fsdp.fsdp_size, tensor_parallel)
+        meshes = make_meshes(self.device, self.ranks.world, fsdp, tensor_parallel)
         if meshes.tensor is not None:
             parallelize(self.module, meshes.tensor)
+        if meshes.experts is not None:
+            divide_experts(self.module, meshes.experts)
         precision = Precision(self.settings.compute, reduce)
         self.units: list[FSDPModule] = shard(self.module, meshes, fsdp, precision, self.settings.master)
         return meshes

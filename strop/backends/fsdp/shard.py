@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from strop.backends.fsdp.sharded import Region, fill
 from strop.config.schema.model import FsdpConfig
 from strop.models.build import allocate
+from strop.models.expert_parallel import experts_of
 from strop.models.heads import HEAD
 from strop.models.load import WeightFiles, open_weights, weight_files
 from strop.models.lora import has_adapters
 from strop.ranks import Ranks
 
-REPLICAS, SHARDS, TENSOR = "replicas", "shards", "tensor"
+REPLICAS, SHARDS, TENSOR, EXPERTS = "replicas", "shards", "tensor", "experts"
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class Meshes:
     whole: DeviceMesh
     """[replicas,] shards: every rank of a replica has a shard of its own."""
     layers: DeviceMesh | None = None
-    """[replicas,] shards, of the ranks with the same part of each tensor-parallel matrix; None without tensor
-    parallelism."""
+    """[replicas,] shards, of the ranks with the same part of each tensor-parallel matrix, or with the same
+    experts; None without tensor and expert parallelism."""
     tensor: DeviceMesh | None = None
     """Neighbouring ranks that divide each matrix between them (tensor parallelism)."""
+    experts: DeviceMesh | None = None
+    """Neighbouring ranks that divide the experts of a layer between them (expert parallelism)."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -52,25 +55,40 @@ class Meshes:
         return self.tensor.size()
 
 
-def make_meshes(device: torch.device, world: int, fsdp_size: int, tensor_parallel: int = 1) -> Meshes:
+def make_meshes(device: torch.device, world: int, settings: FsdpConfig, tensor_parallel: int = 1) -> Meshes:
     """The meshes of a run. All ranks must call it."""
-    whole = make_mesh(device, world, fsdp_size)
-    if tensor_parallel == 1:
-        return Meshes(whole)
-    ranks = whole[SHARDS].size()
-    if ranks % tensor_parallel:
+    whole = make_mesh(device, world, settings.fsdp_size)
+    expert_parallel = settings.expert_parallel_size
+    if tensor_parallel > 1 and expert_parallel > 1:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel} does not divide the {ranks} ranks that share one copy "
-            f"of the weights (fsdp_config.fsdp_size, or all ranks). Set one of {_divisors(ranks)}."
+            f"tensor_parallel_size={tensor_parallel} and fsdp_config.expert_parallel_size={expert_parallel}: "
+            "ranks share matrices or experts, not both. Set one of them to 1."
+        )
+    if tensor_parallel > 1:
+        return Meshes(whole, *_divide(whole, TENSOR, "tensor_parallel_size", tensor_parallel))
+    if expert_parallel > 1:
+        layers, experts = _divide(whole, EXPERTS, "fsdp_config.expert_parallel_size", expert_parallel)
+        return Meshes(whole, layers, experts=experts)
+    return Meshes(whole)
+
+
+def _divide(whole: DeviceMesh, name: str, key: str, size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """The mesh of ranks with the same part of divided weights, and that of the `size` neighbouring ranks that
+    divide them."""
+    ranks = whole[SHARDS].size()
+    if ranks % size:
+        raise ValueError(
+            f"{key}={size} does not divide the {ranks} ranks that share one copy of the weights "
+            f"(fsdp_config.fsdp_size, or all ranks). Set one of {_divisors(ranks)}."
         )
     replicas = whole.size() // ranks
-    sizes: tuple[int, ...] = (ranks // tensor_parallel, tensor_parallel)
-    names: tuple[str, ...] = (SHARDS, TENSOR)
+    sizes: tuple[int, ...] = (ranks // size, size)
+    names: tuple[str, ...] = (SHARDS, name)
     if replicas > 1:
         sizes = (replicas, *sizes)
         names = (REPLICAS, *names)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    return Meshes(whole, mesh[names[:-1]], mesh[TENSOR])
+    mesh = init_device_mesh(whole.device_type, sizes, mesh_dim_names=names)
+    return mesh[names[:-1]], mesh[name]
 
 
 def _divisors(count: int) -> list[int]:
@@ -117,8 +135,10 @@ def shard(
     offload = OffloadPolicy()
     if is_offloaded(settings):
         offload = CPUOffloadPolicy(pin_memory=meshes.whole.device_type == "cuda")
+    # Experts that ranks divide are sharded over fewer ranks than the rest of their layer.
+    experts = experts_of(module) if meshes.experts is not None else []
     units: list[nn.Module] = []
-    for part in units_of(module, settings):
+    for part in dict.fromkeys([*experts, *units_of(module, settings)]):
         policy = precision.policy()
         if part is getattr(module, HEAD, None):
             policy = Precision(head, precision.reduce).policy()
@@ -138,13 +158,14 @@ def shard(
         units.append(part)
     found = [cast(FSDPModule, unit) for unit in units]
     if settings.forward_prefetch:
-        for unit, following in pairwise(found[:-1]):
+        for unit, following in pairwise(found[len(experts) : -1]):
             unit.set_modules_to_forward_prefetch([following])
     return found
 
 
 def _has_divided(part: nn.Module, inner: list[nn.Module]) -> bool:
-    """Whether weights that this unit gathers itself are parts of tensor-parallel matrices."""
+    """Whether weights that this unit gathers itself are parts of tensor-parallel matrices, or some of the
+    experts."""
     gathered_inside: set[int] = set()
     for unit in inner:
         gathered_inside |= {id(weight) for weight in unit.parameters()}

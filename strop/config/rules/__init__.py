@@ -76,6 +76,7 @@ PPO: tuple[Rule, ...] = (
     actor.dropout,
     critic.betas,
     parallelism.tensor_parallel_training,
+    parallelism.expert_parallel_training,
     parallelism.param_offload,
     parallelism.tensor_parallel_engine,
     parallelism.packed_sequences,

@@ -9,11 +9,11 @@ from strop.config.rules.findings import Findings, error, warning
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
-    from strop.config.schema.actor import ActorConfig
+    from strop.config.schema.actor import ActorConfig, RefConfig
     from strop.config.schema.critic import CriticConfig
-    from strop.config.schema.model import ModelConfig
+    from strop.config.schema.model import FsdpConfig, ModelConfig
     from strop.config.schema.ppo import PpoConfig
-    from strop.config.schema.supervised import SupervisedConfig
+    from strop.config.schema.supervised import SupervisedConfig, SupervisedModelConfig
 
 ENGINE_SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -48,6 +48,57 @@ def tensor_parallel_training(loaded: Loaded[PpoConfig]) -> Findings:
     if "critic" in resource_pools(config):
         devices = device_count(critic)
     yield from tensor_parallel("critic.tensor_parallel_size", critic, critic.model, devices)
+
+
+def expert_parallel(
+    key: str,
+    section: ActorConfig | RefConfig | CriticConfig | SupervisedModelConfig,
+    fsdp: FsdpConfig,
+    model: ModelConfig,
+    devices: int,
+) -> Findings:
+    """What expert-parallel training of one model does not support. `key`: that of its fsdp_config."""
+    size = fsdp.expert_parallel_size
+    if size == 1:
+        return
+    key = f"{key}.expert_parallel_size"
+    if section.strategy == "megatron":
+        yield error(key, f"{size} is for strategy=fsdp. Set 1, and megatron.expert_model_parallel_size.")
+        return
+    if model.lora_rank or model.lora_adapter_path:
+        yield error(key, f"{size} does not go together with LoRA. Set it to 1.")
+    ranks = devices
+    if fsdp.fsdp_size > 0:
+        ranks = fsdp.fsdp_size
+    if ranks % size:
+        fitting = [one for one in range(1, ranks + 1) if ranks % one == 0]
+        yield error(
+            key,
+            f"{size} does not divide the {ranks} devices that share one copy of the weights. Set one of "
+            f"{fitting}.",
+        )
+
+
+def expert_parallel_training(loaded: Loaded[PpoConfig]) -> Findings:
+    """Expert parallelism of actor, reference and critic."""
+    config = loaded.config
+    group = config.actor_rollout_ref
+    devices = device_count(config.trainer)
+    for name, section in (("actor", group.actor), ("ref", group.ref)):
+        fsdp = section.fsdp_config
+        if fsdp.expert_parallel_size > 1 and section.tensor_parallel_size > 1:
+            yield error(
+                f"actor_rollout_ref.{name}.fsdp_config.expert_parallel_size",
+                f"{fsdp.expert_parallel_size} with tensor_parallel_size={section.tensor_parallel_size}: "
+                "ranks share matrices or experts, not both. Set one of them to 1.",
+            )
+        key = f"actor_rollout_ref.{name}.fsdp_config"
+        yield from expert_parallel(key, section, fsdp, group.model, devices)
+    critic = config.critic
+    if "critic" in resource_pools(config):
+        devices = device_count(critic)
+    key = "critic.model.fsdp_config"
+    yield from expert_parallel(key, critic, critic.model.fsdp_config, critic.model, devices)
 
 
 def param_offload(loaded: Loaded[PpoConfig]) -> Findings:

@@ -16,7 +16,7 @@ from strop.config.rules.actor import (
 )
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.megatron import megatron_schedule
-from strop.config.rules.parallelism import tensor_parallel
+from strop.config.rules.parallelism import expert_parallel, tensor_parallel
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -58,6 +58,8 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     group = ulysses * config.tensor_parallel_size
     rows = config.data.train_batch_size
     yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
+    model = config.model
+    yield from expert_parallel("model.fsdp_config", model, model.fsdp_config, model, devices)
     if devices % ulysses:
         yield error("ulysses_sequence_parallel_size", f"{ulysses} does not divide the {devices} devices.")
     elif devices % group == 0 and rows % (devices // group):

@@ -221,6 +221,10 @@ class FsdpConfig:
     (ZeRO-2)."""
     fsdp_size: int = setting(-1, at_least=-1)
     """Ranks that shard one copy of the weights; several copies are replicas (HSDP). -1: all ranks."""
+    expert_parallel_size: int = setting(1, at_least=1)
+    """Neighbouring ranks that divide the experts of each layer between them; tokens are sent to the ranks of
+    their experts. It must divide the number of experts, and of the ranks that share a copy of the weights. 1:
+    every rank gathers all experts of a layer to compute it."""
     forward_prefetch: bool = setting(False)
     """All-gather the next layer while the current one runs."""
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
