@@ -82,7 +82,7 @@ def divide_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
         for name, weight in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(weight.data, mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
-        module.forward = functools.partial(_forward, module, type(module).forward, mesh)  # type: ignore[method-assign]
+        module.forward = functools.partial(_forward, module, type(module).forward, mesh)
     return modules
 
 
