@@ -97,7 +97,7 @@ def megatron_findings(config: PpoConfig) -> list[ConfigFinding]:
 def expert_findings(model: ModelConfig, fsdp: FsdpConfig, key: str) -> list[ConfigFinding]:
     """An error if the experts of a model on this machine cannot be divided as its fsdp_config says. `key`:
     that of fsdp_config."""
-    from strop.models.expert_parallel import refuse_experts
+    from strop.backends.fsdp.experts import refuse_experts
 
     if fsdp.expert_parallel_size == 1:
         return []

@@ -1,4 +1,4 @@
-"""Experts divided over ranks, compared with one process; started by tests/models/test_expert_parallel.py."""
+"""Experts divided over ranks, compared with one process; started by test_experts.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from strop.backends.fsdp.backend import FsdpBackend
+from strop.backends.fsdp.experts import experts_of
 from strop.backends.fsdp.sharded import region
 from strop.config.schema.model import FsdpConfig, WrapPolicyConfig
 from strop.models.checkpointing import checkpoint_activations
-from strop.models.expert_parallel import experts_of
 from tests.backends.make import make_backend, single
 from tests.backends.ranks import here
 from tests.backends.ranks_fsdp import assert_trained_alike, weights

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
+from strop.backends.fsdp.experts import divide_experts
 from strop.backends.fsdp.lockstep import Lockstep
 from strop.backends.fsdp.shard import SHARDS, Meshes, Precision, make_meshes, shard
 from strop.backends.fsdp.sharded import ShardedWeights, whole
 from strop.backends.micro_batches import OutOfMemoryOnRanks, shard_rows, sum_reports
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.model import FsdpConfig
-from strop.models.expert_parallel import divide_experts
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed

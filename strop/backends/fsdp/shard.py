@@ -22,10 +22,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from strop.backends.fsdp.experts import experts_of
 from strop.backends.fsdp.sharded import Region, fill
 from strop.config.schema.model import FsdpConfig
 from strop.models.build import allocate
-from strop.models.expert_parallel import experts_of
 from strop.models.heads import HEAD
 from strop.models.load import WeightFiles, open_weights, weight_files
 from strop.models.lora import has_adapters

@@ -1,4 +1,4 @@
-"""Experts divided over ranks. What needs several ranks is in tests/backends/ranks_experts.py."""
+"""Experts divided over ranks. What needs several ranks is in ranks_experts.py."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from strop.models.expert_parallel import experts_of, refuse_experts
+from strop.backends.fsdp.experts import experts_of, refuse_experts
 from tests.backends.ranks import pytest_as_ranks
 from tests.models.tiny import tiny_model
 
-RANKS = str(Path(__file__).parents[1] / "backends/ranks_experts.py")
+RANKS = str(Path(__file__).with_name("ranks_experts.py"))
 
 
 @pytest.mark.parametrize(
