@@ -114,10 +114,10 @@ def _forward(
     dist.all_to_all_single(received, sent, group=group)
     here = (tuple(received.tolist()), tuple(sent.tolist()))  # rows that come in, rows that go out
     back = (here[1], here[0])
-    inputs = cast(Tensor, _Exchange.apply(states[order // per_token], here, group))
+    inputs = cast(Tensor, _RowExchange.apply(states[order // per_token], here, group))
     local = _exchange(experts % own.num_experts, here, group)
     outputs = _compute(own, compute, inputs, local)
-    results = cast(Tensor, _Exchange.apply(outputs, back, group))
+    results = cast(Tensor, _RowExchange.apply(outputs, back, group))
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     by_token = results[places].view(tokens, per_token, -1)
@@ -143,7 +143,7 @@ def _exchange(tensor: Tensor, rows: Rows, group: dist.ProcessGroup) -> Tensor:
     return found
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """An all-to-all of rows, whose gradients go the way back."""
 
     @staticmethod
