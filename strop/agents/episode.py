@@ -28,6 +28,7 @@ from strop.agents.rows import TokenRow
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tool_set import ToolSet
 from strop.data.chat import Chat, Message
+from strop.data.images import PreparedImage
 from strop.rollout.base import (
     Completion,
     Engine,
@@ -36,7 +37,7 @@ from strop.rollout.base import (
     truncate_spans,
     version_spans,
 )
-from strop.types import Prompt, Trajectory
+from strop.types import Images, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ class Episode:
         """Why the conversation ended, if the loop did not simply finish."""
         self.error: Exception | None = None
         self.seeds = tuple(seeds)
+        self.images: Images = prompt.images
+        """Of the prompt, and those that tools returned."""
         self._row = TokenRow()
         self._branches: list[tuple[list[int], TokenRow]] = []
         """Prompt and response of further sequences of the episode, whose agent rewrote its context."""
@@ -239,6 +242,8 @@ class Episode:
     def open(self, messages: Sequence[Message], *, tools: Sequence[JsonObject] | None = None) -> None:
         """Replace the prompt of the row, for loops that explain themselves to the model."""
         assert not self._row.turns, "a prompt cannot change after the first answer"
+        if self.prompt.images:
+            raise EpisodeError("the agent loop writes its own prompt, and the row has images; take another.")
         ids = self.context.chat.ids(messages, tools=tools)
         if len(ids) > self.context.limits.prompt_length:
             raise EpisodeError(
@@ -280,7 +285,7 @@ class Episode:
             room = min(room, max_tokens)
         seed = self.context.seed(*self.seeds, self.assistant_turns)
         ids = [*self.prompt.ids, *self._row.response]
-        request = Request(ids, seed=seed, max_tokens=room, images=self.prompt.images)
+        request = Request(ids, seed=seed, max_tokens=room, images=self.images)
         start = time.perf_counter()
         [completion] = await self.context.engine.agenerate(request, self.sampling)
         self.seconds["generate_sequences"] += time.perf_counter() - start
@@ -288,21 +293,34 @@ class Episode:
             raise EpisodeError(f"the engine refused: {completion.error}.")
         return completion
 
-    def tell(self, *messages: Message) -> bool:
+    def tell(self, *messages: Message, images: Sequence[object] = ()) -> bool:
         """Append messages of tools or a user and the header of the next answer; False, with nothing appended,
-        when they do not fit."""
+        when they do not fit. `images`: those of the {"type": "image"} parts of the messages, in order."""
         assert self._row.turns and self._row.turns[-1].role == "assistant", (
             "the policy speaks first, and after each tell()"
         )
+        prepared = self._prepare(images)
         ids = self.context.rendering.after(
-            self.messages[:-1], messages, last_id=self._row.response[-1], tools=self.tools
+            self.messages[:-1],
+            messages,
+            last_id=self._row.response[-1],
+            tools=self.tools,
+            images=[one.text for one in prepared],
         )
         if len(ids) >= self.room:
             self._finish = self.stopped = "length"
             return False
+        self.images += tuple(one.inputs for one in prepared)
         self._row.add_given(str(messages[0]["role"]), ids)
         self.messages += [dict(message) for message in messages]
         return True
+
+    def _prepare(self, images: Sequence[object]) -> list[PreparedImage]:
+        if not images:
+            return []
+        if self.context.chat.images is None:
+            raise EpisodeError("a tool returned images, and the model takes none.")
+        return self.context.chat.images.prepare(images, where="the images of a tool")
 
     def reward(self, amount: float) -> None:
         """Reward the latest answer; the reward is on its last sampled token."""
@@ -329,8 +347,11 @@ class Episode:
         extras = dict(self.extras)
         if self.stopped:
             extras["stopped"] = self.stopped
+        shown = self.prompt
+        if self.images is not shown.images:
+            shown = replace(shown, images=self.images)
         sample = self._row.trajectory(
-            self.prompt,
+            shown,
             self.group,
             finish="error" if failed else self._finish,
             score=None if failed else self.score,

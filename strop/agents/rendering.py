@@ -10,7 +10,7 @@ says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strop.agents.interaction import ChatMessage
 from strop.agents.tool_schema import JsonObject
@@ -76,10 +76,14 @@ class Rendering:
         *,
         last_id: int | None,
         tools: Schemas | None = None,
+        images: Sequence[str] = (),
     ) -> list[int]:
         """Return the ids of `messages` after an answer that ended with `last_id`; `history` is everything
-        before that answer."""
-        return self.chat.ids_after(self.text_after(history, messages, tools=tools), last_id)
+        before that answer. `images`: the text of each image in `messages`."""
+        text = self.text_after(history, messages, tools=tools)
+        if images:
+            text = replace(self.chat, expansions=tuple(images)).expanded(text)
+        return self.chat.ids_after(text, last_id)
 
     def text_after(
         self, history: Sequence[Message], messages: Sequence[Message], *, tools: Schemas | None = None

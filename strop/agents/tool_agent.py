@@ -127,8 +127,16 @@ async def run_tool_calls(
     if failed and policy == "stop":
         episode.stopped = "tool_error"
         return False
-    messages = [message_format(call, result.text) for call, result in zip(calls, results, strict=True)]
-    return episode.tell(*messages)
+    messages = []
+    images: list[object] = []
+    for call, result in zip(calls, results, strict=True):
+        message = message_format(call, result.text)
+        if result.images:
+            shown = [{"type": "image"} for _ in result.images]
+            message = {**message, "content": [*shown, {"type": "text", "text": message["content"]}]}
+            images += result.images
+        messages.append(message)
+    return episode.tell(*messages, images=images)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class ToolResult:
     reward: float = 0.0
     """For this call."""
     metrics: dict[str, float] = field(default_factory=dict)
+    images: tuple[object, ...] = ()
+    """What the model sees before the text: paths, bytes, data URLs or PIL images."""
     failed: bool = False
     """The call could not be made or gave nothing usable; `text` says why to the model."""
 

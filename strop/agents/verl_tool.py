@@ -110,13 +110,14 @@ class VerlTool:
         agent_data = self._episodes.get(instance_id)
         outcome = await call_verl(self.tool.execute, instance_id, arguments, agent_data=agent_data)
         if not isinstance(outcome, tuple) or len(outcome) != 3:
-            return ToolResult(text_of(outcome))
+            return ToolResult(text_of(outcome), images=images_of(outcome))
         response, reward, metrics = outcome
         numbers = {}
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
                 numbers[str(name)] = float(value)
-        return ToolResult(text_of(response), 0.0 if reward is None else float(reward), numbers)
+        earned = 0.0 if reward is None else float(reward)
+        return ToolResult(text_of(response), earned, numbers, images=images_of(response))
 
     async def calc_reward(self, instance_id: str) -> float:
         if not hasattr(self.tool, "calc_reward"):
@@ -142,15 +143,29 @@ async def call_verl(method: Callable[..., Any], *values: object, **named: object
 
 
 def text_of(response: Any) -> str:
-    """Return the text of a response; images are refused, because the model gets text only."""
-    if isinstance(response, Mapping) and set(response) <= {"text", "image", "video"}:
-        response = SimpleNamespace(**{"text": None, "image": None, "video": None, **response})
+    """Return the text of a response; videos are refused."""
+    response = _response(response)
     if not hasattr(response, "text"):
         return result_of(response).text
-    shown = [kind for kind in ("image", "video") if getattr(response, kind, None)]
-    if shown:
-        raise NotText(f"it returned {' and '.join(shown)}, and only text can be shown to the model")
+    if getattr(response, "video", None):
+        raise NotText("it returned a video, and only text and images can be shown to the model")
     text = response.text
     if text is not None and not isinstance(text, str):
         raise NotText(f"it returned {type(text).__name__} as text")
     return text or ""
+
+
+def images_of(response: Any) -> tuple[object, ...]:
+    """Return the images of a response: a list, or one."""
+    images = getattr(_response(response), "image", None)
+    if images is None:
+        return ()
+    if isinstance(images, list | tuple):
+        return tuple(images)
+    return (images,)
+
+
+def _response(response: Any) -> Any:
+    if isinstance(response, Mapping) and set(response) <= {"text", "image", "video"}:
+        return SimpleNamespace(**{"text": None, "image": None, "video": None, **response})
+    return response

@@ -88,7 +88,7 @@ class Chat:
         """Return the rendered text; `generate` adds the generation prompt of the next assistant turn."""
         text = self._render(messages, generate, tools)
         if self.expansions:
-            text = self._expanded(text)
+            text = self.expanded(text)
         problem = lone_surrogate(text)
         if problem is not None:
             raise ValueError(f"A message holds {problem}, so it cannot be tokenized.")
@@ -105,7 +105,7 @@ class Chat:
         chat = replace(self, expansions=tuple(one.text for one in prepared))
         return chat, tuple(one.inputs for one in prepared)
 
-    def _expanded(self, text: str) -> str:
+    def expanded(self, text: str) -> str:
         """Replace the image placeholders of a rendered text, which may be only the beginning of a
         conversation."""
         assert self.images is not None
@@ -120,12 +120,14 @@ class Chat:
             found += [expansion, piece]
         return "".join(found)
 
-    def _for_template(self, message: Message) -> dict[str, Any]:
-        """A message as the template takes it: templates of some models with images read parts only."""
-        found = dict(message)
-        template = self.template or self.tokenizer.chat_template
-        if self.expansions and isinstance(found.get("content"), str) and "is string" not in str(template):
-            found["content"] = [{"type": "text", "text": found["content"]}]
+    def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as the template takes them: templates of some models with images read parts only."""
+        found = [dict(message) for message in messages]
+        has_parts = any(isinstance(message.get("content"), list) for message in found)
+        if has_parts and "is string" not in str(self.template or self.tokenizer.chat_template):
+            for message in found:
+                if isinstance(message.get("content"), str):
+                    message["content"] = [{"type": "text", "text": message["content"]}]
         return found
 
     def _render(self, messages: Sequence[Message], generate: bool, tools: Tools | None) -> str:
@@ -135,7 +137,7 @@ class Chat:
 
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [self._for_template(message) for message in messages],
+                self._for_template(messages),
                 tools=list(tools or self.tools or []) or None,  # type: ignore[arg-type]
                 chat_template=self.template,
                 add_generation_prompt=generate,

@@ -94,8 +94,9 @@ def build_ppo(
     torch.manual_seed(config.trainer.seed)
     device = device_of(config.trainer.device)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
-    agents = AgentSetup(rollout, build_chat(config.data, tokenizer), given.tools)
     load_processor = processor_loader(config.actor_rollout_ref.model)
+    chat = build_chat(config.data, tokenizer, load_processor=load_processor)
+    agents = AgentSetup(rollout, chat, given.tools)
     prompts = build_prompts(
         config.data, tokenizer, split="train", listing=agents.listing(), load_processor=load_processor
     )

@@ -20,7 +20,7 @@ from strop.ppo.sampler import NumberedPrompt, Sampler, Samples
 from strop.ranks import Ranks, SharedFailure
 from strop.rewards.scorer import BrokenScorer, ScoreReport, merge_score_metrics
 from strop.rollout.base import Sampling
-from strop.types import Prompt, TokenArrays, Trajectory
+from strop.types import Images, Prompt, TokenArrays, Trajectory
 
 NOT_PACKED = ("prompt", *TokenArrays._fields)
 """Fields of a trajectory that are not sent one by one: tokens travel as arrays, and prompts, which may have
@@ -160,6 +160,8 @@ class PackedTrajectories:
     """The tokens of all trajectories, concatenated."""
     prompt_ids: list[list[int] | None]
     """Of prompts that an agent loop replaced."""
+    images: list[Images]
+    """Images that tools returned; those of prompts are known to every rank."""
 
     @staticmethod
     def pack(trajectories: Sequence[Trajectory], prompts: Mapping[int, Prompt]) -> PackedTrajectories:
@@ -174,17 +176,21 @@ class PackedTrajectories:
             lengths=[len(one.mask) for one in arrays],
             tokens=TokenArrays(*(np.concatenate(column) for column in columns)),
             prompt_ids=[_replaced_ids(t, prompts) for t in trajectories],
+            images=[t.prompt.images[len(prompts[t.group].images) :] for t in trajectories],
         )
 
     def unpack(self, prompts: Mapping[int, Prompt]) -> Iterator[Trajectory]:
         start = 0
-        for rest, length, ids in zip(self.rest, self.lengths, self.prompt_ids, strict=True):
+        rows = zip(self.rest, self.lengths, self.prompt_ids, self.images, strict=True)
+        for rest, length, ids, images in rows:
             group = rest["group"]
             assert isinstance(group, int)
             tokens = TokenArrays(*(column[start : start + length] for column in self.tokens))
             prompt = prompts[group]
             if ids is not None:
                 prompt = replace(prompt, ids=ids)
+            if images:
+                prompt = replace(prompt, images=prompt.images + images)
             yield ReceivedTrajectory.of(tokens, {**rest, "prompt": prompt})
             start += length
 

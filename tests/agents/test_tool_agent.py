@@ -5,19 +5,34 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from strop.agents.episode import Episode
+from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import BaseInteraction, Interactions
 from strop.agents.loops import AgentLoops
 from strop.agents.metrics import episode_metrics
+from strop.agents.parsers.base import ToolCall
 from strop.agents.runner import EpisodeRequest, EpisodeRunner
-from strop.agents.tools import ToolResult
+from strop.agents.tool_agent import open_tools, run_tool_calls
+from strop.agents.tool_session import CallLimits
+from strop.agents.tool_set import ToolSet
+from strop.agents.tools import ToolResult, ToolSchema
+from strop.agents.verl_tool import BaseTool, ToolResponse, VerlTool
 from strop.concurrency import BackgroundLoop
-from strop.types import Trajectory
+from strop.data.chat import Chat
+from strop.data.images import ImageProcessor
+from strop.models.forward import response_outputs
+from strop.ppo.rank_sharing import PackedTrajectories
+from strop.rollout.base import Sampling, build_engine, stream_seed
+from strop.types import Prompt, Trajectory, batch_of
 from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, episode_context, play, prompt, text, tool_set
+from tests.models.vision.tiny_vlm import picture, processor_of, tiny_vlm
+from tests.models.vision.tiny_vlm import tokenizer_of as vlm_tokenizer
 
 
 def add(a: int, b: int) -> int:
@@ -324,3 +339,84 @@ def test_sampling_reaches_the_engine() -> None:
     engine = ScriptedEngine(["x"])
     play(episode_context(engine, response_length=50), prompt())
     assert engine.requests[0].max_tokens == 50 and SAMPLING.stop_ids == (STOP,)
+
+
+class Camera(BaseTool):
+    """A tool of verl that returns an image and text."""
+
+    async def execute(self, instance_id: str, parameters: Any, **_: Any) -> tuple[ToolResponse, float, Any]:
+        return ToolResponse("what", [picture((0, 255, 0), width=24)]), 0.0, {}
+
+
+class Photographer:
+    """Answers, looks, answers again."""
+
+    async def run(self, episode: Episode) -> None:
+        async with open_tools(episode) as tools:
+            assert tools is not None
+            episode.tools = None
+            await episode.answer(max_tokens=3)
+            assert await run_tool_calls(episode, tools, [ToolCall("look", {})])
+            await episode.answer(max_tokens=4)
+
+
+def test_images_of_tools_are_seen_and_trained_on_exactly() -> None:
+    family = "qwen2_5_vl"
+    chat = Chat(vlm_tokenizer(family), images=ImageProcessor(lambda: processor_of(family)))
+    model = tiny_vlm(family)
+    look = ToolSchema("look", "Take a picture.", {"type": "object", "properties": {}})
+    tools = ToolSet(
+        [VerlTool(Camera({}, SimpleNamespace(function=look)), look)], CallLimits(5, 99, "left", 1)
+    )
+    limits = EpisodeLimits(64, 64, 128, None, None, "reply", 60.0)
+    scene = EpisodeContext(
+        build_engine("native", model, max_model_len=128),
+        chat,
+        limits,
+        tools,
+        None,
+        Interactions(),
+        stream_seed,
+    )
+    question = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
+    shown, images = chat.with_images([picture()], where="x")
+    row = Prompt(0, shown.ids(question), question, "test", images=images)
+    runner = EpisodeRunner(scene, AgentLoops("single_turn_agent"), max_concurrency=8)
+    episode = Episode(scene, row, Sampling(max_tokens=8), seeds=(1, 0))
+    try:
+        runner._event_loop.run(Photographer().run(episode))
+    finally:
+        runner.close()
+    sample = episode.trajectory()
+    sample.score = 1.0
+    assert [turn.role for turn in sample.turns] == ["assistant", "tool", "assistant"]
+    told = sample.turns[1]
+    token = images[0].token_id
+    assert sample.response[told.start : told.end].count(token) == 6, "24 x 16 pixels"
+    assert [image.size for image in sample.prompt.images] == [(16, 16), (24, 16)]
+    # The same sequence alone, and packed with another one that has only the first image.
+    other = Trajectory(row, 1, [5, 6, 7], [1, 1, 1], [0.0] * 3, score=0.0)
+    with torch.no_grad():
+        alone = response_outputs(model, batch_of([sample]), ["log_probs"])["log_probs"][0]
+        batch = batch_of([other, sample, replace(sample, group=2)])
+        packed = response_outputs(model, batch, ["log_probs"], packed=True)["log_probs"]
+    mask = torch.tensor(sample.mask) > 0
+    assert (alone - torch.tensor(sample.log_probs))[mask].abs().max() < 1e-5, "sampled = recomputed"
+    for line in packed[1:]:
+        assert (line[: len(alone)] - alone)[mask].abs().max() < 1e-5
+    # Between ranks only the image of the tool is sent.
+    sent = PackedTrajectories.pack([sample], {0: row})
+    assert [len(own) for own in sent.images] == [1]
+    [received] = sent.unpack({0: row})
+    assert received.prompt.images == sample.prompt.images
+
+
+def test_images_of_tools_without_a_model_for_them_mask_the_episode() -> None:
+    def look() -> ToolResult:
+        """Take a picture."""
+        return ToolResult("there", images=(picture(),))
+
+    scene = episode_context(ScriptedEngine([call("look"), "4"]), tools=tool_set(look))
+    rows = [prompt(scene=scene), prompt(scene=scene, agent="single_turn_agent", index=1)]
+    failed = play(scene, *rows)[0]
+    assert failed.trajectory().finish == "error" and "the model takes none" in str(failed.error)
