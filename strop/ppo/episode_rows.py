@@ -13,6 +13,7 @@ each episode once, with the sum of its rewards, and all its rows get its advanta
     shared   every row has the advantage of the episode
     split    every row has that advantage divided by the number of rows
     last     only the row with the last answer is trained
+    turn     every turn has the advantage of what the episode earned from it on (turn_credit.py)
 
 Estimators that work token by token (gae, reinforce ...) see each row by itself. Its last token has the score
 of the episode, and the rewards of its turns are on their last tokens.

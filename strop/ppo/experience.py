@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 
@@ -19,7 +18,6 @@ from strop.algorithms.kl import KLController
 from strop.algorithms.metrics.training import StepRecord, probability_drift
 from strop.algorithms.reward_shaping import kl_in_reward, on_last_trained
 from strop.algorithms.rollout_correction import correct_rollout
-from strop.algorithms.selection import pf_ppo_weights, resample_rows
 from strop.backends.base import Backend, MicroBatching, Outputs
 from strop.backends.micro_batches import NonFiniteLoss, suspects
 from strop.catalog import ADVANTAGES
@@ -42,12 +40,8 @@ from strop.ppo.episode_rows import (
     rewards_by_episode,
     spread_over_rows,
 )
-from strop.rollout.base import stream_seed
+from strop.ppo.turn_credit import add_turn_credit
 from strop.types import Batch, Trajectory, pad_columns
-
-ReweightMethod = Literal["pow", "max_min", "max_random"]
-RESAMPLING_STREAM = 0x5EED
-"""Separates the random stream of resampling from that of shuffling."""
 
 
 @dataclass(frozen=True)
@@ -213,17 +207,8 @@ def _terminal_rewards(
             scores = scores + added_rewards(scores, batch.episodes, trajectories)
             rows = sorted(set(rows) & set(first_rows(batch.episodes).tolist()))
         if rows:
-            result = estimate(
-                facts.estimator,
-                rewards=scores[rows, None],
-                mask=torch.ones(len(rows), 1),
-                groups=torch.unique(batch.groups[rows], return_inverse=True)[1],
-                norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-                normalisation="none",
-                eps=facts.rules.group_eps,
-                hyperparameters=facts.estimator_kwargs,
-            )
-            compared[rows] = result.advantages[:, 0]
+            groups = torch.unique(batch.groups[rows], return_inverse=True)[1]
+            compared[rows] = _compare(scores[rows], groups, algorithm, facts).to(compared.dtype)
         if batch.episodes is not None:
             compared = of_all_rows(compared[first_rows(batch.episodes)], batch.episodes, facts.credit)
         scores = compared
@@ -266,6 +251,39 @@ def add_advantages(
     The estimator sees samples that have a score and whose prompt has at least `facts.min_group` of them. All
     other rows get advantage 0, so a missing score changes no baseline.
     """
+    found = _add_advantages(batch, algorithm, facts, trajectories)
+    if facts.credit != "turn" or not facts.compares_episodes or not facts.has_task_reward:
+        return found
+    heads = range(len(batch)) if batch.episodes is None else first_rows(batch.episodes).tolist()
+    comparable = rows_to_compare([trajectories[row] for row in heads], facts.min_group)
+
+    def compare(sums: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return _compare(sums, groups, algorithm, facts)
+
+    return add_turn_credit(found, trajectories, comparable, compare)
+
+
+def _compare(
+    sums: torch.Tensor, groups: torch.Tensor, algorithm: AlgorithmConfig, facts: ExperienceFacts
+) -> torch.Tensor:
+    """Advantages of sums of rewards [R], compared within `groups` [R]."""
+    result = estimate(
+        facts.estimator,
+        rewards=sums[:, None],
+        mask=torch.ones(len(sums), 1),
+        groups=groups,
+        norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+        normalisation="none",
+        eps=facts.rules.group_eps,
+        hyperparameters=facts.estimator_kwargs,
+    )
+    return result.advantages[:, 0]
+
+
+def _add_advantages(
+    batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
+) -> Batch:
+    """The same with one advantage for all turns of an episode."""
     if batch.episodes is not None and facts.compares_episodes:
         return _advantages_of_episodes(batch, algorithm, facts, trajectories)
     rows: list[int] = []
@@ -310,7 +328,7 @@ def _advantages_of_episodes(
     assert batch.episodes is not None
     heads = first_rows(batch.episodes).tolist()
     first = rewards_by_episode(batch, trajectories)
-    found = add_advantages(first, algorithm, facts, [trajectories[row] for row in heads])
+    found = _add_advantages(first, algorithm, facts, [trajectories[row] for row in heads])
     assert found.advantages is not None and found.returns is not None
     return batch.replace(
         advantages=spread_over_rows(found.advantages, first.mask, batch, facts.credit),
@@ -377,23 +395,3 @@ def reward_components(trajectories: Sequence[Trajectory], keys: Sequence[str] | 
                 )
             table[row, column] = float(value)
     return table
-
-
-def resample(batch: Batch, config: PpoConfig, step: int, record: StepRecord) -> Batch:
-    """PF-PPO: the rows to train on, drawn by score with replacement. Failed samples are never drawn."""
-    if not config.algorithm.use_pf_ppo:
-        return batch
-    usable = batch.mask.any(-1).nonzero().squeeze(-1)
-    if not len(usable):
-        return batch
-    settings = config.algorithm.pf_ppo
-    assert batch.scores is not None
-    weights = torch.zeros(len(batch), dtype=torch.float64)
-    scores = batch.scores[usable].double().sum(-1)
-    weights[usable] = pf_ppo_weights(
-        scores, method=cast(ReweightMethod, settings.reweight_method), power=settings.weight_pow
-    )
-    generator = torch.Generator().manual_seed(stream_seed(RESAMPLING_STREAM, config.trainer.seed, step))
-    rows = resample_rows(weights, generator=generator)
-    record.add({"pf_ppo/rows_drawn": len(torch.unique(rows)) / len(batch)})
-    return batch.select(rows)

@@ -30,9 +30,9 @@ from strop.ppo.experience import (
     correct_off_policy,
     distill,
     refuse_nonfinite,
-    resample,
     shape_rewards,
 )
+from strop.ppo.resampling import resample
 from strop.ppo.update import ActorUpdate, CriticUpdate, ExtraLoss, run_updates
 from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer

@@ -142,6 +142,16 @@ def test_the_arithmetic_of_the_first_document():
             ["different names"],
         ),
         (
+            ["actor_rollout_ref.rollout.agent.credit=turn", "algorithm.adv_estimator=opo"],
+            "actor_rollout_ref.rollout.agent.credit",
+            ["turn is defined for grpo", "credit=shared"],
+        ),
+        (
+            ["actor_rollout_ref.rollout.agent.credit=turn", "algorithm.compat=openrlhf"],
+            "actor_rollout_ref.rollout.agent.credit",
+            ["before", "credit=shared"],
+        ),
+        (
             ["actor_rollout_ref.rollout.agent.command=x", "actor_rollout_ref.rollout.agent.players=[a,b]"],
             "actor_rollout_ref.rollout.agent.players",
             ["agent.reward=file"],

@@ -40,6 +40,7 @@ PPO: tuple[Rule, ...] = (
     rollout.sampling,
     rollout.context_length,
     rollout.outside_agents,
+    rollout.credit_of_turns,
     rollout.replicas,
     rollout.weight_transport,
     rollout.engine_size,

@@ -56,6 +56,30 @@ def context_length(loaded: Loaded[PpoConfig]) -> Findings:
         )
 
 
+TURN_CREDIT = ("grpo", "grpo_vectorized", "group_norm", "dr_grpo", "rloo", "rloo_vectorized")
+"""Estimators of sums of rewards that compare each prompt by itself."""
+
+
+def credit_of_turns(loaded: Loaded[PpoConfig]) -> Findings:
+    """rollout.agent.credit=turn needs an estimator whose advantage is that of a sum of rewards."""
+    config = loaded.config
+    name = config.algorithm.adv_estimator
+    if config.actor_rollout_ref.rollout.agent.credit != "turn":
+        return
+    if name not in TURN_CREDIT:
+        yield error(
+            f"{ROLLOUT}.agent.credit",
+            f"turn is defined for {', '.join(TURN_CREDIT)}, and algorithm.adv_estimator={name}. Estimators "
+            "of tokens (gae, reinforce) give each turn what follows it anyway: set credit=shared.",
+        )
+    if config.algorithm.compat == "openrlhf":
+        yield error(
+            f"{ROLLOUT}.agent.credit",
+            "turn needs rewards of single turns, and with algorithm.compat=openrlhf the baseline is "
+            "subtracted from the sum before. Set credit=shared, or another algorithm.compat.",
+        )
+
+
 def outside_agents(loaded: Loaded[PpoConfig]) -> Findings:
     """Agents from outside (rollout.agent.command)."""
     agent = loaded.config.actor_rollout_ref.rollout.agent

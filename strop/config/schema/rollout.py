@@ -126,11 +126,12 @@ class AgentConfig:
     """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
     max_calls: int = setting(1000, at_least=1)
     """Requests to the endpoint per episode. More of them fail the episode."""
-    credit: str = setting("shared", choices=("shared", "split", "last"))
+    credit: str = setting("shared", choices=("shared", "split", "last", "turn"))
     """An agent that rewrites its context leaves several sequences per episode. Estimators that compare the
     samples of a prompt see the episode once. shared: each sequence gets the advantage of the episode; split:
     that advantage divided by the number of sequences; last: only the sequence with the last answer is
-    trained."""
+    trained; turn: each turn gets the advantage of what the episode earned from this turn on (grpo, dr_grpo,
+    rloo), so rewards of earlier turns of its sequence do not count for it."""
     max_processes: int = setting(64, at_least=1)
     """Programs of rollout.agent.command that run at the same time."""
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
