@@ -19,8 +19,6 @@ RESAMPLING_STREAM = 0x5EED
 
 def resample(batch: Batch, config: PpoConfig, step: int, record: StepRecord) -> Batch:
     """The rows to train on, drawn by score with replacement. Failed samples are never drawn."""
-    if not config.algorithm.use_pf_ppo:
-        return batch
     usable = batch.mask.any(-1).nonzero().squeeze(-1)
     if not len(usable):
         return batch

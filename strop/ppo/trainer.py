@@ -121,7 +121,10 @@ class PpoTrainer:
         batch = self.run_models(batch_of(trajectories), record)
         try:
             batch = self.estimate(batch, trajectories, record)
-            self.update(resample(batch, self.config, self.step, record), record)
+            drawn = batch
+            if self.config.algorithm.use_pf_ppo:
+                drawn = resample(batch, self.config, self.step, record)
+            self.update(drawn, record)
         except NonFiniteLoss as problem:
             raise self.output.evidence(problem, batch, self.step, trajectories) from problem
         self.loader.update(trajectories)

@@ -49,7 +49,7 @@ def run_agent(
 
     async def loop(episode: Episode) -> None:
         async with server.session(episode) as session:
-            async with httpx.AsyncClient(base_url=server.address, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=server.address, trust_env=False, timeout=120) as http:
                 await agent(Client(http, session))
             session.raise_failure()
 
