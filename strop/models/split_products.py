@@ -15,12 +15,15 @@ from functools import cache
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strop.extras import MissingExtra, require
 
 _LONG = 2048
 """Inner dimension from which cuBLAS was seen to divide sums; 1,536 was not."""
+_WIDE = 8192
+"""Outputs so wide have tiles for all multiprocessors with any number of rows."""
 _FEW_ROWS = 512
 """Up to so many rows one batched product is faster than two. Two products alone have equal bits from 320 rows
 on."""
@@ -37,6 +40,27 @@ def _kernels() -> ModuleType | None:
 def divides(inner: int) -> bool:
     """Whether products with this inner dimension are computed as two."""
     return inner >= _LONG and inner % 16 == 0
+
+
+def divides_linear(weight: Tensor) -> bool:
+    """Whether a linear layer with this weight is computed as two products, and in float32."""
+    return divides(weight.shape[1]) and len(weight) < _WIDE
+
+
+def start_of(weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """A float32 stream [rows, out] to add a linear layer to: its bias or zeros."""
+    if bias is None:
+        return torch.zeros(rows, len(weight), dtype=torch.float32, device=weight.device)
+    return bias.float().expand(rows, -1).contiguous()
+
+
+def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of 16-bit states on a GPU, without gradients."""
+    rows = states.reshape(-1, states.shape[-1])
+    if not divides_linear(weight):
+        return F.linear(states, weight, bias)
+    total = add_wide(start_of(weight, bias, len(rows)), rows, weight, in_place=True)
+    return total.to(states.dtype).view(*states.shape[:-1], -1)
 
 
 def add_wide(stream: Tensor, rows: Tensor, weight: Tensor, *, in_place: bool = False) -> Tensor:

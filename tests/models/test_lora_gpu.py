@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strop.models.forward import response_outputs
 from strop.models.lora import adapted_layers, add_adapters
 from strop.models.lora_gpu import layers
+from strop.models.nf4.layers import quantize_layers
 from strop.models.patches import applied_patches, patch_for_device, undo_patches
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
@@ -19,16 +20,19 @@ from tests.models.test_patches import gpu  # noqa: F401
 def in_sixteen_bits(model):
     """On the GPU, with adapters in float32 as peft keeps them."""
     for name, weight in model.named_parameters():
-        if "lora_" not in name:
+        if "lora_" not in name and weight.is_floating_point():
             weight.data = weight.data.bfloat16()
     return model.to("cuda")
 
 
-def adapted(**sizes):
+def adapted(nf4=False, **sizes):
     torch.manual_seed(0)
-    base = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **(base | sizes))
-    model = add_adapters(LlamaForCausalLM(config), rank=8, alpha=16)
+    usual = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **(usual | sizes))
+    base = LlamaForCausalLM(config)
+    if nf4:
+        quantize_layers(base, base.model)
+    model = add_adapters(base, rank=8, alpha=16)
     for layer in adapted_layers(model):
         torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.05)
     return model
@@ -92,8 +96,9 @@ def test_gradients_are_those_of_peft():
 
 
 @pytest.mark.gpu
-def test_sampled_and_recomputed_log_probs_have_the_same_bits():
-    model = in_sixteen_bits(adapted(hidden_size=256, intermediate_size=2560))
+@pytest.mark.parametrize("nf4", [False, True], ids=["lora", "qlora"])
+def test_sampled_and_recomputed_log_probs_have_the_same_bits(nf4):
+    model = in_sixteen_bits(adapted(nf4, hidden_size=256, intermediate_size=2560))
     engine = NativeEngine(model, max_num_seqs=64)
     prompts = [list(range(3, 3 + 7 * i)) for i in range(1, 9)]
     answers = engine.generate([Request(prompt, n=4, seed=3) for prompt in prompts], Sampling(max_tokens=60))

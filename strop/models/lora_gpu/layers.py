@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from strop.extras import MissingExtra, require
 from strop.models.lora import adapted_layers
 from strop.models.residual import add_product
-from strop.models.split_products import divides
+from strop.models.split_products import divides_linear, start_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MAX_RANK = 256
@@ -98,11 +98,9 @@ def _base(linear: Any, x: Tensor) -> Tensor:
     """The frozen product. Long inner dimensions as models/split_products.py computes them."""
     weight = linear.weight
     is_plain = type(linear) is nn.Linear and not isinstance(weight, DTensor) and not weight.requires_grad
-    if not is_plain or weight.dtype != x.dtype or not divides(x.shape[-1]):
+    if not is_plain or weight.dtype != x.dtype or not divides_linear(weight):
         result: Tensor = linear(x)
         return result
-    start = torch.zeros(len(weight), dtype=torch.float32, device=x.device)
-    if linear.bias is not None:
-        start = linear.bias.float()
-    stream = start.expand(*x.shape[:-1], -1).contiguous()
-    return add_product(stream, x, weight).to(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    start = start_of(weight, linear.bias, len(rows))
+    return add_product(start, rows, weight).to(x.dtype).view(*x.shape[:-1], -1)

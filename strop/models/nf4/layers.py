@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from strop.extras import MissingExtra, require
+from strop.models import split_products
 from strop.models.nf4.format import LEVELS, dequantize, fits, quantize
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed, scales)
-        return F.linear(states, _dense(packed, scales, states.dtype), bias)
+        weight = _dense(packed, scales, states.dtype)
+        if states.is_cuda and states.dtype in (torch.bfloat16, torch.float16):
+            return split_products.linear(states, weight, bias)
+        return F.linear(states, weight, bias)
 
     @staticmethod
     @once_differentiable
