@@ -34,6 +34,7 @@ from strop.backends.optimizer import (
     set_schedule,
 )
 from strop.backends.updates import LossScale, StepSettings, overridden
+from strop.models.build import persistent_buffers
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
@@ -260,11 +261,7 @@ class ModuleBackend(ABC):
         for name, parameter in self.module.named_parameters():
             if name not in trained:
                 found[name] = parameter.detach()
-        persistent = set(self.module.state_dict())
-        for name, buffer in self.module.named_buffers():
-            if name in persistent:
-                found[name] = buffer
-        return found
+        return found | persistent_buffers(self.module)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Move the model, the optimizer (with master weights), or both to host memory."""

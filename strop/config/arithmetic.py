@@ -19,7 +19,7 @@ from strop.config.derived import (
     quantized_parts,
     resource_pools,
 )
-from strop.config.megatron import model_parallel_size
+from strop.config.megatron import model_parallel_size, ranks_per_row
 
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
@@ -250,7 +250,7 @@ def plan_supervised(config: AnySupervisedConfig, rows: int | None = None) -> Sup
     """The plan of an SFT, reward model or DPO configuration; `rows` as in `plan_ppo`."""
     data = config.data
     devices = device_count(config.trainer)
-    ranks = max(1, devices // (config.ulysses_sequence_parallel_size * config.tensor_parallel_size))
+    ranks = max(1, devices // ranks_per_row(config))
     rows_per_device = max(1, math.ceil(data.train_batch_size / ranks))
     micro = None
     if not data.use_dynamic_bsz:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from strop.config.schema.actor import ActorConfig
     from strop.config.schema.critic import CriticConfig
+    from strop.config.schema.megatron import MegatronConfig
     from strop.config.schema.model import OptimConfig
+    from strop.config.schema.roots import AnySupervisedConfig
 
 
 def training_dtype(actor: ActorConfig) -> str:
@@ -23,8 +25,19 @@ def model_parallel_size(section: ActorConfig | CriticConfig) -> int:
     parallelism."""
     if section.strategy != "megatron":
         return section.ulysses_sequence_parallel_size * section.tensor_parallel_size
-    sizes = section.megatron
+    return devices_per_copy(section.megatron)
+
+
+def devices_per_copy(sizes: MegatronConfig) -> int:
+    """The product of the sizes that divide layers and rows."""
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def ranks_per_row(config: AnySupervisedConfig) -> int:
+    """Devices that work on the same rows in sft, rm and dpo."""
+    if config.model.strategy == "megatron":
+        return devices_per_copy(config.model.megatron)
+    return config.ulysses_sequence_parallel_size * config.tensor_parallel_size
 
 
 SCHEDULE = {
@@ -50,6 +63,8 @@ class MegatronFamily:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    latent: bool = False
+    """Multi-head latent attention; the first layers may be without experts, the others have shared ones."""
 
 
 FAMILIES = {
@@ -59,5 +74,6 @@ FAMILIES = {
     "qwen3": MegatronFamily(qk_norm=True),
     "mixtral": MegatronFamily(experts=True),
     "qwen3_moe": MegatronFamily(qk_norm=True, experts=True),
+    "deepseek_v3": MegatronFamily(experts=True, latent=True),
 }
 """By `model_type` of config.json."""

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +20,14 @@ from strop.models.checkpointing import checkpoint_activations
 from strop.models.heads import empty_scalar_model, load_scalar_model
 from strop.models.layouts.check import runs_packed
 from strop.models.load import (
+    WeightFiles,
     language_model_class,
     load_config,
     load_language_model,
     load_tokenizer,
+    open_weights,
     resolve,
+    weight_files,
 )
 from strop.models.lora import add_adapters, base_model, decoder_of, load_adapters
 from strop.models.nf4.layers import quantize_layers
@@ -178,6 +182,7 @@ def _language_model(settings: ModelConfig, dtype: torch.dtype, weights: bool = T
             model = language_model_class(config).from_config(
                 config, dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
+        load_buffers(model, source)
         return _prepare(model, settings)
     model = load_language_model(
         source, _config(settings), dtype=dtype, trust_remote_code=settings.trust_remote_code
@@ -194,6 +199,7 @@ def _scalar_model(
         with meta_init():
             model = empty_scalar_model(_config(settings))
             nn.Module.to(model, dtype)
+        load_buffers(model, source)
         return _prepare(model, settings)
     model = load_scalar_model(
         source.name,
@@ -303,6 +309,25 @@ def meta_init() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = plain  # type: ignore[method-assign] # restored
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights of a model, such as the routing biases of DeepSeek-V3."""
+    persistent = set(module.state_dict())
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+@torch.no_grad()
+def load_buffers(module: nn.Module, source: WeightFiles) -> None:
+    """Fill persistent buffers from the files: loaders of shards go through parameters alone."""
+    wanted = persistent_buffers(module)
+    if not wanted or source.gguf_file:
+        return
+    folder = Path(source.name)
+    for file in weight_files(folder):
+        opened = open_weights(folder / file)
+        for name in wanted.keys() & set(opened.keys()):
+            wanted[name].copy_(opened.get_tensor(name))
 
 
 def allocate(module: nn.Module, device: torch.device, storage: torch.device | None = None) -> None:

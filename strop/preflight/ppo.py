@@ -17,6 +17,7 @@ from strop.compat import conventions
 from strop.concurrency import call_each
 from strop.config.derived import engine_name, has_critic, has_task_reward
 from strop.config.rules import ConfigFinding, error, warning
+from strop.config.rules.megatron import megatron_roles
 from strop.config.schema.ppo import PpoConfig
 from strop.data.prompts import ToolListing, build_chat
 from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
@@ -76,7 +77,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
     report.findings += quantization_findings(ROLLOUT, rollout, config.trainer.device)
     if tokenizer is not None and report.ok:
         report.findings += _positions(config)
-        report.findings += megatron_findings(config)
+        report.findings += megatron_findings(megatron_roles(config))
         report.findings += ppo_expert_findings(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):

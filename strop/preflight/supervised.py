@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from strop.config.rules import ConfigFinding, error, warning
+from strop.config.rules.megatron import supervised_role
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
 from strop.data.labelled import dataset_class
@@ -23,6 +24,7 @@ from strop.preflight.model_checks import (
     head_findings,
     local_model_config,
     lora_findings,
+    megatron_findings,
 )
 from strop.preflight.report import PreflightReport
 
@@ -92,6 +94,7 @@ def model_findings(config: AnySupervisedConfig) -> list[ConfigFinding]:
         except ValueError as refused:
             findings.append(error(key, str(refused).removeprefix(f"model.path={path!r} ")))
     findings = findings or lora_findings(config.model, "model")
+    findings = findings or megatron_findings(supervised_role(config))
     return findings or expert_findings(config.model, config.model.fsdp_config, "model.fsdp_config")
 
 

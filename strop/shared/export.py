@@ -18,8 +18,9 @@ from strop.backends.fsdp.sharded import fill
 from strop.backends.single import ModuleBackend
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
+from strop.models.build import persistent_buffers
 from strop.models.load import copy_processor_files
-from strop.models.lora import has_adapters
+from strop.models.lora import base_model, has_adapters
 from strop.run.checkpoint.store import Export
 
 if TYPE_CHECKING:
@@ -76,6 +77,9 @@ def exported(backend: Backend) -> dict[str, torch.Tensor]:
     for name, weight in backend.export_weights():
         if backend.ranks.is_rank0:
             kept[name] = weight
+    if backend.ranks.is_rank0:
+        for name, buffer in persistent_buffers(base_model(backend.module)).items():
+            kept.setdefault(name, buffer)
     return kept
 
 

@@ -229,6 +229,7 @@ def build_model(config: AnySupervisedConfig, make: BackendMaker) -> ModuleBacken
         config.optim.clip_grad,
         sequence_parallel=config.ulysses_sequence_parallel_size,
         tensor_parallel=config.tensor_parallel_size,
+        megatron=model.megatron,
     )
 
 
@@ -259,6 +260,7 @@ def build_reference_forward(
         settings.strategy,
         sequence_parallel=config.ulysses_sequence_parallel_size,
         tensor_parallel=config.tensor_parallel_size,
+        megatron=settings.megatron,
     )
     if not config.ref.param_offload:
         return frozen.forward

@@ -22,7 +22,7 @@ def here() -> Ranks:
     """This process as one of the ranks it was started with."""
     import os
 
-    group = joined(int(os.environ["WORLD_SIZE"]), torch.device("cpu"), timeout=60)
+    group = joined(int(os.environ["WORLD_SIZE"]), torch.device("cpu"), timeout=300)
     group_of_process.append(group)  # it lasts as long as the process
     return group.__enter__()
 

@@ -8,12 +8,14 @@ import pytest
 from transformers import AutoConfig
 
 from strop.backends.megatron.fits import problems
+from strop.config.arithmetic import plan_supervised
 from strop.config.compose import load
 from strop.config.rules import check
 from strop.config.schema.megatron import MegatronConfig
 from tests.models.tiny import FAMILIES, OTHERS, SIZE
 
 ACTOR = "actor_rollout_ref.actor"
+OPTIONS = f"+{ACTOR}.megatron.override_transformer_config"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,7 @@ ACTOR = "actor_rollout_ref.actor"
         ("qwen3_moe", {"expert_model_parallel_size": 3}, "expert_model_parallel_size", r"4 experts.*\[1, 2, 4\]"),
         ("mixtral", {"tensor_model_parallel_size": 2, "sequence_parallel": False}, "sequence_parallel", "needs true"),
         ("llama", {"context_parallel_size": 8}, "context_parallel_size", r"4 attention heads.*\[1, 2, 4\]"),
+        ("deepseek_v3", {"tensor_model_parallel_size": 8}, "tensor_model_parallel_size", r"8 .*4 attention heads.*\[1, 2, 4\]"),
         ("gemma2", {}, "strategy", "no table of weights for model_type='gemma2'.*qwen3_moe"),
     ],
 )  # fmt: skip
@@ -49,6 +52,7 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
         ([f"{ACTOR}.megatron.load_weight=false"], f"{ACTOR}.megatron.load_weight", "without weights"),
         ([f"{ACTOR}.tensor_parallel_size=2"], f"{ACTOR}.tensor_parallel_size", "strategy=fsdp"),
         ([f"{ACTOR}.aux_loss_coef=0.1"], f"{ACTOR}.aux_loss_coef", "load-balancing"),
+        ([f"{OPTIONS}.moe_router_load_balancing_type=seq_aux_loss"], f"{OPTIONS}.moe_router_load_balancing_type", "aux_loss or none"),
         (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "does not train LoRA"),
         (["algorithm.adv_estimator=gae", "critic.megatron.pipeline_model_parallel_size=3"], "critic.megatron.tensor_model_parallel_size", "[1, 2, 4]"),
     ],
@@ -56,7 +60,32 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
 def test_keys_that_clash_are_refused(words, key, said):
     loaded = load("ppo_trainer", [f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=4", *words])
     found = {finding.key: finding.message for finding in check(loaded) if finding.level == "error"}
+    assert said in found[key.removeprefix("+")]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "said"),
+    [
+        (["model.megatron.tensor_model_parallel_size=3"], "model.megatron.tensor_model_parallel_size", "4 devices"),
+        (["model.aux_loss_coef=0.1"], "model.aux_loss_coef", "moe_aux_loss_coeff"),
+        (["ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size", "strategy=fsdp"),
+        (["engine.pipeline_model_parallel_size=8"], "model.megatron.tensor_model_parallel_size", "pipeline_model_parallel_size=8"),
+    ],
+)  # fmt: skip
+def test_supervised_training_is_checked_in_the_same_way(words, key, said):
+    loaded = load("sft_trainer", ["model.strategy=megatron", "trainer.n_gpus_per_node=4", *words])
+    found = {finding.key: finding.message for finding in check(loaded) if finding.level == "error"}
     assert said in found[key]
+
+
+def test_rows_of_an_update_are_divided_over_copies_of_the_model():
+    words = [
+        "model.strategy=megatron",
+        "model.megatron.tensor_model_parallel_size=2",
+        "data.train_batch_size=8",
+    ]
+    plan = plan_supervised(load("sft_trainer", [*words, "trainer.n_gpus_per_node=4"]).config)
+    assert plan.rows_per_device == 4
 
 
 def test_the_reference_is_divided_as_the_actor_is():

@@ -1,11 +1,15 @@
-"""The precision that a device computes in."""
+"""The precision that a device computes in; modules whose weights are loaded later."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from strop.config.schema.model import ModelConfig
 from strop.models import build
+from strop.shared.export import exported
+from tests.backends.make import single
+from tests.models.tiny import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -44,3 +48,17 @@ def test_adapters_larger_than_every_matrix_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
     with pytest.raises(ValueError, match=r"lora_rank=100000 .* \(0 is 16 x 8\).* Use at most 8"):
         add_adapters(model, rank=100_000, alpha=1)
+
+
+def test_routing_biases_are_read_with_a_module_whose_weights_come_later_and_are_exported(tmp_path):
+    """They are buffers: loaders of shards, and weight sync, go through parameters alone."""
+    model = tiny_model("deepseek_v3")
+    model.save_pretrained(tmp_path)
+    expected = build.persistent_buffers(model)
+    assert len(expected) == 3 and all(bias.any() for bias in expected.values())
+    later = build.build_reference(ModelConfig(path=str(tmp_path)), weights=False)
+    assert next(later.parameters()).is_meta
+    written = exported(single(model))
+    for name, bias in expected.items():
+        assert torch.equal(build.persistent_buffers(later)[name], bias)
+        assert torch.equal(written[name], bias)

@@ -39,6 +39,22 @@ OTHERS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
 }
 """Families that not every test of families goes through."""
 
@@ -51,6 +67,9 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(8)  # random weights are too small for differences between tokens to show
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     return model.eval()
 
 

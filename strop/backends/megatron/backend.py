@@ -16,20 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
-from strop.backends.fsdp.sharded import RegionReader
+from strop.backends.fsdp.sharded import RegionReader, fill
 from strop.backends.megatron.fits import problems
+from strop.backends.megatron.library import weigh_balance
 from strop.backends.megatron.names import places_of
 from strop.backends.megatron.options import transformer_options
 from strop.backends.megatron.passes import LastStage, run_schedule
 from strop.backends.megatron.rows import MicroRow, lay_out_row, outputs_of
 from strop.backends.megatron.schedules import megatron_schedule
-from strop.backends.megatron.stage import StageChunk, build_chunks
+from strop.backends.megatron.stage import StageChunk, build_chunks, use_routing_biases
 from strop.backends.megatron.topology import Sizes, join
 from strop.backends.megatron.weights import StageWeights
 from strop.backends.micro_batches import on_device, shard_rows, sum_reports
 from strop.backends.optimizer import optimizer_state
 from strop.backends.ranked import RankedBackend, partition_rows
+from strop.config.megatron import FAMILIES
 from strop.config.schema.megatron import MegatronConfig
+from strop.models.build import persistent_buffers
 from strop.models.heads import HEAD
 from strop.models.lora import has_adapters
 from strop.ranks import Ranks
@@ -181,6 +184,8 @@ class MegatronBackend(RankedBackend):
             return value if self.scaling is None else value * self.scaling.value
 
         rows = self._rows(batch, want, parts)
+        if FAMILIES[str(self.module.config.model_type)].experts:
+            self._weigh_balance(rows)
         with self._saved_activations():
             self._run(rows, learn, learn=True)
         self._refuse_losses(batch, want, parts, losses)
@@ -190,6 +195,16 @@ class MegatronBackend(RankedBackend):
     def _run(self, rows: Sequence[MicroRow], finish: LastStage, *, learn: bool) -> None:
         self.topology.activate()
         run_schedule(self.chunks, rows, finish, learn=learn)
+
+    def _weigh_balance(self, rows: Sequence[MicroRow]) -> None:
+        """A load-balancing loss is the mean over the tokens of the batch, whatever the micro-batches. Rows
+        that are computed because other ranks wait count too."""
+        sizes = self.topology.sizes
+        tokens = sum(row.tokens for row in rows) if self._reports else 0
+        total = self.ranks.all_reduce_sum({"tokens": float(tokens)})["tokens"]
+        scale = 1.0 if self.scaling is None else self.scaling.value
+        # A router multiplies by the tokens of its own rank, which are a share of those of the row.
+        weigh_balance(scale * sizes.tensor * sizes.context / max(total, 1.0))
 
     def _of_last_stage(self, chunk: StageChunk, hidden: Tensor, row: MicroRow) -> dict[str, Tensor]:
         return outputs_of(chunk, hidden, row, self.topology, self.temperature)
@@ -262,6 +277,7 @@ class MegatronBackend(RankedBackend):
                 model[name] = held[name]
             else:
                 model[name] = self.weights.elsewhere(name, owner)
+        model |= persistent_buffers(self.module)
         state: dict[str, Any] = {"model": model}
         if self.optimizer is not None and self.schedule is not None:
             state["optimizer"] = self._whole_optimizer_state()
@@ -301,6 +317,10 @@ class MegatronBackend(RankedBackend):
 
     def _fill_weights(self, given: Mapping[str, Tensor | RegionReader]) -> None:
         self.weights.load({name: given[name] for name in self.weights.places})
+        for name, buffer in persistent_buffers(self.module).items():
+            fill(buffer, given[name])
+        for chunk in self.chunks:
+            use_routing_biases(chunk.gpt, self.module, self.device)
 
     def _move(self, device: torch.device, model: bool, optimizer: bool) -> None:
         if model:

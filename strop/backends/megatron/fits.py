@@ -11,7 +11,7 @@ from strop.config.schema.megatron import MegatronConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_PLAIN_ROPE = ("default", "linear", "llama3")
+_PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
@@ -51,8 +51,20 @@ def _layers(config: PreTrainedConfig, family: str) -> Iterator[str]:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind not in _PLAIN_ROPE:
         yield f"rope_type={kind!r} is not one of {', '.join(_PLAIN_ROPE)}"
+    if FAMILIES[family].latent:
+        yield from _latent(config)
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         yield "some layers have experts and some have none"
+
+
+def _latent(config: PreTrainedConfig) -> Iterator[str]:
+    if not config.norm_topk_prob:
+        yield "norm_topk_prob=False"
+    if config.n_group > 1 and config.num_experts_per_tok // config.topk_group != 2:
+        yield (
+            f"num_experts_per_tok={config.num_experts_per_tok} and topk_group={config.topk_group}: "
+            "megatron-core scores a group by so many experts as a token visits in it, transformers by 2"
+        )
 
 
 def _divisions(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ class LayerConfig(Protocol):
     hidden_size: int
     ffn_hidden_size: int
     moe_ffn_hidden_size: int
+    moe_shared_expert_intermediate_size: int | None
     kv_channels: int
     params_dtype: torch.dtype
     use_cpu_initialization: bool
@@ -187,6 +188,16 @@ class GatedMlp(nn.Module):
     def forward(self, states: Tensor, **_: object) -> tuple[Tensor, None]:
         gate, up = self.linear_fc1(states)[0].chunk(2, -1)
         return self.linear_fc2(gated_silu(gate, up))[0], None
+
+
+class SharedExpert(GatedMlp):
+    """The expert that every token visits."""
+
+    def __init__(self, config: LayerConfig, **_: object):
+        super().__init__(config, config.moe_shared_expert_intermediate_size)
+
+    def forward(self, states: Tensor, **_: object) -> Tensor:  # type: ignore[override] # as the library's
+        return super().forward(states)[0]
 
 
 class GroupedExperts(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.backends.megatron.latent import LatentAttention
 from strop.backends.megatron.stage import StageChunk
 from strop.backends.megatron.topology import Topology
 
@@ -98,6 +99,18 @@ def _layer(layer: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
     """Names inside a layer of Llama and its relatives. `shares_tokens`: between the divided matrices each
     tensor-parallel rank has some of the tokens."""
     attention = layer.self_attention
+    if isinstance(attention, LatentAttention):
+        yield from _latent_attention(attention, shares_tokens)
+    else:
+        yield from _attention(attention)
+    before = Part(layer.input_layernorm.weight)
+    yield "input_layernorm.weight", Place(before, partial_gradient=shares_tokens)
+    between = Part(layer.pre_mlp_layernorm.weight)
+    yield "post_attention_layernorm.weight", Place(between, partial_gradient=shares_tokens)
+    yield from _feed_forward(layer.mlp, shares_tokens)
+
+
+def _attention(attention: Any) -> Iterator[tuple[str, Place]]:
     size = attention.hidden_size_per_attention_head
     groups = attention.num_query_groups_per_partition
     queries = attention.num_attention_heads_per_partition // groups * size
@@ -114,21 +127,34 @@ def _layer(layer: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
         for kind, parameter in norm.named_parameters() if norm is not None else ():
             # The norm of a head takes part in the heads of this rank alone.
             yield f"self_attn.{name}.{kind}", Place(Part(parameter), partial_gradient=True)
-    before = Part(layer.input_layernorm.weight)
-    yield "input_layernorm.weight", Place(before, partial_gradient=shares_tokens)
-    between = Part(layer.pre_mlp_layernorm.weight)
-    yield "post_attention_layernorm.weight", Place(between, partial_gradient=shares_tokens)
-    yield from _feed_forward(layer.mlp, shares_tokens)
+
+
+_LATENT_DIMS = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
+"""Matrices of latent attention that are divided, and along which dimension."""
+
+
+def _latent_attention(attention: LatentAttention, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
+    """Parts have the names of Hugging Face."""
+    for name, parameter in attention.named_parameters():
+        dim = _LATENT_DIMS.get(name.partition(".")[0])
+        partial = shares_tokens and dim is None
+        yield f"self_attn.{name}", Place(Part(parameter), dim=dim, partial_gradient=partial)
 
 
 def _feed_forward(mlp: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
     experts = getattr(mlp, "experts", None)
     if experts is None:
-        half = mlp.linear_fc1.weight.shape[0] // 2
-        yield "mlp.gate_proj.weight", Place(Part(mlp.linear_fc1.weight, stop=half), dim=0)
-        yield "mlp.up_proj.weight", Place(Part(mlp.linear_fc1.weight, start=half), dim=0)
-        yield "mlp.down_proj.weight", Place(Part(mlp.linear_fc2.weight), dim=1)
+        yield from _gated("mlp", mlp)
         return
+    if mlp.shared_experts is not None:
+        yield from _gated("mlp.shared_experts", mlp.shared_experts)
     yield "mlp.gate.weight", Place(Part(mlp.router.weight), partial_gradient=shares_tokens)
     yield "mlp.experts.gate_up_proj", Place(Part(experts.gate_up), dim=0, expert=True)
     yield "mlp.experts.down_proj", Place(Part(experts.down), dim=0, expert=True)
+
+
+def _gated(prefix: str, mlp: Any) -> Iterator[tuple[str, Place]]:
+    half = mlp.linear_fc1.weight.shape[0] // 2
+    yield f"{prefix}.gate_proj.weight", Place(Part(mlp.linear_fc1.weight, stop=half), dim=0)
+    yield f"{prefix}.up_proj.weight", Place(Part(mlp.linear_fc1.weight, start=half), dim=0)
+    yield f"{prefix}.down_proj.weight", Place(Part(mlp.linear_fc2.weight), dim=1)

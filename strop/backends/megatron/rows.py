@@ -33,6 +33,8 @@ class MicroRow:
     share: RankShare
     """Inputs of this rank, and the states that it reads."""
     cells: Tensor
+    tokens: int
+    """Of all context-parallel ranks."""
     idle: bool = False
     """Computed because other ranks wait for it; its outputs are not used."""
 
@@ -53,10 +55,12 @@ def lay_out_row(
         inputs = lay_out(table, packed=True, device=device)
         ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
         last = inputs.places.gather(1, ends).squeeze(1).to(device)
-        return MicroRow(piece, tuple(want), RankShare(last, last, inputs, slicing), last, idle)
+        share = RankShare(last, last, inputs, slicing)
+        return MicroRow(piece, tuple(want), share, last, inputs.ids.shape[1], idle)
     inputs = lay_out(without_last(table), packed=True, device=device)
     states, labels, cells = (part.to(device) for part in response_states(piece, table, inputs.places))
-    return MicroRow(piece, tuple(want), RankShare(states, labels, inputs, slicing), cells, idle)
+    share = RankShare(states, labels, inputs, slicing)
+    return MicroRow(piece, tuple(want), share, cells, inputs.ids.shape[1], idle)
 
 
 def outputs_of(

@@ -87,7 +87,7 @@ def transformer_config(
 def _expert_fields(config: PreTrainedConfig) -> dict[str, Any]:
     experts = getattr(config, "num_experts", None) or config.num_local_experts
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return {
+    fields = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": width,
         "moe_router_topk": config.num_experts_per_tok,
@@ -97,3 +97,15 @@ def _expert_fields(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_grouped_gemm": False,
     }
+    if FAMILIES[str(config.model_type)].latent:
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+            "moe_router_dtype": "fp32",
+            "moe_router_pre_softmax": True,
+            "moe_shared_expert_intermediate_size": width * config.n_shared_experts,
+        }
+        if config.n_group > 1:
+            fields |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+    return fields

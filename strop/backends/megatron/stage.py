@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from strop.backends.megatron.latent import LatentAttention, latent_shape
 from strop.backends.megatron.layers import (
     GatedMlp,
     GroupedExperts,
     PackedCoreAttention,
     PackedRow,
+    SharedExpert,
     TokenRMSNorm,
     home_of,
     residual_sum,
@@ -112,6 +114,8 @@ def build_chunks(
         config, sizes, dtype=dtype, wide_residual=wide_residual, on_gpu=device.type == "cuda", **options
     )
     settings.strop_windows = _windows(config)
+    if FAMILIES[str(config.model_type)].latent:
+        settings.strop_latent = latent_shape(config, skeleton.model.layers[0].self_attn)
     skeleton.model.rotary_emb.to(device)
     patch_for_device(skeleton, device, dtype, sizes.context, only=("rotary", "flash_attention"))
     chunks = []
@@ -121,6 +125,7 @@ def build_chunks(
             gpt.output_layer = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
             gpt.output_layer.to(device=device, dtype=head_dtype)
         patch_for_device(gpt, device, dtype, only=("rms_norm",))
+        use_routing_biases(gpt, skeleton, device)
         chunks.append(StageChunk(gpt, skeleton, topology))
     return chunks
 
@@ -130,7 +135,7 @@ def _gpt(config: PreTrainedConfig, settings: Any, topology: Topology, virtual: i
     first = topology.is_first and virtual == 0
     last = topology.is_last and virtual == sizes.virtual - 1
     stage = virtual if sizes.virtual > 1 else None
-    specification = _block(settings, FAMILIES[str(config.model_type)].experts, stage)
+    specification = _block(config, settings, stage)
     return megatron("models.gpt").GPTModel(
         settings,
         specification,
@@ -145,10 +150,32 @@ def _gpt(config: PreTrainedConfig, settings: Any, topology: Topology, virtual: i
     )
 
 
-def _block(settings: Any, experts: bool, virtual: int | None) -> Any:
+def use_routing_biases(gpt: Any, skeleton: Any, device: torch.device) -> None:
+    """Routers choose experts with the biases of the Hugging Face module, where it has some. They are buffers:
+    both modules have the same tensor."""
+    for layer in gpt.decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is None or router.expert_bias is None:
+            continue
+        gate = skeleton.model.layers[layer.layer_number - 1].mlp.gate
+        gate.e_score_correction_bias = gate.e_score_correction_bias.to(device, torch.float32)
+        router.expert_bias = gate.e_score_correction_bias
+
+
+def _block(config: PreTrainedConfig, settings: Any, virtual: int | None) -> Any:
     """The specification of the layers of one chunk."""
-    specs = megatron("models.gpt.gpt_layer_specs")
+    family = FAMILIES[str(config.model_type)]
     block = megatron("transformer.transformer_block")
+    first = megatron("transformer.transformer_layer").get_transformer_layer_offset(settings, virtual)
+    layers = []
+    for number in range(first, first + block.get_num_layers_to_build(settings, virtual)):
+        experts = family.experts and number >= (getattr(config, "first_k_dense_replace", None) or 0)
+        layers.append(_layer(settings, experts=experts, latent=family.latent))
+    return block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=TokenRMSNorm)
+
+
+def _layer(settings: Any, *, experts: bool, latent: bool) -> Any:
+    specs = megatron("models.gpt.gpt_layer_specs")
     layer = specs.get_gpt_layer_local_spec(
         num_experts=settings.num_moe_experts if experts else None,
         qk_layernorm=settings.qk_layernorm,
@@ -161,15 +188,18 @@ def _block(settings: Any, experts: bool, virtual: int | None) -> Any:
     parts.mlp_bda = residual_sum
     if experts:
         parts.mlp.submodules.experts = GroupedExperts
+        parts.mlp.submodules.shared_experts = SharedExpert
     else:
         parts.mlp = GatedMlp
+    if latent:
+        parts.self_attention = LatentAttention
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if settings.qk_layernorm:
         attention.q_layernorm = TokenRMSNorm
         attention.k_layernorm = TokenRMSNorm
-    count = block.get_num_layers_to_build(settings, virtual)
-    return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TokenRMSNorm)
+    return layer
 
 
 def _windows(config: PreTrainedConfig) -> list[int | None] | None:

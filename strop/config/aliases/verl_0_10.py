@@ -31,12 +31,34 @@ def _thinking(_: str, value: object) -> dict[str, object]:
 
 
 def _engine_option(name: str, value: object) -> dict[str, object] | None:
-    """`engine.*` of supervised training: the keys of its FSDP group; other engines have more."""
-    if name.partition(".")[0] in FSDP_KEYS:
-        return {f"model.fsdp_config.{name}": value}
-    return None
+    """`engine.*` of supervised training: the keys of its FSDP and Megatron groups, which have some names in
+    common; other engines have more."""
+    first = name.partition(".")[0]
+    found: dict[str, object] = {}
+    if first in FSDP_KEYS:
+        found[f"model.fsdp_config.{name}"] = value
+    if first in MEGATRON_KEYS:
+        found[f"model.megatron.{name}"] = value
+    return found or None
 
 
+MEGATRON_KEYS = frozenset(
+    {
+        "context_parallel_size",
+        "dtype",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "optimizer_offload",
+        "override_mcore_model_config",
+        "override_transformer_config",
+        "param_offload",
+        "pipeline_model_parallel_size",
+        "sequence_parallel",
+        "tensor_model_parallel_size",
+        "use_distributed_optimizer",
+        "virtual_pipeline_model_parallel_size",
+    }
+)
 FSDP_KEYS = frozenset(
     {
         "dtype",

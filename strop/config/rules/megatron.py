@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from strop.config.schema.critic import CriticConfig
     from strop.config.schema.model import ModelConfig, OptimConfig
     from strop.config.schema.ppo import PpoConfig
+    from strop.config.schema.roots import AnySupervisedConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class MegatronRole:
     model_key: str
     devices: int
     other_sizes: tuple[tuple[str, int], ...]
-    """Sizes by which the other backends divide a model."""
+    """Keys of sizes by which the other backends divide a model, with their values."""
 
 
 def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
@@ -52,10 +53,21 @@ def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
     for key, section, model, model_key, count in found:
         if section.strategy == "megatron":
             sizes = (
-                ("tensor_parallel_size", section.tensor_parallel_size),
-                ("ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size),
+                (f"{key}.tensor_parallel_size", section.tensor_parallel_size),
+                (f"{key}.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size),
             )
             yield MegatronRole(key, section.megatron, model, model_key, count, sizes)
+
+
+def supervised_role(config: AnySupervisedConfig) -> Iterator[MegatronRole]:
+    """The model of sft, rm or dpo, if it is divided by Megatron."""
+    if config.model.strategy == "megatron":
+        sizes = (
+            ("tensor_parallel_size", config.tensor_parallel_size),
+            ("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size),
+        )
+        devices = device_count(config.trainer)
+        yield MegatronRole("model", config.model.megatron, config.model, "model", devices, sizes)
 
 
 def megatron(loaded: Loaded[PpoConfig]) -> Findings:
@@ -64,23 +76,9 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
     actor = config.actor_rollout_ref.actor
     yield from megatron_schedule("actor_rollout_ref.actor.optim", actor.optim, actor.strategy)
     yield from megatron_schedule("critic.optim", config.critic.optim, config.critic.strategy)
-    roles = list(megatron_roles(config))
-    for role in roles:
-        yield from _sizes(role, role.settings)
-        yield from _unsupported(role, role.settings)
-    if actor.strategy == "megatron" and actor.aux_loss_coef > 0:
-        yield error(
-            "actor_rollout_ref.actor.aux_loss_coef",
-            f"{actor.aux_loss_coef:g}: strategy=megatron has no load-balancing loss yet. Set 0, or "
-            "strategy=fsdp.",
-        )
-    if roles and importlib.util.find_spec("megatron") is None:
-        yield error(
-            f"{roles[0].key}.strategy",
-            f"megatron needs the package megatron-core, which is not installed here. Install it with: "
-            f"{install_command('megatron')}",
-            about_machine=True,
-        )
+    yield from role_findings(list(megatron_roles(config)))
+    if actor.strategy == "megatron":
+        yield from own_balance("actor_rollout_ref.actor", actor.aux_loss_coef)
     section = actor.megatron
     divided = section.tensor_model_parallel_size * section.pipeline_model_parallel_size
     if divided > 1 and actor.strategy != "megatron":
@@ -93,6 +91,32 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
         yield warning(
             "reward_model.megatron.tensor_model_parallel_size",
             "no effect: every process holds the whole reward model.",
+        )
+
+
+def role_findings(roles: Sequence[MegatronRole]) -> Findings:
+    """Sizes, and what the backend does not do; the library, if any model needs it."""
+    for role in roles:
+        yield from _sizes(role, role.settings)
+        yield from _unsupported(role, role.settings)
+    if roles and importlib.util.find_spec("megatron") is None:
+        yield error(
+            f"{roles[0].key}.strategy",
+            f"megatron needs the package megatron-core, which is not installed here. Install it with: "
+            f"{install_command('megatron')}",
+            about_machine=True,
+        )
+
+
+def own_balance(key: str, coefficient: float) -> Findings:
+    """The load-balancing loss of transformers sums over all layers, which may be on different stages."""
+    if coefficient > 0:
+        yield error(
+            f"{key}.aux_loss_coef",
+            f"{coefficient:g} is the load-balancing loss of transformers over all layers. strategy=megatron "
+            "has that of Megatron, for each layer: set aux_loss_coef=0 and "
+            f"{key}.megatron.override_transformer_config.moe_aux_loss_coeff, with "
+            "moe_router_load_balancing_type=aux_loss.",
         )
 
 
@@ -158,11 +182,30 @@ def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
             f"{role.key}.megatron.use_dist_checkpointing",
             "true: initial weights are read from the Hugging Face folder of model.path. Set false.",
         )
+    yield from _balance(role.key, settings)
     if not settings.load_weight:
         yield error(f"{role.key}.megatron.load_weight", "false: a model without weights is of no use here.")
-    for name, size in role.other_sizes:
+    for key, size in role.other_sizes:
         if size > 1:
             yield error(
-                f"{role.key}.{name}",
+                key,
                 f"{size} is for strategy=fsdp. Set 1, and {role.key}.megatron.tensor_model_parallel_size.",
             )
+
+
+def _balance(key: str, settings: MegatronConfig) -> Findings:
+    """Load-balancing losses of megatron-core."""
+    given = {**settings.override_mcore_model_config, **settings.override_transformer_config}
+    kind = given.get("moe_router_load_balancing_type", "none")
+    option = f"{key}.megatron.override_transformer_config.moe_router_load_balancing_type"
+    if kind not in ("none", "aux_loss"):
+        yield error(
+            option,
+            f"{kind}: a packed row has many sequences, and routing must not depend on the other tokens. Set "
+            "aux_loss or none.",
+        )
+    elif given.get("moe_aux_loss_coeff") and kind == "none":
+        yield warning(
+            f"{key}.megatron.override_transformer_config.moe_aux_loss_coeff",
+            "no effect, as in verl, without moe_router_load_balancing_type=aux_loss.",
+        )

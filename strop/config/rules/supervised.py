@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.derived import device_count
+from strop.config.megatron import ranks_per_row
 from strop.config.rules.actor import (
     dropout_rates,
     four_bit_weights,
@@ -15,7 +16,7 @@ from strop.config.rules.actor import (
     unsupported_strategy,
 )
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
-from strop.config.rules.megatron import megatron_schedule
+from strop.config.rules.megatron import megatron_schedule, own_balance, role_findings, supervised_role
 from strop.config.rules.parallelism import expert_parallel, tensor_parallel
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     config = loaded.config
     devices = device_count(config.trainer)
     ulysses = config.ulysses_sequence_parallel_size
-    group = ulysses * config.tensor_parallel_size
+    group = ranks_per_row(config)
     rows = config.data.train_batch_size
     yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
     model = config.model
@@ -75,11 +76,9 @@ def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     chosen = loaded.config.model.strategy
     yield from unsupported_strategy("model.strategy", chosen)
     yield from megatron_schedule("optim", loaded.config.optim, chosen)
+    yield from role_findings(list(supervised_role(loaded.config)))
     if chosen == "megatron":
-        yield error(
-            "model.strategy",
-            "megatron is for reinforcement learning so far. Set fsdp2, or single on one device.",
-        )
+        yield from own_balance("model", loaded.config.model.aux_loss_coef)
 
 
 def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:

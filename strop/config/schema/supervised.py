@@ -9,6 +9,7 @@ from strop.compat import FRAMEWORKS
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.data import CustomClassConfig
 from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.megatron import MegatronConfig
 from strop.config.schema.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, ProfilerConfig
 from strop.config.schema.trainer import GlobalProfilerConfig, RayKwargsConfig, TrainerConfig
 
@@ -142,6 +143,8 @@ class SupervisedModelConfig(ModelConfig):
     """Training backend."""
     fsdp_config: FsdpConfig = section(FsdpConfig)
     """Precision, sharding and offloading."""
+    megatron: MegatronConfig = section(MegatronConfig)
+    """How strategy=megatron divides the model."""
     aux_loss_coef: float = setting(0.0, at_least=0)
     """Weight of the load-balancing loss of mixture-of-experts models."""
 

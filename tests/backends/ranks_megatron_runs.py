@@ -1,0 +1,141 @@
+"""Runs with strategy=megatron as one of several ranks, beside runs of one process; started by test_megatron.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from strop.config.compose import load
+from strop.quickstart.tiny_model import tiny_tokenizer
+from strop.ranks import Ranks
+from strop.run.merge.merge import merge
+from strop.supervised.build import build_supervised_trainer
+from tests.backends.megatron_cpu import without_cuda
+from tests.backends.ranks import here
+from tests.backends.ranks_megatron import SIZES, fitting
+from tests.models.tiny import tiny_model
+from tests.ppo.runs import metrics
+from tests.ppo.runs import weights as saved_weights
+from tests.runtime.ranks_loop import PPO, UNLIKE, alone, assert_alike, fit, folder, settings  # noqa: F401
+from tests.supervised.runs import make_task
+from tests.supervised.runs import settings as supervised_settings
+
+ACTOR, CRITIC = "actor_rollout_ref.actor.megatron", "critic.megatron"
+KEYS = [
+    "actor_rollout_ref.actor.strategy=megatron",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",  # four of them
+    f"{ACTOR}.dtype=float32",
+    f"{CRITIC}.dtype=float32",
+]
+STEPS = 10
+TEN = [f"trainer.{key}={STEPS}" for key in ("total_training_steps", "save_freq", "test_freq")]
+ALGORITHMS = {"grpo": [], "ppo": PPO}
+DENSE = [way for way in SIZES if way != "virtual" and "expert" not in way]
+_by_one = {}
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    without_cuda()
+
+
+def words(way: str) -> list[str]:
+    return [f"{role}.{name}={size}" for name, size in SIZES[way].items() for role in (ACTOR, CRITIC)]
+
+
+def by_one(key, settings, folder):  # noqa: F811
+    """A run by one process; made once."""
+    if key not in _by_one:
+        _by_one[key] = alone(settings, folder / "one")
+    return _by_one[key]
+
+
+def report_gap(name, one, many):
+    """Print the largest relative difference of a metric."""
+    if not here().is_rank0:
+        return
+    ours, theirs = metrics(many), metrics(one)
+    gaps = [(0.0, "", 0)]
+    for step, row in theirs.items():
+        for metric, value in row.items():
+            if not metric.startswith(UNLIKE):
+                gaps.append((abs(ours[step][metric] - value) / max(abs(value), 1.0), metric, step))
+    print("largest difference of", name, max(gaps))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", DENSE)
+def test_ten_steps_are_those_of_one_process(way, algorithm, settings, folder):  # noqa: F811
+    fitting(way)
+    common = [*settings, *ALGORITHMS[algorithm], *TEN]
+    one = by_one(algorithm, common, folder)
+    many = fit([*common, *KEYS, *words(way)], folder / "many", here())
+    report_gap(f"{way} {algorithm}", one, many)
+    assert_alike(one, many, STEPS)
+
+
+@pytest.mark.parametrize("way", ["expert", "tensor-expert", "pipeline-expert"])
+def test_ten_steps_with_experts_are_those_of_one_process(way, settings, folder):  # noqa: F811
+    fitting(way)
+    if here().is_rank0:
+        tokenizer = tiny_tokenizer()
+        model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+        model.save_pretrained(folder / "experts")
+        tokenizer.save_pretrained(folder / "experts")
+    common = [*settings, *TEN, f"actor_rollout_ref.model.path={folder}/experts"]
+    one = alone(common, folder / "one")
+    many = fit([*common, *KEYS, *words(way)], folder / "many", here())
+    report_gap(f"{way} grpo", one, many)
+    assert_alike(one, many, STEPS)
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("way", ["tensor", "pipeline", "tensor-pipeline"])
+def test_supervised_training_is_that_of_one_process(verb, way, folder):  # noqa: F811
+    fitting(way)
+    if here().is_rank0:
+        make_task(folder)
+    here().all_gather_object(None)
+
+    def train(place, ranks, *more):
+        given = [*supervised_settings(folder, folder / place, verb), f"trainer.n_gpus_per_node={ranks.world}"]
+        build_supervised_trainer(
+            load(f"{verb}_trainer", [*given, "trainer.device=cpu", *more]), ranks=ranks
+        ).fit()
+
+    if here().is_rank0:
+        train("one", Ranks())
+    here().all_gather_object(None)
+    sizes = [f"model.megatron.{name}={size}" for name, size in SIZES[way].items()]
+    train("many", here(), "model.strategy=megatron", "model.megatron.dtype=float32", *sizes)
+    if here().is_rank0:
+        expected, found = metrics(folder / "one"), metrics(folder / "many")
+        assert expected.keys() == found.keys()
+        for step, row in expected.items():
+            for name, value in row.items():
+                if not name.startswith(("timing", "perf/")):
+                    assert found[step][name] == pytest.approx(value, rel=1e-5, abs=2e-5), (step, name)
+    here().all_gather_object(None)
+
+
+def test_a_run_is_resumed_with_other_sizes_and_merged(settings, folder):  # noqa: F811
+    """Both, then tensor-parallel, fsdp, and one process; tensor-parallel, then two stages."""
+    one = alone(settings, folder / "one")
+    two = "trainer.total_training_steps=2"
+    first = "tensor-pipeline" if here().world % 4 == 0 else "tensor"
+    others = {"tensor": words("tensor"), "pipeline": words("pipeline")}
+    for name, sizes in others.items():
+        torn = fit([*settings, *KEYS, *words(first), two], folder / name, here())
+        assert_alike(one, fit([*settings, *KEYS, *sizes], torn, here()), 4)
+    sharded = fit([*settings, *KEYS, *words(first), two], folder / "sharded", here())
+    assert_alike(one, fit(settings, sharded, here()), 4)
+    fewer = fit([*settings, *KEYS, *words(first), two], folder / "fewer", here())
+    assert_alike(one, alone(settings, fewer), 4)
+    if here().is_rank0:
+        torn = folder / "pipeline"
+        merged = merge(str(torn / "global_step_4" / "actor"), str(folder / "merged")) / "model.safetensors"
+        own = saved_weights(torn, 4)
+        for name, weight in load_file(merged).items():
+            assert torch.allclose(weight.float(), own[name], atol=1e-2)
+    here().all_gather_object(None)
