@@ -110,6 +110,12 @@ class LabelledDataset(SupervisedDataset):
                 f"data.custom_cls gives a {type(row).__name__} as row {number}; kto needs rows with columns, "
                 "as dicts."
             )
+        if to_plain(row.get(config.image_key)):
+            raise ValueError(
+                f"{row_name(self.rows, number)}, column {config.image_key!r} has images, which losses of "
+                "labelled responses (kto) do not read. Take loss.type=dpo, ipo or orpo with pairs, or "
+                "remove the column."
+            )
         key = config.response_key
         if not config.label_key:
             key = config.rejected_key if index % 2 else config.chosen_key

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from strop.planning.gguf_header import read_gguf_config
+from strop.planning.tower import LANGUAGE_PARTS, tower_weights
 from strop.registry import did_you_mean
 
 NF4_BYTES = (4 + 32 / 64) / 8
@@ -89,6 +90,8 @@ class Shape:
     norms: int = 2
     experts: Experts | None = None
     sparse_layers: int = 0
+    tower: int = 0
+    """Weights of the vision tower."""
     scalar: bool = False
     """A critic or reward model: one number per token instead of logits."""
 
@@ -161,8 +164,8 @@ class Shape:
 
     @property
     def root(self) -> int:
-        """Weights outside the layers: embedding, last norm, head."""
-        return self.embedding + self.hidden + self.head
+        """Weights outside the layers: embedding, last norm, head, vision tower."""
+        return self.embedding + self.hidden + self.head + self.tower
 
     @property
     def parameters(self) -> int:
@@ -212,7 +215,7 @@ class Shape:
 def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = False) -> Shape:
     """The shape that a config.json describes."""
     values = cast(ModelJson, config.get("text_config") or config)
-    kind = str(values.get("model_type"))
+    kind = LANGUAGE_PARTS.get(str(values.get("model_type")), str(values.get("model_type")))
     family = FAMILIES.get(kind)
     if family is None:
         raise ValueError(
@@ -248,7 +251,7 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         head_size=_whole(values, "head_dim") or hidden // heads,
         width=_whole(values, "intermediate_size"),
         vocabulary=_whole(values, "vocab_size"),
-        tied=bool(values.get("tie_word_embeddings", family.ties)),
+        tied=bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", family.ties))),
         biased_inputs=biased_inputs,
         biased_output=biased_output,
         biased_mlp=bool(values.get("mlp_bias", False)),
@@ -256,6 +259,7 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         norms=family.norms,
         experts=experts,
         sparse_layers=sparse_layers,
+        tower=tower_weights(config),
         scalar=scalar,
     )
 

@@ -334,6 +334,12 @@ def image_findings(config: PpoConfig) -> list[ConfigFinding]:
         found.append(error("actor_rollout_ref.rollout.name", message))
     if engine == "vllm":
         found += _vllm_image_findings(config)
+    if config.reward_model.enable and config.reward_model.model.path:
+        message = (
+            f"The data has images, and the reward model {config.reward_model.model.path} reads text only. "
+            "Score with a function (custom_reward_function) or a judge."
+        )
+        found.append(error("reward_model.model.path", message))
     if has_critic(config):
         message = (
             f"The data has images, and {config.algorithm.adv_estimator} needs a critic, which reads text "

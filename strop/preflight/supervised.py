@@ -45,6 +45,8 @@ class Survey:
     unusable: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     taught: int = 0
+    images: int = 0
+    """Rows that have some."""
     highest: int = -1
     """Of the token ids."""
 
@@ -130,13 +132,17 @@ def _rows(
     except (ValueError, OSError) as problem:
         report.findings.append(error(key, str(problem)))
         return None
+    if survey.images and isinstance(config, RmConfig):
+        message = f"{survey.images} rows have images, and a reward model reads text only. Remove the column."
+        report.findings.append(error(key, message))
     report.findings += row_findings(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)
+    shown = f", {survey.images} rows with images" if survey.images else ""
     share = f", {survey.taught / tokens:.0%} taught" if tokens else ""
     longest = max(survey.lengths, default=0)
     report.data[f"{split}_files"] = (
-        f"{len(dataset)} rows; {survey.read} read: {tokens} tokens{share}, longest row {longest}"
+        f"{len(dataset)} rows; {survey.read} read: {tokens} tokens{share}, longest row {longest}{shown}"
     )
     return len(dataset)
 
@@ -155,6 +161,7 @@ def survey_rows(dataset: SupervisedDataset) -> Survey:
         sides = [item]
         if isinstance(item, PreferencePair):
             sides = [item.chosen, item.rejected]
+        survey.images += bool(sides[0].images)
         for side in sides:
             survey.lengths.append(len(side.ids))
             survey.taught += sum(side.mask)

@@ -132,6 +132,9 @@ def test_the_preflight_reports_images_and_what_they_exclude(tmp_path: Path) -> N
     config = load("ppo_trainer", [*changes, "algorithm.adv_estimator=gae"]).config
     messages = [finding.message for finding in image_findings(config)]
     assert any("needs a critic" in message for message in messages)
+    more = ["reward_model.enable=true", "reward_model.model.path=somewhere"]
+    config = load("ppo_trainer", [*changes, *more]).config
+    assert "somewhere reads text only" in image_findings(config)[0].message
 
 
 def test_engines_without_images_are_refused(tmp_path: Path) -> None:
