@@ -17,7 +17,8 @@ moment hits all of them. Prints one JSON line per engine (median, minimum and ma
 the ratios of the native engine to the others.
 
 `native` decodes token by token. `--speculation auto` (or `on`) adds `native-auto` (`native-on`), which
-guesses tokens from earlier answers: the warm-up round is its first epoch, the others are later epochs.
+guesses tokens from earlier answers; `--draft-model` adds `native-draft`, for which that model, or a random
+one of that shape, guesses. The warm-up round is its first epoch, the others are later epochs.
 `--epochs 2` is one round after that. With random weights two answers to one prompt have nothing in common, so
 nothing is guessed right; `--same-seeds` repeats the answers of the first epoch, where all is guessed right:
 the upper bound. A low `--temperature` is in between. With `--model` and `--questions` answers are real ones.
@@ -219,7 +220,17 @@ def end_tokens(model: Any, options: argparse.Namespace) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
-SPECULATION: dict[str, bool | str] = {"native-on": True, "native-auto": "auto"}
+SPECULATION: dict[str, bool | str] = {"native-on": True, "native-auto": "auto", "native-draft": "auto"}
+
+
+def speculation(name: str, options: argparse.Namespace) -> SpeculationConfig:
+    """A draft model guesses also on a CPU, where `auto` is off."""
+    enable = SPECULATION.get(name, False)
+    if not name.endswith("-draft"):
+        return SpeculationConfig(enable=enable)
+    return SpeculationConfig(
+        enable=enable if options.device == "cuda" else True, draft_model=options.draft_model
+    )
 
 
 class Ours:
@@ -227,14 +238,14 @@ class Ours:
 
     def __init__(self, name: str, model: Any, asked: list[list[int]], options: argparse.Namespace) -> None:
         plain = name.removeprefix("strop-")
-        for suffix in ("-eager", "-on", "-auto", "-fp8cache"):
+        for suffix in ("-eager", "-on", "-auto", "-fp8cache", "-draft"):
             plain = plain.removesuffix(suffix)
         plain, _, quantization = plain.partition("-")
         self._engine = build_engine(
             plain,
             model,
             enforce_eager=name.endswith("-eager"),
-            speculation=SpeculationConfig(enable=SPECULATION.get(name, False)),
+            speculation=speculation(name, options),
             max_num_seqs=options.max_num_seqs,
             max_model_len=longest(options, asked),
             gpu_memory_utilization=options.vllm_memory
@@ -415,6 +426,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--vllm-settings", default="{}", help="more arguments of vllm.LLM as JSON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--speculation", default="off", choices=("off", "on", "auto"))
+    parser.add_argument(
+        "--draft-model", help="folder of a small model, or a shape: it guesses instead (native-draft)"
+    )
     parser.add_argument("--epochs", type=int, help="rounds, the first of which is the warm-up")
     parser.add_argument("--temperature", type=float, default=1.0, help="of our engines")
     parser.add_argument(
@@ -429,6 +443,8 @@ def options() -> argparse.Namespace:
         found.repeats = max(1, found.epochs - 1)
     if found.kv_cache_dtype is not None:
         found.engines += ",native-fp8cache"
+    if found.draft_model is not None:
+        found.engines += ",native-draft"
     if found.speculation != "off":
         found.engines += f",native-{found.speculation}"
     return found
@@ -478,6 +494,10 @@ def main() -> None:
     model = load(asked_for)
     asked = prompts(asked_for, model.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
+        if asked_for.draft_model in SHAPES:
+            shape = argparse.Namespace(**{**vars(asked_for), "model": None, "shape": asked_for.draft_model})
+            asked_for.draft_model = str(Path(folder) / "draft")
+            load(shape).save_pretrained(asked_for.draft_model)
         if asked_for.model is None and "vllm" in asked_for.engines:
             model.save_pretrained(folder)
         systems = systems_of(model, asked_for.model or folder, asked, asked_for)

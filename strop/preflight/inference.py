@@ -7,6 +7,7 @@ from strop.config.schema.inference import EvaluationConfig, GenerationConfig, Re
 from strop.config.schema.training_service import TrainingServiceConfig
 from strop.data.report import probe_template
 from strop.preflight.model_checks import (
+    draft_findings,
     find_tokenizer,
     head_findings,
     quantization_findings,
@@ -39,6 +40,8 @@ def _generation(config: GenerationConfig, report: PreflightReport) -> int | None
     tokenizer, findings = find_tokenizer(config.model, key="model.path")
     report.findings += findings or head_findings("model.path", config.model.path, "language")
     report.findings += quantization_findings("rollout", config.rollout, config.trainer.device)
+    if report.ok:
+        report.findings += draft_findings("rollout", config.rollout, config.model)
     if tokenizer is not None:
         found = probe_template(
             tokenizer,

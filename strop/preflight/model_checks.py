@@ -300,6 +300,29 @@ def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list
     return findings
 
 
+def draft_findings(key: str, rollout: RolloutConfig, model: ModelConfig) -> list[ConfigFinding]:
+    """An error if the draft model of the native engine has another vocabulary than the policy, or cannot be
+    read."""
+    from strop.models.load import load_config, resolve
+
+    path = rollout.speculation.draft_model
+    if path is None or rollout.speculation.enable is False:
+        return []
+    key = f"{key}.speculation.draft_model"
+    try:
+        policy = local_model_config(model)
+        if policy is None:
+            return []
+        draft = load_config(resolve(path)).get_text_config()
+    except (ValueError, OSError) as problem:
+        return [error(key, str(problem))]
+    sizes = (draft.vocab_size, policy.vocab_size)
+    if sizes[0] == sizes[1]:
+        return []
+    message = f"{path} has a vocabulary of {sizes[0]} tokens, the policy one of {sizes[1]}."
+    return [error(key, f"{message} Give a model with the same tokenizer, or null.")]
+
+
 def _query_gpu(fields: str) -> str | None:
     """What nvidia-smi says about the first GPU. It is used because torch would create a CUDA context, which
     takes memory."""

@@ -25,6 +25,7 @@ from strop.data.schema import RowFields
 from strop.models.vision.processor import processor_loader
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
+    draft_findings,
     find_tokenizer,
     head_findings,
     image_findings,
@@ -79,6 +80,8 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
         report.findings += _positions(config)
         report.findings += megatron_findings(megatron_roles(config))
         report.findings += ppo_expert_findings(config)
+        report.findings += draft_findings(ROLLOUT, rollout, config.actor_rollout_ref.model)
+        report.findings += megatron_findings(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):
             report.findings += lora_findings(config.critic.model, "critic.model")

@@ -283,17 +283,22 @@ def possible_speculation(section: str, rollout: RolloutConfig) -> Findings:
     """The same for the rollout section at the path `section`."""
     path = f"{section}.speculation"
     settings = rollout.speculation
-    if settings.draft_model is not None:
+    if settings.draft_model is not None and rollout.tensor_model_parallel_size > 1:
         yield error(
             f"{path}.draft_model",
-            f"{settings.draft_model} cannot draft: draft models are not supported yet. Leave it null; tokens "
-            "are guessed from the prompt and from earlier answers.",
+            f"{settings.draft_model} with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: a "
+            "draft model drafts for a policy on one device. Set tensor_model_parallel_size=1, or null.",
+        )
+    if settings.draft_model is not None and settings.enable is False:
+        yield warning(
+            f"{path}.draft_model",
+            f"{settings.draft_model} has no effect with enable=false. Set enable=auto or true.",
         )
     if settings.mtp:
         yield error(
             f"{path}.mtp",
-            "multi-token prediction heads are not supported yet. Set false; tokens are guessed from the "
-            "prompt and from earlier answers.",
+            "multi-token prediction heads are not supported, because transformers loads a model without its "
+            "head. Set false; tokens are guessed from earlier answers, or by a draft_model.",
         )
     if settings.min_match > settings.max_match:
         yield error(

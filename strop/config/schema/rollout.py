@@ -212,9 +212,12 @@ class SpeculationConfig:
     """Host memory for earlier answers to all prompts; 0: guess from the sequence itself only. It is not
     saved: a resumed run begins without."""
     draft_model: str | None = setting(None)
-    """A small model that guesses. Not supported yet."""
+    """Folder, hub name or GGUF file of a small model with the same vocabulary, which guesses instead of
+    earlier answers. It keeps its own weights and KV cache. Tokens then have the policy's distribution, but
+    are not those of decoding one by one with the same seeds; greedy ones are."""
     mtp: bool = setting(False)
-    """Guess with the model's own multi-token prediction head. Not supported yet."""
+    """Guess with the model's own multi-token prediction head. Not supported: transformers loads models
+    without it."""
 
 
 @dataclass(eq=False)

@@ -301,6 +301,13 @@ class DecodeRows:
         self, rows: Tensor, length: Tensor, logits: Tensor, used: Features, longest: int
     ) -> SampledTokens:
         """The token that follows the first `length` tokens of each row."""
+        settings, penalised = self.settings(rows, length, logits, used, longest)
+        return sample(logits, uniforms(self.fields["stream"][rows], length), settings, penalised)
+
+    def settings(
+        self, rows: Tensor, length: Tensor, logits: Tensor, used: Features, longest: int
+    ) -> tuple[SamplingTensors, Tensor | None]:
+        """How the token is sampled, and the logits to sample from if they differ."""
         fields = self.fields
 
         def setting(name: str) -> Tensor | None:
@@ -322,7 +329,7 @@ class DecodeRows:
             # Columns past the end repeat the first token: it is in the sequence anyway.
             seen = tokens[:, :longest].where(columns < length[:, None], tokens[:, :1])
             penalised = apply_penalty(logits, seen, fields["penalty"][rows])
-        return sample(logits, uniforms(fields["stream"][rows], length), settings, penalised)
+        return settings, penalised
 
     def split_groups(self, rows: Tensor, newest: Tensor) -> None:
         """Rows of one group that got different tokens, `newest` [rows, any], get different groups. Negative

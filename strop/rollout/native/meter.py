@@ -49,6 +49,8 @@ class Meter:
         self.out_of_memory = 0
         self._computed_tokens = 0
         self._needed_tokens = 0
+        self.memory_seconds = 0.0
+        """Seconds in which answers were remembered, to guess from."""
         self._prefill_seconds = 0.0
         self._decode_seconds = 0.0
         self._tail_seconds = 0.0
@@ -104,7 +106,7 @@ class Meter:
 
     def read(self, max_num_seqs: int) -> dict[str, float]:
         """The numbers since the last reading."""
-        seconds = self._prefill_seconds + self._decode_seconds
+        seconds = self._prefill_seconds + self._decode_seconds + self.memory_seconds
         reuse = 0.0
         if self._needed_tokens:
             reuse = 1 - self._computed_tokens / self._needed_tokens
@@ -125,6 +127,7 @@ class Meter:
             "recomputed_tokens": float(self.recomputed_tokens),
             "out_of_memory": float(self.out_of_memory),
             "speculation/share_of_steps": _ratio(self._passes_with_drafts, self._steps),
+            "speculation/memory_seconds": self.memory_seconds,
             "speculation/drafted": float(self._drafted),
             "speculation/accepted": float(self._accepted),
             "speculation/wasted": float(self._drafted - self._accepted),

@@ -83,6 +83,10 @@ class Runner:
         """What passes with drafts need; see `decode`."""
         self._drafts = drafts
 
+    def draft_bytes(self, longest: int) -> int:
+        """Memory of a draft model and its cache, for rows of up to `longest` tokens."""
+        return 0 if self._drafts is None else self._drafts.num_bytes(longest)
+
     def _build_cache(self, fp8: bool) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
         prepare_mixers(self.model)
@@ -255,7 +259,9 @@ class Runner:
         used["drafts"] = drafts
         if drafts:
             assert self._drafts is not None
-            used["line_width"] = self._drafts.set_rows(samples)
+            used["line_width"] = self._drafts.set_rows(samples, lengths, self.rows)
+        elif self._drafts is not None:
+            self._drafts.passed_by()
         for i in range(steps):
             more = i * (drafts + 1) + drafts
             if self._graphs is not None:
@@ -311,7 +317,7 @@ class Runner:
     def _step_ahead(self, drafts: Drafts, count: int, longest: int, used: Features) -> None:
         """The same for a pass with drafts: one to several tokens for each row."""
         ahead = int(used["drafts"]) + 1
-        drafted = drafts.propose(self.rows, count, ahead - 1, int(used["line_width"]), longest)
+        drafted = drafts.propose(self.rows, count, ahead - 1, used, longest)
         rows = torch.arange(count, device=self.device)
         index = torch.arange(count * ahead, device=self.device) // ahead
         ids, positions = self.rows.inputs_ahead(index, ahead)
@@ -320,7 +326,7 @@ class Runner:
         decode = AheadDecode(self.cache, index, positions, ahead, longest)
         turns = self.rows.rotary(index, positions, used)[:, None]
         logits = self._forward(ids[:, None], turns, decode)[:, -1]
-        sampled = self.rows.sample_ahead(index, ahead, logits, used, longest)
+        sampled = drafts.sample(self.rows, index, drafted, logits, used, longest)
         before = self.rows.fields["length"][:count].clone()
         drafts.keep(self.rows, drafted, sampled)
         if self._dedup_rows:

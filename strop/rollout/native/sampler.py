@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strop.rollout.base import Sampling
@@ -82,12 +83,51 @@ def sample(
     if settings.all_greedy:
         tokens = source.argmax(-1)
     else:
-        tokens = _sample_token(weights, mass, uniform, settings)
+        # The cumulative weights are always in the order of the vocabulary.
+        tokens = _inverse_cdf(_filtered(weights, mass, settings), uniform)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, source.argmax(-1), tokens)
     tokens = torch.where(valid, tokens, 0)
     log_probs = scaled.gather(1, tokens[:, None])[:, 0] - top - total.log().to(scaled.dtype)
     return SampledTokens(tokens, log_probs, valid)
+
+
+def probabilities(logits: Tensor, settings: SamplingTensors, penalised: Tensor | None = None) -> Tensor:
+    """The distribution [rows, vocabulary] that `sample` draws from; greedy rows have one token."""
+    source = (logits if penalised is None else penalised).float()
+    if settings.temperature is not None:
+        source = source / settings.temperature[:, None]
+    if settings.all_greedy:
+        return _certain(source)
+    weights, _, total = _weights(source)
+    weights = _filtered(weights, total, settings)[:, : logits.shape[1]]
+    chances = weights / weights.sum(-1, keepdim=True)
+    if settings.greedy is not None:
+        chances = torch.where(settings.greedy[:, None], _certain(source), chances)
+    return chances
+
+
+def drawn(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row, with probabilities in proportion to `weights` [rows, vocabulary]."""
+    block = min(_BLOCK, weights.shape[1])
+    return _inverse_cdf(F.pad(weights, (0, -weights.shape[1] % block)), uniform)
+
+
+def scored(logits: Tensor, tokens: Tensor, settings: SamplingTensors) -> SampledTokens:
+    """Tokens that were drawn already, with their log-probs."""
+    scaled = logits.float()
+    if settings.temperature is not None:
+        scaled = scaled / settings.temperature[:, None]
+    _, top, total = _weights(scaled)
+    valid = torch.isfinite(total)
+    tokens = torch.where(valid, tokens, 0)
+    log_probs = scaled.gather(1, tokens[:, None])[:, 0] - top - total.log().to(scaled.dtype)
+    return SampledTokens(tokens, log_probs, valid)
+
+
+def _certain(scores: Tensor) -> Tensor:
+    """Probability 1 for the highest score of each row."""
+    return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
 
 
 def apply_penalty(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -110,14 +150,13 @@ def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, top, total
 
 
-def _sample_token(weights: Tensor, total: Tensor, uniform: Tensor, settings: SamplingTensors) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p; the cumulative weights are always in the order of the
-    vocabulary."""
+def _filtered(weights: Tensor, total: Tensor, settings: SamplingTensors) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p."""
     if settings.top_k is not None or settings.top_p is not None:
         weights = _apply_top_k_top_p(weights, total, settings)
     if settings.min_p is not None:
         weights = weights.where(weights >= settings.min_p[:, None], 0)  # the heaviest token weighs 1
-    return _inverse_cdf(weights, uniform)
+    return weights
 
 
 def _apply_top_k_top_p(weights: Tensor, total: Tensor, settings: SamplingTensors) -> Tensor:

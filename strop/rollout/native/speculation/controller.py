@@ -16,6 +16,10 @@ _DECAY = 0.95
 """What an earlier measurement counts for after the next one."""
 _MIN_GAIN = 1.03
 """Speculation must be this much faster."""
+_LONGEST = 15
+"""Drafts of a row and pass where nearly all are kept."""
+_NEARLY_ALL = 0.75
+"""Share of the drafts that must be kept before longer ones are tried."""
 _PROBE = 48
 """Measurements after which the other way is measured again."""
 
@@ -45,10 +49,28 @@ class Controller:
         self._adaptive = adaptive
         self._seconds: dict[tuple[int, int], float] = {}
         """Of a pass, by number of rows (a power of two) and of drafts."""
-        self._acceptance = {known: Acceptance(settings.num_tokens) for known in (False, True)}
+        self._acceptance = {known: Acceptance(self.most_drafts) for known in (False, True)}
         self._speculates = False
         self._since_probe = 0
         self._probing = False
+
+    @property
+    def most_drafts(self) -> int:
+        """The most that `num_drafts` asks for."""
+        if not self._adaptive:
+            return self._settings.num_tokens
+        return max(self._settings.num_tokens, min(_LONGEST, 2 * self._settings.num_tokens + 1))
+
+    def _drafts_for(self, rows: int, known: bool) -> int:
+        """Half of num_tokens where a pass has many tokens, about twice as many where nearly all are kept."""
+        drafts = self._settings.num_tokens
+        if rows * (drafts + 1) > _MANY_TOKENS:
+            return max(1, drafts // 2)
+        longer = self.most_drafts
+        kept = self._acceptance[known].tokens_per_pass(drafts) - 1
+        if rows * (longer + 1) <= _MANY_TOKENS and kept >= _NEARLY_ALL * drafts:
+            return longer
+        return drafts
 
     def num_drafts(self, rows: int, *, known: bool) -> int:
         """Drafts for each of so many rows in the coming passes, 0: none. `known`: most of them have earlier
@@ -59,13 +81,12 @@ class Controller:
             return 0
         if not self._adaptive:
             return settings.num_tokens
-        drafts = settings.num_tokens
-        if rows * (drafts + 1) > _MANY_TOKENS:
-            drafts = max(1, drafts // 2)
+        drafts = self._drafts_for(rows, known)
         plain = self._seconds_of(rows, 0)
         with_drafts = self._seconds_of(rows, drafts)
         if plain is None:
-            return 0
+            # Where there are earlier answers, drafts are likely to pay: an ordinary pass is measured later.
+            return drafts if known and with_drafts is None else 0
         if with_drafts is None:
             return drafts
         gain = self._acceptance[known].tokens_per_pass(drafts) * plain / with_drafts

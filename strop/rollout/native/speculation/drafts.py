@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.rollout.native.decode_rows import DecodeRows
+from strop.rollout.native.decode_rows import DecodeRows, Features
 from strop.rollout.native.kv_cache import draft_kernels
 from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.sampler import SampledTokens
+from strop.rollout.native.speculation.controller import Controller
 from strop.rollout.native.speculation.memory import DraftMemory, PromptMemory
 from strop.rollout.native.speculation.propose import NO_TOKEN, propose
 from strop.rollout.native.speculation.verify import judge, write
@@ -52,7 +53,8 @@ class Drafts:
     def free(self) -> None:
         """Free the tensors; no recorded pass may use them any more."""
         self._lines = torch.empty(0, 0, dtype=torch.int32, device=self.device)
-        self._counts = torch.zeros(3 + self.settings.num_tokens, dtype=torch.int32, device=self.device)
+        most = Controller(self.settings, adaptive=self.settings.enable == "auto").most_drafts
+        self._counts = torch.zeros(3 + most, dtype=torch.int32, device=self.device)
         self._lengths = []
         self._written = []
 
@@ -62,7 +64,14 @@ class Drafts:
         """How many of these samples have earlier answers to guess from."""
         return sum(self.memory.find(one.request, one.prompt) is not None for one in samples)
 
-    def set_rows(self, samples: Sequence[ScheduledSample]) -> int:
+    def passed_by(self) -> None:
+        """Tokens were sampled without drafts."""
+
+    def num_bytes(self, longest: int) -> int:
+        """Memory for rows of up to `longest` tokens, if it is worth counting."""
+        return 0
+
+    def set_rows(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], rows: DecodeRows) -> int:
         """The samples that run from now on, by row. Returns the width of the lines that a pass searches."""
         settings = self.settings
         if not len(self._lines):
@@ -100,10 +109,10 @@ class Drafts:
 
     # --- a pass ---------------------------------------------------------------------------------------------
 
-    def propose(self, rows: DecodeRows, count: int, num_tokens: int, width: int, longest: int) -> Tensor:
+    def propose(self, rows: DecodeRows, count: int, num_tokens: int, used: Features, longest: int) -> Tensor:
         """Drafts [count, num_tokens] for the first rows; they are also put behind the tokens of the rows."""
         fields = rows.fields
-        lines = self._lines[:count, :width]
+        lines = self._lines[:count, : int(used["line_width"])]
         fast = draft_kernels(self.device.type)
         if fast is not None:
             found: Tensor = fast.propose(fields, count, lines, num_tokens, longest, **self._matches)
@@ -119,6 +128,13 @@ class Drafts:
         drafts = torch.where(places + 2 <= rows.capacity, drafts, NO_TOKEN)  # two tokens: it and the next
         fields["tokens"][index] = drafts.clamp(min=0)
         return drafts
+
+    def sample(
+        self, rows: DecodeRows, index: Tensor, drafts: Tensor, logits: Tensor, used: Features, longest: int
+    ) -> SampledTokens:
+        """The tokens after the newest token of each row and after each of its drafts. `index`: the row of
+        each of `logits`."""
+        return rows.sample_ahead(index, drafts.shape[1] + 1, logits, used, longest)
 
     def keep(self, rows: DecodeRows, drafts: Tensor, sampled: SampledTokens) -> None:
         """The first rows get the tokens that ordinary steps would have sampled."""

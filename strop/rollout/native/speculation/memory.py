@@ -6,6 +6,7 @@ It lives as long as the engine and is not saved: it changes the speed of a run, 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,13 +29,11 @@ class PromptMemory:
     context: Sequence[int]
     """The end of the prompt, so that the first tokens of an answer are found."""
     answers: list[array[int]] = field(default_factory=list)
+    num_tokens: int = 0
+    """Of all answers."""
     version: int = 0
     """Grows with every change."""
     _line: tuple[int, int, np.ndarray] | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(answer) for answer in self.answers)
 
     def line(self, width: int) -> np.ndarray:
         """The newest answers in at most `width` tokens, with separators."""
@@ -67,6 +66,7 @@ class DraftMemory:
         """By hash of the prompt, the longest unchanged first."""
         self._lengths: Counter[int] = Counter()
         """Lengths of these prompts."""
+        self._sorted_lengths: list[int] = []
         self._by_request: dict[int, int | None] = {}
         """What `_key` found, so that a prompt is hashed once."""
         self.num_tokens = 0
@@ -79,33 +79,48 @@ class DraftMemory:
         return self._prompts.get(key)
 
     def add(self, request: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember an answer, and forget those that were not needed for the longest time."""
+        """Remember an answer, and forget those that were not needed for the longest time. It is called for
+        every answer, also where nothing is ever guessed, so it does little."""
         if not answer:
             return
-        key = self._key(request, prompt)
+        key = self._by_request.get(request)
         if key is None or key not in self._prompts:
+            key = self._key(request, prompt)
+        known = None if key is None else self._prompts.get(key)
+        if key is None or known is None:
             key = int(prefix_hashes(prompt)[-1])
             self._by_request[request] = key
-        if key not in self._prompts:
-            self._prompts[key] = PromptMemory(len(prompt), prompt[-self._context :])
-            self._lengths[len(prompt)] += 1
-        known = self._prompts[key]
+            known = self._prompts[key] = PromptMemory(len(prompt), prompt[-self._context :])
+            self._add_length(len(prompt))
         self._prompts.move_to_end(key)
-        whole = array("i", prompt[known.prompt_length :])
-        whole.extend(answer)
         before = known.num_tokens
-        # The earlier turns of the same conversation are its beginning.
-        known.answers = [old for old in known.answers if whole[: len(old)] != old]
+        whole = array("i", answer)
+        if len(prompt) > known.prompt_length:
+            # The earlier turns of the same conversation are its beginning.
+            whole = array("i", prompt[known.prompt_length :]) + whole
+            known.answers = [old for old in known.answers if whole[: len(old)] != old]
+            known.num_tokens = sum(map(len, known.answers))
         known.answers.append(whole)
+        known.num_tokens += len(whole)
         while len(known.answers) > 1 and known.num_tokens > self._max_tokens:
-            del known.answers[0]
+            known.num_tokens -= len(known.answers.pop(0))
         known.version += 1
         self.num_tokens += known.num_tokens - before
         while self.num_tokens > self._max_tokens_of_all and self._prompts:
             _, gone = self._prompts.popitem(last=False)
-            self._lengths[gone.prompt_length] -= 1
-            self._lengths += Counter()  # without those that no prompt has
+            self._drop_length(gone.prompt_length)
             self.num_tokens -= gone.num_tokens
+
+    def _add_length(self, length: int) -> None:
+        self._lengths[length] += 1
+        if self._lengths[length] == 1:
+            insort(self._sorted_lengths, length)
+
+    def _drop_length(self, length: int) -> None:
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+            self._sorted_lengths.remove(length)
 
     def _key(self, request: int, prompt: Sequence[int]) -> int | None:
         """The key of the prompt, or of the longest known prompt that it continues."""
@@ -113,11 +128,11 @@ class DraftMemory:
             return self._by_request[request]
         if len(self._by_request) >= _MAX_REQUESTS:
             self._by_request.clear()
-        hashes = prefix_hashes(prompt)
-        for length in sorted(self._lengths, reverse=True):
-            if length > len(prompt):
-                continue
-            key = int(hashes[length - 1])
+        lengths = self._sorted_lengths[: bisect(self._sorted_lengths, len(prompt))]
+        keys: list[int] = []
+        if lengths:
+            keys = prefix_hashes(prompt)[np.array(lengths) - 1].tolist()
+        for length, key in zip(reversed(lengths), reversed(keys)):
             if key in self._prompts and self._prompts[key].prompt_length == length:
                 self._by_request[request] = key
                 return key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from strop.rollout.native.meter import Meter
 from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.speculation.controller import Controller
+from strop.rollout.native.speculation.draft_model import ModelDrafts, load_draft_model
 from strop.rollout.native.speculation.drafts import Drafts
 
 _PASSES_PER_SYNC = {"cpu": 1, "cuda": 8}
@@ -25,7 +27,7 @@ class Speculator:
         self._meter = meter
         self._controller = Controller(settings, adaptive=settings.enable == "auto")
         self._max_rows = settings.max_rows
-        self._remembers = settings.memory_megabytes > 0
+        self._remembers = settings.memory_megabytes > 0 and settings.draft_model is None
         self._known = False
         """Most of the running rows have earlier answers to guess from."""
 
@@ -57,7 +59,9 @@ class Speculator:
     def remember(self, sample: ScheduledSample) -> None:
         """A sample has finished: guess later answers to its prompt from it."""
         if self._remembers:
+            start = time.perf_counter()
             self._drafts.memory.add(sample.request, sample.prompt, sample.tokens)
+            self._meter.memory_seconds += time.perf_counter() - start
 
 
 def _has_sinks(model: nn.Module) -> bool:
@@ -88,5 +92,8 @@ def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) 
             "sinks. Set it to auto or false."
         )
     drafts = Drafts(settings, runner.device)
+    if settings.draft_model is not None:
+        model = load_draft_model(settings.draft_model, runner.model, runner.device)
+        drafts = ModelDrafts(settings, model, runner.device)
     runner.use_drafts(drafts)
     return Speculator(settings, runner, drafts, meter)

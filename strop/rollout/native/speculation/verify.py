@@ -5,6 +5,10 @@ from all of them as an ordinary step would: from the random stream of its positi
 settings. As long as the sampled token is the draft, the logits after the draft are those that an ordinary
 step would have computed next. So the tokens are those of decoding without drafts, one by one: a draft is kept
 with the probability that the model gives it, which is the rejection rule for drafts without a distribution.
+
+Drafts of a draft model have a distribution q. A draft x is kept with probability min(1, p(x) / q(x)), where p
+is the distribution of the policy; where it is not kept, the token is drawn from max(0, p - q). So a token has
+the distribution p, and more drafts are kept.
 """
 
 from __future__ import annotations
@@ -12,10 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from strop.rollout.native.decode_rows import ERROR, LENGTH, RUNNING, STOP
-from strop.rollout.native.sampler import SampledTokens
+from strop.rollout.native.decode_rows import ERROR, LENGTH, RUNNING, STOP, DecodeRows, Features
+from strop.rollout.native.sampler import SampledTokens, drawn, probabilities, scored, uniforms
+from strop.rollout.native.speculation.propose import NO_TOKEN
+
+_CHECK_STREAM = 0x2545F4914F6CDD1D
+"""Whether a draft is kept follows other random numbers than what is drawn instead of it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,34 @@ class KeptTokens:
     """[rows] the state afterwards."""
     gained: Tensor
     """[rows] tokens that the row is longer."""
+
+
+def checked(
+    rows: DecodeRows,
+    index: Tensor,
+    logits: Tensor,
+    used: Features,
+    longest: int,
+    drafts: Tensor,
+    chances: Tensor,
+) -> SampledTokens:
+    """The tokens after the newest token of each row and after each of its drafts [rows, ahead - 1], which
+    were drawn from `chances` [rows, ahead - 1, vocabulary]. `index`: the row of each of `logits`."""
+    fields = rows.fields
+    ahead = drafts.shape[1] + 1
+    length = fields["length"][index] + torch.arange(len(index), device=index.device) % ahead
+    settings, penalised = rows.settings(index, length, logits, used, longest)
+    wanted = probabilities(logits, settings, penalised)
+    draft = F.pad(drafts, (0, 1), value=NO_TOKEN).flatten()
+    given = F.pad(chances, (0, 0, 0, 1)).flatten(0, 1).where(draft[:, None] >= 0, 0)
+    at = draft.clamp(min=0)[:, None]
+    stream = fields["stream"][index]
+    limit = uniforms(stream ^ _CHECK_STREAM, length) * given.gather(1, at)[:, 0]
+    kept = (draft >= 0) & (limit < wanted.gather(1, at)[:, 0])
+    rest = (wanted - given).clamp(min=0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, wanted)
+    tokens = torch.where(kept, draft, drawn(rest, uniforms(stream, length)))
+    return scored(logits, tokens, settings)
 
 
 def judge(fields: dict[str, Tensor], rows: Tensor, drafts: Tensor, sampled: SampledTokens) -> KeptTokens:
