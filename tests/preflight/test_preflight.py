@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from transformers import LlamaConfig
 
 from strop.config.compose import load
-from strop.config.schema.rollout import RolloutConfig
+from strop.config.schema.model import ModelConfig
+from strop.config.schema.rollout import RolloutConfig, SpeculationConfig
 from strop.data.make import write
 from strop.preflight import model_checks
 from strop.preflight.examine import examine, main, require
@@ -309,6 +311,23 @@ def test_agents_that_do_not_exist_are_refused(overrides, tmp_path):
 def test_a_run_refuses_to_start(overrides):
     with pytest.raises(ValueError, match="there is no folder"):
         require(load("ppo_trainer", [*overrides, "actor_rollout_ref.model.path=/nowhere/model"]))
+
+
+def test_a_draft_model_must_have_the_vocabulary_of_the_policy(tmp_path):
+    for name, size in (("policy", 96), ("same", 96), ("other", 101)):
+        LlamaConfig(vocab_size=size).save_pretrained(tmp_path / name)
+    model = ModelConfig(path=str(tmp_path / "policy"))
+
+    def found(name, enable=True):
+        speculation = SpeculationConfig(enable=enable, draft_model=str(tmp_path / name))
+        return model_checks.draft_findings("rollout", RolloutConfig(speculation=speculation), model)
+
+    assert found("same") == [] and found("other", enable=False) == []
+    (other,) = found("other")
+    assert other.key == "rollout.speculation.draft_model"
+    assert "101 tokens, the policy one of 96" in other.message
+    (missing,) = found("nowhere")
+    assert "nowhere" in missing.message
 
 
 @pytest.mark.parametrize(

@@ -235,3 +235,22 @@ def test_few_tokens_of_many_rows_and_always_where_it_is_asked_for() -> None:
     assert [adaptive.num_drafts(rows, known=True) for rows in (4, 32, 64)] == [7, 7, 3]
     always = Controller(settings, adaptive=False)
     assert [always.num_drafts(rows, known=False) for rows in (1, 64, 65)] == [7, 7, 0]
+
+
+def test_known_prompts_are_drafted_at_once_and_at_length_where_nearly_all_is_kept() -> None:
+    controller = Controller(SpeculationConfig(num_tokens=7, max_rows=64), adaptive=True)
+    assert controller.num_drafts(8, known=False) == 0  # an ordinary pass is measured first
+    assert controller.num_drafts(8, known=True) == 7
+    assert controller.most_drafts == 15
+    controller.measured(8, 7, 1.2)
+    assert controller.num_drafts(8, known=True) == 0
+    controller.measured(8, 0, 1.0)
+    for _ in range(20):
+        controller.kept(True, [80] * 8)
+    assert controller.num_drafts(8, known=True) == 15
+    assert controller.num_drafts(32, known=True) in (0, 7)  # 16 tokens of 32 rows are too many for a pass
+    assert controller.num_drafts(8, known=False) in (0, 7)  # other rows have kept nothing yet
+    for _ in range(40):
+        controller.kept(True, [80, 40, 20, 10, 0, 0, 0, 0])
+    assert controller.num_drafts(8, known=True) in (0, 7)
+    assert Controller(SpeculationConfig(num_tokens=7), adaptive=False).most_drafts == 7

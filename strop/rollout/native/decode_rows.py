@@ -350,18 +350,18 @@ class DecodeRows:
         both = torch.stack([self.fields["state"][:count], length]).tolist()
         return both[0], both[1]
 
-    def read(self, places: Sequence[tuple[int, int, int]]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probs of each (row, start, end), in one copy to the host."""
+    def read(self, places: Sequence[tuple[int, int, int]]) -> list[tuple[np.ndarray, list[float]]]:
+        """Tokens, as int32, and log-probs of each (row, start, end), in one copy to the host."""
         if not places:
             return []
         rows = torch.tensor([row for row, _, _ in places], device=self.device)
         width = max(end for _, _, end in places)
         # numpy makes Python numbers several times faster than torch.
-        tokens = self.fields["tokens"][rows, :width].cpu().numpy()
+        tokens = self.fields["tokens"][rows, :width].cpu().numpy().astype(np.int32)
         log_probs = self.fields["log_probs"][rows, :width].cpu().numpy()
         found = []
         for i, (_, start, end) in enumerate(places):
-            found.append((tokens[i, start:end].tolist(), log_probs[i, start:end].tolist()))
+            found.append((tokens[i, start:end].copy(), log_probs[i, start:end].tolist()))
         return found
 
 

@@ -112,6 +112,8 @@ class ScheduledSample:
     """The images of the prompt."""
     tokens: list[int] = field(default_factory=list)
     """Sampled tokens when they were last read from the device."""
+    packed: np.ndarray | None = None
+    """The same as an array, if they were read."""
     log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Weights that sampled `tokens`: spans (version, number of tokens)."""

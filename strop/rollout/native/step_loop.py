@@ -389,7 +389,7 @@ class StepLoop:
         for sample, (tokens, log_probs) in zip(samples, self.runner.rows.read(places)):
             new = len(tokens) - len(sample.tokens)
             sample.versions = merge_spans([*sample.versions, (self.version, new)])
-            sample.tokens = tokens
+            sample.tokens, sample.packed = tokens.tolist(), tokens
             sample.log_probs = log_probs
 
 

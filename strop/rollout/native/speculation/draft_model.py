@@ -132,7 +132,7 @@ class ModelDrafts(Drafts):
         self._followed = followed
         self._in_step = True
         self.cache.move(moves, max(lengths))
-        tokens = [found for found, _ in rows.read(missing)]
+        tokens = [found.tolist() for found, _ in rows.read(missing)]
         chunks = [PrefillChunk(row, start, ids) for (row, start, _), ids in zip(missing, tokens)]
         for batch in _batches(chunks):
             step = Prefill(self.cache, batch, self.device)

@@ -5,7 +5,6 @@ It lives as long as the engine and is not saved: it changes the speed of a run, 
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ class PromptMemory:
     prompt_length: int
     context: Sequence[int]
     """The end of the prompt, so that the first tokens of an answer are found."""
-    answers: list[array[int]] = field(default_factory=list)
+    answers: list[np.ndarray] = field(default_factory=list)
     num_tokens: int = 0
     """Of all answers."""
     version: int = 0
@@ -47,7 +46,7 @@ class PromptMemory:
         separator = np.array([NO_TOKEN], dtype=np.int32)
         context = np.array(self.context, dtype=np.int32)
         for answer in reversed(self.answers):
-            part = np.concatenate([context, np.frombuffer(answer, dtype=np.int32), separator])[:room]
+            part = np.concatenate([context, answer, separator])[:room]
             parts.append(part)
             room -= len(part)
             if room <= 0:
@@ -78,10 +77,10 @@ class DraftMemory:
             return None
         return self._prompts.get(key)
 
-    def add(self, request: int, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    def add(self, request: int, prompt: Sequence[int], answer: Sequence[int] | np.ndarray) -> None:
         """Remember an answer, and forget those that were not needed for the longest time. It is called for
         every answer, also where nothing is ever guessed, so it does little."""
-        if not answer:
+        if not len(answer):
             return
         key = self._by_request.get(request)
         if key is None or key not in self._prompts:
@@ -94,11 +93,11 @@ class DraftMemory:
             self._add_length(len(prompt))
         self._prompts.move_to_end(key)
         before = known.num_tokens
-        whole = array("i", answer)
+        whole = np.asarray(answer, dtype=np.int32)
         if len(prompt) > known.prompt_length:
             # The earlier turns of the same conversation are its beginning.
-            whole = array("i", prompt[known.prompt_length :]) + whole
-            known.answers = [old for old in known.answers if whole[: len(old)] != old]
+            whole = np.concatenate([np.array(prompt[known.prompt_length :], dtype=np.int32), whole])
+            known.answers = [old for old in known.answers if not np.array_equal(whole[: len(old)], old)]
             known.num_tokens = sum(map(len, known.answers))
         known.answers.append(whole)
         known.num_tokens += len(whole)

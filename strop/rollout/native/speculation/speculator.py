@@ -60,7 +60,8 @@ class Speculator:
         """A sample has finished: guess later answers to its prompt from it."""
         if self._remembers:
             start = time.perf_counter()
-            self._drafts.memory.add(sample.request, sample.prompt, sample.tokens)
+            answer = sample.tokens if sample.packed is None else sample.packed
+            self._drafts.memory.add(sample.request, sample.prompt, answer)
             self._meter.memory_seconds += time.perf_counter() - start
 
 
