@@ -81,7 +81,6 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
         report.findings += megatron_findings(megatron_roles(config))
         report.findings += ppo_expert_findings(config)
         report.findings += draft_findings(ROLLOUT, rollout, config.actor_rollout_ref.model)
-        report.findings += megatron_findings(config)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):
             report.findings += lora_findings(config.critic.model, "critic.model")

@@ -87,8 +87,8 @@ class Drafts:
             if stamp != self._written[row]:
                 outdated.setdefault(known, []).append(row)
                 self._written[row] = stamp
-        for known, rows in outdated.items():
-            self._write_lines(rows, known)
+        for known, lines in outdated.items():
+            self._write_lines(lines, known)
         longest = max(self._lengths[: len(samples)])
         if self.device.type == "cpu":
             return max(1, longest)
