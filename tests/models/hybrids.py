@@ -54,7 +54,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16, **_MAMBA},
     "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
 }
-"""Models with states: packed (mamba2: padded) and sampled by the native engine."""
+"""Models with states: packed and sampled by the native engine."""
 OTHERS: dict[str, dict[str, Any]] = {
     "minimax": {"layer_types": _MIXED, "block_size": 8, **EXPERTS},
     "deepseek_v32": {**EXPERTS, **LATENT, **_INDEXER},

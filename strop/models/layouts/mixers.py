@@ -122,6 +122,33 @@ class _Borrow:
             mixer.rollout = None
 
 
+class _Inject:
+    """Some models with a head (Mamba2) do not pass the layout on to the model inside, which would give it to
+    its layers: it is added to that call."""
+
+    def __init__(self) -> None:
+        self._packing: Packing | None = None
+
+    def begin(self, model: nn.Module, arguments: tuple[object, ...], options: dict[str, Any]) -> None:
+        self._packing = options.get("packing")
+
+    def end(self, model: nn.Module, arguments: tuple[object, ...], output: object) -> None:
+        self._packing = None
+
+    def add(
+        self, inner: nn.Module, arguments: tuple[object, ...], options: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+        if self._packing is None or "packing" in options:
+            return None
+        return arguments, {**options, "packing": self._packing}
+
+
+def _takes_more(model: nn.Module) -> bool:
+    """Whether its forward takes arguments that it does not name."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+
 _prepared: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a model has mixers, of those that were asked for."""
 
@@ -145,6 +172,12 @@ def prepare_mixers(model: nn.Module) -> bool:
             borrow = _Borrow(forwards)
             core.register_forward_pre_hook(borrow.begin, with_kwargs=True)
             core.register_forward_hook(borrow.end, always_call=True)
+            inner = core.base_model
+            if inner is not core and _takes_more(inner):
+                inject = _Inject()
+                core.register_forward_pre_hook(inject.begin, with_kwargs=True)
+                core.register_forward_hook(inject.end, always_call=True)
+                inner.register_forward_pre_hook(inject.add, with_kwargs=True)
         _prepared[core] = bool(hooks)
     return _prepared[core]
 

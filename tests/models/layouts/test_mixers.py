@@ -19,7 +19,7 @@ from strop.types import Batch
 from tests.models.hybrids import STATEFUL, hybrid
 from tests.models.tiny import tiny_batch, tiny_model
 
-PACKED = [family for family in STATEFUL if family != "mamba2"]
+PACKED = list(STATEFUL)
 
 
 def shared_batch() -> Batch:
