@@ -52,13 +52,19 @@ class PolicyLossConfig:
     """dro: weight of the squared log-ratio."""
 
 
+_NO_REPLAY = (
+    "the native engine samples from the weights in training, whose routers decide alike up to roundings; the "
+    "experts that vLLM or SGLang chose are not known here"
+)
+
+
 @dataclass(eq=False)
 class RouterReplayConfig:
-    mode: str = inert("disabled", "router replay is not supported")
+    mode: str = inert("disabled", _NO_REPLAY)
     """Mode of router replay: disabled, R2 or R3."""
-    record_file: str | None = inert(None, "router replay is not supported")
+    record_file: str | None = inert(None, _NO_REPLAY)
     """File to record to."""
-    replay_file: str | None = inert(None, "router replay is not supported")
+    replay_file: str | None = inert(None, _NO_REPLAY)
     """File to replay from."""
 
 
