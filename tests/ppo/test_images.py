@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,19 @@ from transformers import AutoModelForImageTextToText
 
 from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
+from strop.data.images import ImageProcessor
+from strop.inference.generation import generate
 from strop.ppo.build import build_ppo
+from strop.ppo.rank_sharing import PackedTrajectories
 from strop.preflight.examine import examine
 from strop.preflight.model_checks import image_findings
 from strop.quickstart.tiny_model import tiny_model
-from strop.types import Batch, Trajectory
+from strop.run.merge.merge import merge
+from strop.runtime.remote_models import BatchArrays
+from strop.supervised.build import build_supervised_trainer
+from strop.types import Batch, Prompt, Trajectory, batch_of
 from tests.data.test_images import row, url_of
-from tests.models.vision.tiny_vlm import picture, save_vlm, tokenizer_of
+from tests.models.vision.tiny_vlm import picture, processor_of, save_vlm, tokenizer_of
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2\n"
 
@@ -165,3 +172,89 @@ def test_lora_on_the_language_model_alone(tmp_path: Path) -> None:
     adapted = [name for name, _ in trainer.roles.actor.module.named_parameters() if ".lora_A." in name]
     assert adapted and not any("visual" in name for name in adapted)
     trainer.fit()
+
+
+def supervised(tmp_path: Path, *more: str) -> list[str]:
+    """Words of a run over two pairs with images."""
+    folder = save_vlm("qwen2_5_vl", tmp_path / "model")
+    rows = []
+    for colour in ((200, 0, 0), (0, 0, 200)):
+        shown = {"prompt": "<image>what", "images": [url_of(picture(colour))]}
+        rows.append({**shown, "chosen": "red", "rejected": "blue"})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return [
+        f"model.path={folder}",
+        "model.fsdp_config.dtype=float32",
+        f"data.train_files={tmp_path}/pairs.jsonl",
+        "data.prompt_key=prompt",
+        "data.train_batch_size=2",
+        "data.micro_batch_size_per_gpu=2",
+        "data.max_length=32",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=1",
+        "trainer.device=cpu",
+        *more,
+    ]
+
+
+def test_orpo_with_images_trains(tmp_path: Path) -> None:
+    words = supervised(tmp_path, "loss.type=orpo")
+    report = examine(load("dpo_trainer", words))
+    assert report.ok, report.findings
+    assert "2 rows with images" in report.data["train_files"]
+    build_supervised_trainer(load("dpo_trainer", words)).fit()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    [step] = [json.loads(line)["data"] for line in lines if "train/grad_norm" in line]
+    assert step["train/grad_norm"] > 0
+
+
+def test_a_reward_model_over_images_is_refused_before_the_run(tmp_path: Path) -> None:
+    report = examine(load("rm_trainer", supervised(tmp_path)))
+    assert any("a reward model reads text only" in finding.message for finding in report.findings)
+
+
+@pytest.mark.slow
+def test_generation_answers_rows_with_images(tmp_path: Path) -> None:
+    run_of(tmp_path)
+    words = [
+        f"model.path={tmp_path}/model",
+        f"data.path={tmp_path}/train.jsonl",
+        f"data.output_path={tmp_path}/out.jsonl",
+        "data.n_samples=2",
+        "rollout.prompt_length=16",
+        "rollout.response_length=4",
+        "rollout.dtype=float32",
+        "trainer.device=cpu",
+    ]
+    summary = generate(load("generation", words).config)
+    assert (summary.rows, summary.fresh.responses) == (4, 8) and not summary.failed
+
+
+@pytest.mark.slow
+def test_a_merged_folder_has_the_files_of_the_processor(tmp_path: Path) -> None:
+    words = run_of(tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1")
+    words.append("actor_rollout_ref.actor.checkpoint.save_contents=[model]")
+    build_ppo(load("ppo_trainer", words)).fit()
+    target = tmp_path / "merged"
+    merge(str(tmp_path / "run/global_step_1/actor"), str(target))
+    assert (target / "preprocessor_config.json").read_bytes() == (
+        tmp_path / "model/preprocessor_config.json"
+    ).read_bytes()
+    before = weights_of(tmp_path / "model")
+    assert before.keys() == weights_of(target).keys()
+
+
+def test_samples_of_a_prompt_send_their_image_once(tmp_path: Path) -> None:
+    """To models on other machines (Ray); between ranks images of prompts are not sent at all."""
+    processor = ImageProcessor(lambda: processor_of("qwen2_5_vl"))
+    [prepared] = processor.prepare([picture(width=32)], where="x")
+    prompt = Prompt(0, [3, *[4] * prepared.inputs.num_tokens, 5], [], "x", images=(prepared.inputs,))
+    one, eight = (
+        len(pickle.dumps(BatchArrays.of(batch_of([Trajectory(prompt, 0, [7], [1], [0.0])] * count))))
+        for count in (1, 8)
+    )
+    pixels = prepared.inputs.tensors["pixel_values"].nbytes
+    assert pixels < one and eight - one < pixels / 4, (one, eight, pixels)
+    sent = PackedTrajectories.pack([Trajectory(prompt, 0, [7], [1], [0.0])] * 8, {0: prompt})
+    assert len(pickle.dumps(sent)) < pixels
