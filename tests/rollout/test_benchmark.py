@@ -110,3 +110,15 @@ def test_a_limited_cache_of_8_bits(
     assert [native["engine"], short["engine"]] == ["native", "native-fp8cache"]
     assert short["rows_in_flight"] > native["rows_in_flight"] > 0  # type: ignore[operator]
     assert "native/native-fp8cache" in ratios
+
+
+def test_a_draft_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft model that is the policy itself is always right, up to the end of an answer."""
+    tiny.make().save_pretrained(tmp_path)
+    more = f"--engines native --draft-model {tmp_path} --stats"
+    native, drafted, ratios, _, stats = run(monkeypatch, capsys, tmp_path, *more.split())
+    assert [native["engine"], drafted["engine"]] == ["native", "native-draft"]
+    assert "native-draft/native" in ratios
+    assert stats["speculation/acceptance"] > 0.4  # type: ignore[operator]

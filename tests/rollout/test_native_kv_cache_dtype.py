@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.base import Request, Sampling
-from strop.rollout.native import NativeEngine
+from strop.rollout.native import NativeEngine, runner, step_loop
 from strop.rollout.native.kv_cache import CacheTensors, KVCache
 from strop.rollout.native.pages import PagedKVCache
 from strop.rollout.native.quantization import cache as quantized
@@ -161,3 +161,28 @@ def test_devices_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized.torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ValueError, match=r"compute capability 8.9.*A100 has 8.0.*kv_cache_dtype=auto"):
         is_fp8("fp8", torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_one_group_exhausts_the_pages_and_one_request_is_longer_than_all(
+    monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The long one fails alone with a reason; rows of the group are preempted and computed again, and get the
+    tokens that they get in a large cache."""
+    monkeypatch.setattr(runner, "uses_pages", lambda device: True)
+    monkeypatch.setattr(step_loop, "_HEADROOM", 8)
+    model = tiny.make()
+    group = Request([5, 9, 2], n=6, seed=1, max_tokens=90)
+    other = Request([7, 1, 4], seed=2, max_tokens=20)
+    too_long = Request(list(range(1, 60)), max_tokens=69)  # 128 tokens; two pages are for all rows
+    expected = NativeEngine(model, kv_cache_dtype=dtype).generate([group, other], Sampling())
+    per_token = 72 if dtype == "fp8" else 256
+    engine = NativeEngine(model, kv_cache_dtype=dtype, cache_bytes=7 * 64 * per_token)
+    found = engine.generate([group, other], Sampling())
+    assert ids(found) == ids(expected)
+    numbers = engine.stats()
+    assert numbers["preemptions"] > 0 and numbers["recomputed_tokens"] > 0
+    small = NativeEngine(model, kv_cache_dtype=dtype, cache_bytes=3 * 64 * per_token)
+    long, short = small.generate([too_long, Request([7, 1, 4], seed=2, max_tokens=20)], Sampling())
+    assert long[0].finish == "error" and "the cache holds 64" in (long[0].error or "")
+    assert short[0].ids == expected[1][0].ids

@@ -9,7 +9,7 @@ import torch
 
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native import kv_cache as memory
+from strop.rollout.native import meter as memory
 from strop.rollout.native.cuda_graphs import graph_rows
 from strop.rollout.native.kv_cache import KVCache
 from tests.rollout import tiny
