@@ -76,7 +76,10 @@ class VerifiersAgent:
                 played = await episode.waiting(self.environment.run_episode(task, context))
             finally:
                 del os.environ[variable]
+            if not session.recording.calls:
+                self._raise_failure(played)  # why there was no call
             session.raise_failure()
+        self._raise_failure(played)
         self._take_rewards(episode, played)
 
     async def close(self) -> None:
@@ -104,13 +107,16 @@ class VerifiersAgent:
             self._tasks.append(next(self._more))
         return self._tasks[number % len(self._tasks)]
 
-    def _take_rewards(self, episode: Episode, played: Any) -> None:
-        """The sum of the rewards of its traces is the score; metrics go to the dumps."""
+    def _raise_failure(self, played: Any) -> None:
+        """Raise the first error of the environment or of its traces, if the episode failed."""
         errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
         if not played.ok:
             first = errors[0] if errors else None
             said = f"{first.type}: {first.message}" if first is not None else "no reason given"
             raise EpisodeError(f"{self.name} failed: {said}")
+
+    def _take_rewards(self, episode: Episode, played: Any) -> None:
+        """The sum of the rewards of its traces is the score; metrics go to the dumps."""
         episode.score = float(sum(trace.reward for trace in played.traces))
         for trace in played.traces:
             for name, value in trace.metrics.items():

@@ -141,3 +141,12 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
     for episode in episodes:
         sample = episode.trajectory()
         assert sum(sample.mask) == len("red") + 1 and sample.log_probs[0] == -0.5
+
+
+def test_the_error_of_a_shipped_environment_is_named_where_no_call_was_made():
+    """The taskset `openenv` of verifiers, with no server behind its address."""
+    server = EndpointServer("hermes", host="127.0.0.1", max_calls=10)
+    scene = dataclasses.replace(episode_context(ScriptedEngine(lambda told, _: "1")), endpoint=server)
+    loops = loops_of("verifiers:openenv", taskset={"base_url": "http://127.0.0.1:9"})
+    with pytest.raises(ValueError, match=r"verifiers:openenv failed: EnvError: OpenEnvEnv\.run\(\)"):
+        play(scene, prompt("unused", index=0, agent=None), loops=loops)
