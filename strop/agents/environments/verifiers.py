@@ -76,9 +76,12 @@ class VerifiersAgent:
                 played = await episode.waiting(self.environment.run_episode(task, context))
             finally:
                 del os.environ[variable]
-            if not session.recording.calls:
-                self._raise_failure(played)  # why there was no call
-            session.raise_failure()
+            try:
+                session.raise_failure()
+            except EpisodeError as error:
+                if error.__cause__ is None:  # no call was made: the environment knows why
+                    self._raise_failure(played)
+                raise
         self._raise_failure(played)
         self._take_rewards(episode, played)
 
