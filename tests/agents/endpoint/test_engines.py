@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from strop.rollout.base import Request, Sampling
 from tests.agents.endpoint.clients import Client, run_agent
 from tests.agents.stage import TOKENIZER
 from tests.rollout import engines
@@ -21,6 +22,8 @@ def test_the_second_call_continues_the_tokens_that_vllm_sampled() -> None:
     torch.manual_seed(0)
     model = type(small)(small.config).eval()
     engine = engines.build("vllm", model)
+    # The first tokens compile code, which can take longer than a client waits.
+    engine.generate([Request([5, 6, 7], seed=1)], Sampling(max_tokens=8))
     chunks: list[str] = []
 
     async def agent(client: Client) -> None:
