@@ -40,6 +40,13 @@ def ranks_per_row(config: AnySupervisedConfig) -> int:
     return config.ulysses_sequence_parallel_size * config.tensor_parallel_size
 
 
+def row_ranks(section: ActorConfig | CriticConfig) -> int:
+    """Devices that share each row."""
+    if section.strategy == "megatron":
+        return section.megatron.context_parallel_size
+    return section.ulysses_sequence_parallel_size
+
+
 SCHEDULE = {
     "lr_warmup_init": 0.0,
     "lr_decay_steps": None,

@@ -202,8 +202,8 @@ def _source_of_weights(job: PlannedJob, sampler: PlannedSampler) -> int:
 
 def _asleep(job: PlannedJob, sampler: PlannedSampler, cache: int, at_rest: dict[str, Parts]) -> Parts:
     """What the engine keeps on the device while the models learn."""
-    if job.apart:
-        return {"weights": _source_of_weights(job, sampler)}
+    if job.apart:  # replicas get each weight as it is exported
+        return {}
     memory = job.cluster.device.memory
     if job.engine == "native":
         used = _allocated(at_rest) + sampler.weights

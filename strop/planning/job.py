@@ -21,6 +21,7 @@ from strop.config.derived import (
     uses_engine_log_probs,
     uses_lora,
 )
+from strop.config.megatron import row_ranks
 from strop.config.schema.actor import ActorConfig, RefConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
@@ -29,6 +30,7 @@ from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, Super
 from strop.config.schema.trainer import TrainerConfig
 from strop.planning.activations import Tokens
 from strop.planning.devices import PlannedCluster
+from strop.planning.megatron import frozen_role, trained_role
 from strop.planning.model_sections import frozen_model, trained_model
 from strop.planning.rollout import PlannedSampler
 from strop.planning.training import TrainedModel
@@ -186,7 +188,7 @@ def _passes(config: PpoConfig) -> list[Pass]:
         response=rollout.response_length,
         step=plan.sequences_per_step,
         rank=max(1, math.ceil(plan.sequences_per_step / plan.data_parallel)),
-        sequence_parallel=actor.ulysses_sequence_parallel_size,
+        sequence_parallel=row_ranks(actor),
     )
     rows_key = "log_prob_micro_batch_size"
     tokens_key = "log_prob_max_token_len_per_gpu"
@@ -218,7 +220,7 @@ def _passes(config: PpoConfig) -> list[Pass]:
 
 def _critic_passes(config: PpoConfig, whole: _PassSizes, prompts: int) -> list[Pass]:
     critic = config.critic
-    sizes = dataclasses.replace(whole, sequence_parallel=critic.ulysses_sequence_parallel_size)
+    sizes = dataclasses.replace(whole, sequence_parallel=row_ranks(critic))
     keys = _MicroBatchKeys(
         "critic", critic, "forward_micro_batch_size", "forward_max_token_len_per_gpu", critic.use_dynamic_bsz
     )
@@ -278,34 +280,20 @@ def _models(config: PpoConfig, cluster: PlannedCluster) -> dict[str, TrainedMode
         and not group.rollout.nnodes
     )
     models = {
-        "actor": trained_model(
-            group.model,
-            actor.fsdp_config,
-            actor.optim,
-            cluster,
-            actor.tensor_parallel_size,
-            on_device=samples_from_actor,
-        )
+        "actor": trained_role(actor, group.model, actor.fsdp_config, cluster, on_device=samples_from_actor)
     }
     elsewhere = resource_pools(config)
     if has_reference(config) and not uses_lora(config) and "reference" not in elsewhere:
         ref_model = dataclasses.replace(group.model, **group.ref.model)
         fsdp = group.ref.fsdp_config
-        models["reference"] = frozen_model(ref_model, fsdp, cluster, group.ref.tensor_parallel_size)
+        models["reference"] = frozen_role(group.ref, ref_model, fsdp, cluster)
     if has_local_teacher(config):
         teacher = dataclasses.replace(group.model, path=config.algorithm.distillation.path, lora_rank=0)
         fsdp = group.ref.fsdp_config
         models["teacher"] = frozen_model(teacher, fsdp, cluster, group.ref.tensor_parallel_size)
     if has_critic(config) and "critic" not in elsewhere:
         critic = config.critic
-        models["critic"] = trained_model(
-            critic.model,
-            critic.model.fsdp_config,
-            critic.optim,
-            cluster,
-            critic.tensor_parallel_size,
-            scalar=True,
-        )
+        models["critic"] = trained_role(critic, critic.model, critic.model.fsdp_config, cluster, scalar=True)
     if _has_local_reward_model(config):
         reward = config.reward_model
         models["reward"] = frozen_model(

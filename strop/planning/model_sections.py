@@ -28,7 +28,7 @@ def trained_model(
 ) -> TrainedModel:
     """A model with an optimizer. `on_device`: an engine samples from its module, so it is never offloaded."""
     return TrainedModel(
-        _shape(model, scalar=scalar),
+        planned_shape(model, scalar=scalar),
         _numbers(model, fsdp, cluster.device),
         _placement(fsdp, cluster, tensor_parallel, on_device=on_device),
         checkpointing=checkpointing_of(model),
@@ -36,7 +36,7 @@ def trained_model(
         lora_rank=_lora_rank(model),
         four_bit=model.quantization is not None,
         kernels=not cluster.device.is_cpu,
-        moments=_moments(optim),
+        moments=optimizer_moments(optim),
     )
 
 
@@ -54,7 +54,7 @@ def frozen_model(
     if sharded:
         placement = _placement(fsdp, cluster, tensor_parallel)
     return TrainedModel(
-        _shape(model, scalar=scalar),
+        planned_shape(model, scalar=scalar),
         _numbers(model, fsdp, cluster.device, frozen=True),
         placement,
         frozen=True,
@@ -62,7 +62,8 @@ def frozen_model(
     )
 
 
-def _shape(model: ModelConfig, *, scalar: bool = False) -> Shape:
+def planned_shape(model: ModelConfig, *, scalar: bool = False) -> Shape:
+    """The shape of the model of a section."""
     changes = {key: value for key, value in model.override_config.items() if key != "attn_implementation"}
     return shape_of(model.path, config_path=model.hf_config_path, changes=changes, scalar=scalar)
 
@@ -104,7 +105,7 @@ def _placement(
     )
 
 
-def _moments(optim: OptimConfig) -> float:
+def optimizer_moments(optim: OptimConfig) -> float:
     """Numbers that the optimizer keeps for each weight. Muon: two for embeddings, so two are planned."""
     known: dict[str, float] = {"AdamW8bit": 0.5, "Muon": 2}
     return known.get(optim.optimizer, 2 if "adam" in optim.optimizer.lower() else 1)

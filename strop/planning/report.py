@@ -6,6 +6,7 @@ from strop.planning.advice import Advice, complaint
 from strop.planning.devices import GIB
 from strop.planning.forecast import Forecast, Phase
 from strop.planning.knobs import SettingChange, fits
+from strop.planning.parallel_sizes import SHOWN, SizedRun
 from strop.planning.times import save_seconds, seconds
 
 ROLES = ("actor", "model", "reference", "teacher", "critic", "reward", "engine", "process")
@@ -26,6 +27,21 @@ def as_text(advice: Advice, turned: list[tuple[SettingChange, Forecast]]) -> str
     if turned:
         lines += ["", "each knob alone", *_knobs(found, turned)]
     return "\n".join(lines) + "\n"
+
+
+def sizes_text(runs: list[SizedRun]) -> str:
+    """Parallel sizes of strategy=megatron, fastest first."""
+    if not runs:
+        return "\nno parallel sizes fit these devices\n"
+    rows = [["TP", "PP", "CP", "EP", "DP", "peak GiB", "training s", ""]]
+    for run in runs[:SHOWN]:
+        of = run.division
+        uneven = ""
+        if run.last_stage is not None:
+            uneven = f"num_layers_in_last_pipeline_stage={run.last_stage}"
+        sizes = [str(size) for size in (of.tensor, of.stages, of.context, of.experts, of.data)]
+        rows.append([*sizes, f"{run.forecast.peak.total / GIB:.1f}", f"{run.seconds:.0f}", uneven])
+    return "\n".join(["", f"parallel sizes that fit ({len(runs)}), fastest first", *_aligned(rows)]) + "\n"
 
 
 def _head(found: Forecast) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from strop.planning.gguf_header import read_gguf_config
+from strop.planning.known_models import KNOWN, plain_name
 from strop.planning.tower import LANGUAGE_PARTS, tower_weights
 from strop.registry import did_you_mean
 
@@ -54,6 +55,7 @@ FAMILIES = {
     "mixtral": Family(biased_inputs=False, biased_output=False, mixture=True),
     "qwen2_moe": Family(biased_inputs=True, biased_output=False, mixture=True),
     "qwen3_moe": Family(head_norms=True, mixture=True),
+    "deepseek_v3": Family(biased_inputs=False, biased_output=False, mixture=True),
 }
 
 
@@ -68,6 +70,24 @@ class Experts:
     """Inner size of one."""
     shared_width: int = 0
     """Inner size of the expert that every token visits; 0: there is none."""
+    shared_gate: bool = True
+    """A number per token weighs the shared expert."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Multi-head latent attention: queries, and keys with values, are made of short vectors per token."""
+
+    queries: int
+    """Numbers of the vector of which the queries of all heads are made."""
+    keys: int
+    """The same for keys and values. It is what the KV cache holds, with the rotary part."""
+    rotary: int
+    """Numbers of a query and a key that are rotated; those of the key are the same for all heads."""
+    plain: int
+    """Numbers of a query and a key of one head that are not rotated."""
+    values: int
+    """Numbers of a value of one head."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,7 @@ class Shape:
     """Weights of the vision tower."""
     scalar: bool = False
     """A critic or reward model: one number per token instead of logits."""
+    latents: Latents | None = None
 
     @property
     def queries(self) -> int:
@@ -119,10 +140,26 @@ class Shape:
     @property
     def attention(self) -> int:
         """Weights of one layer's attention, its head norms included."""
+        if self.latents is not None:
+            return self._latent_attention(self.latents)
         inputs = self.queries + 2 * self.keys
         output = self.hidden
         biases = inputs * self.biased_inputs + output * self.biased_output
         return self.hidden * inputs + self.queries * output + biases + 2 * self.head_size * self.head_norms
+
+    def _latent_attention(self, latents: Latents) -> int:
+        norms = latents.queries + latents.keys
+        queries = latents.queries * (self.hidden + self.heads * (latents.plain + latents.rotary))
+        keys = self.hidden * (latents.keys + latents.rotary)
+        keys += latents.keys * self.heads * (latents.plain + latents.values)
+        return norms + queries + keys + self.heads * latents.values * self.hidden
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of all experts of one sparse layer, without those that every token visits."""
+        if self.experts is None:
+            return 0
+        return self.experts.count * 3 * self.hidden * self.experts.width
 
     @property
     def dense_mlp(self) -> int:
@@ -137,7 +174,7 @@ class Shape:
         router = self.hidden * experts.count
         shared = 0
         if experts.shared_width:
-            shared = (3 * experts.shared_width + 1) * self.hidden
+            shared = (3 * experts.shared_width + experts.shared_gate) * self.hidden
         return router + count * 3 * self.hidden * experts.width + shared
 
     def layer(self, *, sparse: bool = False, active: bool = False) -> int:
@@ -198,6 +235,8 @@ class Shape:
 
     def cache_per_token(self, bytes_per_number: int) -> int:
         """Bytes that the keys and values of one token take in all layers."""
+        if self.latents is not None:
+            return self.layers * (self.latents.keys + self.latents.rotary) * bytes_per_number
         return 2 * self.layers * self.keys * bytes_per_number
 
     def adapters(self, rank: int) -> int:
@@ -243,12 +282,17 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
     if family.mixture:
         experts = _experts(values, kind, where)
         sparse_layers = _sparse_layers(values, layers)
+    head_size = _whole(values, "head_dim") or hidden // heads
+    latents = None
+    if kind == "deepseek_v3":
+        latents = _latents(values)
+        head_size = latents.plain + latents.rotary
     return Shape(
         hidden=hidden,
         layers=layers,
         heads=heads,
         key_heads=_whole(values, "num_key_value_heads") or heads,
-        head_size=_whole(values, "head_dim") or hidden // heads,
+        head_size=head_size,
         width=_whole(values, "intermediate_size"),
         vocabulary=_whole(values, "vocab_size"),
         tied=bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", family.ties))),
@@ -261,6 +305,17 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         sparse_layers=sparse_layers,
         tower=tower_weights(config),
         scalar=scalar,
+        latents=latents,
+    )
+
+
+def _latents(values: ModelJson) -> Latents:
+    return Latents(
+        _whole(values, "q_lora_rank"),
+        _whole(values, "kv_lora_rank"),
+        _whole(values, "qk_rope_head_dim"),
+        _whole(values, "qk_nope_head_dim"),
+        _whole(values, "v_head_dim"),
     )
 
 
@@ -271,6 +326,7 @@ def _whole(values: ModelJson, key: str) -> int:
 
 def _experts(values: ModelJson, kind: str, where: str) -> Experts:
     count = _whole(values, "num_experts") or _whole(values, "num_local_experts")
+    count = count or _whole(values, "n_routed_experts")
     chosen = _whole(values, "num_experts_per_tok")
     width_key = "moe_intermediate_size"
     if kind == "mixtral":
@@ -279,92 +335,22 @@ def _experts(values: ModelJson, kind: str, where: str) -> Experts:
     shared_width = 0
     if kind == "qwen2_moe":
         shared_width = _whole(values, "shared_expert_intermediate_size")
+    elif kind == "deepseek_v3":
+        shared_width = width * _whole(values, "n_shared_experts")
     if not (count and width and chosen):
         raise ValueError(
             f"{where} does not say how many experts there are (num_experts), how wide, or how many a token "
             "visits."
         )
-    return Experts(count, chosen, width, shared_width)
+    return Experts(count, chosen, width, shared_width, shared_gate=kind == "qwen2_moe")
 
 
 def _sparse_layers(values: ModelJson, layers: int) -> int:
     """Layers with a mixture of experts."""
     every = _whole(values, "decoder_sparse_step") or 1
     dense = cast(list[int], values.get("mlp_only_layers") or [])
+    dense = [*dense, *range(_whole(values, "first_k_dense_replace"))]
     return sum(1 for layer in range(layers) if (layer + 1) % every == 0 and layer not in dense)
-
-
-# --- well-known models by name ------------------------------------------------------------------------------
-
-_COLUMNS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-_TABLE: dict[str, tuple[str, tuple[int, ...]]] = {
-    "qwen2.5-0.5b": ("qwen2", (896, 4864, 24, 14, 2, 64, 151936, 1)),
-    "qwen2.5-1.5b": ("qwen2", (1536, 8960, 28, 12, 2, 128, 151936, 1)),
-    "qwen2.5-3b": ("qwen2", (2048, 11008, 36, 16, 2, 128, 151936, 1)),
-    "qwen2.5-7b": ("qwen2", (3584, 18944, 28, 28, 4, 128, 152064, 0)),
-    "qwen2.5-14b": ("qwen2", (5120, 13824, 48, 40, 8, 128, 152064, 0)),
-    "qwen2.5-32b": ("qwen2", (5120, 27648, 64, 40, 8, 128, 152064, 0)),
-    "qwen2.5-72b": ("qwen2", (8192, 29568, 80, 64, 8, 128, 152064, 0)),
-    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8, 128, 151936, 1)),
-    "qwen3-1.7b": ("qwen3", (2048, 6144, 28, 16, 8, 128, 151936, 1)),
-    "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 128, 151936, 1)),
-    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 128, 151936, 0)),
-    "qwen3-14b": ("qwen3", (5120, 17408, 40, 40, 8, 128, 151936, 0)),
-    "qwen3-32b": ("qwen3", (5120, 25600, 64, 64, 8, 128, 151936, 0)),
-    "qwen3-30b-a3b": ("qwen3_moe", (2048, 6144, 48, 32, 4, 128, 151936, 0)),
-    "qwen3-235b-a22b": ("qwen3_moe", (4096, 12288, 94, 64, 4, 128, 151936, 0)),
-    "llama-3-8b": ("llama", (4096, 14336, 32, 32, 8, 128, 128256, 0)),
-    "llama-3-70b": ("llama", (8192, 28672, 80, 64, 8, 128, 128256, 0)),
-    "llama-3.2-1b": ("llama", (2048, 8192, 16, 32, 8, 64, 128256, 1)),
-    "llama-3.2-3b": ("llama", (3072, 8192, 28, 24, 8, 128, 128256, 1)),
-    "smollm2-135m": ("llama", (576, 1536, 30, 9, 3, 64, 49152, 1)),
-    "smollm2-360m": ("llama", (960, 2560, 32, 15, 5, 64, 49152, 1)),
-    "smollm2-1.7b": ("llama", (2048, 8192, 24, 32, 32, 64, 49152, 1)),
-    "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 128, 32000, 0)),
-}
-_MIXTURES: dict[str, dict[str, int]] = {
-    "qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    "qwen3-235b-a22b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
-    "mixtral-8x7b": {"num_local_experts": 8, "num_experts_per_tok": 2},
-}
-_SAME_SHAPE = {
-    "llama-3.1-8b": "llama-3-8b",
-    "llama-3.1-70b": "llama-3-70b",
-    "llama-3.3-70b": "llama-3-70b",
-}
-_VARIANTS = ("meta-", "-instruct", "-chat", "-base", "-coder", "-math", "-it")
-"""Parts of a hub name that say how a model was trained, not which shape it has."""
-
-
-def _known_model(name: str) -> dict[str, object]:
-    """What the config.json of a model says, as far as memory and time depend on it."""
-    kind, numbers = _TABLE[name]
-    values: dict[str, object] = {"model_type": kind}
-    values.update(zip(_COLUMNS, numbers, strict=True))
-    values["tie_word_embeddings"] = bool(numbers[-1])
-    values.update(_MIXTURES.get(name, {}))
-    return values
-
-
-KNOWN: dict[str, dict[str, object]] = {name: _known_model(name) for name in _TABLE}
-"""The config.json of each model by name."""
-
-
-def plain_name(path: str) -> str:
-    """`Qwen/Qwen2.5-7B-Instruct` -> `qwen2.5-7b`."""
-    name = path.rstrip("/").rsplit("/", 1)[-1].lower()
-    for part in _VARIANTS:
-        name = name.replace(part, "")
-    return _SAME_SHAPE.get(name, name)
 
 
 def shape_of(

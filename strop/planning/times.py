@@ -23,6 +23,15 @@ from strop.planning.devices import (
 )
 from strop.planning.forecast import Forecast
 from strop.planning.job import Pass, PlannedJob
+from strop.planning.megatron import (
+    MegatronModel,
+    bubble,
+    context_bytes,
+    expert_bytes,
+    stage_layers,
+    tensor_bytes,
+    update_bytes,
+)
 from strop.planning.rollout import PlannedSampler
 from strop.planning.shape import Shape
 from strop.planning.training import TrainedModel
@@ -71,12 +80,40 @@ def pass_seconds(one: Pass, job: PlannedJob) -> float:
     length = one.total.all // max(1, one.total.all // one.longest)
     forward = forward_seconds(model, job.cluster.device, tokens, answered, length)
     computing = _forward_passes(one, model) * forward / ranks
+    if isinstance(model, MegatronModel):
+        return one.times * _pipeline_seconds(one, model, job.cluster, tokens, computing)
     batches = max(1, round(tokens / ranks / one.tokens.all))
     communicating = batches * communication_seconds(model, job.cluster, learns=one.learns)
     stepping = 0.0
     if one.learns:
         stepping = one.updates * _host_step(model)
     return one.times * (max(computing, communicating) + stepping)
+
+
+def _pipeline_seconds(
+    one: Pass, model: MegatronModel, cluster: PlannedCluster, tokens: int, computing: float
+) -> float:
+    """Seconds of a pass with strategy=megatron. `tokens` of all ranks, `computing` seconds of each rank."""
+    division = model.division
+    own = tokens // (division.data * division.context)
+    batches = max(1, round(own / one.tokens.all / one.updates))
+    uneven = stage_layers(model.shape, division) * division.stages / model.shape.layers
+    spent = computing * bubble(division, batches) * uneven
+    ways = _forward_passes(one, model) - (one.learns and model.checkpointing == "none")
+    tensor = tensor_bytes(model.shape, model.numbers, division, own) / link(cluster, division.tensor)
+    context = context_bytes(model.shape, model.numbers, division, own)
+    context /= link(cluster, division.tensor * division.context)
+    experts = expert_bytes(model.shape, model.numbers, division, own)
+    experts /= link(cluster, max(division.experts, division.tensor))
+    spent += ways * (tensor + context + experts)
+    if one.learns:
+        data = division.data * division.tensor * division.context
+        spent += one.updates * update_bytes(model) / link(cluster, data)
+        if model.offloads_moments:
+            spent += 2 * model.in_host / HOST_LINK
+    if model.offloads_weights:
+        spent += model.numbers.compute * model.own / HOST_LINK
+    return spent
 
 
 def _forward_passes(one: Pass, model: TrainedModel) -> float:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.config.rules import check
+from strop.config.schema.ppo import PpoConfig
 from strop.planning.advice import advise, alternatives
 from strop.planning.devices import DEVICES, OTHER, PlannedCluster, device_of
-from strop.planning.report import as_text, as_values
+from strop.planning.parallel_sizes import sized_runs
+from strop.planning.report import as_text, as_values, sizes_text
 
 ROOTS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "rm": "rm_trainer", "dpo": "dpo_trainer"}
 OPTIONS = ("--gpu", "--nodes", "--gpus-per-node")
@@ -51,6 +53,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(as_values(advice, turned), indent=2) + "\n")
     else:
         sys.stdout.write(as_text(advice, turned))
+        if isinstance(config, PpoConfig) and config.actor_rollout_ref.actor.strategy == "megatron":
+            sys.stdout.write(sizes_text(sized_runs(config, cluster)))
     return 0 if advice.fits else 1
 
 
