@@ -36,7 +36,7 @@ _TABLE: dict[str, tuple[str, tuple[int, ...]]] = {
     "smollm2-360m": ("llama", (960, 2560, 32, 15, 5, 64, 49152, 1)),
     "smollm2-1.7b": ("llama", (2048, 8192, 24, 32, 32, 64, 49152, 1)),
     "mixtral-8x7b": ("mixtral", (4096, 14336, 32, 32, 8, 128, 32000, 0)),
-    "deepseek-v3": ("deepseek_v3", (7168, 18432, 61, 128, 128, 192, 129280, 0)),
+    "deepseek-v3": ("deepseek_v3", (7168, 18432, 61, 128, 128, 64, 129280, 0)),
 }
 _MIXTURES: dict[str, dict[str, int]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strop.config.schema.ppo import PpoConfig
 from strop.planning.devices import SAFE, PlannedCluster
-from strop.planning.forecast import Forecast, forecast
+from strop.planning.forecast import Forecast, Phase, forecast
 from strop.planning.job import ACTOR, REFERENCE, job_of
 from strop.planning.knobs import SettingChange, changed, fits
 from strop.planning.megatron import Division, MegatronModel, last_stage_layers
@@ -39,6 +39,11 @@ class SizedRun:
     """Of a step without its rollout, whose time does not depend on the sizes."""
     last_stage: int | None
     """Layers of the last stage if it has fewer than the others."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on a training device, at most."""
+        return max(phase.total for phase in _on_trainers(self.forecast))
 
 
 def possible_divisions(shape: Shape, cluster: PlannedCluster) -> Iterator[Division]:
@@ -83,7 +88,13 @@ def _trains(found: Forecast) -> bool:
     """Whether all phases fit; engines on machines of their own are not counted."""
     if not found.job.apart:
         return fits(found)
-    return all(phase.total <= found.memory * SAFE for phase in found.phases if phase.name != ROLLOUT_PHASE)
+    return all(phase.total <= found.memory * SAFE for phase in _on_trainers(found))
+
+
+def _on_trainers(found: Forecast) -> list[Phase]:
+    if not found.job.apart:
+        return found.phases
+    return [phase for phase in found.phases if phase.name != ROLLOUT_PHASE]
 
 
 def _training_seconds(found: Forecast) -> float:
@@ -91,10 +102,15 @@ def _training_seconds(found: Forecast) -> float:
 
 
 def _simplest_first(runs: list[SizedRun]) -> list[SizedRun]:
-    """Of the runs that are about as fast as the first, those with the fewest ranks per copy come first."""
+    """Of the runs that are about as fast as the first, those come first whose copies of the model, or of its
+    experts, have the fewest ranks; then those that divide experts least."""
+
+    def divided(run: SizedRun) -> tuple[int, int, float]:
+        of = run.division
+        return max(of.ranks // of.data, of.stages * of.experts), of.experts, run.seconds
+
     close = [run for run in runs if run.seconds <= runs[0].seconds * (1 + TIE)]
-    close.sort(key=lambda run: (run.division.ranks // run.division.data, run.division.stages, run.seconds))
-    return close + runs[len(close) :]
+    return sorted(close, key=divided) + runs[len(close) :]
 
 
 def settings_of(division: Division) -> list[SettingChange]:

@@ -40,7 +40,7 @@ def sizes_text(runs: list[SizedRun]) -> str:
         if run.last_stage is not None:
             uneven = f"num_layers_in_last_pipeline_stage={run.last_stage}"
         sizes = [str(size) for size in (of.tensor, of.stages, of.context, of.experts, of.data)]
-        rows.append([*sizes, f"{run.forecast.peak.total / GIB:.1f}", f"{run.seconds:.0f}", uneven])
+        rows.append([*sizes, f"{run.peak / GIB:.1f}", f"{run.seconds:.0f}", uneven])
     return "\n".join(["", f"parallel sizes that fit ({len(runs)}), fastest first", *_aligned(rows)]) + "\n"
 
 

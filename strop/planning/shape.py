@@ -55,7 +55,7 @@ FAMILIES = {
     "mixtral": Family(biased_inputs=False, biased_output=False, mixture=True),
     "qwen2_moe": Family(biased_inputs=True, biased_output=False, mixture=True),
     "qwen3_moe": Family(head_norms=True, mixture=True),
-    "deepseek_v3": Family(biased_inputs=False, biased_output=False, mixture=True),
+    "deepseek_v3": Family(mixture=True),
 }
 
 
@@ -152,7 +152,9 @@ class Shape:
         queries = latents.queries * (self.hidden + self.heads * (latents.plain + latents.rotary))
         keys = self.hidden * (latents.keys + latents.rotary)
         keys += latents.keys * self.heads * (latents.plain + latents.values)
-        return norms + queries + keys + self.heads * latents.values * self.hidden
+        biases = (latents.queries + latents.keys + latents.rotary) * self.biased_inputs
+        biases += self.hidden * self.biased_output
+        return norms + queries + keys + biases + self.heads * latents.values * self.hidden
 
     @property
     def expert_weights(self) -> int:
