@@ -37,7 +37,7 @@ def first_error(command: VerlCommand) -> str:
     config = loaded.config
     if isinstance(config, PpoConfig):
         for role in megatron_roles(config):
-            sizes = cast(PreTrainedConfig, MODELS[command.model])
+            sizes = cast(PreTrainedConfig, MODELS[command.model].configuration())
             found += [f"{role.key}.{key}" for key, _ in problems(sizes, role.settings)]
         engine = derived.engine_name(config.actor_rollout_ref.rollout)
         if command.images and not ENGINES.entry(engine).facts["images"]:

@@ -6,6 +6,8 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
 PREFIXES = {
     "amo.": "actor_rollout_ref.actor.megatron.override_transformer_config.",
     "am.": "actor_rollout_ref.actor.megatron.",
@@ -36,6 +38,24 @@ class ModelSizes:
     num_hidden_layers: int
     intermediate_size: int
     num_experts: int | None = None
+    others: tuple[tuple[str, object], ...] = ()
+    """Further values of config.json."""
+
+    def configuration(self) -> PreTrainedConfig | ModelSizes:
+        """With the defaults of its family, where transformers knows it."""
+        if self.model_type not in CONFIG_MAPPING:
+            return self
+        values: dict[str, object] = dict(self.others)
+        for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"):
+            values[name] = getattr(self, name)
+        if self.num_experts is not None:
+            values["n_routed_experts" if self.model_type == "deepseek_v3" else "num_experts"] = (
+                self.num_experts
+            )
+        return AutoConfig.for_model(self.model_type, **values)
+
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "rope_theta": 10000.0}
 
 
 MODELS = {
@@ -44,8 +64,10 @@ MODELS = {
     "qwen3-vl-235b-a22b": ModelSizes("qwen3_vl_moe", 64, 4, 94, 12288, 128),
     "qwen3-vl-30b-a3b": ModelSizes("qwen3_vl_moe", 32, 4, 48, 6144, 128),
     "qwen3-vl-8b": ModelSizes("qwen3_vl", 32, 8, 36, 12288),
-    "deepseek-v3": ModelSizes("deepseek_v3", 128, 128, 61, 18432, 256),
-    "moonlight-16b-a3b": ModelSizes("deepseek_v3", 16, 16, 27, 11264, 64),
+    "deepseek-v3": ModelSizes("deepseek_v3", 128, 128, 61, 18432, 256, (("rope_parameters", YARN),)),
+    "moonlight-16b-a3b": ModelSizes(
+        "deepseek_v3", 16, 16, 27, 11264, 64, (("n_group", 1), ("topk_group", 1))
+    ),
     "qwen3-235b-a22b": ModelSizes("qwen3_moe", 64, 4, 94, 12288, 128),
     "qwen3-30b-a3b": ModelSizes("qwen3_moe", 32, 4, 48, 6144, 128),
     "mimo-7b": ModelSizes("mimo", 32, 8, 36, 11008),
