@@ -40,7 +40,8 @@ def first_error(command: VerlCommand) -> str:
             sizes = cast(PreTrainedConfig, MODELS[command.model].configuration())
             found += [f"{role.key}.{key}" for key, _ in problems(sizes, role.settings)]
         engine = derived.engine_name(config.actor_rollout_ref.rollout)
-        if command.images and not ENGINES.entry(engine).facts["images"]:
+        unknown = engine == "vllm" and not command.model.startswith("qwen")  # see rollout/vllm/images.py
+        if command.images and (unknown or not ENGINES.entry(engine).facts["images"]):
             found.append("actor_rollout_ref.rollout.name")
     return found[0] if found else ""
 
