@@ -288,7 +288,7 @@ def test_drafts_are_found_and_kept_as_in_plain_torch(monkeypatch, seed):
         rows.capacity = 24
         drafts = module.Drafts(SpeculationConfig(num_tokens=3, max_match=3), torch.device("cpu"))
         drafts._lines = lines
-        drafted = drafts.propose(rows, 6, 3, 40, 24)
+        drafted = drafts.propose(rows, 6, 3, {"line_width": 40}, 24)
         found.append([drafted.clone(), rows.fields["tokens"][:, :24].clone()])
         sampled = torch.where(
             torch.arange(24) % 4 < seed % 4, torch.nn.functional.pad(drafted, (0, 1)).flatten(), tokens

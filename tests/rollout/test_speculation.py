@@ -102,6 +102,18 @@ def test_answers_are_found_by_their_prompt_in_the_next_epoch() -> None:
     assert line_of(memory, [1, 2], 97) is None
 
 
+def test_two_requests_for_one_prompt_share_their_answers() -> None:
+    """Both asked what is known before the first answer was there."""
+    memory = small_memory()
+    for request in (1, 2):
+        assert memory.find(request, [5, 6, 7]) is None
+    memory.add(1, [5, 6, 7], [1, 2])
+    memory.add(2, [5, 6, 7], [3, 4, 5])
+    known = memory.find(3, [5, 6, 7])
+    assert known is not None and [answer.tolist() for answer in known.answers] == [[1, 2], [3, 4, 5]]
+    assert memory.num_tokens == known.num_tokens == 5
+
+
 def test_a_continued_answer_belongs_to_its_first_prompt_and_replaces_its_beginning() -> None:
     memory = small_memory()
     memory.add(0, [1, 2, 3], [10, 11])

@@ -85,10 +85,11 @@ class DraftMemory:
         key = self._by_request.get(request)
         if key is None or key not in self._prompts:
             key = self._key(request, prompt)
-        known = None if key is None else self._prompts.get(key)
-        if key is None or known is None:
+        if key is None or key not in self._prompts:
             key = int(prefix_hashes(prompt)[-1])
             self._by_request[request] = key
+        known = self._prompts.get(key)
+        if known is None:
             known = self._prompts[key] = PromptMemory(len(prompt), prompt[-self._context :])
             self._add_length(len(prompt))
         self._prompts.move_to_end(key)
