@@ -121,27 +121,33 @@ def main() -> int:
     start = time.perf_counter()
     tests, crashed = run_all(asked.jobs, gpu_files())
     failed = [name for name, test in tests.items() if test["outcome"] == "failed"]
+
+    def write() -> int:
+        code = crashed or int(any(test["outcome"] == "failed" for test in tests.values()))
+        result: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": asked.commit or current_commit(),
+            "device": torch.cuda.get_device_name(),
+            "versions": versions(),
+            "jobs": asked.jobs,
+            "seconds": round(time.perf_counter() - start, 1),
+            "exit_code": code,
+            "repeated": failed,
+        }
+        for outcome in ("passed", "failed", "skipped"):
+            result[outcome] = sum(test["outcome"] == outcome for test in tests.values())
+        result["files"] = by_file(tests)
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{asked.out}: {result['passed']} passed, {result['failed']} failed", flush=True)
+        return code
+
+    code = write()  # also if the repetition is cut off
     if failed:
         print(f"alone: {failed}", flush=True)
         again, crashed_again = run_all(1, failed)
         tests.update(again)
         crashed += crashed_again
-    code = crashed or int(any(test["outcome"] == "failed" for test in tests.values()))
-    result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": asked.commit or current_commit(),
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "jobs": asked.jobs,
-        "seconds": round(time.perf_counter() - start, 1),
-        "exit_code": code,
-        "repeated": failed,
-    }
-    for outcome in ("passed", "failed", "skipped"):
-        result[outcome] = sum(test["outcome"] == outcome for test in tests.values())
-    result["files"] = by_file(tests)
-    asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{asked.out}: {result['passed']} passed, {result['failed']} failed")
+        code = write()
     return code
 
 
