@@ -175,6 +175,7 @@ def write_problems(folder: Path) -> list[str]:
     return [str(file) for file in files]
 
 
+@pytest.mark.slow
 def test_pairs_of_solutions_go_through_every_stage(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,11 +103,12 @@ def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahe
     assert 0 < max(steps[step]["staleness/max"] for step in steps if step) <= oldest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
         pytest.param([*BESIDE, *PARTIAL, f"{ASYNC}max_policy_age=2"], id="beside"),
-        pytest.param(PARTIAL, id="between", marks=pytest.mark.slow),
+        pytest.param(PARTIAL, id="between"),
     ],
 )
 def test_it_learns_what_the_synchronous_loop_learns(overrides, tmp_path, mode):

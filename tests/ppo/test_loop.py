@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(overrides, tmp_path):
 RISE_IN_THE_QUICKSTART = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "reinforce_plus_plus", "remax")
 ]
-"""tests/quickstart shows the same of them in every run of the suite."""
+"""Slow tests, as those of tests/quickstart are."""
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae", *RISE_IN_THE_QUICKSTART])
@@ -137,6 +137,7 @@ def rises(overrides, *more: str) -> dict[int, dict[str, float]]:
     return steps
 
 
+@pytest.mark.slow
 def test_the_reward_rises_in_float16(overrides, tmp_path, monkeypatch):
     for where in ("ppo.roles", "shared.build"):
         monkeypatch.setattr(f"strop.{where}.compute_dtype", lambda name, device: dtype_of(name))
@@ -234,6 +235,7 @@ def test_a_curriculum_hears_of_every_step(overrides, tmp_path):
     assert all(score is not None for step in heard for _, score in step)
 
 
+@pytest.mark.slow
 def test_token_budgets_and_shuffled_updates_are_exact_too(overrides, tmp_path):
     base = [*overrides, "trainer.test_freq=-1", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     lr, eps, updates = 1e-2, 1e-3, 8

@@ -24,7 +24,9 @@ PPO = [
 ]
 
 
-@pytest.mark.parametrize("more", [[], PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "more", [pytest.param([], id="grpo"), pytest.param(PPO, id="ppo", marks=pytest.mark.slow)]
+)
 def test_a_replay_is_equal_bit_for_bit_and_recording_changes_nothing(overrides, tmp_path, capsys, more):
     run([*overrides, *more], f"trainer.default_local_dir={tmp_path}/plain")
     run([*overrides, *more], "trainer.record_steps=[1,3]")

@@ -266,10 +266,12 @@ def test_kernels_over_packed_prompts_change_nothing(
             longest: int,
             origins: Any,
             tables: Any,
+            exponents: Any,
             *,
             scale: Any,
             window: Any,
         ) -> Any:
+            assert exponents is None, "not a cache of 8 bits"
             pieces.append(origins.tolist())
             assert longest == int(bounds.diff().max())
             parts = []

@@ -137,6 +137,7 @@ def test_killed_at_every_point_of_a_save(killer: Killer, disk: Path) -> None:
     assert points > 10 and left_overs > 5
 
 
+@pytest.mark.slow
 def test_killed_while_a_step_is_saved_again(killer: Killer, disk: Path) -> None:
     """The run is rewound by hand, so the saves replace older checkpoints of the same steps."""
     points = 0

@@ -24,6 +24,7 @@ LOOP = str(Path(__file__).parent / "ranks_loop.py")
 FAST = "(grpo and (sharded or shared-matrices)) or other_data or does_not_have or holds_its_share or read_by_torch or taken"
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns():
     pytest_as_ranks(2, [LOOP, "-k", FAST])
 

@@ -64,6 +64,7 @@ def reward_section(judge: Path) -> RewardModelConfig:
     return load("ppo_trainer", said).config.reward_model
 
 
+@pytest.mark.slow
 def test_transformers_and_ppo_load_the_reward_model_and_agree(pairs, judge):
     ids = sequences(pairs)
     model = AutoModelForSequenceClassification.from_pretrained(judge)

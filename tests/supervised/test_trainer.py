@@ -108,7 +108,9 @@ def test_a_loss_of_one_batch_is_the_formula(task, tmp_path, settings_, expected)
     assert steps[1]["train/loss"] == pytest.approx(torch.stack(values).mean().item(), rel=2e-5)
 
 
-@pytest.mark.parametrize("verb", ["sft", pytest.param("rm", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.parametrize(
+    "verb", ["sft", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("rm", "dpo"))]
+)
 def test_micro_batches_and_packing_change_nothing(task, tmp_path, verb):
     cuts = {
         "whole": [],

@@ -40,6 +40,8 @@ class RewardModelFsdpConfig(FsdpConfig):
     """Free the gathered weights after the forward pass."""
     fsdp_size: int = inert(-1, _WHOLE)
     """Ranks that shard one copy of the weights."""
+    expert_parallel_size: int = inert(1, _WHOLE)
+    """Ranks that the experts of a layer are divided over."""
     forward_prefetch: bool = inert(False, _WHOLE)
     """All-gather the next layer while the current one runs."""
     wrap_policy: RewardModelWrapPolicyConfig = section(RewardModelWrapPolicyConfig)
