@@ -39,6 +39,8 @@ from strop.planning.times import operations
 from strop.ranks import Ranks
 from strop.types import Batch
 
+from supervised_mfu import matmul_peak, wait  # isort: skip - it stands beside this file
+
 PROMPT = 32
 GIB = 1 << 30
 PEAK_FLOPS = 989e12
@@ -116,44 +118,23 @@ def build(arguments: argparse.Namespace, strategy: str) -> ModuleBackend:
     )
 
 
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def matmul_rate(device: str) -> float:
-    """Operations per second of a large product, in the precision of the update."""
-    size = 8192 if device == "cuda" else 512
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
-    for _ in range(4):
-        wait(device)
-        begun = time.perf_counter()
-        for _ in range(20):
-            a @ b
-        wait(device)
-        best = max(best, 20 * 2 * size**3 / (time.perf_counter() - begun))
-    return best
-
-
 def measure(arguments: argparse.Namespace, strategy: str, batch: Batch, rate: float) -> dict[str, object]:
     cuda = arguments.device == "cuda"
     micro = MicroBatching(max_tokens=arguments.tokens)
     backend = build(arguments, strategy)
-    wait(arguments.device)
+    wait(torch.device(arguments.device))
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     passes, updates = [], []
     for _ in range(arguments.warm_up + arguments.steps):
-        wait(arguments.device)
+        wait(torch.device(arguments.device))
         begun = time.perf_counter()
         backend.forward_backward(batch, ["log_probs"], loss, micro)
-        wait(arguments.device)
+        wait(torch.device(arguments.device))
         passed = time.perf_counter()
         backend.step()
-        wait(arguments.device)
+        wait(torch.device(arguments.device))
         passes.append(passed - begun)
         updates.append(time.perf_counter() - passed)
     pass_seconds = statistics.median(passes[arguments.warm_up :])
@@ -201,7 +182,7 @@ def main() -> None:
         without_cuda()
     rows = arguments.micro_batches * max(1, arguments.tokens // (PROMPT + arguments.answer))
     batch = batch_of(rows, arguments.answer, int(SHAPES[arguments.shape]["vocab_size"]))
-    rate = matmul_rate(arguments.device)
+    rate = matmul_peak(torch.device(arguments.device))
     print(json.dumps({"matmul_tflops": round(rate / 1e12, 2), "torch": torch.__version__}), flush=True)
     for _ in range(arguments.turns):
         for strategy in arguments.strategies:

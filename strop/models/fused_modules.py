@@ -23,11 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strop.extras import MissingExtra, require
+from strop.models.changes import subclass
 from strop.models.residual import narrows
 from strop.models.self_check import same
 
 DEVICES = ("cuda",)
 ROTARY = "apply_rotary_pos_emb"
+RUNS_AS_KERNEL = "runs_as_kernel"
+"""Attribute of fused classes."""
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _PROBE = 48
 """Inner width of the gated MLP that is checked."""
@@ -45,7 +48,7 @@ _checked: dict[Kind, ModuleClass | None] = {}
 
 def runs_as_kernel(part: nn.Module) -> bool:
     """Whether this module was given a fused class."""
-    return getattr(type(part), "runs_as_kernel", False)
+    return getattr(type(part), RUNS_AS_KERNEL, False)
 
 
 @cache
@@ -137,7 +140,7 @@ def _fused_norm(own: ModuleClass) -> ModuleClass:
         out: Tensor = kernels.rms_norm(hidden, weight, _epsilon(self), out=narrow)
         return out
 
-    return _subclass(own, forward)
+    return subclass(own, forward, RUNS_AS_KERNEL)
 
 
 # --- gated MLPs ---------------------------------------------------------------------------------------------
@@ -180,22 +183,12 @@ def _fused_gated(own: ModuleClass) -> ModuleClass:
         inner = kernels.gated_silu(_call(self.gate_proj, hidden), _call(self.up_proj, hidden))
         return _call(self.down_proj, inner)
 
-    return _subclass(own, forward)
+    return subclass(own, forward, RUNS_AS_KERNEL)
 
 
 def _call(layer: object, states: Tensor) -> Tensor:
     out: Tensor = cast(nn.Module, layer)(states)
     return out
-
-
-def _subclass(own: ModuleClass, forward: Callable[[nn.Module, Tensor], Tensor]) -> ModuleClass:
-    attributes = {
-        "forward": forward,
-        "runs_as_kernel": True,
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-    }
-    return type(own.__name__, (own,), attributes)
 
 
 def _agree(plain: nn.Module, size: int, fused: ModuleClass, device: torch.device, dtype: torch.dtype) -> bool:

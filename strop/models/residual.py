@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from strop.models.changes import subclass
 from strop.models.split_products import add_wide
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -167,13 +168,7 @@ def _make_adding_layer(own: type[nn.Module]) -> type[nn.Module]:
         result: Tensor = self.mlp(self.post_attention_layernorm(hidden_states))
         return result
 
-    attributes = {
-        "forward": forward,
-        "adds_in_products": True,
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-    }
-    return type(own.__name__, (own,), attributes)
+    return subclass(own, forward, "adds_in_products")
 
 
 class AddingLinear(nn.Linear):

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strop.extras import MissingExtra, require
+from strop.models.changes import subclass
+from strop.models.fused_modules import RUNS_AS_KERNEL
 from strop.models.lora import adapted_layers
 from strop.models.residual import add_product
 from strop.models.split_products import divides_linear, start_of
@@ -68,13 +70,7 @@ def _make_fused_class(own: type[nn.Module]) -> type[nn.Module]:
         total: Tensor = kernels.add_lora(_base(self.base_layer, x), x, a, b, self.scaling[name])
         return total
 
-    attributes = {
-        "forward": forward,
-        "runs_as_kernel": True,
-        "__module__": own.__module__,
-        "__qualname__": own.__qualname__,
-    }
-    return type(own.__name__, (own,), attributes)
+    return subclass(own, forward, RUNS_AS_KERNEL)
 
 
 def _plain_adapter(layer: Any, x: Tensor) -> str | None:
