@@ -173,6 +173,23 @@ def load(options: argparse.Namespace) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def save_for_vllm(model: Any, folder: str) -> dict[str, Any]:
+    """Write the model as vLLM reads it; return the settings that vLLM needs for it.
+
+    vLLM knows Qwen3.5 only with its vision tower. It gets the whole configuration, runs the language part
+    alone, and makes random weights of its own.
+    """
+    if model.config.model_type != "qwen3_5_text":
+        model.save_pretrained(folder)
+        return {}
+    from transformers import Qwen3_5Config
+
+    whole = Qwen3_5Config(text_config=model.config.to_dict(), tie_word_embeddings=True)
+    whole.architectures = ["Qwen3_5ForConditionalGeneration"]
+    whole.save_pretrained(folder)
+    return {"load_format": "dummy", "language_model_only": True}
+
+
 def prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
     """Questions, or random tokens with the lengths of grade-school questions in a chat template."""
     draw = random.Random(0)
@@ -499,7 +516,8 @@ def main() -> None:
             asked_for.draft_model = str(Path(folder) / "draft")
             load(shape).save_pretrained(asked_for.draft_model)
         if asked_for.model is None and "vllm" in asked_for.engines:
-            model.save_pretrained(folder)
+            settings = save_for_vllm(model, folder) | json.loads(asked_for.vllm_settings)
+            asked_for.vllm_settings = json.dumps(settings)
         systems = systems_of(model, asked_for.model or folder, asked, asked_for)
         rates = measure(systems, asked_for.repeats)
     lines = [describe(name, found, systems[name].facts, asked_for) for name, found in rates.items()]
