@@ -1,13 +1,17 @@
 """Peak memory of a GRPO step with QLoRA: samples of one prompt, log-probs, reference and update, by phase.
 
     python benchmarks/qlora_memory.py                                         # 8B, 8 samples, context 20k
+    python benchmarks/qlora_memory.py --offload-activations                   # the update in 24 GiB
+    python benchmarks/qlora_memory.py --offload-activations --context 131072 --limit-gib 80
     python benchmarks/qlora_memory.py --quantization none --limit-gib 80      # LoRA over bf16 weights
+    python benchmarks/qlora_memory.py --offload-activations --plan            # the forecast by part, computes nothing
     python benchmarks/qlora_memory.py --shape tiny --device cpu --context 96  # a trial
 
 The weights are random. --limit-gib is what the process may allocate (half a GiB of it is the CUDA context): a
 phase that needs more fails. Samples are drawn up to --sample-tokens, which bounds the time; the passes and
-the update have all --samples rows at the full context. `forecast_gib` is what `strop plan` expects of it.
-One process, one JSON line per phase, then one for the whole step.
+the update have all --samples rows at the full context. `forecast_gib` is what `strop plan` expects of the
+update; --plan prints its parts at each moment that can be the peak. One process, one JSON line per phase, then
+one for the whole step.
 """
 
 from __future__ import annotations
@@ -139,7 +143,8 @@ def update(backend: SingleBackend, batch: Batch, micro: MicroBatching) -> dict[s
     return {"grad_norm": backend.step().grad_norm}
 
 
-def forecast(arguments: argparse.Namespace, batch: Batch) -> float:
+def moments(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """GiB by part, at each moment of an update that can be its peak."""
     gpu = arguments.device == "cuda"
     planned = TrainedModel(
         read_shape(SHAPES[arguments.shape]),
@@ -151,11 +156,21 @@ def forecast(arguments: argparse.Namespace, batch: Batch) -> float:
         kernels=gpu,
     )
     rows = max(1, arguments.tokens // arguments.context)
-    parts = planned.update(
-        Tokens(rows * arguments.context, rows * (arguments.context - PROMPT)), accumulated=len(batch) > rows
-    )
-    held = sum(planned.present(learns=True).values())
-    return (held + sum(parts.values()) + (WORKSPACE if gpu else 0)) / GIB
+    tokens = Tokens(rows * arguments.context, rows * (arguments.context - PROMPT))
+    held = planned.present(learns=True) | {"workspace": WORKSPACE * gpu}
+    found = {}
+    for name, parts in planned.moments_of_update(
+        tokens, accumulated=arguments.samples > rows, entropy=False
+    ).items():
+        found[name] = {part: round(size / GIB, 3) for part, size in (held | parts).items() if size}
+    if planned.offloads_activations:
+        found["host"] = {"activations": round(planned.kept(tokens) / GIB, 3)}
+    return found
+
+
+def forecast(arguments: argparse.Namespace) -> float:
+    on_device = {name: sum(parts.values()) for name, parts in moments(arguments).items() if name != "host"}
+    return max(on_device.values())
 
 
 def measured(name: str, arguments: argparse.Namespace, work: Callable[[], object]) -> tuple[float, object]:
@@ -196,8 +211,13 @@ def main() -> None:
     parser.add_argument("--offload-activations", action="store_true")
     parser.add_argument("--limit-gib", type=float, default=24.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--plan", action="store_true", help="print the forecast by part and stop")
     arguments = parser.parse_args()
     arguments.tokens = arguments.tokens or arguments.context
+    if arguments.plan:
+        for name, parts in moments(arguments).items():
+            print(json.dumps({"moment": name, "gib": round(sum(parts.values()), 2), **parts}))
+        return
     if arguments.device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (arguments.limit_gib * GIB - CONTEXT) / total))
@@ -227,7 +247,7 @@ def main() -> None:
         peaks.append(measured(name, arguments, work)[0])
     summary: dict[str, object] = {key: vars(arguments)[key] for key in ("shape", "quantization", "samples")}
     summary |= {"context": arguments.context, "offload_activations": arguments.offload_activations}
-    summary |= {"forecast_gib": round(forecast(arguments, batch), 2), "limit_gib": arguments.limit_gib}
+    summary |= {"forecast_gib": round(forecast(arguments), 2), "limit_gib": arguments.limit_gib}
     if arguments.device == "cuda":
         summary["peak_gib"] = round(max(peaks), 2)
         summary["peak_gib_without_load"] = round(max(peaks[1:]), 2)

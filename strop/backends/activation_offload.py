@@ -1,14 +1,18 @@
 """Activations that wait for the backward pass in host memory (model.enable_activation_offload).
 
-On a GPU a tensor is copied to pinned memory on a stream of its own while the GPU goes on to compute, and its
-device memory is free for others once the copy is done. The backward pass needs tensors in the reverse order:
-when one is asked for, the copies of those before it are started already.
+On a GPU a tensor is copied to pinned memory on a stream of its own while the GPU goes on to compute. It stays
+on the device until later tensors are on their way: then the stream of the computation waits for its copy, and
+its memory is free for what is launched next. So the memory of a pass does not depend on how far the host is
+ahead of the GPU. The backward pass needs tensors in the reverse order: when one is asked for, the copies of
+those before it are started already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +29,8 @@ log = logging.getLogger(__name__)
 SMALL = 4096
 """Tensors with fewer numbers stay on the device."""
 PREFETCH_BYTES = 1 << 29
-"""Bytes of tensors that are copied back before they are asked for. `planning/training.py` counts them."""
+"""Bytes of tensors that are on their way to the host, or copied back before they are asked for.
+`planning/training.py` counts them."""
 
 
 class Copier(Protocol):
@@ -40,28 +45,55 @@ class Copier(Protocol):
         ...
 
 
+class LeavingTensors:
+    """Tensors whose copies to the host have begun, and which stay on the device until a copy is waited for:
+    the newest, and as many before it as take `most_bytes` together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._tensors: deque[tuple[Tensor, Callable[[], None]]] = deque()
+        self._bytes = 0
+
+    def add(self, tensor: Tensor, wait: Callable[[], None]) -> None:
+        """`wait`: let the computation wait for the copy."""
+        self._tensors.append((tensor, wait))
+        self._bytes += tensor.nbytes
+        while len(self._tensors) > 1 and self._bytes > self._most_bytes:
+            self._drop()
+
+    def clear(self) -> None:
+        while self._tensors:
+            self._drop()
+
+    def _drop(self) -> None:
+        tensor, wait = self._tensors.popleft()
+        wait()
+        self._bytes -= tensor.nbytes
+
+
 class StreamCopier:
     """Copies of a GPU, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = copy_stream(device)
+        self._leaving = LeavingTensors(PREFETCH_BYTES)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not reused before the copy is done
+        self._leaving.add(tensor, self._stream.record_event().wait)
         return host
 
     def to_device(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        self._leaving.clear()  # the forward pass is over
         # Kernels that were launched on the current stream may still read what was in this memory before.
         tensor = torch.empty_like(host, device=self._device, pin_memory=False)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
-        tensor.record_stream(self._stream)
         return tensor, self._stream.record_event()
 
 
@@ -84,6 +116,12 @@ class Waiting:
     """Its copy on the device, from the start of the copy to its last use."""
     ready: torch.cuda.Event | None = None
     """When the copy is done."""
+
+    def __del__(self) -> None:
+        """A pass that failed leaves copies that were not asked for: their memory is not used before they are
+        done."""
+        if self.device is not None and self.ready is not None:
+            self.ready.wait()
 
 
 @dataclass

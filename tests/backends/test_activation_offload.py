@@ -3,13 +3,20 @@ it on a GPU."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from strop.backends.activation_offload import ActivationOffload, saved_activations
+from strop.backends.activation_offload import (
+    ActivationOffload,
+    LeavingTensors,
+    Waiting,
+    saved_activations,
+)
 
 
 class RecordedCopier:
@@ -82,6 +89,41 @@ def test_a_tensor_that_two_operations_keep_is_copied_once():
     assert [kind for kind, _ in copier.log].count("to host") == 1
     expected = state.detach().exp().t() @ torch.ones(8, 16)
     assert torch.equal(weights[0].grad, expected) and torch.equal(weights[1].grad, expected)
+
+
+def test_a_tensor_leaves_the_device_after_a_wait_for_its_copy():
+    """However far the host is ahead, the device holds so many bytes of them, or the newest alone."""
+    waited = []
+    leaving = LeavingTensors(2000)
+    alive = []
+    for place, size in enumerate((100, 200, 300, 900, 100)):
+        tensor = torch.zeros(size)
+        alive.append(StorageWeakRef(tensor.untyped_storage()))
+        leaving.add(tensor, functools.partial(waited.append, place))
+        del tensor
+        held = [i for i, storage in enumerate(alive) if not storage.expired()]
+        assert held == [[0], [0, 1], [1, 2], [3], [4]][place], "4 bytes a number"
+        assert waited == list(range(held[0])), "no memory is free before a wait"
+    leaving.clear()
+    assert waited == [0, 1, 2, 3, 4] and alive[-1].expired()
+
+
+def test_copies_of_a_failed_pass_are_waited_for():
+    class Ready:
+        waits = 0
+
+        def wait(self):
+            self.waits += 1
+
+    used, unused = Ready(), Ready()
+    host = torch.zeros(4)
+    offload = ActivationOffload(RecordedCopier())
+    asked = Waiting(0, host, device=host.clone(), ready=used)
+    offload._waiting = [asked]
+    offload.unpack(asked)
+    left = Waiting(1, host, device=host.clone(), ready=unused)
+    del asked, left
+    assert (used.waits, unused.waits) == (1, 1), "once where it was asked for"
 
 
 def test_weights_and_small_tensors_stay():

@@ -44,7 +44,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(packed, scales)
+        ctx.save_for_backward(packed)
+        ctx.scales = scales  # a buffer, which must not be offloaded as an activation
         weight = _dense(packed, scales, states.dtype)
         if states.is_cuda and states.dtype in (torch.bfloat16, torch.float16):
             return split_products.linear(states, weight, bias)
@@ -53,7 +54,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-        packed, scales = ctx.saved_tensors
+        (packed,) = ctx.saved_tensors
+        scales = ctx.scales
         to_states = None
         to_bias = None
         if ctx.needs_input_grad[0]:
