@@ -4,14 +4,14 @@
     python benchmarks/qlora_memory.py --offload-activations                   # the update in 24 GiB
     python benchmarks/qlora_memory.py --offload-activations --context 131072 --limit-gib 80
     python benchmarks/qlora_memory.py --quantization none --limit-gib 80      # LoRA over bf16 weights
-    python benchmarks/qlora_memory.py --offload-activations --plan            # the forecast by part, computes nothing
+    python benchmarks/qlora_memory.py --offload-activations --plan            # the forecast by part
     python benchmarks/qlora_memory.py --shape tiny --device cpu --context 96  # a trial
 
 The weights are random. --limit-gib is what the process may allocate (half a GiB of it is the CUDA context): a
 phase that needs more fails. Samples are drawn up to --sample-tokens, which bounds the time; the passes and
 the update have all --samples rows at the full context. `forecast_gib` is what `strop plan` expects of the
-update; --plan prints its parts at each moment that can be the peak. One process, one JSON line per phase, then
-one for the whole step.
+update; --plan prints its parts at each moment that can be the peak. One process, one JSON line per
+phase, then one for the whole step.
 """
 
 from __future__ import annotations
