@@ -156,29 +156,40 @@ def headings(page: Path) -> list[int]:
 
 
 def code(page: Path) -> list[str]:
-    """The lines of commands, without comments: a translation must have the same ones."""
-    lines = [
-        line
-        for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)
-        for line in block.splitlines()
-    ]
-    return [line.partition(" #")[0].strip() for line in lines if re.match(r"strop |make |python", line)]
+    """The commands and programs, without comments: a translation must have the same ones."""
+    found = []
+    for language, block in re.findall(r"```(\w*)\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = " ".join(re.split(r"(?:^|\s)#", line)[0].split())
+            if command and (language or re.match(r"strop |make |python|srun ", command)):
+                found.append(command)
+    return found
+
+
+def spans(page: Path) -> set[str]:
+    """What stands in backticks outside of blocks of code: keys, values, commands, files."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {span.replace("你的参数", "YOUR ARGUMENTS") for span in re.findall(r"`([^`\n]+)`", text)}
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "zh").glob("*.md")), ids=name_of)
-def test_a_chinese_page_has_the_parts_and_commands_of_the_english_one(page: Path) -> None:
+def test_a_chinese_page_has_the_parts_commands_and_keys_of_the_english_one(page: Path) -> None:
     english = ROOT / "docs" / page.name
     assert headings(page) == headings(english)
     assert code(page) == code(english)
+    missing = sorted(spans(english) - spans(page))
+    surplus = sorted(spans(page) - spans(english))
+    assert (missing, surplus) == ([], []), (
+        f"{name_of(page)} differs from {name_of(english)}: add {missing}, remove {surplus}"
+    )
 
 
 def test_the_chinese_readme_has_the_commands_and_links_of_the_english_one() -> None:
     english, chinese = ROOT / "README.md", ROOT / "README_zh.md"
-    verbs = [set(re.findall(r"`strop ([a-z-]+)", page.read_text())) for page in (english, chinese)]
-    assert verbs[0] <= verbs[1]
+    assert code(chinese) == code(english)
+    assert spans(english) <= spans(chinese), sorted(spans(english) - spans(chinese))
     links = [
-        set(re.findall(r"\]\(((?:docs|examples)/[\w./-]+)\)", page.read_text()))
-        for page in (english, chinese)
+        set(re.findall(r"\]\(((?:docs|examples)/[\w./-]+)", page.read_text())) for page in (english, chinese)
     ]
     translated = {link.replace("docs/", "docs/zh/", 1) for link in links[0]} & links[1]
     assert links[0] - links[1] <= {link.replace("docs/zh/", "docs/") for link in translated}
