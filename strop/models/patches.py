@@ -27,9 +27,11 @@ from strop.extras import require
 from strop.models import fused_modules
 from strop.models.attention import SetAttention, padded_attention
 from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
+from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.lora import base_model
 from strop.models.lora_gpu.layers import fused_lora_layers
 from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds, widen_residual
+from strop.models.self_check import refused
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
 from strop.registry import did_you_mean
 
@@ -242,8 +244,9 @@ ROLLOUT_NAMES = (
     "fp32_head",
     "fused_qkv",
     "packed_linear",
+    DELTA_RULE,
 )
-"""The patches of rollout/native/borrowed_model.py."""
+"""The patches of rollout/native/borrowed_model.py, and the kernels of layouts/delta_rule.py."""
 
 
 # --- applying and undoing -----------------------------------------------------------------------------------
@@ -255,6 +258,8 @@ class _Record:
 
     chosen: Chosen = "auto"
     applied: list[tuple[Patch, list[Change]]] = field(default_factory=list)
+    sampling: list[str] = field(default_factory=list)
+    """Names of the patches that the rollout engine uses."""
 
     @property
     def names(self) -> list[str]:
@@ -289,10 +294,13 @@ def choose_patches(model: nn.Module, chosen: Chosen) -> None:
 
 def is_chosen(model: nn.Module, patch: Patch) -> bool:
     """Whether model.patches allows this patch for this model."""
+    return patch.required or is_named(model, patch.name)
+
+
+def is_named(model: nn.Module, name: str) -> bool:
+    """Whether model.patches has this name, or all of them."""
     chosen = _record_of(model).chosen
-    if patch.required or chosen == "auto":
-        return True
-    return not isinstance(chosen, str) and patch.name in chosen
+    return chosen == "auto" or (not isinstance(chosen, str) and name in chosen)
 
 
 def apply_patches(model: nn.Module, patches: Sequence[Patch], context: PatchContext) -> None:
@@ -324,7 +332,7 @@ def patch_for_device(
         _undo_named(model, "fp32_residual")
     wanted = [patch for patch in DEVICE_PATCHES if only is None or patch.name in only]
     apply_patches(model, wanted, context)
-    _log_once(type(base_model(model)).__name__, ", ".join(applied_patches(model)) or "none")
+    _log_once(type(base_model(model)).__name__, _listed(applied_patches(model), [one.name for one in wanted]))
 
 
 def _undo_named(model: nn.Module, name: str) -> None:
@@ -333,6 +341,32 @@ def _undo_named(model: nn.Module, name: str) -> None:
         if patch.name == name:
             patch.undo(changes)
     record.applied = [one for one in record.applied if one[0].name != name]
+
+
+def _listed(names: Sequence[str], possible: Sequence[str]) -> str:
+    """Names of patches, and of `possible` ones whose kernels failed their self-check."""
+    off = [f"{name} (off: {refused[name]})" for name in possible if name in refused and name not in names]
+    return ", ".join([*names, *off]) or "none"
+
+
+def record_sampling(model: nn.Module, names: Sequence[str]) -> None:
+    """Remember the patches that the rollout engine uses for this model."""
+    _record_of(model).sampling = list(names)
+
+
+def record_kernels(model: nn.Module, name: str, used: bool) -> None:
+    """The engine runs kernels of this name, or they failed their self-check. Logs all patches of the
+    engine."""
+    names = _record_of(model).sampling
+    if used:
+        names.append(name)
+    if used or name in refused:
+        _log_once(f"{type(base_model(model)).__name__} while it samples", _listed(names, [name]))
+
+
+def sampling_patches(model: nn.Module) -> list[str]:
+    """Names of the patches that the rollout engine uses for a model, in order."""
+    return list(_record_of(model).sampling)
 
 
 @cache

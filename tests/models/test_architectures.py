@@ -23,7 +23,7 @@ from tests.models.hybrids import LATENT, OTHERS, STATEFUL, hybrid
 from tests.models.tiny import SIZE, tiny_batch
 
 PACKED = {"lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text", "kimi_linear", "falcon_h1", "granitemoehybrid"}
-PACKED |= {"gpt_oss", "mamba2"}
+PACKED |= {"gpt_oss", "mamba2", "mamba", "falcon_mamba"}
 """Those that run packed, and that the native engine samples from."""
 
 

@@ -21,6 +21,7 @@ from strop.models import fused_modules, patches, varlen
 from strop.models.build import build_policy
 from strop.models.checkpointing import checkpoint_activations
 from strop.models.forward import response_outputs
+from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.lora import add_adapters
 from strop.models.patches import (
     DEVICE_PATCHES,
@@ -271,7 +272,7 @@ def test_a_self_check_takes_no_exception_of_torch_for_a_broken_kernel():
 
 
 def test_rollout_patches_are_listed_and_undone(gpu):
-    assert (*(patch.name for patch in ROLLOUT_PATCHES), PACKED_LINEAR.name) == ROLLOUT_NAMES
+    assert (*(patch.name for patch in ROLLOUT_PATCHES), PACKED_LINEAR.name, DELTA_RULE) == ROLLOUT_NAMES
     names = [patch.name for patch in (*MODEL_PATCHES, *DEVICE_PATCHES, *ROLLOUT_PATCHES, PACKED_LINEAR)]
     assert len(set(names)) == len(names)
     model = tiny_model().train()

@@ -29,6 +29,8 @@ _CHUNKS = "torch_chunk_gated_delta_rule"
 """The function of transformers over whole rows; that of flash-linear-attention where it is installed."""
 _PADDED_TOKENS = 4096
 """Tokens of a padded group, at most: the function over whole rows needs about 20 float32 copies of them."""
+DELTA_RULE = "delta_rule"
+"""Name of the patch: these kernels in decode steps."""
 _CHECK_ULPS = 64
 """Self-check of the kernels: sums over a state have another order."""
 
@@ -215,7 +217,10 @@ class DeltaRule:
                 return [out, conv, recurrent.to(hidden.dtype)]
 
             _checked[key] = same(
-                lambda: steps(plain), lambda: steps(self._step_with(kernels)), ulps=_CHECK_ULPS
+                lambda: steps(plain),
+                lambda: steps(self._step_with(kernels)),
+                ulps=_CHECK_ULPS,
+                name=DELTA_RULE,
             )
         if _checked[key]:
             self._kernels = kernels

@@ -9,6 +9,7 @@ A mixer is found by what it does: it updates a state in transformers' cache.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -103,8 +104,12 @@ class _PassOn:
         self.mixers: list[MixerForward] = []
 
     def __call__(self, layer: nn.Module, arguments: tuple[object, ...], options: dict[str, Any]) -> None:
+        packing = options.get("packing")
+        mask = options.get("attention_mask")
+        if packing is None and isinstance(mask, Packing):
+            packing = mask
         for mixer in self.mixers:
-            mixer.packing = options.get("packing")
+            mixer.packing = packing
 
 
 class _Borrow:
@@ -124,9 +129,13 @@ class _Borrow:
 
 class _Inject:
     """Some models with a head (Mamba2) do not pass the layout on to the model inside, which would give it to
-    its layers: it is added to that call."""
+    its layers: it is added to that call. Where that model does not give it to its layers either (Mamba,
+    Falcon-Mamba), it takes the place of the attention mask, which a packed row has none of and layers do get:
+    a hook of the layers would not know the layout when gradient checkpointing runs them again."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """`name`: the argument of the model inside."""
+        self._name = name
         self._packing: Packing | None = None
 
     def begin(self, model: nn.Module, arguments: tuple[object, ...], options: dict[str, Any]) -> None:
@@ -140,13 +149,22 @@ class _Inject:
     ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         if self._packing is None or "packing" in options:
             return None
-        return arguments, {**options, "packing": self._packing}
+        return arguments, {**options, self._name: self._packing}
 
 
-def _takes_more(model: nn.Module) -> bool:
-    """Whether its forward takes arguments that it does not name."""
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    return any(one.kind is one.VAR_KEYWORD for one in parameters)
+def _layout_argument(model: nn.Module) -> str | None:
+    """The argument of its forward that reaches its layers: `packing` if it passes on what it does not name,
+    else its mask."""
+    forward = inspect.unwrap(type(model).forward)
+    parameters = inspect.signature(forward).parameters
+    read: set[object] = set()
+    for step in dis.get_instructions(forward):
+        if "LOAD" in step.opname:  # from Python 3.13 on, one instruction may load two names
+            read.update(step.argval if isinstance(step.argval, tuple) else [step.argval])
+    for name, one in parameters.items():
+        if one.kind is one.VAR_KEYWORD and name in read:
+            return "packing"
+    return "attention_mask" if "attention_mask" in parameters else None
 
 
 _prepared: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -173,8 +191,9 @@ def prepare_mixers(model: nn.Module) -> bool:
             core.register_forward_pre_hook(borrow.begin, with_kwargs=True)
             core.register_forward_hook(borrow.end, always_call=True)
             inner = core.base_model
-            if inner is not core and _takes_more(inner):
-                inject = _Inject()
+            argument = _layout_argument(inner)
+            if inner is not core and argument is not None:
+                inject = _Inject(argument)
                 core.register_forward_pre_hook(inject.begin, with_kwargs=True)
                 core.register_forward_hook(inject.end, always_call=True)
                 inner.register_forward_pre_hook(inject.add, with_kwargs=True)

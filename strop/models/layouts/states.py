@@ -26,7 +26,9 @@ _DELTA_STATES = [(_CONVOLUTION, 0), (_RECURRENT, 0)]
 class RowStates:
     """The states of all rows: [rows, ...] for each state of each mixer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kernels: bool = True) -> None:
+        """`kernels`: may decode steps of the gated delta rule run as kernels?"""
+        self._use_kernels = kernels
         self._examples: dict[int, dict[StateKey, Tensor]] = {}
         """By mixer, its states of one row, empty."""
         self._rules: dict[int, DeltaRule] = {}
@@ -43,6 +45,11 @@ class RowStates:
         for examples in self._examples.values():
             sizes += sum(example.numel() * example.element_size() for example in examples.values())
         return sizes
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether decode steps of some mixers run as kernels."""
+        return any(rule.has_step for rule in self._rules.values())
 
     def rows_within(self, size: int, rows: int) -> int:
         """So many of these rows have states of together at most so many bytes; at least one."""
@@ -69,7 +76,8 @@ class RowStates:
                 states = dict(zip(_DELTA_STATES, (conv, recurrent), strict=True))
                 return _plain_step(mixer, next_hidden, states)
 
-            rule.check_kernels(plain, hidden, begin)
+            if self._use_kernels:
+                rule.check_kernels(plain, hidden, begin)
         return out
 
     def start(self, mixer: MixerForward, hidden: Tensor, sequences: PackedSequences) -> Tensor:

@@ -27,7 +27,14 @@ from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.lora import base_model
 from strop.models.nf4.layers import Nf4Linear, dense_weight
-from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device
+from strop.models.patches import (
+    Patch,
+    PatchContext,
+    always,
+    is_chosen,
+    patch_for_device,
+    record_sampling,
+)
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.lora_bank import LoraBank
@@ -163,10 +170,15 @@ class RolloutPatches:
         if _on_gpu(self._model, context):
             patch_for_device(self._model)
         changes: list[Change] = []
+        names = []
         with _undone_on_error(changes):
             for patch in ROLLOUT_PATCHES:
                 if is_chosen(self._model, patch) and patch.applies(self._model, context):
-                    changes += patch.apply(self._model, context)
+                    made = patch.apply(self._model, context)
+                    changes += made
+                    if made:
+                        names.append(patch.name)
+        record_sampling(self._model, names)
         return changes
 
 

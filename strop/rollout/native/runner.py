@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.attention import other_kinds
+from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.layouts.mixers import prepare_mixers
+from strop.models.layouts.states import RowStates
 from strop.models.lora import base_model
+from strop.models.patches import is_named, record_kernels
 from strop.rollout.native.attention import (
     Cache,
     Decode,
@@ -90,9 +93,11 @@ class Runner:
     def _build_cache(self, fp8: bool) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
         prepare_mixers(self.model)
-        probe = ShapeProbe()
+        probe = ShapeProbe(states=RowStates(kernels=is_named(self.model, DELTA_RULE)))
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._forward(zero, zero, probe)
+        if probe.states:
+            record_kernels(self.model, DELTA_RULE, used=probe.states.has_kernels)
         kinds = other_kinds(self.model.config)
         if kinds and not probe.states:
             raise self._refusal(f"has layers of the kind {', '.join(kinds)}")

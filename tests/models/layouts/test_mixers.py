@@ -40,7 +40,9 @@ def gradients(model: Any, batch: Batch, packed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "falcon_h1", "kimi_linear"])
+@pytest.mark.parametrize(
+    "family", ["lfm2", "qwen3_5_text", "falcon_h1", "kimi_linear", "mamba", "falcon_mamba"]
+)
 def test_gradients_are_those_of_padded_rows(family: str, checkpointed: bool) -> None:
     model = hybrid(family).train()
     if checkpointed:
