@@ -243,47 +243,85 @@ def _gate(gate, up, out, width, gate_row, up_row, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gate_back(grad, gate, up, grad_gate, grad_up, total, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < total
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    above = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+def _gate_back(
+    grad, gate, up, grad_gate, grad_up, width, above_row, gate_row, up_row, out_row, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    x = tl.load(gate + row * gate_row + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_row + at, mask=inside, other=0.0).to(tl.float32)
+    above = tl.load(grad + row * above_row + at, mask=inside, other=0.0).to(tl.float32)
     kind = grad_gate.dtype.element_ty
     open_share = 1 / (1 + tl.exp(-x))
-    tl.store(grad_up + at, (above * (x * open_share).to(kind).to(tl.float32)).to(kind), mask=inside)
+    target = row * out_row + at
+    tl.store(grad_up + target, (above * (x * open_share).to(kind).to(tl.float32)).to(kind), mask=inside)
     slope = open_share * (1 + x * (1 - open_share))
-    tl.store(grad_gate + at, ((above * factor).to(kind).to(tl.float32) * slope).to(kind), mask=inside)
+    tl.store(grad_gate + target, ((above * factor).to(kind).to(tl.float32) * slope).to(kind), mask=inside)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    gates = _rows(gate)
+    ups = _rows(up)
+    rows, width = gates.shape
+    _gate[(rows, triton.cdiv(width, 1024))](
+        gates, ups, out, width, gates.stride(0), ups.stride(0), BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+def _gated_back(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """Writes the gradients, whose rows are equally far apart."""
+    above, gates, ups = (_rows(part) for part in (grad, gate, up))
+    rows, width = gates.shape
+    _gate_back[(rows, triton.cdiv(width, 1024))](
+        above, gates, ups, grad_gate, grad_up, width, above.stride(0), gates.stride(0), ups.stride(0),
+        grad_gate.stride(-2), BLOCK=1024, num_warps=4,
+    )  # fmt: skip
 
 
 class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-        gates = _rows(gate)
-        ups = _rows(up)
-        rows, width = gates.shape
-        _gate[(rows, triton.cdiv(width, 1024))](
-            gates, ups, out, width, gates.stride(0), ups.stride(0), BLOCK=1024, num_warps=4
-        )
         ctx.save_for_backward(gate, up)
-        return out
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up = (part.contiguous() for part in ctx.saved_tensors)
-        grad_gate = torch.empty_like(gate)
-        grad_up = torch.empty_like(up)
-        _gate_back[(triton.cdiv(gate.numel(), 2048),)](
-            grad.contiguous(), gate, up, grad_gate, grad_up, gate.numel(), BLOCK=2048, num_warps=4
-        )
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+        _gated_back(grad, gate, up, grad_gate, grad_up)
         return grad_gate, grad_up
+
+
+class _GatedSiluHalves(torch.autograd.Function):
+    """Both halves are views of one tensor, and so are their gradients: nothing is copied together."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        return _gated(*both.chunk(2, -1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (both,) = ctx.saved_tensors
+        slopes = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+        _gated_back(grad, *both.chunk(2, -1), *slopes.chunk(2, -1))
+        return slopes
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up."""
     result: Tensor = _GatedSilu.apply(gate, up)
+    return result
+
+
+def gated_silu_halves(both: Tensor) -> Tensor:
+    """silu(gate) · up of [..., gate and up]."""
+    result: Tensor = _GatedSiluHalves.apply(both)
     return result
 
 

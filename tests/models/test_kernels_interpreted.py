@@ -164,6 +164,11 @@ def with_gradients(function, *tensors):
     ]
 
 
+def plain_gate(both):
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def plain_norm(x, weight):
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
 
@@ -178,6 +183,13 @@ def test_small_parts_are_their_formulas_with_their_gradients():
     for quick, plain, given in (
         (lambda x, w: kernels.rms_norm(x, w, 1e-6), plain_norm, (x, weight)),
         (kernels.gated_silu, lambda gate, up: F.silu(gate) * up, (x, x.flip(0))),
+        # Halves of one tensor, also of one whose rows lie apart.
+        (kernels.gated_silu_halves, plain_gate, (x,)),
+        (
+            lambda wide: kernels.gated_silu_halves(wide[..., :24]),
+            lambda wide: plain_gate(wide[..., :24]),
+            (x,),
+        ),
         (
             lambda q, k: kernels.rotary(q, k, cos, sin),
             lambda q, k: apply_rotary_pos_emb(q, k, cos, sin),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from strop.backends.megatron.library import weigh_balance
 from strop.backends.megatron.names import places_of
 from strop.backends.megatron.options import transformer_options
 from strop.backends.megatron.passes import LastStage, run_schedule
-from strop.backends.megatron.rows import MicroRow, lay_out_row, outputs_of
+from strop.backends.megatron.rows import MicroRow, MicroRows, lay_out_row, outputs_of
 from strop.backends.megatron.schedules import megatron_schedule
 from strop.backends.megatron.stage import StageChunk, build_chunks, use_routing_biases
 from strop.backends.megatron.topology import Sizes, join
@@ -30,7 +31,6 @@ from strop.backends.megatron.weights import StageWeights
 from strop.backends.micro_batches import on_device, shard_rows, sum_reports
 from strop.backends.optimizer import optimizer_state
 from strop.backends.ranked import RankedBackend, partition_rows
-from strop.config.megatron import FAMILIES
 from strop.config.schema.megatron import MegatronConfig
 from strop.models.build import persistent_buffers
 from strop.models.heads import HEAD
@@ -147,21 +147,18 @@ class MegatronBackend(RankedBackend):
             else:
                 tables[name] = torch.zeros(len(batch), width)
         parts = self._share(batch, micro)
-        rows = self._rows(batch, want, parts)
-        waiting = dict(zip(map(id, rows), parts))  # idle rows come last
 
         def answer(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
-            own = waiting.get(id(row))
-            if own is None:
+            if row.number is None:
                 return hidden
             for name, found in self._of_last_stage(chunk, hidden, row).items():
                 if found.dim() == 2:
                     found = pad_columns(found, width)
-                tables[name][own] = found.float().cpu()
+                tables[name][parts[row.number]] = found.float().cpu()
             return hidden
 
         with torch.no_grad():
-            self._run(rows, answer, learn=False)
+            self._run(self._rows(batch, want, parts), answer, learn=False)
         for table in tables.values():  # rows of other ranks are 0 here
             dist.all_reduce(table if self._reports else table.zero_())
         return Outputs(**tables)
@@ -175,7 +172,7 @@ class MegatronBackend(RankedBackend):
         reports: list[dict[str, Tensor]] = []
 
         def learn(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
-            if row.idle:
+            if row.number is None:
                 return 0.0 * hidden.float().sum()
             outputs = Outputs(**self._of_last_stage(chunk, hidden, row))
             value, sums = loss(outputs, on_device(row.piece, self.device))
@@ -184,7 +181,7 @@ class MegatronBackend(RankedBackend):
             return value if self.scaling is None else value * self.scaling.value
 
         rows = self._rows(batch, want, parts)
-        if FAMILIES[str(self.module.config.model_type)].experts:
+        if self._balances:
             self._weigh_balance(rows)
         with self._saved_activations():
             self._run(rows, learn, learn=True)
@@ -192,11 +189,17 @@ class MegatronBackend(RankedBackend):
         self.weights.reduce_gradients()
         return self.ranks.all_reduce_sum(sum_reports(reports) if self._reports else {})
 
-    def _run(self, rows: Sequence[MicroRow], finish: LastStage, *, learn: bool) -> None:
+    def _run(self, rows: MicroRows, finish: LastStage, *, learn: bool) -> None:
         self.topology.activate()
         run_schedule(self.chunks, rows, finish, learn=learn)
 
-    def _weigh_balance(self, rows: Sequence[MicroRow]) -> None:
+    @property
+    def _balances(self) -> bool:
+        """Whether routers add losses of their own."""
+        options = self.chunks[0].gpt.config
+        return bool(options.num_moe_experts and (options.moe_aux_loss_coeff or options.moe_z_loss_coeff))
+
+    def _weigh_balance(self, rows: MicroRows) -> None:
         """A load-balancing loss is the mean over the tokens of the batch, whatever the micro-batches. Rows
         that are computed because other ranks wait count too."""
         sizes = self.topology.sizes
@@ -224,7 +227,7 @@ class MegatronBackend(RankedBackend):
             lambda: partition_rows(batch, rows, micro), "cutting the batch into micro-batches"
         )
 
-    def _rows(self, batch: Batch, want: Sequence[str], parts: list[list[int]]) -> list[MicroRow]:
+    def _rows(self, batch: Batch, want: Sequence[str], parts: list[list[int]]) -> MicroRows:
         """The packed rows of micro-batches. Idle rows follow where ranks exchange tokens for their experts,
         and where a schedule of virtual stages needs a multiple of the number of stages."""
         sizes = self.topology.sizes
@@ -233,13 +236,15 @@ class MegatronBackend(RankedBackend):
             count = max(self.ranks.all_gather_object(count))
         if sizes.virtual > 1:
             count = -(-count // sizes.pipeline) * sizes.pipeline
-        rows = [lay_out_row(batch.select(part), want, self.device, self.topology) for part in parts]
-        if count > len(rows):
+
+        def lay_out(part: list[int], number: int | None) -> MicroRow:
+            return lay_out_row(batch.select(part), want, self.device, self.topology, number)
+
+        makers = [partial(lay_out, part, number) for number, part in enumerate(parts)]
+        if count > len(parts):
             shortest = min(range(len(batch)), key=batch.lengths.__getitem__)
-            spare = batch.select([shortest])
-            for _ in range(count - len(rows)):
-                rows.append(lay_out_row(spare, want, self.device, self.topology, idle=True))
-        return rows
+            makers += [partial(lay_out, [shortest], None)] * (count - len(parts))
+        return MicroRows(makers)
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

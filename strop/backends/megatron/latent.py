@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from strop.backends.megatron.layers import LayerConfig, PackedRow, TokenRMSNorm, storage_of
+from strop.backends.megatron.layers import LayerConfig, PackedRow, TokenRMSNorm, padded_rows, storage_of
 from strop.backends.megatron.library import megatron
 from strop.models.attention import packed_attention
 
@@ -137,8 +137,7 @@ class LatentAttention(nn.Module):
         out, _none = packed_attention(
             *(self, q, k, v, None), packing=row.packing, scaling=shape.scaling, sliding_window=None
         )
-        out = F.pad(out.reshape(row.tokens, 1, -1), (0, 0, 0, 0, 0, length - row.tokens))
-        return self.o_proj(out)[0], None
+        return self.o_proj(padded_rows(out.reshape(row.tokens, 1, -1), length))[0], None
 
     def _by_head(self, states: Tensor, tokens: int) -> Tensor:
         """[N, 1, heads x D] -> [1, heads, tokens, D]."""

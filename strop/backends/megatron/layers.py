@@ -95,7 +95,40 @@ class PackedCoreAttention(nn.Module):
             scaling=self.scaling,
             sliding_window=self.window,
         )
-        return F.pad(out.reshape(row.tokens, 1, -1), (0, 0, 0, 0, 0, query.shape[0] - row.tokens))
+        return padded_rows(out.reshape(row.tokens, 1, -1), query.shape[0])
+
+
+def padded_rows(states: Tensor, rows: int) -> Tensor:
+    """`states` [n, 1, H] with zeros up to so many rows."""
+    if rows == len(states):
+        return states  # F.pad would copy them
+    return F.pad(states, (0, 0, 0, 0, 0, rows - len(states)))
+
+
+@functools.cache
+def plain_self_attention() -> Any:
+    """The attention module of megatron-core with another order of rows in its fused projection: all queries
+    of this rank, then all keys, then all values. The library's own order, group of heads by group, makes it
+    copy the queries of every token out of the product."""
+    library = megatron("transformer.attention").SelfAttention
+
+    class PlainSelfAttention(library):  # type: ignore[misc, valid-type] # imported when it is used
+        def get_query_key_value_tensors(
+            self, hidden_states: Tensor, *_: object, **__: object
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Queries [N, 1, heads, D], keys and values [N, 1, groups, D]."""
+            keys = self.num_query_groups_per_partition
+            counts = [self.num_attention_heads_per_partition, keys, keys]
+            product = self.linear_qkv(hidden_states)[0]
+            heads = product.unflatten(-1, (sum(counts), self.hidden_size_per_attention_head))
+            query, key, value = heads.split(counts, -2)
+            if self.q_layernorm is not None:
+                query = self.q_layernorm(query)
+            if self.k_layernorm is not None:
+                key = self.k_layernorm(key)
+            return query, key, value
+
+    return PlainSelfAttention
 
 
 def home_of(skeleton: Any) -> ModuleType:
@@ -136,17 +169,22 @@ def residual_sum(training: bool, fused: bool) -> Callable[..., Tensor]:
 # --- feed-forward -------------------------------------------------------------------------------------------
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, by a kernel where it gives the same numbers."""
-    if has_kernels(gate.device, gate.dtype) and _gate_kernel_is_right(gate.device, gate.dtype):
-        return _gate_kernel()(gate, up)
+def gated_silu(both: Tensor) -> Tensor:
+    """silu(gate) * up of [..., gate and up], by a kernel where it gives the same numbers."""
+    if has_kernels(both.device, both.dtype) and _gate_kernel_is_right(both.device, both.dtype):
+        return _gate_kernel()(both)
+    return _plain_gate(both)
+
+
+def _plain_gate(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def _gate_kernel() -> Callable[[Tensor, Tensor], Tensor]:
+def _gate_kernel() -> Callable[[Tensor], Tensor]:
     from strop.models import kernels
 
-    kernel: Callable[[Tensor, Tensor], Tensor] = kernels.gated_silu
+    kernel: Callable[[Tensor], Tensor] = kernels.gated_silu_halves
     return kernel
 
 
@@ -155,13 +193,13 @@ def _gate_kernel_is_right(device: torch.device, dtype: torch.dtype) -> bool:
     draw = torch.Generator().manual_seed(0)
     both, above = (torch.randn(9, size, generator=draw).to(device, dtype) for size in (96, 48))
 
-    def answers(function: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    def answers(function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with torch.enable_grad():
             given = both.clone().requires_grad_()
-            out = function(*given.chunk(2, -1))
+            out = function(given)
             return [out, *torch.autograd.grad(out, given, above)]
 
-    return same(lambda: answers(lambda gate, up: F.silu(gate) * up), lambda: answers(_gate_kernel()))
+    return same(lambda: answers(_plain_gate), lambda: answers(_gate_kernel()))
 
 
 class GatedMlp(nn.Module):
@@ -186,8 +224,7 @@ class GatedMlp(nn.Module):
         )
 
     def forward(self, states: Tensor, **_: object) -> tuple[Tensor, None]:
-        gate, up = self.linear_fc1(states)[0].chunk(2, -1)
-        return self.linear_fc2(gated_silu(gate, up))[0], None
+        return self.linear_fc2(gated_silu(self.linear_fc1(states)[0]))[0], None
 
 
 class SharedExpert(GatedMlp):
@@ -214,8 +251,7 @@ class GroupedExperts(nn.Module):
     def forward(self, states: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """`states` [n, H] are sorted by expert; `probs` [n] are their weights in the sum."""
         ends = tokens_per_expert.to(states.device).cumsum(0, dtype=torch.int32)
-        gate, up = grouped_products(states, self.gate_up, ends).chunk(2, -1)
-        inner = gated_silu(gate, up) * probs[:, None]
+        inner = gated_silu(grouped_products(states, self.gate_up, ends)) * probs[:, None]
         return grouped_products(inner.to(states.dtype), self.down, ends), None
 
 

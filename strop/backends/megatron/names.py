@@ -1,7 +1,7 @@
 """Which part of which Megatron parameter a Hugging Face weight is: one table for all families.
 
-Megatron fuses the projections of queries, keys and values of a group of heads, and the two halves of a gated
-feed-forward layer. A Hugging Face weight is therefore a range of rows of a fused parameter, once per group.
+Fused parameters have the projections of queries, keys and values of this rank one after the other, and the
+two halves of a gated feed-forward layer. A Hugging Face weight is therefore a range of rows of a parameter.
 With tensor parallelism a rank has a contiguous range of rows (or columns) of each Hugging Face weight.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from strop.backends.megatron.latent import LatentAttention
@@ -21,16 +20,15 @@ from strop.backends.megatron.topology import Topology
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `start` to `stop` of each of `groups` equal groups of rows of a parameter."""
+    """Rows `start` to `stop` of a parameter."""
 
     parameter: nn.Parameter
-    groups: int = 1
     start: int = 0
     stop: int | None = None
 
     def view(self, tensor: Tensor) -> Tensor:
-        """These rows of `tensor`, which has the shape of the parameter: [groups, rows, ...]."""
-        return tensor.view(self.groups, -1, *tensor.shape[1:])[:, self.start : self.stop]
+        """These rows of `tensor`, which has the shape of the parameter."""
+        return tensor[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,9 @@ class Place:
     """The output head of the last stage, whose weight is the embedding of the first."""
 
     def read(self, source: Tensor | None = None) -> Tensor:
-        """This rank's share of the parameter, or of `source`, which has its shape: a copy, unless it is all
-        of it."""
+        """This rank's share of the parameter, or of `source`, which has its shape: a view."""
         tensor = self.part.parameter.detach() if source is None else source
-        rows = self.part.view(tensor)
-        return rows.reshape(-1, *rows.shape[2:]).contiguous()
-
-    @torch.no_grad()
-    def write(self, share: Tensor) -> None:
-        """Round `share` into the parameter."""
-        target = self.part.view(self.part.parameter.data)
-        target.copy_(share.reshape(target.shape))
+        return self.part.view(tensor)
 
 
 def places_of(chunks: Sequence[StageChunk], topology: Topology, *, scalar: bool) -> dict[str, Place]:
@@ -112,16 +102,12 @@ def _layer(layer: Any, shares_tokens: bool) -> Iterator[tuple[str, Place]]:
 
 def _attention(attention: Any) -> Iterator[tuple[str, Place]]:
     size = attention.hidden_size_per_attention_head
-    groups = attention.num_query_groups_per_partition
-    queries = attention.num_attention_heads_per_partition // groups * size
-    bounds = {
-        "q_proj": (0, queries),
-        "k_proj": (queries, queries + size),
-        "v_proj": (queries + size, queries + 2 * size),
-    }
+    queries = attention.num_attention_heads_per_partition * size
+    keys = queries + attention.num_query_groups_per_partition * size
+    bounds = {"q_proj": (0, queries), "k_proj": (queries, keys), "v_proj": (keys, None)}
     for kind, parameter in attention.linear_qkv.named_parameters():
         for name, (start, stop) in bounds.items():
-            yield f"self_attn.{name}.{kind}", Place(Part(parameter, groups, start, stop), dim=0)
+            yield f"self_attn.{name}.{kind}", Place(Part(parameter, start, stop), dim=0)
     yield "self_attn.o_proj.weight", Place(Part(attention.linear_proj.weight), dim=1)
     for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm)):
         for kind, parameter in norm.named_parameters() if norm is not None else ():

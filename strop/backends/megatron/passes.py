@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strop.backends.megatron.library import megatron
-from strop.backends.megatron.rows import MicroRow
+from strop.backends.megatron.rows import MicroRow, MicroRows
 from strop.backends.megatron.stage import StageChunk
 
 LastStage = Callable[[StageChunk, Tensor, MicroRow], Tensor]
@@ -19,13 +19,13 @@ LastStage = Callable[[StageChunk, Tensor, MicroRow], Tensor]
 
 def run_schedule(
     chunks: Sequence[StageChunk],
-    rows: Sequence[MicroRow],
+    rows: MicroRows,
     finish: LastStage,
     *,
     learn: bool,
 ) -> None:
     """Forward (and, with `learn`, backward) passes of all rows."""
-    if not rows:
+    if not len(rows):
         return
     length = 0
     if len(chunks) > 1:

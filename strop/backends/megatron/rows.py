@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,16 +35,35 @@ class MicroRow:
     cells: Tensor
     tokens: int
     """Of all context-parallel ranks."""
-    idle: bool = False
-    """Computed because other ranks wait for it; its outputs are not used."""
+    number: int | None
+    """Of the micro-batch. None: the row is idle, computed because other ranks wait for it; its outputs are
+    not used."""
 
     @property
     def inputs(self) -> Inputs:
         return self.share.inputs
 
 
+class MicroRows:
+    """The rows of a pass. Each is laid out when a schedule first asks for it, while the device computes the
+    rows before."""
+
+    def __init__(self, makers: Sequence[Callable[[], MicroRow]]) -> None:
+        self._makers = makers
+        self._made: dict[int, MicroRow] = {}
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __iter__(self) -> Iterator[MicroRow]:
+        for place, make in enumerate(self._makers):
+            if place not in self._made:
+                self._made[place] = make()
+            yield self._made[place]
+
+
 def lay_out_row(
-    piece: Batch, want: Sequence[str], device: torch.device, topology: Topology, *, idle: bool = False
+    piece: Batch, want: Sequence[str], device: torch.device, topology: Topology, number: int | None
 ) -> MicroRow:
     """The row for the outputs named in `want`; see response_outputs of models/forward.py."""
     table = rectangle(piece.sequences)
@@ -56,11 +75,11 @@ def lay_out_row(
         ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
         last = inputs.places.gather(1, ends).squeeze(1).to(device)
         share = RankShare(last, last, inputs, slicing)
-        return MicroRow(piece, tuple(want), share, last, inputs.ids.shape[1], idle)
+        return MicroRow(piece, tuple(want), share, last, inputs.ids.shape[1], number)
     inputs = lay_out(without_last(table), packed=True, device=device)
     states, labels, cells = (part.to(device) for part in response_states(piece, table, inputs.places))
     share = RankShare(states, labels, inputs, slicing)
-    return MicroRow(piece, tuple(want), share, cells, inputs.ids.shape[1], idle)
+    return MicroRow(piece, tuple(want), share, cells, inputs.ids.shape[1], number)
 
 
 def outputs_of(

@@ -17,6 +17,7 @@ from strop.backends.megatron.layers import (
     SharedExpert,
     TokenRMSNorm,
     home_of,
+    plain_self_attention,
     residual_sum,
 )
 from strop.backends.megatron.library import megatron
@@ -194,6 +195,7 @@ def _layer(settings: Any, *, experts: bool, latent: bool) -> Any:
     if latent:
         parts.self_attention = LatentAttention
         return layer
+    parts.self_attention.module = plain_self_attention()
     attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if settings.qk_layernorm:

@@ -164,17 +164,25 @@ class StageWeights(MasterWeights):
 
     def gradient_norm(self) -> float:
         """Every weight counts once, however many ranks hold it."""
-        square = torch.zeros((), dtype=torch.float64)
+        by_copies: dict[int, list[Tensor]] = {}
         for name, master in self.masters.items():
             if master.grad is None or self.places[name].copy_of_other_stage:
                 continue
             held = 1
             if isinstance(master, DTensor):
                 held = copies(master, master.device_mesh.size())
-            norm = torch.linalg.vector_norm(local(master.grad), dtype=torch.float32)
-            square = square.to(norm.device) + norm.double().square() / held
+            if local(master.grad).numel():
+                by_copies.setdefault(held, []).append(local(master.grad))
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for held, gradients in by_copies.items():
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            square = square + norms.double().square().sum() / held
         dist.all_reduce(square)
         return float(square.sqrt())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(local(master).device for master in self.masters.values())
 
     def clear_gradients(self) -> None:
         self._pending.clear()
@@ -186,8 +194,16 @@ class StageWeights(MasterWeights):
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into Megatron's parameters."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
         for name, place in self.places.items():
-            place.write(self._gathered(self.masters[name]))
+            targets.append(place.part.view(place.part.parameter.data))
+            sources.append(self._gathered(self.masters[name]))
+            if self.distributed:  # not all gathered weights at once
+                torch._foreach_copy_(targets, sources)
+                targets, sources = [], []
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _gathered(self, master: Tensor) -> Tensor:
         """This rank's share of a weight, with the rows of other data-parallel ranks."""
