@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import statistics
@@ -42,6 +43,7 @@ class Module:
     classes: list[str] = field(default_factory=list)
 
 
+@functools.cache
 def read_modules() -> dict[str, Module]:
     """Every file of the package, by the name that Python imports it by."""
     paths = sorted(PACKAGE.rglob("*.py"))

@@ -18,6 +18,7 @@ import pytest
 
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
+from tests.source_trees import nodes, parsed
 
 REPOSITORY = Path(__file__).parent.parent
 ROOT = REPOSITORY / "strop"
@@ -95,15 +96,10 @@ def shape() -> ModuleType:
 
 
 @functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-@functools.cache
 def imports(file: Path) -> list[tuple[int, str]]:
     """(line, module) of every import in a file, inside functions too, and of `require("module", ...)`."""
     found = []
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -123,7 +119,7 @@ def imports(file: Path) -> list[tuple[int, str]]:
 def runtime_imports(file: Path) -> list[tuple[int, str]]:
     """The same without `if TYPE_CHECKING:`, which only mypy reads."""
     hidden: set[int] = set()
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             hidden.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return [(line, module) for line, module in imports(file) if line not in hidden]
@@ -246,7 +242,7 @@ def test_no_configuration_is_untyped():
     """`config: Any` would hide a mistyped key from mypy."""
     wrong = []
     for file in files():
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             if isinstance(node, ast.arg):
                 name, annotation = node.arg, node.annotation
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -354,7 +350,7 @@ OWN_DEFAULTS = {
 def literal_defaults(file: Path) -> list[tuple[int, str, object]]:
     """(line, name, value) of the parameters and class fields of a file whose default is a literal."""
     given: list[tuple[str, ast.expr]] = []
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.arguments):
             positional = [*node.posonlyargs, *node.args]
             pairs = [*zip(positional[::-1], node.defaults[::-1]), *zip(node.kwonlyargs, node.kw_defaults)]

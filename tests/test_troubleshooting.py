@@ -7,6 +7,8 @@ import functools
 import re
 from pathlib import Path
 
+from tests.source_trees import nodes
+
 ROOT = Path(__file__).parents[1]
 GAP = "\0"
 """Stands for a value inside a message."""
@@ -17,7 +19,7 @@ def texts_of_the_package() -> list[str]:
     """Every string of the source code, with GAP for each value of an f-string."""
     found = []
     for path in (ROOT / "strop").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else GAP for part in node.values]
                 found.append("".join(parts))
