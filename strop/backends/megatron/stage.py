@@ -122,6 +122,7 @@ def build_chunks(
     chunks = []
     for virtual in range(sizes.virtual):
         gpt = _gpt(config, settings, topology, virtual, tied=config.tie_word_embeddings and not scalar)
+        gpt.to(device)  # megatron-core makes routers on the CPU and moves them in their first pass
         if scalar and gpt.post_process:
             gpt.output_layer = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
             gpt.output_layer.to(device=device, dtype=head_dtype)
