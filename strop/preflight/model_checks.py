@@ -302,16 +302,20 @@ def quantization_findings(key: str, rollout: RolloutConfig, device: str) -> list
 
 def draft_findings(key: str, rollout: RolloutConfig, model: ModelConfig) -> list[ConfigFinding]:
     """An error if the draft model of the native engine has another vocabulary than the policy, or cannot be
-    read."""
+    read; or if the policy has no head for rollout.speculation.mtp."""
     from strop.models.load import load_config, resolve
+    from strop.rollout.native.speculation.mtp_head import head_files
 
-    path = rollout.speculation.draft_model
-    if path is None or rollout.speculation.enable is False:
+    settings = rollout.speculation
+    path = settings.draft_model
+    if (path is None and not settings.mtp) or settings.enable is False:
         return []
-    key = f"{key}.speculation.draft_model"
+    key = f"{key}.speculation.{'mtp' if path is None else 'draft_model'}"
     try:
         policy = local_model_config(model)
-        if policy is None:
+        if policy is None or path is None:
+            if policy is not None:
+                head_files(resolve(model.path).name, policy)
             return []
         draft = load_config(resolve(path)).get_text_config()
     except (ValueError, OSError) as problem:

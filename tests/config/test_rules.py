@@ -354,7 +354,11 @@ def test_transports_of_weights_that_are_not_there():
             "draft_model=small actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2",
             "draft_model",
         ),
-        ("mtp=true", "mtp"),
+        ("mtp=true actor_rollout_ref.rollout.speculation.draft_model=small", "mtp"),
+        (
+            "mtp=true actor_rollout_ref.rollout.tensor_model_parallel_size=2 trainer.n_gpus_per_node=2",
+            "mtp",
+        ),
         ("min_match=9", "min_match"),
         ("enable=true actor_rollout_ref.rollout.name=hf", "enable"),
     ],

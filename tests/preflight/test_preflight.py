@@ -9,6 +9,8 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from strop.config.compose import load
@@ -328,6 +330,18 @@ def test_a_draft_model_must_have_the_vocabulary_of_the_policy(tmp_path):
     assert "101 tokens, the policy one of 96" in other.message
     (missing,) = found("nowhere")
     assert "nowhere" in missing.message
+
+
+def test_mtp_needs_a_head_in_the_files_of_the_policy(tmp_path):
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    rollout = RolloutConfig(speculation=SpeculationConfig(enable=True, mtp=True))
+    (without,) = model_checks.draft_findings("rollout", rollout, model)
+    assert without.key == "rollout.speculation.mtp" and "(llama) has no weights of one" in without.message
+    names = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+    head = {f"model.layers.2.{name}.weight": torch.zeros(1) for name in names}
+    save_file(head, tmp_path / "model.safetensors")
+    assert model_checks.draft_findings("rollout", rollout, model) == []
 
 
 @pytest.mark.parametrize(

@@ -294,12 +294,20 @@ def possible_speculation(section: str, rollout: RolloutConfig) -> Findings:
             f"{path}.draft_model",
             f"{settings.draft_model} has no effect with enable=false. Set enable=auto or true.",
         )
-    if settings.mtp:
+    if settings.mtp and settings.draft_model is not None:
         yield error(
             f"{path}.mtp",
-            "multi-token prediction heads are not supported, because transformers loads a model without its "
-            "head. Set false; tokens are guessed from earlier answers, or by a draft_model.",
+            f"true and draft_model={settings.draft_model}: one of the two guesses. Set mtp=false, or "
+            "draft_model=null.",
         )
+    if settings.mtp and rollout.tensor_model_parallel_size > 1:
+        yield error(
+            f"{path}.mtp",
+            f"true with tensor_model_parallel_size={rollout.tensor_model_parallel_size}: a multi-token "
+            "prediction head drafts for a policy on one device. Set tensor_model_parallel_size=1, or false.",
+        )
+    if settings.mtp and settings.enable is False:
+        yield warning(f"{path}.mtp", "true has no effect with enable=false. Set enable=auto or true.")
     if settings.min_match > settings.max_match:
         yield error(
             f"{path}.min_match",

@@ -216,8 +216,9 @@ class SpeculationConfig:
     earlier answers. It keeps its own weights and KV cache. Tokens then have the policy's distribution, but
     are not those of decoding one by one with the same seeds; greedy ones are."""
     mtp: bool = setting(False)
-    """Guess with the model's own multi-token prediction head. Not supported: transformers loads models
-    without it."""
+    """Guess with the model's own multi-token prediction head, read from the weights in model.path: a head in
+    the layout of DeepSeek-V3 and GLM-4.5; others are refused. Its weights are not trained. What is
+    said of draft_model about distribution and seeds holds."""
 
 
 @dataclass(eq=False)

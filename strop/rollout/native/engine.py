@@ -345,7 +345,7 @@ class NativeEngine:
             size = self._cache_bytes
             if not size:  # what the cache already has stays available
                 size = self.borrowed_model.cache_memory(self._memory_share, cache.bytes)
-                size = max(cache.bytes, size - loop.runner.draft_bytes(self.max_model_len))
+                size = max(cache.bytes, size - loop.runner.draft_bytes(size, self.max_model_len))
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
             loop.scheduler.max_num_seqs, tokens = rows_and_tokens(cache, size, self._max_num_seqs)

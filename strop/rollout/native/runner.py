@@ -85,10 +85,14 @@ class Runner:
     def use_drafts(self, drafts: Drafts) -> None:
         """What passes with drafts need; see `decode`."""
         self._drafts = drafts
+        if self._graphs is not None:
+            drafts.before_resize(self._graphs.clear)
 
-    def draft_bytes(self, longest: int) -> int:
-        """Memory of a draft model and its cache, for rows of up to `longest` tokens."""
-        return 0 if self._drafts is None else self._drafts.num_bytes(longest)
+    def draft_bytes(self, size: int, longest: int) -> int:
+        """Memory of a draft model and its cache, out of `size` bytes, for rows of up to `longest` tokens."""
+        if self._drafts is None:
+            return 0
+        return self._drafts.claim(size, self.cache.bytes_per_token, longest)
 
     def _build_cache(self, fp8: bool) -> Cache:
         """An empty cache, after a forward pass of one token that shows the shapes of the layers."""
@@ -264,7 +268,8 @@ class Runner:
         used["drafts"] = drafts
         if drafts:
             assert self._drafts is not None
-            used["line_width"] = self._drafts.set_rows(samples, lengths, self.rows)
+            ahead = steps * (drafts + 1)
+            used["line_width"] = self._drafts.set_rows(samples, lengths, self.rows, ahead)
         elif self._drafts is not None:
             self._drafts.passed_by()
         for i in range(steps):

@@ -1,12 +1,9 @@
 """Drafts of a small model (rollout.speculation.draft_model).
 
-The draft model runs one token after the other ahead of the policy and draws each from its own distribution,
-with the sampling settings of the row. One pass of the policy then keeps or replaces them by the rejection
-rule (`verify.checked`), so that what is kept has the distribution of the policy.
-
-It has a KV cache of its own, a rectangle with a row for each running row. It follows the tokens only while
-drafts are made; rows that it has not followed are computed by a prefill before the next draft. Its weights
-stay as they were loaded.
+The draft model runs one token after the other ahead of the policy and draws each from its own distribution.
+It has a KV cache of its own, with a row for each running row. It follows the tokens only while drafts are
+made; rows that it has not followed are computed by a prefill before the next draft. Its weights stay as they
+were loaded.
 """
 
 from __future__ import annotations
@@ -24,19 +21,14 @@ from strop.rollout.base import num_embeddings
 from strop.rollout.native.attention import Decode, Prefill, ShapeProbe, Step
 from strop.rollout.native.borrowed_model import RolloutPatches
 from strop.rollout.native.decode_rows import DecodeRows, Features
-from strop.rollout.native.kv_cache import KVCache
 from strop.rollout.native.requests import PrefillChunk, ScheduledSample
-from strop.rollout.native.sampler import SampledTokens, drawn, probabilities, uniforms
 from strop.rollout.native.speculation.attention import AheadDecode
-from strop.rollout.native.speculation.drafts import Drafts
-from strop.rollout.native.speculation.propose import NO_TOKEN
-from strop.rollout.native.speculation.verify import checked
+from strop.rollout.native.speculation.draft_cache import DraftCache
+from strop.rollout.native.speculation.drawn import DrawnDrafts, SampleKey
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DRAFT_STREAM = 0x5DEECE66D1CE4E5B
-"""Drafts are drawn from other random numbers than the tokens of the policy."""
 _PREFILL_TOKENS = 8192
 
 
@@ -57,7 +49,7 @@ def load_draft_model(path: str, policy: PreTrainedModel, device: torch.device) -
     return model
 
 
-class ModelDrafts(Drafts):
+class ModelDrafts(DrawnDrafts):
     """Drafts from a model instead of from earlier tokens."""
 
     def __init__(self, settings: SpeculationConfig, model: PreTrainedModel, device: torch.device) -> None:
@@ -73,27 +65,14 @@ class ModelDrafts(Drafts):
                 "states along the row, which cannot be taken back where a guess was wrong. Give a model with "
                 "attention in all layers."
             )
-        self.cache = KVCache(probe.layers, dtype=probe.dtype, device=device)
-        self._followed: dict[tuple[int, int], tuple[int, int]] = {}
-        """By sample: its row in the cache, and how many of its tokens are there."""
-        self._chances = torch.empty(0)
-        """The distributions [rows, drafts, vocabulary] that the last drafts were drawn from."""
-        self._in_step = False
-        """The cache has all tokens of these samples but the newest two at most."""
-        super().__init__(settings, device)
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of the cache: recorded passes have at most so many."""
-        return 1 << (self.settings.max_rows - 1).bit_length()
-
-    def num_bytes(self, longest: int) -> int:
-        weights = sum(weight.nbytes for weight in self._model.parameters())
-        return weights + self.max_rows * longest * self.cache.bytes_per_token
+        cache = DraftCache(probe.layers, dtype=probe.dtype, device=device)
+        self._followed: dict[SampleKey, tuple[int, int]] = {}
+        """By sample: its row in the cache, and how many of its tokens are there. While every pass has drafts,
+        all but the newest two at most are."""
+        super().__init__(settings, cache, sum(weight.nbytes for weight in model.parameters()))
 
     def free(self) -> None:
         super().free()
-        self.cache.free()
         self._followed = {}
 
     def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: int) -> Tensor:
@@ -101,28 +80,25 @@ class ModelDrafts(Drafts):
         logits: Tensor = output.logits
         return logits
 
-    # --- rows -----------------------------------------------------------------------------------------------
-
-    def num_known(self, samples: Sequence[ScheduledSample]) -> int:
-        return len(samples)
-
-    def passed_by(self) -> None:
-        """Tokens were sampled without drafts."""
-        self._in_step = False
-
-    def set_rows(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], rows: DecodeRows) -> int:
-        """The samples that run from now on, by row: the cache gets the tokens that it lacks."""
-        if (self.cache.rows, self.cache.capacity) != (self.max_rows, rows.capacity):
-            self.cache.resize(self.max_rows, rows.capacity, 0)
+    def set_rows(
+        self, samples: Sequence[ScheduledSample], lengths: Sequence[int], rows: DecodeRows, ahead: int
+    ) -> int:
+        if self.cache.fit(self.max_rows, rows.capacity):
             self._followed = {}
         keys = [(sample.request, sample.index) for sample in samples]
         moves = []
-        missing = []
-        followed: dict[tuple[int, int], tuple[int, int]] = {}
-        for row, (key, length) in enumerate(zip(keys, lengths)):
+        for row, key in enumerate(keys):
             source, count = self._followed.get(key, (row, 0))
             if source != row and count:
                 moves.append((source, row))
+        self.cache.move(moves, 0)
+        held = self.cache.hold([min(rows.capacity, length + ahead) for length in lengths])
+        missing = []
+        followed: dict[SampleKey, tuple[int, int]] = {}
+        for row, (key, length) in enumerate(zip(keys, lengths)):
+            if not held[row]:
+                continue
+            _, count = self._followed.get(key, (row, 0))
             if count and self._in_step:
                 count = length - 2
             if count < length - 2:
@@ -131,7 +107,6 @@ class ModelDrafts(Drafts):
             followed[key] = (row, count)
         self._followed = followed
         self._in_step = True
-        self.cache.move(moves, max(lengths))
         tokens = [found.tolist() for found, _ in rows.read(missing)]
         chunks = [PrefillChunk(row, start, ids) for (row, start, _), ids in zip(missing, tokens)]
         for batch in _batches(chunks):
@@ -140,37 +115,23 @@ class ModelDrafts(Drafts):
             self._forward(step.ids, step.positions[None], step, **more)
         return 0
 
-    # --- a pass ---------------------------------------------------------------------------------------------
-
     def propose(self, rows: DecodeRows, count: int, num_tokens: int, used: Features, longest: int) -> Tensor:
-        fields = rows.fields
         index = torch.arange(count, device=self.device)
-        length = fields["length"][:count]
+        length = rows.fields["length"][:count]
+        ready = self.cache.followed[:count]
         drafts = []
         chances = []
         logits = self._first(rows, count, longest)
         for ahead in range(num_tokens):
-            place = length + ahead
-            column = place.clamp(max=rows.capacity)
-            chance = probabilities(logits, *rows.settings(index, place, logits, used, longest))
-            token = drawn(chance, uniforms(fields["stream"][:count] ^ _DRAFT_STREAM, place))
-            # The given tokens of a prefill by decode steps are certain.
-            token = torch.where(place < fields["num_known"][:count], fields["tokens"][index, column], token)
-            token = torch.where(place + 2 <= rows.capacity, token, NO_TOKEN)  # two tokens: it and the next
-            fields["tokens"][index, column] = token.clamp(min=0)
+            token, chance = self.draw(rows, length + ahead, logits, used, longest, ready)
             drafts.append(token)
             chances.append(chance)
             if ahead + 1 < num_tokens:
-                position = place.clamp(max=self.cache.capacity - 1)
+                position = (length + ahead).clamp(max=self.cache.capacity - 1)
                 step = Decode(self.cache, index, position, [(0, count, longest)])
                 logits = self._forward(token.clamp(min=0)[:, None], position[:, None], step)[:, -1]
         self._chances = torch.stack(chances, 1)
         return torch.stack(drafts, 1)
-
-    def sample(
-        self, rows: DecodeRows, index: Tensor, drafts: Tensor, logits: Tensor, used: Features, longest: int
-    ) -> SampledTokens:
-        return checked(rows, index, logits, used, longest, drafts, self._chances)
 
     def _first(self, rows: DecodeRows, count: int, longest: int) -> Tensor:
         """The logits after the newest token of each row. The token before it is computed once more, because

@@ -3,7 +3,7 @@ kept tokens. Addresses stay the same, so that a CUDA graph can record such a pas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,12 +67,19 @@ class Drafts:
     def passed_by(self) -> None:
         """Tokens were sampled without drafts."""
 
-    def num_bytes(self, longest: int) -> int:
-        """Memory for rows of up to `longest` tokens, if it is worth counting."""
+    def claim(self, size: int, per_token: int, longest: int) -> int:
+        """Bytes for drafts, if they are worth counting, of `size` bytes that they share with a cache of
+        `per_token` bytes. `longest`: tokens of a row."""
         return 0
 
-    def set_rows(self, samples: Sequence[ScheduledSample], lengths: Sequence[int], rows: DecodeRows) -> int:
-        """The samples that run from now on, by row. Returns the width of the lines that a pass searches."""
+    def before_resize(self, call: Callable[[], None]) -> None:
+        """`call` before tensors are replaced in the middle of a rollout: recorded passes point to them."""
+
+    def set_rows(
+        self, samples: Sequence[ScheduledSample], lengths: Sequence[int], rows: DecodeRows, ahead: int
+    ) -> int:
+        """The samples that run from now on, by row, each up to `ahead` tokens further until the next call.
+        Returns the width of the lines that a pass searches."""
         settings = self.settings
         if not len(self._lines):
             count = 1 << (settings.max_rows - 1).bit_length()  # recorded passes have at most so many

@@ -14,6 +14,7 @@ from strop.rollout.native.runner import Runner
 from strop.rollout.native.speculation.controller import Controller
 from strop.rollout.native.speculation.draft_model import ModelDrafts, load_draft_model
 from strop.rollout.native.speculation.drafts import Drafts
+from strop.rollout.native.speculation.mtp import build_mtp_drafts
 
 _PASSES_PER_SYNC = {"cpu": 1, "cuda": 8}
 """Passes with drafts between two reads of the rows' states from the device."""
@@ -27,7 +28,8 @@ class Speculator:
         self._meter = meter
         self._controller = Controller(settings, adaptive=settings.enable == "auto")
         self._max_rows = settings.max_rows
-        self._remembers = settings.memory_megabytes > 0 and settings.draft_model is None
+        drawn = settings.draft_model is not None or settings.mtp
+        self._remembers = settings.memory_megabytes > 0 and not drawn
         self._known = False
         """Most of the running rows have earlier answers to guess from."""
 
@@ -96,5 +98,7 @@ def build_speculator(settings: SpeculationConfig, runner: Runner, meter: Meter) 
     if settings.draft_model is not None:
         model = load_draft_model(settings.draft_model, runner.model, runner.device)
         drafts = ModelDrafts(settings, model, runner.device)
+    elif settings.mtp:
+        drafts = build_mtp_drafts(settings, runner.model, runner.device)
     runner.use_drafts(drafts)
     return Speculator(settings, runner, drafts, meter)
