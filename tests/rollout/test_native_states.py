@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.models.layouts.delta_rule import by_length
+from strop.models.layouts.sequences import PackedSequences
 from strop.models.layouts.states import RowStates
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import runner
@@ -93,10 +93,12 @@ def test_states_take_at_most_half_of_the_memory() -> None:
 
 
 def test_sequences_of_one_length_run_together() -> None:
-    groups = by_length([(4, 0, 3), (5, 3, 2), (6, 5, 3)], torch.device("cpu"))
-    assert [(take.tolist(), rows.tolist()) for take, rows in groups] == [
-        ([[0, 1, 2], [5, 6, 7]], [4, 6]),
-        ([[3, 4]], [5]),
+    places = [(4, 0, 3), (5, 3, 2), (6, 5, 3), (7, 8, 3)]
+    groups = PackedSequences(places, torch.device("cpu"), [False, False, False, True]).by_length
+    assert [(one.take.tolist(), one.rows.tolist(), one.continued) for one in groups] == [
+        ([[0, 1, 2], [5, 6, 7]], [4, 6], False),
+        ([[3, 4]], [5], False),
+        ([[8, 9, 10]], [7], True),
     ]
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Protocol, cast
 
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.extras import MissingExtra, require
+from strop.models.layouts.sequences import PackedSequences
 from strop.models.self_check import same
 
 _SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -27,8 +27,6 @@ _JOINT = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")
 _PARTS = ("conv1d", "dt_bias", "A_log", "norm", "out_proj", "num_v_heads", "num_k_heads", "head_v_dim")
 _CHUNKS = "torch_chunk_gated_delta_rule"
 """The function of transformers over whole rows; that of flash-linear-attention where it is installed."""
-_PADDED_TOKENS = 4096
-"""Tokens of a padded group, at most: the function over whole rows needs about 20 float32 copies of them."""
 DELTA_RULE = "delta_rule"
 """Name of the patch: these kernels in decode steps."""
 _CHECK_ULPS = 64
@@ -60,93 +58,6 @@ class _GatedNorm(Protocol):
     variance_epsilon: float
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class PaddedGroup:
-    """Sequences of similar length as a rectangle."""
-
-    members: Tensor
-    """[B]: which sequences."""
-    take: Tensor
-    """[B, T]: places of their tokens in the packed row. Padding repeats the last token of the same sequence,
-    so that a sequence with NaN spoils no other."""
-    inside: Tensor
-    """[B, T]: what is no padding."""
-
-
-class PackedSequences:
-    """Sequences (row, place of the first token, length) of a packed row, each from its first token."""
-
-    def __init__(self, sequences: Sequence[tuple[int, int, int]], device: torch.device) -> None:
-        self.sequences = sequences
-        self.device = device
-
-    @cached_property
-    def _columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        rows, starts, lengths = torch.tensor(self.sequences, device=self.device).unbind(1)
-        return rows, starts, lengths
-
-    @property
-    def rows(self) -> Tensor:
-        return self._columns[0]
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[N]: of each token in its sequence."""
-        found = [torch.arange(length) for _, _, length in self.sequences]
-        return torch.cat(found).to(self.device)
-
-    def last(self, count: int) -> tuple[Tensor, Tensor]:
-        """[S, count]: places of the last tokens of each sequence, and which of them exist."""
-        _, starts, lengths = self._columns
-        back = torch.arange(count - 1, -1, -1, device=self.device)
-        places = (starts + lengths - 1)[:, None] - back
-        return places.clamp(min=0), places >= starts[:, None]
-
-    @cached_property
-    def by_length(self) -> list[tuple[Tensor, Tensor]]:
-        """Places [B, length] and rows [B] of the sequences of each length."""
-        return by_length(self.sequences, self.device)
-
-    @cached_property
-    def padded(self) -> list[PaddedGroup]:
-        """Sequences of similar length together."""
-        order = sorted(range(len(self.sequences)), key=lambda i: self.sequences[i][2])
-        groups: list[list[int]] = []
-        for member in order:
-            length = self.sequences[member][2]
-            if groups:
-                shortest = self.sequences[groups[-1][0]][2]
-                fits = (len(groups[-1]) + 1) * length <= _PADDED_TOKENS
-                if fits and length <= 1.5 * shortest + 8:
-                    groups[-1].append(member)
-                    continue
-            groups.append([member])
-        return [self._padded_group(members) for members in groups]
-
-    def _padded_group(self, members: list[int]) -> PaddedGroup:
-        starts = torch.tensor([[self.sequences[i][1]] for i in members])
-        lengths = torch.tensor([[self.sequences[i][2]] for i in members])
-        columns = torch.arange(int(lengths.max()))[None]
-        take = starts + torch.minimum(columns, lengths - 1)
-        inside = columns < lengths
-        return PaddedGroup(
-            torch.tensor(members, device=self.device), take.to(self.device), inside.to(self.device)
-        )
-
-
-def by_length(sequences: Sequence[tuple[int, int, int]], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Sequences (row, place of the first token, length) of one length run together: padding would be in their
-    states."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for row, offset, length in sequences:
-        found.setdefault(length, []).append((row, offset))
-    groups = []
-    for length, members in found.items():
-        rows, offsets = torch.tensor(members, device=device).unbind(1)
-        groups.append((offsets[:, None] + torch.arange(length, device=device), rows))
-    return groups
 
 
 @cache
@@ -246,13 +157,17 @@ class DeltaRule:
 
         return step
 
-    def start(self, hidden: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor, Tensor]:
-        """A packed row [1, N, H] of sequences from their first tokens: the output, and the states of
-        convolution and recurrence [S, ...] after each sequence."""
+    def start(
+        self, hidden: Tensor, sequences: PackedSequences, before: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A packed row [1, N, H] of sequences: the output, and the states of convolution and recurrence
+        [S, ...] after each sequence. `before`: the states that they continue; None: all begin with their
+        first tokens."""
         mixer = self._mixer
         qkv, z, b, a = self._project(hidden[0])
-        conv_states = self._last_inputs(qkv, sequences)
-        mixed = self._convolve(qkv, sequences.positions)
+        conv_before = None if before is None else before[0]
+        conv_states = self._last_inputs(qkv, sequences, conv_before)
+        mixed = self._convolve(qkv, sequences, conv_before)
         key_width = mixer.num_k_heads * mixer.head_k_dim
         value_width = mixer.num_v_heads * mixer.head_v_dim
         query, key, value = mixed.split([key_width, key_width, value_width], -1)
@@ -273,7 +188,7 @@ class DeltaRule:
                 value[take],
                 g=g[take].masked_fill(~inside, 0),
                 beta=beta[take].masked_fill(~inside, 0),
-                initial_state=None,
+                initial_state=None if before is None else before[1][padded.members],
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
             )
@@ -301,18 +216,31 @@ class DeltaRule:
         query, key, value, z, b, a = (part[0].flatten(1) for part in parts)
         return torch.cat((query, key, value), -1), z.contiguous(), b.contiguous(), a.contiguous()
 
-    def _convolve(self, x: Tensor, positions: Tensor) -> Tensor:
-        """SiLU of the causal convolution over a packed row [N, channels]."""
+    def _convolve(self, x: Tensor, sequences: PackedSequences, before: Tensor | None) -> Tensor:
+        """SiLU of the causal convolution over a packed row [N, channels]. `before` [S, channels, taps]: the
+        inputs before it."""
         weight = self._mixer.conv1d.weight.squeeze(1).float()
         taps = weight.shape[1]
+        positions = sequences.positions
         wide = x.float()
         total = wide * weight[:, -1]
         for back in range(1, taps):
-            before = wide.roll(back, 0) * weight[:, -1 - back]
-            total += before.masked_fill_((positions < back)[:, None], 0)
+            shifted = wide.roll(back, 0)
+            outside = (positions < back)[:, None]
+            if before is None:
+                shifted.masked_fill_(outside, 0)
+            else:
+                earlier = (taps + positions - back).clamp(max=taps - 1)
+                shifted = torch.where(outside, before[sequences.members, :, earlier].float(), shifted)
+            total += shifted * weight[:, -1 - back]
         return F.silu(total.to(x.dtype))
 
-    def _last_inputs(self, x: Tensor, sequences: PackedSequences) -> Tensor:
+    def _last_inputs(self, x: Tensor, sequences: PackedSequences, before: Tensor | None) -> Tensor:
         """The state of the convolution after each sequence: [S, channels, taps]."""
-        places, exist = sequences.last(self._mixer.conv1d.weight.shape[-1])
-        return x[places].masked_fill_(~exist[..., None], 0).transpose(1, 2)
+        taps = self._mixer.conv1d.weight.shape[-1]
+        places, positions = sequences.last(taps)
+        outside = (positions < 0)[..., None]
+        if before is None:
+            return x[places].masked_fill_(outside, 0).transpose(1, 2)
+        earlier = before.transpose(1, 2).take_along_dim((taps + positions).clamp(max=taps - 1)[..., None], 1)
+        return torch.where(outside, earlier.to(x.dtype), x[places]).transpose(1, 2)

@@ -1,8 +1,9 @@
 """States of mixers by row: what linear attention, state spaces and short convolutions have instead of keys
 and values.
 
-A state is that of the last token of a row. It cannot be cut back to an earlier token, so a sequence can begin
-with the states of another one only where it begins with all of its tokens.
+A state is that of the last token of a row and cannot be cut back to an earlier token. So states are kept in
+slots besides the rows where later sequences may continue: before the last token of a prompt, whose logits
+each sample needs, and at the end of a turn.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from strop.models.layouts.delta_rule import DeltaRule, PackedSequences
+from strop.models.layouts.delta_rule import DeltaRule
 from strop.models.layouts.mixers import MixerForward
+from strop.models.layouts.sequences import PackedSequences
 
 StateKey = tuple[str, int]
 """Convolution or recurrent, and its number in transformers' cache."""
 _CONVOLUTION = "convolution"
 _RECURRENT = "recurrent"
 _DELTA_STATES = [(_CONVOLUTION, 0), (_RECURRENT, 0)]
+_PROBED_TOKENS = (4, 5)
+"""Tokens before and behind a state, to see whether a mixer continues it with several tokens at once."""
+_WRONG = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
+"""What a mixer may raise that was not written for that."""
 
 
 class RowStates:
@@ -33,8 +39,13 @@ class RowStates:
         """By mixer, its states of one row, empty."""
         self._rules: dict[int, DeltaRule] = {}
         """Mixers of the gated delta rule."""
+        self._continues: dict[type[object], bool] = {}
+        """Whether mixers of a class continue a state with several tokens at once."""
         self._states: dict[int, dict[StateKey, Tensor]] = {}
         self._rows = 0
+        self._kept: dict[int, dict[StateKey, Tensor]] = {}
+        """The same by slot."""
+        self._slots = 0
 
     def __bool__(self) -> bool:
         return bool(self._examples)
@@ -66,6 +77,9 @@ class RowStates:
         self._examples[mixer.number] = {
             key: torch.zeros_like(state[:1]) for key, state in layer.states.items()
         }
+        kind = type(mixer.mixer)
+        if kind not in self._continues:
+            self._continues[kind] = _continues_at_once(mixer, hidden)
         rule = DeltaRule.of(mixer.mixer)
         if rule is not None and sorted(layer.states) == _DELTA_STATES:
             self._rules[mixer.number] = rule
@@ -74,35 +88,105 @@ class RowStates:
 
             def plain(next_hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
                 states = dict(zip(_DELTA_STATES, (conv, recurrent), strict=True))
-                return _plain_step(mixer, next_hidden, states)
+                return _continue(mixer, next_hidden, states, at_once=True)
 
             if self._use_kernels:
                 rule.check_kernels(plain, hidden, begin)
         return out
 
     def start(self, mixer: MixerForward, hidden: Tensor, sequences: PackedSequences) -> Tensor:
-        """Run a mixer over a packed row [1, N, H] of sequences from their first tokens."""
+        """Run a mixer over a packed row [1, N, H] of sequences that begin or continue. Keep the states before
+        last tokens where a sequence has a slot for them."""
+        if sequences.kept is None:
+            return self._run(mixer, hidden, sequences)
+        parts = sequences.last_tokens
+        out = torch.empty_like(hidden)
+        if parts.before is not None:
+            out[:, parts.before_places] = self._run(mixer, hidden[:, parts.before_places], parts.before)
+        states = self._states[mixer.number]
+        rows, slots = sequences.kept
+        for key, state in states.items():
+            state[parts.empty] = 0
+            self._kept[mixer.number][key][slots] = state[rows]
+        own = {key: state[sequences.rows] for key, state in states.items()}
+        out[0, parts.last_places] = self._step(mixer, hidden[0, parts.last_places, None], own)[:, 0]
+        for key, state in own.items():
+            states[key][sequences.rows] = state
+        return out
+
+    def _run(self, mixer: MixerForward, hidden: Tensor, sequences: PackedSequences) -> Tensor:
         states = self._states[mixer.number]
         if mixer.number in self._rules:
-            out, *after = self._rules[mixer.number].start(hidden, sequences)
+            before = None
+            if sequences.any_continued:
+                fresh = torch.tensor(sequences.continued, device=hidden.device).logical_not()
+                conv, recurrent = (states[key][sequences.rows] for key in _DELTA_STATES)
+                conv[fresh] = 0
+                recurrent[fresh] = 0
+                before = (conv, recurrent)
+            out, *after = self._rules[mixer.number].start(hidden, sequences, before)
             for key, state in zip(_DELTA_STATES, after, strict=True):
                 states[key][sequences.rows] = state.to(states[key].dtype)
             return out
         out = torch.empty_like(hidden)
-        for take, rows in sequences.by_length:
-            layer = _CacheLayer(mixer.num_states)
-            out[0, take] = mixer.run(hidden[0, take], layer.cache(mixer.layer)).to(out.dtype)
-            for key, state in layer.states.items():
-                states[key][rows] = state.to(states[key].dtype)
+        for group in sequences.by_length:
+            part = hidden[0, group.take]
+            if group.continued:
+                found = {key: state[group.rows] for key, state in states.items()}
+                at_once = self._continues[type(mixer.mixer)]
+                out[0, group.take] = _continue(mixer, part, found, at_once=at_once).to(out.dtype)
+            else:
+                layer = _CacheLayer(mixer.num_states)
+                out[0, group.take] = mixer.run(part, layer.cache(mixer.layer)).to(out.dtype)
+                found = layer.states
+            for key, state in found.items():
+                states[key][group.rows] = state.to(states[key].dtype)
         return out
 
-    def step(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
-        """Run a mixer over the next tokens [B, 1, H] of the first B rows."""
+    def step(self, mixer: MixerForward, hidden: Tensor, running: Tensor | None = None) -> Tensor:
+        """Run a mixer over the next tokens [B, 1, H] of the first B rows. `running` [B]: rows whose states
+        are updated; None: all."""
         own = {key: state[: len(hidden)] for key, state in self._states[mixer.number].items()}
+        if running is None:
+            return self._step(mixer, hidden, own)
+        before = {key: state.clone() for key, state in own.items()}
+        out = self._step(mixer, hidden, own)
+        for key, state in own.items():
+            state.copy_(torch.where(running.view(-1, *[1] * (state.dim() - 1)), state, before[key]))
+        return out
+
+    def _step(self, mixer: MixerForward, hidden: Tensor, own: dict[StateKey, Tensor]) -> Tensor:
+        """The next tokens of rows with these states, which are updated."""
         rule = self._rules.get(mixer.number)
         if rule is not None and rule.has_step:
             return rule.step(hidden, *(own[key] for key in _DELTA_STATES))
-        return _plain_step(mixer, hidden, own)
+        return _continue(mixer, hidden, own, at_once=True)
+
+    # --- slots ----------------------------------------------------------------------------------------------
+
+    def fit_slots(self, slots: int) -> None:
+        """Have at least so many slots."""
+        if slots <= self._slots:
+            return
+        for number, examples in self._examples.items():
+            old = self._kept.get(number, {})
+            new = {}
+            for key, example in examples.items():
+                new[key] = example.new_empty(slots, *example.shape[1:])
+                if key in old:
+                    new[key][: self._slots] = old.pop(key)
+            self._kept[number] = new
+        self._slots = slots
+
+    def save(self, rows: Sequence[int], slots: Sequence[int]) -> None:
+        """Keep the states of these rows in these slots."""
+        for number, states in self._states.items():
+            _copy(states, rows, self._kept[number], slots)
+
+    def load(self, slots: Sequence[int], rows: Sequence[int]) -> None:
+        """These rows get the states of these slots."""
+        for number, states in self._states.items():
+            _copy(self._kept[number], slots, states, rows)
 
     # --- rows -----------------------------------------------------------------------------------------------
 
@@ -133,10 +217,52 @@ class RowStates:
     def free(self) -> None:
         self._states = {}
         self._rows = 0
+        self._kept = {}
+        self._slots = 0
 
 
-def _plain_step(mixer: MixerForward, hidden: Tensor, own: dict[StateKey, Tensor]) -> Tensor:
-    """The mixer's own forward over the next tokens of rows with these states, which are updated."""
+def _copy(
+    source: dict[StateKey, Tensor],
+    sources: Sequence[int],
+    target: dict[StateKey, Tensor],
+    targets: Sequence[int],
+) -> None:
+    for key, state in source.items():
+        target[key][list(targets)] = state[list(sources)]
+
+
+@torch.no_grad()
+def _continues_at_once(mixer: MixerForward, like: Tensor) -> bool:
+    """Whether the mixer continues a state with several tokens as it does token by token. Some begin anew:
+    then a part of the output differs as much as without the state."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    first, more = _PROBED_TOKENS
+    drawn = torch.empty(1, first + more, like.shape[-1], dtype=torch.float32, device=like.device)
+    hidden = drawn.normal_(generator=generator).to(like.dtype)
+    layer = _CacheLayer(mixer.num_states)
+    mixer.run(hidden[:, :first], layer.cache(mixer.layer))
+    rest = hidden[:, first:]
+    slow = {key: state.clone() for key, state in layer.states.items()}
+    fast = {key: state.clone() for key, state in layer.states.items()}
+    expected = _continue(mixer, rest, slow, at_once=False)
+    try:
+        found = _continue(mixer, rest, fast, at_once=True)
+    except _WRONG:
+        return False
+    anew = mixer.run(rest, _CacheLayer(mixer.num_states).cache(mixer.layer))
+    allowed = 0.1 * (anew - expected).abs().amax()
+    right = (found - expected).abs().amax() <= allowed
+    for key, state in slow.items():
+        right &= (fast[key] - state).abs().amax() <= 0.1 * state.abs().amax()
+    return bool(right)
+
+
+def _continue(mixer: MixerForward, hidden: Tensor, own: dict[StateKey, Tensor], *, at_once: bool) -> Tensor:
+    """The mixer's own forward over the next tokens [B, T, H] of rows with these states, which are updated;
+    all tokens of a row at once or one after the other."""
+    if not at_once:
+        steps = [_continue(mixer, token, own, at_once=True) for token in hidden.split(1, 1)]
+        return torch.cat(steps, 1)
     layer = _CacheLayer(mixer.num_states)
     layer.continue_from(own)
     out = mixer.run(hidden, layer.cache(mixer.layer))

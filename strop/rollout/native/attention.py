@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from strop.models.layouts.delta_rule import PackedSequences
 from strop.models.layouts.mixers import MixerForward
+from strop.models.layouts.sequences import PackedSequences
 from strop.models.layouts.states import RowStates
 from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
@@ -31,14 +31,6 @@ from strop.rollout.native.requests import Member, PrefillChunk, similar_lengths
 NAME = "strop_rollout"
 
 Cache = KVCache | PagedKVCache
-
-
-def rows_and_tokens(cache: Cache, size: int, rows: int) -> tuple[int, int]:
-    """How many of `rows` rows, and how many tokens of them together, fit into `size` bytes."""
-    if cache.has_states:
-        rows = cache.states.rows_within(size // 2, rows)
-        size -= rows * cache.states.bytes_per_row
-    return rows, size // cache.bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -176,9 +168,10 @@ class Prefill:
 
     @cached_property
     def _sequences(self) -> PackedSequences:
-        assert all(chunk.start == 0 for _, chunk in self._members), "a mixer begins at the first token"
         places = [(chunk.row, offset, len(chunk.tokens)) for offset, chunk in self._members]
-        return PackedSequences(places, self._device)
+        continued = [chunk.start > 0 for _, chunk in self._members]
+        slots = [chunk.slot for _, chunk in self._members]
+        return PackedSequences(places, self._device, continued, slots)
 
     @cached_property
     def groups(self) -> list[_PaddedGroup]:
@@ -247,16 +240,23 @@ class Decode:
     """
 
     def __init__(
-        self, cache: Cache, rows: Tensor, positions: Tensor, spans: Sequence[tuple[int, int, int]]
+        self,
+        cache: Cache,
+        rows: Tensor,
+        positions: Tensor,
+        spans: Sequence[tuple[int, int, int]],
+        running: Tensor | None = None,
     ) -> None:
+        """`running`: rows whose states are updated; None: all."""
         self.cache = cache
+        self._running = running
         self.rows = rows
         self.positions = positions
         self.spans = spans
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
-        return self.cache.states.step(mixer, hidden)
+        return self.cache.states.step(mixer, hidden, self._running)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -29,7 +29,6 @@ from strop.rollout.base import (
 )
 from strop.rollout.native.adapters import NO_ADAPTER, Adapters
 from strop.rollout.native.async_driver import AsyncDriver
-from strop.rollout.native.attention import rows_and_tokens
 from strop.rollout.native.borrowed_model import BorrowedModel
 from strop.rollout.native.images import image_problem, prompt_images
 from strop.rollout.native.lora_bank import LoraBank
@@ -348,7 +347,7 @@ class NativeEngine:
                 size = max(cache.bytes, size - loop.runner.draft_bytes(size, self.max_model_len))
             if self._tensor_parallel is not None:  # all ranks must schedule alike
                 size = self._tensor_parallel.smallest(size)
-            loop.scheduler.max_num_seqs, tokens = rows_and_tokens(cache, size, self._max_num_seqs)
+            loop.scheduler.max_num_seqs, tokens = loop.runner.rows_and_tokens(size, self._max_num_seqs)
             loop.set_budget(tokens)
         return loop
 

@@ -46,6 +46,8 @@ class Meter:
         self.tokens = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
+        self.continued_tokens = 0
+        """Tokens that were not computed because states behind them were kept."""
         self.out_of_memory = 0
         self._computed_tokens = 0
         self._needed_tokens = 0
@@ -125,6 +127,7 @@ class Meter:
             "tail_seconds": self._tail_seconds,
             "preemptions": float(self.preemptions),
             "recomputed_tokens": float(self.recomputed_tokens),
+            "continued_tokens": float(self.continued_tokens),
             "out_of_memory": float(self.out_of_memory),
             "speculation/share_of_steps": _ratio(self._passes_with_drafts, self._steps),
             "speculation/memory_seconds": self.memory_seconds,

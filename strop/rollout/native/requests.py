@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
 from strop.rollout.base import Completion, Request, Sampling, error_completions
 from strop.rollout.native.images import PromptImages
-from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, RowPlacement
+from strop.rollout.native.kv_cache import RowPlacement
+from strop.rollout.native.prefixes.cache import CachedPrefix
 
 Listener = Callable[[list[int], list[float]], None]
 
@@ -144,6 +144,13 @@ class ScheduledSample:
             return self.sequence
         return [*self.images.keys, *self.tokens]
 
+    def stream_new_tokens(self) -> None:
+        """Give the listener what it does not have yet."""
+        if self.listener is not None and len(self.tokens) > self.num_streamed:
+            start = self.num_streamed
+            self.num_streamed = len(self.tokens)
+            self.listener(self.tokens[start:], self.log_probs[start:])
+
     @property
     def image_end(self) -> int:
         """The position behind the last image token."""
@@ -166,6 +173,10 @@ class Admission:
     decode_prefill: bool = False
     """So few tokens are not cached that decode steps compute them: the steps feed it the next token of its
     sequence instead of sampling one."""
+    snapshot: int | None = None
+    """The slot with the states after the cached tokens, of a model with states."""
+    keeps_states: bool = False
+    """Other sequences may begin with the same tokens: the states before the last one are kept."""
 
     @property
     def placement(self) -> RowPlacement:
@@ -183,6 +194,8 @@ class PrefillChunk:
     row: int
     start: int
     tokens: Sequence[int]
+    slot: int | None = None
+    """Where the states before its last token are kept."""
 
     @property
     def end(self) -> int:
@@ -211,28 +224,3 @@ def similar_lengths(members: list[Member]) -> Iterator[list[Member]]:
                 group = []
         group.append(member)
     yield group
-
-
-# --- hashes of prefixes -------------------------------------------------------------------------------------
-
-_HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
-_ADAPTER_BASE = 0xD6E8FEB86659FD93
-
-
-@cache
-def _powers(size: int) -> np.ndarray:
-    return np.cumprod(np.full(size, _HASH_BASE), dtype=np.uint64)
-
-
-def prefix_hashes(tokens: Sequence[int]) -> np.ndarray:
-    """Hashes of the first 1, 2, 3 ... tokens."""
-    powers = _powers(1 << len(tokens).bit_length())[: len(tokens)]
-    values = np.array(tokens, dtype=np.uint64) + np.uint64(1)
-    return np.cumsum(values * powers, dtype=np.uint64)
-
-
-def block_hashes(tokens: Sequence[int], adapter: int = 0) -> list[int]:
-    """Hashes of the first 16, 32, 48 ... tokens, under one adapter."""
-    sums = prefix_hashes(tokens[: len(tokens) // BLOCK * BLOCK])[BLOCK - 1 :: BLOCK]
-    hashes: list[int] = (sums + np.uint64(adapter * _ADAPTER_BASE % (1 << 64))).tolist()
-    return hashes

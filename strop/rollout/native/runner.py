@@ -24,11 +24,12 @@ from strop.rollout.native.attention import (
     Step,
 )
 from strop.rollout.native.cuda_graphs import CudaGraphs
-from strop.rollout.native.decode_rows import DecodeRows, Features
+from strop.rollout.native.decode_rows import RUNNING, DecodeRows, Features
 from strop.rollout.native.images import ImagePrefill
 from strop.rollout.native.kv_cache import CacheTensors, KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
+from strop.rollout.native.prefixes.kept_states import KeptStates
 from strop.rollout.native.quantization.cache import ShortTensors
 from strop.rollout.native.requests import Admission, PrefillChunk, ScheduledSample
 from strop.rollout.native.speculation.attention import AheadDecode
@@ -69,8 +70,8 @@ class Runner:
         self.rows = DecodeRows(self.device)
         self.images = ImagePrefill(model)
         self.cache = self._build_cache(fp8_cache)
-        # A mixer begins at the first token of a sequence.
-        self.chunked = chunked and not self.cache.has_states
+        self.chunked = chunked
+        self.kept = KeptStates(self.cache.states)
         self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
         self._graphs: CudaGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -87,6 +88,12 @@ class Runner:
         self._drafts = drafts
         if self._graphs is not None:
             drafts.before_resize(self._graphs.clear)
+
+    def rows_and_tokens(self, size: int, rows: int) -> tuple[int, int]:
+        """How many of `rows` rows, and how many tokens of them together, fit into `size` bytes."""
+        if self.cache.has_states:
+            rows, size = self.kept.fit_memory(size, rows)
+        return rows, size // self.cache.bytes_per_token
 
     def draft_bytes(self, size: int, longest: int) -> int:
         """Memory of a draft model and its cache, out of `size` bytes, for rows of up to `longest` tokens."""
@@ -178,6 +185,7 @@ class Runner:
         if self._graphs is not None:
             self._graphs.check(self.model)
         self.rows.fill(admissions)
+        self.kept.load(admissions)
         computed = 0
         chunks = []
         by_row: dict[int, Admission] = {}
@@ -192,6 +200,8 @@ class Runner:
             if not admission.decode_prefill:
                 by_row[admission.row] = admission
                 chunks.append(PrefillChunk(admission.row, num_cached, sample.sequence[num_cached:]))
+        if self.kept.active:
+            chunks = self.kept.with_slots(chunks, by_row)
         chunks.sort(key=lambda chunk: by_row[chunk.row].sample.adapter)
         for batch in self._batches(chunks):
             self._run_chunks(batch, by_row, duplicates)
@@ -246,7 +256,7 @@ class Runner:
                 fits_in_no_batch = len(chunk.tokens) > self.batch_tokens
                 if self.chunked and room > 0 and (not batches[-1] or fits_in_no_batch):
                     batches[-1].append(PrefillChunk(chunk.row, chunk.start, chunk.tokens[:room]))
-                    chunk = PrefillChunk(chunk.row, chunk.start + room, chunk.tokens[room:])
+                    chunk = PrefillChunk(chunk.row, chunk.start + room, chunk.tokens[room:], chunk.slot)
                 elif not batches[-1]:
                     break
                 batches.append([])
@@ -266,6 +276,8 @@ class Runner:
         if self.lora.hooks:
             used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
         used["drafts"] = drafts
+        # A row may finish before the last of these steps, and its states must stay as they are then.
+        used["stops_states"] = self.kept.active and steps > 1 and any(one.multi_turn for one in samples)
         if drafts:
             assert self._drafts is not None
             ahead = steps * (drafts + 1)
@@ -308,7 +320,8 @@ class Runner:
         if shared is None:
             if self.lora.hooks:
                 self.lora.use_rows(count)
-            decode = Decode(self.cache, rows, positions, spans)
+            running = self.rows.fields["state"][:count] == RUNNING if used["stops_states"] else None
+            decode = Decode(self.cache, rows, positions, spans, running)
             logits = self._forward(ids[:, None], turns, decode)[:, -1]
         else:
             first = shared.first

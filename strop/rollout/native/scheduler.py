@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
-from strop.rollout.native.kv_cache import CachedPrefix, PrefixCache
 from strop.rollout.native.pages import PAGE, pages_for
-from strop.rollout.native.requests import Admission, ScheduledSample, block_hashes
+from strop.rollout.native.prefixes.cache import CachedPrefix, PrefixCache
+from strop.rollout.native.prefixes.hashes import BLOCK, block_hashes
+from strop.rollout.native.requests import Admission, ScheduledSample
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""
@@ -40,7 +41,7 @@ class Scheduler:
         `min_admit_share`: while more samples wait than rows are free, new samples wait until they are this
         share of all rows, so that few large passes prefill them instead of many small ones.
         `max_decode_prefill`: limit of uncached tokens that decode steps prefill. `copies_prefixes`: a
-        sequence may begin with a part of another; else only with all of it.
+        sequence may begin with any part of another; else only where states are kept.
         """
         self.max_num_seqs = max_num_seqs
         self.budget = budget
@@ -189,7 +190,7 @@ class Scheduler:
         """The row with the longest common prefix: a running sample of the same request, another row, or a row
         admitted at the same time."""
         if not self.copies_prefixes:
-            return Admission(sample, prefix.row)
+            return self._find_snapshot(sample, prefix)
         source = sibling
         num_cached = 0
         second_pass = False
@@ -208,9 +209,37 @@ class Scheduler:
             second_pass = True
         # The last token is always computed: its logits are needed.
         num_cached = min(num_cached, len(prefix.tokens) - 1)
-        num_uncached = len(prefix.tokens) - num_cached
-        decode_prefill = max(0, sample.image_end - 1) < num_cached and num_uncached <= self.max_decode_prefill
+        decode_prefill = self._in_decode_steps(sample, len(prefix.tokens), num_cached)
         return Admission(sample, prefix.row, source, num_cached, second_pass, decode_prefill=decode_prefill)
+
+    def _in_decode_steps(self, sample: ScheduledSample, length: int, num_cached: int) -> bool:
+        """Whether decode steps compute what is not cached of a sequence."""
+        return max(0, sample.image_end - 1) < num_cached and length - num_cached <= self.max_decode_prefill
+
+    def _find_snapshot(self, sample: ScheduledSample, prefix: CachedPrefix) -> Admission:
+        """For a model with states: a row with the keys and values of a beginning after which its states are
+        kept."""
+        length = len(prefix.tokens)
+        # Only conversations and further samples of the same prompt, which are next, come back to it.
+        more = bool(self.waiting) and self.waiting[0].request == sample.request
+        keeps = bool(self.prefix_cache.snapshots.max_slots) and length > BLOCK and (sample.multi_turn or more)
+        found = self.prefix_cache.find_snapshot(prefix.tokens, prefix.hashes, prefix.adapter)
+        if found is None:
+            return Admission(sample, prefix.row, keeps_states=keeps)
+        match, slot = found
+        num_cached = match.num_tokens
+        if num_cached == len(match.prefix.tokens):
+            self.prefix_cache.superseded.append(match.prefix)  # the new row holds the same and more
+        decode_prefill = self._in_decode_steps(sample, length, num_cached)
+        return Admission(
+            sample,
+            prefix.row,
+            match.prefix.row,
+            num_cached,
+            decode_prefill=decode_prefill,
+            snapshot=slot,
+            keeps_states=keeps and not decode_prefill,
+        )
 
     def cache_shape(self, spare: int = 0) -> tuple[int, int]:
         """Rows and capacity that the cache should have: all rows up to their limit and some more rows, if the

@@ -61,7 +61,9 @@ class StepLoop:
             max_decode_prefill=_MAX_DECODE_PREFILL.get(kind, 0),
             copies_prefixes=not runner.cache.has_states,
         )
-        self._prefix_caching = prefix_caching and not runner.cache.has_states
+        self._prefix_caching = prefix_caching
+        if prefix_caching and runner.cache.has_states:
+            runner.kept.use(self.scheduler.prefix_cache.snapshots)
         self._on_finished = on_finished
         self._after_step = after_step
         self._meter = meter
@@ -179,6 +181,8 @@ class StepLoop:
         self._meter.admitted(computed, sum(admission.sample.length for admission in admissions))
         for admission in admissions:
             sample = admission.sample
+            if admission.snapshot is not None:
+                self._meter.continued_tokens += admission.num_cached_tokens
             if sample.preempted and admission.duplicate_of is None:
                 self._meter.recomputed_tokens += sample.length - admission.num_cached_tokens
             sample.preempted = False
@@ -339,7 +343,7 @@ class StepLoop:
             return
         self._read_tokens(rows)
         for row in rows:
-            _stream_new_tokens(self.scheduler.running[row])
+            self.scheduler.running[row].stream_new_tokens()
 
     def _finish(self, rows: Sequence[int], finishes: Sequence[str]) -> None:
         """Return these rows' samples and close the gaps. Their cached keys and values stay if other sequences
@@ -354,6 +358,7 @@ class StepLoop:
                 # prefill has more uncomputed tokens.
                 if finish != "error" and sample.length > sample.decode_prefill_len:
                     reusable[row] = tuple(sample.prefix_keys[:-1])
+            self.runner.kept.keep((row, scheduler.running[row]) for row in reusable)
         used = max(scheduler.lengths)
         self._close_gaps(scheduler.remove_finished(rows, reusable), used)
         for sample, finish in zip(samples, finishes):
@@ -368,7 +373,7 @@ class StepLoop:
         self._num_filled = count
 
     def _complete(self, sample: ScheduledSample, finish: str, error: str | None = None) -> None:
-        _stream_new_tokens(sample)
+        sample.stream_new_tokens()
         self._meter.tokens += len(sample.tokens)
         if self._speculator is not None and error is None:
             self._speculator.remember(sample)
@@ -391,10 +396,3 @@ class StepLoop:
             sample.versions = merge_spans([*sample.versions, (self.version, new)])
             sample.tokens, sample.packed = tokens.tolist(), tokens
             sample.log_probs = log_probs
-
-
-def _stream_new_tokens(sample: ScheduledSample) -> None:
-    if sample.listener is not None and len(sample.tokens) > sample.num_streamed:
-        start = sample.num_streamed
-        sample.num_streamed = len(sample.tokens)
-        sample.listener(sample.tokens[start:], sample.log_probs[start:])
