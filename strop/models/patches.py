@@ -243,6 +243,7 @@ ROLLOUT_NAMES = (
     "residual_in_place",
     "fp32_head",
     "fused_qkv",
+    "state_precision",
     "packed_linear",
     DELTA_RULE,
 )

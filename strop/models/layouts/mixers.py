@@ -201,6 +201,11 @@ def prepare_mixers(model: nn.Module) -> bool:
     return _prepared[core]
 
 
+def mixers_of(model: nn.Module) -> list[nn.Module]:
+    """The mixers of a model."""
+    return [part for part in base_model(model).modules() if _is_mixer(part)]
+
+
 def mixer_names(model: nn.Module) -> list[str]:
     """Paths of the mixers in the model."""
     return [name for name, part in base_model(model).named_modules() if _is_mixer(part)]

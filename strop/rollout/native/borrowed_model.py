@@ -25,21 +25,17 @@ from strop.models import fused_modules
 from strop.models.attention import SetAttention
 from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
+from strop.models.layouts.state_space import wide_steps
 from strop.models.lora import base_model
 from strop.models.nf4.layers import Nf4Linear, dense_weight
-from strop.models.patches import (
-    Patch,
-    PatchContext,
-    always,
-    is_chosen,
-    patch_for_device,
-    record_sampling,
-)
+from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import cache_memory
 from strop.rollout.native.quantization import QuantizedLayers
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 # --- rollout patches ----------------------------------------------------------------------------------------
 
@@ -107,7 +103,7 @@ def _residual_in_place(model: nn.Module, context: PatchContext) -> list[Change]:
 
 def _fp32_head(model: nn.Module, context: PatchContext) -> list[Change]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+    if type(head) is not nn.Linear or head.weight.dtype not in _NARROW:
         return []
     return done([SetAttribute(head, "forward", _wide_forward(head))])
 
@@ -120,6 +116,10 @@ def _wide_forward(head: nn.Linear) -> Callable[[Tensor], Tensor]:
         return logits.view(*hidden.shape[:-1], -1)
 
     return forward
+
+
+def _state_precision(model: nn.Module, context: PatchContext) -> list[Change]:
+    return done(wide_steps(model)) if context.dtype in _NARROW else []
 
 
 def _fused_qkv(model: nn.Module, context: PatchContext) -> list[Change]:
@@ -136,6 +136,7 @@ ROLLOUT_PATCHES = (
     Patch("residual_in_place", _on_gpu, _residual_in_place),
     Patch("fp32_head", _on_gpu, _fp32_head),
     Patch("fused_qkv", _on_gpu, _fused_qkv),
+    Patch("state_precision", always, _state_precision),
 )
 
 

@@ -70,7 +70,8 @@ class Runner:
         self.rows = DecodeRows(self.device)
         self.images = ImagePrefill(model)
         self.cache = self._build_cache(fp8_cache)
-        self.chunked = chunked
+        # A prompt in several passes would have its states summed in another order than in training.
+        self.chunked = chunked and not self.cache.has_states
         self.kept = KeptStates(self.cache.states)
         self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
         self._graphs: CudaGraphs | None = None
