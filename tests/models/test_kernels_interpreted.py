@@ -364,6 +364,15 @@ def test_a_step_of_the_gated_delta_rule_is_that_of_the_module(family, dtype, tol
     for name, state in plain._states[0].items():
         assert (state - fast._states[0][name]).abs().max() < tolerance, name
         assert (fast._states[0][name][5] == 0).all(), "rows behind the running ones stay"
+    before = {name: state.clone() for name, state in fast._states[0].items()}
+    running = torch.tensor([True, False, True, False, False])
+    with torch.no_grad():
+        expected, found = (states.step(mixer, hidden, running) for states in (plain, fast))
+    assert (expected - found).abs().max() < tolerance * max(1, expected.abs().max())
+    for name, state in fast._states[0].items():
+        assert torch.equal(state[[1, 3, 4]], before[name][[1, 3, 4]]), "the states of finished rows stay"
+        assert (state - plain._states[0][name]).abs().max() < tolerance
+        assert not torch.equal(state[0], before[name][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

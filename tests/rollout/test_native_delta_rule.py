@@ -22,7 +22,7 @@ SAMPLING = Sampling(max_tokens=5, ignore_eos=True)
 PROMPT = [7, 4, 4, 30, 12, 8, 57]
 
 
-def convolve_step(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+def convolve_step(x: Tensor, weight: Tensor, state: Tensor, running: Tensor | None = None) -> Tensor:
     state.copy_(torch.cat((state[..., 1:], x[..., None]), -1))
     return F.silu((state * weight).sum(-1))
 
@@ -36,7 +36,13 @@ def delta_kernels(error: float) -> Any:
     """The kernels as plain torch, with a relative error of the state."""
 
     def delta_step(
-        mixed: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, bias: Tensor, state: Tensor
+        mixed: Tensor,
+        a: Tensor,
+        b: Tensor,
+        log_decay: Tensor,
+        bias: Tensor,
+        state: Tensor,
+        running: Tensor | None = None,
     ) -> Tensor:
         rows, heads, key_size, value_size = state.shape
         key_width = (mixed.shape[1] - heads * value_size) // 2

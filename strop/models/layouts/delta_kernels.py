@@ -24,10 +24,16 @@ def _silu(x):
 
 
 @triton.jit
-def _convolve(x, weight, state, out, channels, stride, TAPS: tl.constexpr, BLOCK: tl.constexpr):
+def _convolve(
+    x, weight, state, out, running, channels, stride,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
+    written = inside
+    if SOME:
+        written = inside & (tl.load(running + row) != 0)
     own = state + (row * channels + channel) * TAPS
     kind = out.dtype.element_ty
     new = tl.load(x + row * stride + channel, mask=inside, other=0.0)
@@ -37,29 +43,30 @@ def _convolve(x, weight, state, out, channels, stride, TAPS: tl.constexpr, BLOCK
         old = tl.load(own + tap, mask=inside, other=0.0)
         factor = tl.load(weight + channel * TAPS + tap - 1, mask=inside, other=0.0)
         total += old.to(tl.float32) * factor.to(tl.float32)
-        tl.store(own + tap - 1, old, mask=inside)
-    tl.store(own + TAPS - 1, new, mask=inside)
+        tl.store(own + tap - 1, old, mask=written)
+    tl.store(own + TAPS - 1, new, mask=written)
     narrow = total.to(kind).to(tl.float32)
     tl.store(out + row * channels + channel, _silu(narrow).to(kind), mask=inside)
 
 
-def convolve_step(x: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+def convolve_step(x: Tensor, weight: Tensor, state: Tensor, running: Tensor | None = None) -> Tensor:
     """SiLU of the causal convolution at the next token. `x` [rows, channels]; `weight` [channels, taps];
-    `state` [rows, channels, taps], the last inputs, which move on by one."""
+    `state` [rows, channels, taps], the last inputs, which move on by one; only in rows that are `running`."""
     rows, channels = x.shape
     assert state.is_contiguous() and weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     grid = (rows, triton.cdiv(channels, _CHANNELS))
     _convolve[grid](
-        x, weight, state, out, channels, x.stride(0), TAPS=weight.shape[1], BLOCK=_CHANNELS, num_warps=4
-    )
+        x, weight, state, out, running, channels, x.stride(0),
+        TAPS=weight.shape[1], BLOCK=_CHANNELS, SOME=running is not None, num_warps=4,
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _delta(
-    mixed, a, b, log_decay, bias, state, out, heads, group, key_size, value_size, width, scale, eps,
-    KEYS: tl.constexpr, VALUES: tl.constexpr,
+    mixed, a, b, log_decay, bias, state, out, running, heads, group, key_size, value_size, width, scale, eps,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // heads
     head = tl.program_id(0).to(tl.int64) % heads
@@ -85,25 +92,36 @@ def _delta(
     s = s * decay
     delta = (v - tl.sum(s * k[:, None], 0)) * beta
     s = s + k[:, None] * delta[None, :]
-    tl.store(at, s.to(state.dtype.element_ty), mask=both)
+    written = both
+    if SOME:
+        written = both & (tl.load(running + row) != 0)
+    tl.store(at, s.to(state.dtype.element_ty), mask=written)
     found = tl.sum(s * q[:, None], 0)
     tl.store(out + (row * heads + head) * value_size + j, found.to(out.dtype.element_ty), mask=is_value)
 
 
 def delta_step(
-    mixed: Tensor, a: Tensor, b: Tensor, log_decay: Tensor, bias: Tensor, state: Tensor, eps: float = 1e-6
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_decay: Tensor,
+    bias: Tensor,
+    state: Tensor,
+    running: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """The gated delta rule at the next token: [rows, heads, value size]. `mixed` [rows, queries, keys and
     values]; `a` and `b` [rows, heads] give decay and rate; `state` [rows, heads, key size, value size] is
-    updated."""
+    updated in rows that are `running`, or in all."""
     rows, heads, key_size, value_size = state.shape
     width = mixed.shape[1]
     key_heads = (width - heads * value_size) // (2 * key_size)
     assert state.is_contiguous() and mixed.is_contiguous() and a.is_contiguous() and b.is_contiguous()
     out = torch.empty(rows, heads, value_size, dtype=mixed.dtype, device=mixed.device)
     _delta[(rows * heads, triton.cdiv(value_size, _VALUES))](
-        mixed, a, b, log_decay, bias, state, out, heads, heads // key_heads, key_size, value_size, width,
-        key_size**-0.5, eps, KEYS=triton.next_power_of_2(key_size), VALUES=_VALUES, num_warps=4,
+        mixed, a, b, log_decay, bias, state, out, running, heads, heads // key_heads, key_size, value_size,
+        width, key_size**-0.5, eps, KEYS=triton.next_power_of_2(key_size), VALUES=_VALUES,
+        SOME=running is not None, num_warps=4,
     )  # fmt: skip
     return out
 

@@ -140,18 +140,21 @@ class DeltaRule:
     def has_step(self) -> bool:
         return self._kernels is not None
 
-    def step(self, hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
-        """The next tokens [B, 1, H] of B rows with these states, which are updated."""
+    def step(self, hidden: Tensor, conv: Tensor, recurrent: Tensor, running: Tensor | None = None) -> Tensor:
+        """The next tokens [B, 1, H] of B rows with these states, which are updated, or only those of rows
+        that are `running`."""
         assert self._kernels is not None
-        return self._step_with(self._kernels)(hidden, conv, recurrent)
+        return self._step_with(self._kernels, running)(hidden, conv, recurrent)
 
-    def _step_with(self, kernels: ModuleType) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _step_with(
+        self, kernels: ModuleType, running: Tensor | None = None
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         mixer = self._mixer
 
         def step(hidden: Tensor, conv: Tensor, recurrent: Tensor) -> Tensor:
             qkv, z, b, a = self._project(hidden[:, 0])
-            mixed = kernels.convolve_step(qkv, mixer.conv1d.weight.squeeze(1), conv)
-            out = kernels.delta_step(mixed, a, b, mixer.A_log, mixer.dt_bias, recurrent)
+            mixed = kernels.convolve_step(qkv, mixer.conv1d.weight.squeeze(1), conv, running)
+            out = kernels.delta_step(mixed, a, b, mixer.A_log, mixer.dt_bias, recurrent, running)
             out = kernels.gated_norm(out, z, mixer.norm.weight, mixer.norm.variance_epsilon)
             return mixer.out_proj(out.view(len(hidden), 1, -1))
 

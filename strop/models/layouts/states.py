@@ -147,20 +147,27 @@ class RowStates:
         """Run a mixer over the next tokens [B, 1, H] of the first B rows. `running` [B]: rows whose states
         are updated; None: all."""
         own = {key: state[: len(hidden)] for key, state in self._states[mixer.number].items()}
-        if running is None:
-            return self._step(mixer, hidden, own)
-        before = {key: state.clone() for key, state in own.items()}
-        out = self._step(mixer, hidden, own)
-        for key, state in own.items():
-            state.copy_(torch.where(running.view(-1, *[1] * (state.dim() - 1)), state, before[key]))
-        return out
+        return self._step(mixer, hidden, own, running)
 
-    def _step(self, mixer: MixerForward, hidden: Tensor, own: dict[StateKey, Tensor]) -> Tensor:
+    def _step(
+        self,
+        mixer: MixerForward,
+        hidden: Tensor,
+        own: dict[StateKey, Tensor],
+        running: Tensor | None = None,
+    ) -> Tensor:
         """The next tokens of rows with these states, which are updated."""
         rule = self._rules.get(mixer.number)
         if rule is not None and rule.has_step:
-            return rule.step(hidden, *(own[key] for key in _DELTA_STATES))
-        return _continue(mixer, hidden, own, at_once=True)
+            conv, recurrent = (own[key] for key in _DELTA_STATES)
+            return rule.step(hidden, conv, recurrent, running)
+        if running is None:
+            return _continue(mixer, hidden, own, at_once=True)
+        before = {key: state.clone() for key, state in own.items()}
+        out = _continue(mixer, hidden, own, at_once=True)
+        for key, state in own.items():
+            state.copy_(torch.where(running.view(-1, *[1] * (state.dim() - 1)), state, before[key]))
+        return out
 
     # --- slots ----------------------------------------------------------------------------------------------
 
