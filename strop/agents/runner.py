@@ -23,6 +23,7 @@ from strop.agents.loops import AgentLoops
 from strop.agents.parsers.base import parser_for
 from strop.agents.tool_set import ToolSet
 from strop.concurrency import BackgroundLoop
+from strop.config.policies import engine_adapters
 from strop.config.schema.rollout import AgentConfig, RolloutConfig
 from strop.data.chat import Chat
 from strop.data.prompts import ToolListing
@@ -74,7 +75,10 @@ class AgentSetup:
         if not wanted and not needs_endpoint(self.rollout.environment):
             return None
         return EndpointServer(
-            self.rollout.multi_turn.format, host=agent.endpoint_host, max_calls=agent.max_calls
+            self.rollout.multi_turn.format,
+            host=agent.endpoint_host,
+            max_calls=agent.max_calls,
+            adapters=engine_adapters(agent),
         )
 
     @functools.cached_property

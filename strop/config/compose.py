@@ -109,8 +109,11 @@ def load(
         said = plain_values(overrides)
     if said is None:
         said = flatten(_compose(root, overrides, config, search))
-    set_values = {path: value for path, value in said.items() if value not in ("???", {})}
     schema = schema_keys(root)
+    set_values = {}
+    for path, value in said.items():
+        if value != "???" and (value != {} or schema.is_free(path)):
+            set_values[path] = value
     spoken = {text.lstrip("+").partition("=")[0] for text in overrides}
     leaves, notices = translate(set_values, root, spoken)
     notices += fill_async_lengths(leaves)
@@ -139,6 +142,10 @@ class SchemaKeys:
         """Whether a path is a key, a section, or inside a mapping whose keys are free."""
         if path in self._by_path or path in self._sections:
             return True
+        return self.is_free(path)
+
+    def is_free(self, path: str) -> bool:
+        """Whether a path is inside a mapping whose keys are free."""
         return any(path[:at] in self._by_path for at in _dots(path))
 
     def below(self, path: str) -> list[str]:

@@ -215,6 +215,15 @@ def without_adapter_name(weight: str) -> str:
     return _ADAPTER_WEIGHT.sub(r".\1", weight)
 
 
+def with_adapter_name(weight: str, adapter: str) -> str:
+    """The name of a weight of an adapter, with another adapter in it.
+
+    >>> with_adapter_name("base_model.model.q_proj.lora_A.mine.weight", "other")
+    'base_model.model.q_proj.lora_A.other.weight'
+    """
+    return _ADAPTER_WEIGHT.sub(rf".\1.{adapter}", weight)
+
+
 def adapter_scale(model: Any, name: str) -> float:
     """What the product B A of an adapter is multiplied by."""
     settings = model.peft_config[name]

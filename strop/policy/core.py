@@ -46,8 +46,6 @@ from strop.policy.losses import (
 )
 from strop.policy.samplers import Samplers
 from strop.policy.state import (
-    load_weights,
-    read_sampling_folder,
     read_state,
     write_sampling_folder,
     write_state,
@@ -58,6 +56,7 @@ from strop.ppo.sampler import NumberedPrompt, PromptSampler, Sampler
 from strop.ranks import Ranks
 from strop.registry import load_plugins
 from strop.rollout.base import Completion, Request, Sampling, resolve_max_model_len
+from strop.shared.adapter_folders import load_weights, read_sampling_folder
 from strop.shared.build import device_of, engine_for, max_model_len, tensor_parallel_size
 from strop.types import Batch, Trajectory
 

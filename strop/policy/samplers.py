@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from strop.models.lora import FIRST_ADAPTER
-from strop.policy.state import read_sampling_folder
 from strop.registry import did_you_mean
 from strop.rollout.base import AdapterEngine, Engine
+from strop.shared.adapter_folders import read_sampling_folder
 
 BASE = "base"
 _OWN = "adapter "

@@ -3,7 +3,6 @@ of Hugging Face or peft)."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,7 +25,8 @@ from strop.run.checkpoint.contents import (
 from strop.run.checkpoint.layout import candidates
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, Export, load
-from strop.run.checkpoint.tensor_files import read_tensors, write_tensors
+from strop.run.checkpoint.tensor_files import write_tensors
+from strop.shared.adapter_folders import load_weights
 from strop.shared.export import folder_of
 
 if TYPE_CHECKING:
@@ -89,14 +89,6 @@ def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) ->
     return counters
 
 
-def load_weights(weights: Mapping[str, Tensor], backend: ModuleBackend) -> None:
-    """Load weights alone, by their names in the backend; the optimizer forgets what it has seen."""
-    backend.load_state_dict({"model": weights})
-    backend.weights.clear_gradients()
-    if backend.optimizer is not None:
-        backend.optimizer.state.clear()
-
-
 # --- folders for sampling -----------------------------------------------------------------------------------
 
 
@@ -140,15 +132,6 @@ def _write_folder(path: Path, file: str, export: Export) -> None:
     else:
         os.rename(staged, path)
     flush_folder(path.parent)
-
-
-def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
-    """Rank, alpha and weights of an adapter that `write_sampling_folder` wrote."""
-    file = path / "adapter_config.json"
-    if not file.is_file():
-        raise ValueError(f"{path} holds no adapter: there is no adapter_config.json in it.")
-    settings = json.loads(file.read_text())
-    return int(settings["r"]), float(settings["lora_alpha"]), read_tensors(path / "adapter_model.safetensors")
 
 
 def adapter_tensors(backend: ModuleBackend) -> dict[str, Tensor]:

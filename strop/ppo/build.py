@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
 from strop.agents.runner import AgentSetup
-from strop.algorithms.ema import EMA
 from strop.algorithms.kl import KLController, kl_controller
 from strop.backends.base import Roles
 from strop.catalog import ENGINES
@@ -28,17 +26,18 @@ from strop.config.derived import (
 )
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
-from strop.config.schema.trainer import TrainerConfig
 from strop.data.loader import Loader, PromptLoader, build_loader
 from strop.data.prompts import build_chat, build_prompts
 from strop.models.vision.processor import processor_loader
 from strop.ppo.admission import AnswerLengths, LengthRecorder
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
+from strop.ppo.episodes.policies import PolicySet, build_policies
 from strop.ppo.experience import ExperienceFacts
 from strop.ppo.local_judge import TEMPLATE_TOKENS, local_judge
 from strop.ppo.micro_batching import micro_batches
+from strop.ppo.output import build_output
 from strop.ppo.over_sampling import OpenPrompts, OverSampling
-from strop.ppo.pretrain import Pretraining, build_pretraining
+from strop.ppo.pretrain import build_pretraining
 from strop.ppo.rank_sharing import RankSampler, RankScorer
 from strop.ppo.roles import (
     EngineMemory,
@@ -58,10 +57,6 @@ from strop.rewards.managers import build_scorer
 from strop.rewards.model import HeadModel
 from strop.rollout.base import Engine
 from strop.rollout.interruptible import Interruptible
-from strop.run.checkpoint.contents import Stateful
-from strop.run.checkpoint.retention import retention_from_trainer
-from strop.run.sample_table import TokenTexts
-from strop.run.samples import SampleWriter
 from strop.runtime.remote_models import RemoteTokenScorer
 from strop.shared.build import (
     device_of,
@@ -71,9 +66,8 @@ from strop.shared.build import (
     tensor_parallel_size,
     tokenizer_of,
 )
-from strop.shared.export import average_of, exports, masters_of
-from strop.shared.in_process import NOTHING_GIVEN, InProcess, RunObserver
-from strop.shared.run_output import RunOutput
+from strop.shared.export import average_of, masters_of
+from strop.shared.in_process import NOTHING_GIVEN, InProcess
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,6 +98,7 @@ def build_ppo(
     assert plan.total_steps is not None
     engine_memory = EngineMemory()
     roles = build_roles(config, device, plan.total_steps, ranks, engine_memory.release)
+    policies = build_policies(config, roles.actor)
     module = rollout_module(config, roles.actor, device)
     engine = replica_engine(config, ranks) if rollout.nnodes else engine_for(rollout, module)
     engine_memory.engine = engine
@@ -123,7 +118,7 @@ def build_ppo(
     average = average_of(roles.actor, config.trainer)
     controller = build_kl_controller(config)
     output = build_output(
-        loaded, roles, tokenizer, plan.total_steps, average, controller, pretraining, given.observer
+        loaded, roles, policies, tokenizer, plan.total_steps, average, controller, pretraining, given.observer
     )
     width = config.actor_rollout_ref.actor.loss_scale_factor or config.data.max_response_length
     copies = module is not roles.actor.module or holds_weights(rollout)
@@ -140,8 +135,9 @@ def build_ppo(
         micro=micro_batches(config, plan),
         actor_objective=ActorUpdate(config, width),
         critic_objective=CriticUpdate(config, width),
-        sync_weights=build_weight_sync(config, engine, run_ahead, roles, copies, plan.total_steps),
+        sync_weights=build_weight_sync(config, engine, run_ahead, roles, policies, copies, plan.total_steps),
         total_steps=plan.total_steps,
+        policies=policies,
         extra_loss=pretraining,
         after_update=[] if average is None else [lambda: average.update(masters_of(roles.actor))],
     )
@@ -226,70 +222,20 @@ def build_weight_sync(
     engine: Engine,
     run_ahead: AsyncRollout | None,
     roles: Roles,
+    policies: PolicySet | None,
     copies: bool,
     total_steps: int,
 ) -> WeightSync:
     """Hands the actor's weights to the engine. `copies`: the engine has a module of its own."""
     every = async_plan(config).sync_steps
+    if policies is not None:
+        on_sync = partial(policies.load_into, engine)
+        return WeightSync(engine, roles.actor, copies, every, total_steps, on_sync=on_sync)
     if run_ahead is None:
         return WeightSync(engine, roles.actor, copies, every, total_steps)
     if run_ahead.overlaps_training:  # requests must be interrupted for the sync
         engine = run_ahead.engine
     return WeightSync(engine, roles.actor, copies, every, total_steps, on_sync=run_ahead.on_weight_sync)
-
-
-def build_output(
-    loaded: Loaded,
-    roles: Roles,
-    tokenizer: PreTrainedTokenizerBase,
-    total_steps: int,
-    average: EMA | None,
-    controller: KLController,
-    pretraining: Pretraining | None,
-    observer: RunObserver | None,
-) -> RunOutput:
-    """Checkpoints, trackers and dumps of the run."""
-    config: PpoConfig = loaded.config
-    trainer = config.trainer
-    models = {"actor": roles.actor}
-    if roles.critic is not None:
-        models["critic"] = roles.critic
-    stateful: dict[str, Stateful] = {"kl": controller}
-    if average is not None:
-        stateful["ema"] = average
-    if pretraining is not None:
-        stateful["pretrain_files"] = pretraining.loader
-    return RunOutput(
-        config,
-        loaded.tree(),
-        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        total_steps=total_steps,
-        models=models,
-        contents={"actor": config.actor_rollout_ref.actor.checkpoint, "critic": config.critic.checkpoint},
-        keep=retention_from_trainer(
-            max_actor_ckpt_to_keep=trainer.max_actor_ckpt_to_keep,
-            max_critic_ckpt_to_keep=trainer.max_critic_ckpt_to_keep,
-            max_ckpt_mem_gb=trainer.max_ckpt_mem_gb,
-            best_metric=trainer.best_metric,
-            remove_previous_ckpt_in_save=trainer.remove_previous_ckpt_in_save,
-        ),
-        save_freq=trainer.save_freq,
-        stateful=stateful,
-        exports=lambda: exports(config, roles, tokenizer, average),
-        ranks=roles.actor.ranks,
-        samples=sample_writer(trainer, tokenizer) if roles.actor.ranks.is_rank0 else None,
-        observer=observer,
-    )
-
-
-def sample_writer(trainer: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> SampleWriter | None:
-    """Keeps samples for the board. It has a copy of the tokenizer, because it decodes in another thread."""
-    if trainer.samples_to_keep == 0:
-        return None
-    directory = Path(trainer.default_local_dir).expanduser()
-    return SampleWriter(
-        directory, max_samples=trainer.samples_to_keep, texts=TokenTexts.of(copy.deepcopy(tokenizer))
-    )
 
 
 def build_collector(

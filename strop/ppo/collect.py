@@ -20,7 +20,7 @@ from strop.algorithms.metrics.validation import summarise
 from strop.algorithms.selection import groups_that_disagree, groups_within
 from strop.config.schema.rollout import AgentConfig, RewardWeightsConfig
 from strop.data.loader import Loader
-from strop.ppo.episode_rows import rows_of_episodes
+from strop.ppo.episodes.rows import rows_of_episodes
 from strop.ppo.sampler import Samples, StepRollout
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling

@@ -33,14 +33,14 @@ from strop.config.hyperparameters import advantage_kwargs
 from strop.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from strop.config.schema.distillation import DistillationConfig
 from strop.config.schema.ppo import PpoConfig
-from strop.ppo.episode_rows import (
+from strop.ppo.episodes.rows import (
     added_rewards,
     first_rows,
     of_all_rows,
     rewards_by_episode,
     spread_over_rows,
 )
-from strop.ppo.turn_credit import add_turn_credit
+from strop.ppo.episodes.turn_credit import add_turn_credit
 from strop.types import Batch, Trajectory, pad_columns
 
 
@@ -324,7 +324,7 @@ def _advantages_of_episodes(
     batch: Batch, algorithm: AlgorithmConfig, facts: ExperienceFacts, trajectories: Sequence[Trajectory]
 ) -> Batch:
     """The estimator sees the first sequence of each episode, with all rewards of the episode; all sequences
-    get its advantage (episode_rows.py)."""
+    get its advantage (episodes/rows.py)."""
     assert batch.episodes is not None
     heads = first_rows(batch.episodes).tolist()
     first = rewards_by_episode(batch, trajectories)

@@ -19,7 +19,8 @@ from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import PromptLoader
 from strop.ppo.collect import Collector, Validator
-from strop.ppo.episode_rows import first_rows
+from strop.ppo.episodes.policies import PolicySet, joined, joined_log_probs
+from strop.ppo.episodes.rows import first_rows
 from strop.ppo.experience import (
     ExperienceFacts,
     add_advantages,
@@ -67,6 +68,8 @@ class PpoTrainer:
     sync_weights: Callable[[int], None]
     """Hands the actor's weights to the rollout engine, as a version."""
     total_steps: int
+    policies: PolicySet | None = None
+    """Players with weights of their own; None: the run has one policy."""
     extra_loss: ExtraLoss | None = None
     """Another loss of the actor, in each update."""
     after_update: list[Callable[[], None]] = field(default_factory=list)
@@ -118,7 +121,20 @@ class PpoTrainer:
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, update."""
         trajectories = self.sample_and_score(record)
-        batch = self.run_models(batch_of(trajectories), record)
+        trained = trajectories
+        if self.policies is None:
+            batch = self.learn(batch_of(trajectories), trajectories, record)
+        else:
+            trained, batch = self.learn_policies(self.policies, trajectories, record)
+        if self.step >= self.config.trainer.critic_warmup:
+            with record.phase("update_weights"):
+                self.sync_weights(self.step)
+        self.loader.update(trajectories)
+        return trained, batch
+
+    def learn(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
+        """From sampled rows to updated weights; returns the batch with its advantages."""
+        batch = self.run_models(batch, record)
         try:
             batch = self.estimate(batch, trajectories, record)
             drawn = batch
@@ -127,8 +143,21 @@ class PpoTrainer:
             self.update(drawn, record)
         except NonFiniteLoss as problem:
             raise self.output.evidence(problem, batch, self.step, trajectories) from problem
-        self.loader.update(trajectories)
-        return trajectories, batch
+        return batch
+
+    def learn_policies(
+        self, policies: PolicySet, trajectories: list[Trajectory], record: StepRecord
+    ) -> tuple[list[Trajectory], Batch]:
+        """The same for each policy that is trained, on its own rows."""
+        shares = policies.shares(trajectories, record)
+        known = []
+        for share in shares:
+            with policies.learning(share, record):
+                share.batch = self.learn(share.batch, share.trajectories, record)
+            if self.update_log_probs is not None:
+                known.append(self.update_log_probs)
+        self.update_log_probs = joined_log_probs(known)
+        return joined(shares)
 
     def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
         """The scored samples of the next prompts."""
@@ -193,15 +222,13 @@ class PpoTrainer:
             return distill(batch, algorithm.distillation, record)
 
     def update(self, batch: Batch, record: StepRecord) -> None:
-        """Update the critic, then the actor, and sync its weights to the engine."""
+        """Update the critic, then the actor."""
         if self.roles.critic is not None:
             with record.phase("update_critic"):
                 self.update_critic(batch, record)
         if self.step >= self.config.trainer.critic_warmup:
             with record.phase("update_actor"):
                 self.update_actor(batch, record)
-            with record.phase("update_weights"):
-                self.sync_weights(self.step)
 
     def update_actor(self, batch: Batch, record: StepRecord) -> None:
         """All actor updates of a step."""

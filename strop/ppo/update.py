@@ -24,7 +24,7 @@ from strop.config.hyperparameters import policy_loss_kwargs
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
-from strop.ppo.episode_rows import rows_by_number
+from strop.ppo.episodes.rows import rows_by_number
 from strop.ppo.experience import rollout_drift
 from strop.ranks import Ranks
 from strop.run.samples import UpdateLogProbs

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.metrics.training import StepRecord
-from strop.backends.base import Backend
 from strop.config.schema.ppo import PpoConfig
 from strop.ppo.trainer import PpoTrainer
 from strop.run.atomic_files import replace_text, to_json
+from strop.run.checkpoint.contents import Stateful
 from strop.run.checkpoint.layout import RECORDED
 from strop.run.checkpoint.store import save
 from strop.run.checkpoint.tensor_files import split, write_tensors
@@ -121,7 +121,7 @@ class TokenLosses:
         return {"batch_rows": torch.cat(rows), "token_losses": torch.cat(losses)}
 
 
-def weights_of(models: Mapping[str, Backend]) -> dict[str, Tensor]:
+def weights_of(models: Mapping[str, Stateful]) -> dict[str, Tensor]:
     """All weights, as `role.name`."""
     weights: dict[str, Tensor] = {}
     for role, model in models.items():

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.algorithms.metrics.training import StepRecord, memory_metrics
-from strop.backends.base import Backend
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.catalog import TRACKERS
 from strop.config.megatron import training_dtype
@@ -66,7 +65,7 @@ class RunOutput:
     """The resolved configuration as plain values, for trackers."""
     decode: Callable[[list[int]], str]
     total_steps: int
-    models: Mapping[str, Backend]
+    models: Mapping[str, Stateful]
     """The trained models, by role."""
     contents: Mapping[str, CheckpointConfig]
     """What of each model is saved and loaded."""

@@ -13,7 +13,7 @@ from strop.backends.micro_batches import partition
 from strop.backends.trees import common_beginning, partition_trees
 from strop.config.schema.model import OptimConfig
 from strop.models.packing import lay_out, rectangle
-from strop.ppo.episode_rows import rows_of_episodes
+from strop.ppo.episodes.rows import rows_of_episodes
 from strop.types import Batch, Trajectory, batch_of
 from tests.agents.endpoint.clients import Client, run_agent
 from tests.agents.stage import TOKENIZER, ScriptedEngine, prompt

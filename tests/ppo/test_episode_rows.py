@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strop.config.compose import load
-from strop.ppo.episode_rows import rows_of_episodes
+from strop.ppo.episodes.rows import rows_of_episodes
 from strop.ppo.experience import ExperienceFacts, add_advantages, shape_rewards
 from strop.ppo.update import mini_batches
 from strop.types import Batch, Prompt, Trajectory, batch_of

@@ -102,8 +102,11 @@ def read_chat_message(message: JsonObject, place: int) -> ChatMessage:
     made: ChatMessage = {"role": role, "content": text_of(message.get("content"), where, TEXT_PARTS)}
     if role == "tool" and isinstance(message.get("tool_call_id"), str):
         made["tool_call_id"] = message["tool_call_id"]
-    if role == "assistant" and message.get("tool_calls"):
-        made["tool_calls"] = [read_tool_call(call, where) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ApiRefusal(400, f"{where}.tool_calls must be a list.", param=where)
+    if role == "assistant" and calls:
+        made["tool_calls"] = [read_tool_call(call, where) for call in calls]
     return made
 
 

@@ -23,6 +23,7 @@ from typing import cast
 from strop.agents.endpoint.processes import MARK, kill_marked
 from strop.agents.endpoint.session import EndpointSession
 from strop.agents.episode import Episode, EpisodeError
+from strop.config.policies import players_of
 from strop.config.schema.rollout import AgentConfig
 
 PROGRAM_AGENT = "program_agent"
@@ -44,7 +45,7 @@ class ProgramAgent:
         assert endpoint is not None, "rollout.agent.command starts an endpoint"
         async with self._places:
             with tempfile.TemporaryDirectory(prefix="strop-episode-") as folder:
-                async with endpoint.session(episode, self.settings.players) as session:
+                async with endpoint.session(episode, players_of(self.settings)) as session:
                     assert isinstance(session, EndpointSession)
                     code = await self._run_program(episode, session, endpoint.address, Path(folder))
                     session.end()

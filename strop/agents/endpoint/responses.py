@@ -37,7 +37,7 @@ def read_responses_call(body: bytes) -> ModelCall:
         if fields.get(name):
             raise ApiRefusal(400, f"{name} is not served here: send the whole input.", param=name)
     wanted = fields.get("text")
-    if isinstance(wanted, dict) and (wanted.get("format") or {}).get("type", "text") != "text":
+    if isinstance(wanted, dict) and not _is_free_text(wanted.get("format")):
         raise ApiRefusal(400, "text.format can only be text: answers are sampled freely.", param="text")
     messages: list[ChatMessage] = []
     instructions = fields.text("instructions")
@@ -59,6 +59,10 @@ def read_responses_call(body: bytes) -> ModelCall:
     )
     fields.refuse_unknown(WITHOUT_EFFECT)
     return call
+
+
+def _is_free_text(wanted: object) -> bool:
+    return wanted is None or (isinstance(wanted, dict) and wanted.get("type", "text") == "text")
 
 
 def _tools(fields: RequestFields) -> list[JsonObject]:

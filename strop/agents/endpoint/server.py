@@ -36,7 +36,7 @@ MAX_BODY = 32 * 2**20
 """Bytes of a request."""
 BACKLOG = 4096
 MODEL = "policy"
-"""The name in the list of models. Calls may use any name: there is one policy."""
+"""The name in the list of models where there is one policy. Calls may use any name."""
 REMEMBERED_KEYS = 10_000
 """Keys of ended episodes, so that late calls can be told from wrong keys."""
 
@@ -65,7 +65,16 @@ FORMATS = {
 class EndpointServer:
     """Serves the sessions of all episodes of a run."""
 
-    def __init__(self, tool_format: str, *, host: str, max_calls: int) -> None:
+    def __init__(
+        self,
+        tool_format: str,
+        *,
+        host: str,
+        max_calls: int,
+        adapters: Mapping[str, str | None] | None = None,
+    ) -> None:
+        """`adapters`: by policy, its adapter in the engine; None: there is one policy."""
+        self.adapters = dict(adapters or {})
         self.tool_format = ToolFormat(tool_format)
         self.host = host
         self.max_calls = max_calls
@@ -132,15 +141,22 @@ class EndpointServer:
         others. When it ends, the recorded calls become the episode's sample."""
         await self.start()
         opened = []
-        for place, player in enumerate(players or ("",)):
+        for place, player in enumerate(players or list(self.adapters) or [""]):
             opened.append(
                 EndpointSession(
-                    episode, self.tool_format, max_calls=self.max_calls, player=player, place=place
+                    episode,
+                    self.tool_format,
+                    max_calls=self.max_calls,
+                    player=player,
+                    place=place,
+                    adapter=self.adapters.get(player),
                 )
             )
         session, *session.others = opened
         for one in opened:
             one.flooded = session.flooded
+            if self.adapters:
+                one.by_model = {other.player: other for other in opened}
             self._sessions[one.key] = one
         try:
             yield session
@@ -168,8 +184,7 @@ class EndpointServer:
         try:
             session = self._session_of(_key(scope))
             if path == "/v1/models" and scope["method"] == "GET":
-                model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "strop"}
-                await _send_json(send, 200, {"object": "list", "data": [model]})
+                await _send_json(send, 200, _model_list(list(self.adapters) or [MODEL]))
                 return
             with session.request():
                 await self._check_program(session, scope)
@@ -180,7 +195,7 @@ class EndpointServer:
                 call = api.read(await _read_body(receive))
                 if call.stream:
                     stream = EventStream(send, api.stream(call))
-                answer = await self._answer(session, call, receive, stream)
+                answer = await self._answer(session.answering(call), call, receive, stream)
                 if answer is not None and stream is not None:
                     await stream.end(answer)
         except ApiRefusal as refusal:
@@ -281,6 +296,11 @@ async def _read_body(receive: Receive) -> bytes:
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _model_list(names: Sequence[str]) -> JsonObject:
+    models = [{"id": name, "object": "model", "created": 0, "owned_by": "strop"} for name in names]
+    return {"object": "list", "data": models}
 
 
 async def _send_json(send: Send, status: int, content: JsonObject) -> None:

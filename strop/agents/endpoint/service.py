@@ -31,6 +31,7 @@ from strop.agents.endpoint.program import (
 from strop.agents.endpoint.session import EndpointSession
 from strop.agents.episode import Episode, EpisodeEndpoint, EpisodeError
 from strop.agents.tool_schema import JsonObject
+from strop.config.policies import players_of
 from strop.config.schema.rollout import AgentConfig
 
 LONGEST_LINE = 2**20
@@ -136,7 +137,7 @@ class ServiceAgent:
     async def run(self, episode: Episode) -> None:
         endpoint = episode.context.endpoint
         assert endpoint is not None, "rollout.agent.command starts an endpoint"
-        async with endpoint.session(episode, self.settings.players) as opened:
+        async with endpoint.session(episode, players_of(self.settings)) as opened:
             session = cast(EndpointSession, opened)
             try:
                 answer = await self._play(episode, session, endpoint)

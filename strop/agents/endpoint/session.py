@@ -78,13 +78,17 @@ class EndpointSession:
         max_calls: int,
         player: str = "",
         place: int = 0,
+        adapter: str | None = None,
     ) -> None:
-        """`place`: number of the player."""
+        """`place`: number of the player. `adapter`: of the engine, which answers its calls."""
         self.episode = episode
         self.player = player
         self.others: list[EndpointSession] = []
         """The sessions of the second and further players, each with a key and conversations of its own."""
+        self.by_model: Mapping[str, EndpointSession] = {}
+        """With several policies: the sessions of the episode by the name of their policy."""
         self._place = place
+        self._adapter = adapter
         self.key = KEY_PREFIX + secrets.token_urlsafe(24)
         self.recording = Recording()
         self.failure: Exception | None = None
@@ -121,7 +125,8 @@ class EndpointSession:
             seeds = (*seeds, self._place)
         number = self._started
         self._started += 1
-        request = Request(prompt.ids, seed=episode.context.seed(*seeds), max_tokens=room)
+        seed = episode.context.seed(*seeds)
+        request = Request(prompt.ids, seed=seed, max_tokens=room, adapter=self._adapter)
         head = AnswerHead(f"{self.key[-8:]}-{number}", call.model, len(prompt.ids))
         if feed is not None and feed.early:
             feed.begin(head, lambda ids: episode.context.decode(ids)[1], episode.sampling.stop_ids)
@@ -137,6 +142,11 @@ class EndpointSession:
         if self.failure is not None and _too_long(self.failure):
             self.failure = None  # the agent made its context shorter
         return self._record(call, prompt, completion, head, number)
+
+    def answering(self, call: ModelCall) -> EndpointSession:
+        """Return whose policy answers a call with this key: the one that `model` names, else that of the
+        key."""
+        return self.by_model.get(call.model, self)
 
     @contextmanager
     def request(self) -> Iterator[None]:

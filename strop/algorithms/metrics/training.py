@@ -68,6 +68,16 @@ class StepRecord:
         for name, value in metrics.items():
             self.metrics[f"{prefix}{name}"] = float(value)
 
+    @contextmanager
+    def metrics_into(self, found: dict[str, float]) -> Iterator[None]:
+        """Inside the block metrics are added to `found` instead. Time still counts here."""
+        before = self.metrics
+        self.metrics = found
+        try:
+            yield
+        finally:
+            self.metrics = before
+
 
 # --- scores, lengths, turns ---------------------------------------------------------------------------------
 

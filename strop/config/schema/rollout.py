@@ -122,6 +122,11 @@ class AgentConfig:
     """Names of the players of an episode, for games of the policy against itself. Each has a key
     ($STROP_API_KEYS, JSON by name), conversations and a score of its own: with reward=file, {"scores":
     {"name": a number}}. A score is compared with those of the same player in other episodes of the prompt."""
+    policies: FreeForm = setting({})
+    """Players with weights of their own, by name: {white: {}, black: {train: false, path: folder}}. Each is a
+    LoRA adapter over model.path, with an optimizer, a checkpoint (actor_<name>) and metrics (policy/<name>/)
+    of its own. train=false: an opponent that never changes. path: a peft adapter to begin with. The names are
+    the players; a call is answered by the policy of its key, or by the one that its field `model` names."""
     timeout: float = setting(600.0, above=0)
     """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
     max_calls: int = setting(1000, at_least=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from strop.config.policies import ROLE_PREFIX
 from strop.config.schema.model import ModelConfig
 from strop.config.typed import build
 from strop.models.heads import HEAD
@@ -148,6 +149,8 @@ def _read_strop(checkpoint: Path, role: str, base: str | None, ema: bool) -> Mer
 def _model_section(config: object, role: str) -> Mapping[str, object] | None:
     """The section of a saved configuration that describes the model of a role; None if it has none."""
     section = config
+    if role.startswith(ROLE_PREFIX):  # one of several policies
+        role = "actor"
     for name in SECTIONS.get(role, ("model",)):
         if not isinstance(section, Mapping):
             return None

@@ -32,6 +32,9 @@ class Client:
             return await self.http.post(path, content=body, headers=headers)
         return await self.http.post(path, json=body, headers=headers)
 
+    async def get(self, path: str, key: str | None = None) -> httpx.Response:
+        return await self.http.get(path, headers={"Authorization": f"Bearer {key or self.session.key}"})
+
     async def chat(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """The message of the answer."""
         reply = await self.post("/v1/chat/completions", {"model": "m", "messages": messages, **fields})
@@ -41,10 +44,16 @@ class Client:
 
 
 def run_agent(
-    agent: Agent, engine: Any, *rows: Prompt, tool_format: str = "hermes", max_calls: int = 100, **limits: Any
+    agent: Agent,
+    engine: Any,
+    *rows: Prompt,
+    tool_format: str = "hermes",
+    max_calls: int = 100,
+    adapters: dict[str, str | None] | None = None,
+    **limits: Any,
 ) -> list[Episode]:
     """Run an episode per row whose agent is a coroutine."""
-    server = EndpointServer(tool_format, host="127.0.0.1", max_calls=max_calls)
+    server = EndpointServer(tool_format, host="127.0.0.1", max_calls=max_calls, adapters=adapters)
     context = replace(episode_context(engine, **limits), endpoint=server)
 
     async def loop(episode: Episode) -> None:

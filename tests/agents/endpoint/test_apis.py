@@ -139,6 +139,7 @@ ASK = {"role": "user", "content": "?"}
         ("responses", {"input": []}, "at least one"),
         ("responses", {"input": "?", "previous_response_id": "x"}, "whole input"),
         ("responses", {"input": "?", "text": {"format": {"type": "json_schema"}}}, "only be text"),
+        ("responses", {"input": "?", "text": {"format": ["text"]}}, "only be text"),
         ("responses", {"input": [{"type": "reasoning"}]}, "reasoning"),
         ("responses", {"input": "?", "tools": [{"type": "web_search"}]}, "web_search"),
         ("responses", {"input": "?", "colour": 1}, "colour"),

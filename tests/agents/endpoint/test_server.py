@@ -119,6 +119,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("tools", {"messages": QUESTION, "tools": [ADD]}, 400, "does not list 'add'"),
     ("tool type", {"messages": QUESTION, "tools": [{"type": "web"}]}, 400, "'web'"),
     ("format", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "only be text"),
+    ("calls", {"messages": [{"role": "assistant", "tool_calls": 7}]}, 400, "tool_calls must be a list"),
     ("max_tokens", {"messages": QUESTION, "max_tokens": 0}, 400, "at least 1"),
     ("surrogate", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
     ("too long", {"messages": [{"role": "user", "content": "x" * 4000}]}, 400, "maximum context length"),
@@ -141,6 +142,26 @@ def test_a_bad_call_gets_the_error_of_the_api_and_fails_its_episode(
     [episode] = run_agent(agent, ScriptedEngine(["4"]))
     assert "was refused" in str(episode.error) and message in str(episode.error)
     assert episode.counts["refused_calls"] == 1 and episode.trajectory().finish == "error"
+
+
+def test_a_call_is_answered_by_the_policy_of_its_key_or_of_its_model() -> None:
+    engine = ScriptedEngine(["0", "1", "2", "3"])
+
+    async def agent(client: Client) -> None:
+        [black] = client.session.others
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["white", "black"]
+        for model, key in (("gpt", None), ("black", None), ("gpt", black.key), ("white", black.key)):
+            reply = await client.post(CHAT, {"model": model, "messages": QUESTION}, key=key)
+            assert reply.json()["model"] == model
+        client.session.set_scores({"white": 1.0, "black": -1.0})
+
+    [episode] = run_agent(agent, engine, adapters={"white": None, "black": "black"})
+    assert [request.adapter for request in engine.requests] == [None, "black", "black", None]
+    sample = episode.trajectory()
+    said = {(row.player, text(row.response)[0]): row.score for row in sample.branches}
+    assert (sample.player, text(sample.response)[0], sample.score) == ("white", "3", 1.0)
+    assert said == {("white", "0"): None, ("black", "1"): -1.0, ("black", "2"): -1.0}
 
 
 def test_an_agent_that_shortens_its_context_goes_on() -> None:

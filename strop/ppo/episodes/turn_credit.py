@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from strop.ppo.episode_rows import added_rewards, first_rows, owners
+from strop.ppo.episodes.rows import added_rewards, first_rows, owners
 from strop.types import Batch, Trajectory
 
 Compare = Callable[[Tensor, Tensor], Tensor]

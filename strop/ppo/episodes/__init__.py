@@ -1,0 +1,1 @@
+"""Episodes with several sequences or players: their rows, their credit, and policies of their own."""

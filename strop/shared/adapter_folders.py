@@ -1,0 +1,29 @@
+"""Folders of peft adapters as weights of a backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from strop.backends.single import ModuleBackend
+from strop.run.checkpoint.tensor_files import read_tensors
+
+
+def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
+    """Rank, alpha and weights of an adapter in a folder of peft."""
+    file = path / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} holds no adapter: there is no adapter_config.json in it.")
+    settings = json.loads(file.read_text())
+    return int(settings["r"]), float(settings["lora_alpha"]), read_tensors(path / "adapter_model.safetensors")
+
+
+def load_weights(weights: Mapping[str, Tensor], backend: ModuleBackend) -> None:
+    """Load weights alone, by their names in the backend; the optimizer forgets what it has seen."""
+    backend.load_state_dict({"model": weights})
+    backend.weights.clear_gradients()
+    if backend.optimizer is not None:
+        backend.optimizer.state.clear()
