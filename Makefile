@@ -107,7 +107,7 @@ $(ENVIRONMENTS)/.ready: $(READY)
 	$(PYTHON) -m venv $(ENVIRONMENTS)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		"$$($(ENVIRONMENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
-	$(ENVIRONMENTS)/bin/$(PIP) verifiers==0.4.0 openenv-core==0.3.0 gymnasium==1.4.0 uv==0.13.7
+	$(ENVIRONMENTS)/bin/$(PIP) 'verifiers[ta]==0.4.0' openenv-core==0.3.0 gymnasium==1.4.0 uv==0.13.7
 	touch $@
 
 test-environments: $(ENVIRONMENTS)/.ready

@@ -44,10 +44,39 @@ def test_shellcheck_has_nothing_to_say():
     assert done.returncode == 0, done.stdout
 
 
-def test_the_kubernetes_job_has_the_fields_of_its_kind():
+def rayjob_errors(job):
+    """What is wrong with a RayJob, by the fields and types of its definition."""
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = yaml.safe_load((Path(__file__).parent / "rayjob_schema.yaml").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    found = jsonschema.Draft202012Validator(schema).iter_errors(job)
+    return sorted(f"{error.json_path}: {error.message}" for error in found)
+
+
+def test_the_kubernetes_job_is_a_rayjob():
+    assert rayjob_errors(yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("backoffLimit: 2", "backOffLimit: 2", "'backOffLimit' was unexpected"),
+        ('num-cpus: "0"', "num-cpus: 0", "0 is not of type 'string'"),
+        ("memory: 512Gi", "memory: 512GiB", "'512GiB' does not match"),
+        ("maxReplicas: 2", "", "'maxReplicas' is a required property"),
+        ("mountPath: /dev/shm", "path: /dev/shm", "'path' was unexpected"),
+        ("medium: Memory", "medium: RAM", "'RAM' is not one of"),
+        ("apiVersion: ray.io/v1", "apiVersion: ray.io/v1alpha1", "'ray.io/v1' was expected"),
+    ],
+)
+def test_the_schema_of_a_rayjob_refuses_what_kubernetes_refuses(before, after, said):
+    text = (CLUSTER / "kubernetes.yaml").read_text()
+    assert before in text
+    assert any(said in error for error in rayjob_errors(yaml.safe_load(text.replace(before, after))))
+
+
+def test_the_kubernetes_job_runs_on_the_machines_that_it_asks_for():
     job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert job["spec"].keys() <= {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
     cluster = job["spec"]["rayClusterSpec"]
     config = load("ppo_trainer", settings_of(job["spec"]["entrypoint"])).config
     [workers] = cluster["workerGroupSpecs"]
