@@ -103,11 +103,11 @@ test-agents: $(READY) $(AGENTS)/.ready
 	$(BIN)/pytest -m agents tests/agents
 
 # Environments of other libraries. What the project needs is seen in its own environment.
-$(ENVIRONMENTS)/.ready: $(READY)
+$(ENVIRONMENTS)/.ready: $(READY) constraints-environments.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS)
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		"$$($(ENVIRONMENTS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
-	$(ENVIRONMENTS)/bin/$(PIP) 'verifiers[ta]==0.4.0' openenv-core==0.3.0 gymnasium==1.4.0 uv==0.13.7
+	$(ENVIRONMENTS)/bin/$(PIP) --no-deps --no-compile -r constraints-environments.txt
 	touch $@
 
 test-environments: $(ENVIRONMENTS)/.ready
@@ -136,6 +136,7 @@ lint: $(READY)
 # metadata only, and not pip's configuration.
 resolve: $(READY)
 	$(BIN)/python scripts/resolve.py
+	$(BIN)/python scripts/resolve_overlays.py
 
 # The pages of every key, and the site in build/site; --strict refuses broken links.
 docs: $(READY)

@@ -54,9 +54,9 @@ class Platform:
     tags: tuple[str, ...]
 
 
-def linux(machine: str) -> Platform:
-    """glibc 2.28 (Debian 10, RHEL 8), the oldest that torch has wheels for."""
-    names = [f"manylinux_2_{minor}_{machine}" for minor in range(28, 4, -1)]
+def linux(machine: str, glibc: int = 28) -> Platform:
+    """glibc 2.28 (Debian 10, RHEL 8) is the oldest that torch has wheels for."""
+    names = [f"manylinux_2_{minor}_{machine}" for minor in range(glibc, 4, -1)]
     names += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]
     return Platform(f"linux-{machine}", "Linux", "linux", machine, (*names, f"linux_{machine}"))
 

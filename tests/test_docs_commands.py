@@ -272,7 +272,7 @@ READERS: dict[str, Callable[[list[str]], None]] = {
 NOT_OURS = ("source", "less", "ssh", "scontrol", "cd", "{", ".venv/bin/pytest", "git")
 """Programs of the system, whose arguments are the reader's."""
 OTHER_PACKAGES = ("verl", "vllm", "tinker_cookbook")
-FROM_AN_INDEX = ("pre-commit", "torch")
+FROM_AN_INDEX = ("pre-commit", "torch", "verifiers[ta]")
 
 
 def run(words: list[str]) -> None:

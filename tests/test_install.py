@@ -32,6 +32,7 @@ def script(name: str) -> ModuleType:
 
 
 resolve = script("resolve")
+overlays = script("resolve_overlays")
 package_index = script("package_index")
 torch_build = script("torch_build")
 release = script("release")
@@ -100,6 +101,33 @@ def test_a_requirement_without_a_pin_and_a_pin_without_a_wheel_are_found() -> No
     assert found == 'toolkit 1.0 requires mathlib; extra == "math", which constraints.txt does not pin'
     (found,) = problems(PINS, python="3.13", platform=resolve.MACOS)
     assert found.startswith("strop requires torch>=2.11: the index has no wheel of torch==2.13.0")
+
+
+def test_an_environment_over_torch_must_not_replace_what_torch_requires() -> None:
+    """constraints-sglang.txt once put triton 3.9.0 over the 3.7.1 of torch."""
+    target = resolve.Target(overlays.PLATFORM, "3.12")
+    source = resolve.CachedSource(Table())
+
+    def found(text: str) -> set[str]:
+        return overlays.overlay_problems("constraints-sglang.txt", text, target, PINS, source)
+
+    assert found("triton==3.7.1\nliger_kernel==0.8.5\n") == set()
+    assert found("triton==3.9.0\n") == {
+        "constraints-sglang.txt: torch requires triton==3.7.1, but triton==3.9.0 is pinned"
+    }
+    assert found("mathlib==2\n") == {"constraints-sglang.txt: the index has no wheel of mathlib==2 here"}
+
+
+def test_every_file_of_pins_is_resolved() -> None:
+    files = {path.name for path in ROOT.glob("constraints-*.txt")}
+    assert {*overlays.OVER_TORCH, *overlays.ALONE} == files
+    makefile = (ROOT / "Makefile").read_text()
+    for name in files:
+        assert f"-r {name}" in makefile and name in (ROOT / "MANIFEST.in").read_text()
+        pins = resolve.read_pins((ROOT / name).read_text())
+        for what in overlays.ACCEPTED.get(name, {}):
+            package = what.partition(" requires ")[0]
+            assert resolve.canonicalize_name(package) in pins, f"{what}: {package} is pinned no more"
 
 
 def test_every_requirement_of_the_project_is_pinned_once() -> None:
