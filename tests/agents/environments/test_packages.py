@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import threading
 
 import pytest
@@ -45,11 +47,27 @@ def test_a_registered_environment_of_gymnasium():
     assert [episode.trajectory().reward for episode in episodes] == [1.0] * 4
 
 
-@pytest.fixture
-def openenv_server():
-    """A counting game behind the server of openenv-core."""
+@contextlib.contextmanager
+def served(environment, action, observation):
+    """An environment behind the server of openenv-core; gives its address."""
     import uvicorn
     from openenv.core.env_server.http_server import create_fastapi_app
+
+    app = create_fastapi_app(environment, action, observation, max_concurrent_envs=8)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        thread.join(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def openenv_server():
+    """A counting game."""
     from openenv.core.env_server.interfaces import Environment
     from openenv.core.env_server.types import Action, Observation, State
 
@@ -79,16 +97,8 @@ def openenv_server():
         def state(self):
             return State()
 
-    app = create_fastapi_app(Count, Move, Board, max_concurrent_envs=8)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        thread.join(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with served(Count, Move, Board) as address:
+        yield address
 
 
 def test_a_server_of_openenv(openenv_server):
@@ -101,6 +111,22 @@ def test_a_server_of_openenv(openenv_server):
     episodes = play(scene, *rows, loops=loops)
     assert [episode.error for episode in episodes] == [None] * 5
     assert [episode.trajectory().reward for episode in episodes] == [5.0, 4.0, 3.0, 2.0, 1.0]
+
+
+def test_the_echo_environment_that_openenv_ships():
+    """The environment that `openenv init` starts from: an answer is echoed, each of its characters earns 0.1."""
+    template = "openenv.cli.templates.openenv_env"
+    models = importlib.import_module(f"{template}.models")
+    module = importlib.import_module(f"{template}.server.__ENV_NAME___environment")
+    parts = [getattr(module, "__ENV_CLASS_NAME__Environment")]
+    parts += [getattr(models, f"__ENV_CLASS_NAME__{name}") for name in ("Action", "Observation")]
+    with served(*parts) as address:
+        loops = loops_of(f"openenv:{address}", observation_key="echoed_message")
+        scene = episode_context(ScriptedEngine(["hello", "good day"]), max_assistant_turns=2)
+        [episode] = play(scene, prompt("Talk.", agent=None), loops=loops)
+    assert episode.error is None
+    assert [message["content"] for message in episode.messages[1:]] == ["hello", "hello", "good day"]
+    assert episode.trajectory().reward == pytest.approx(0.5 + 0.8)
 
 
 TASKSET = """
