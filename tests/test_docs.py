@@ -38,8 +38,20 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = target.partition("#")
         found = (page.parent / path) if path else page
         assert found.exists(), f"{name_of(page)}: {target}"
+        if page.is_relative_to(ROOT / "docs"):
+            assert found.resolve().is_relative_to(ROOT / "docs"), f"{name_of(page)}: {target} is not on the site"
         if anchor and found.suffix == ".md":
             assert anchor in anchors(found), f"{name_of(page)}: {target}"
+
+
+def test_every_image_is_shown_by_a_page() -> None:
+    shown = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+    }
+    kept = {path.resolve() for path in (ROOT / "docs" / "images").rglob("*.*")}
+    assert kept == {path for path in shown if path.is_relative_to(ROOT / "docs" / "images")}
 
 
 def test_the_menu_names_every_page() -> None:

@@ -36,6 +36,7 @@ overlays = script("resolve_overlays")
 package_index = script("package_index")
 torch_build = script("torch_build")
 release = script("release")
+try_dockerfile = script("try_dockerfile")
 
 PYPROJECT = """
 [project]
@@ -364,6 +365,15 @@ def test_the_dockerfile_copies_what_exists_and_installs_extras_that_exist() -> N
                 index = options.partition(" ")[2]
                 assert done.stdout.split() == ([] if index == "default" else ["--extra-index-url", index])
     assert stages == ["base", "cpu", "cuda"]
+
+
+def test_every_command_of_the_dockerfile_can_be_tried(tmp_path: Path) -> None:
+    found = list(try_dockerfile.commands((ROOT / "Dockerfile").read_text()))
+    assert len(found) >= 9
+    tried = [try_dockerfile.dry_run(command, tmp_path) for command in found]
+    assert sum("pip install --dry-run" in str(command) for command in tried) == 4
+    with pytest.raises(ValueError, match="runs 'curl': say in"):
+        try_dockerfile.dry_run("curl https://host", tmp_path)
 
 
 def test_the_images_have_what_an_installation_from_the_tree_needs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.config.rules import check
 
-CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
 
 
 def settings_of(command: str) -> list[str]:
@@ -36,12 +36,45 @@ def test_the_slurm_script_is_sound_and_its_settings_are_known():
     assert config.ray_kwargs.ray_init["address"] == "10.0.0.1:20000"
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_has_nothing_to_say():
+def told(program, *words):
+    """The exit code and the output of a program in the environment of `make test-deploy`."""
     done = subprocess.run(
-        ["shellcheck", CLUSTER / "slurm.sbatch"], capture_output=True, text=True, check=False
+        [ROOT / ".venv-deploy" / "bin" / program, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stdout
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.deploy
+@pytest.mark.parametrize("script", ["examples/cluster/slurm.sbatch", ".ci/run"])
+def test_shellcheck_has_nothing_to_say(script, tmp_path):
+    assert told("shellcheck", script) == (0, "")
+    (tmp_path / "bad.sh").write_text((ROOT / script).read_text() + "\nrm -r $unset/*\n")
+    assert told("shellcheck", tmp_path / "bad.sh")[0] == 1
+
+
+@pytest.mark.deploy
+def test_hadolint_has_nothing_to_say(tmp_path):
+    assert told("hadolint", "Dockerfile") == (0, "")
+    text = (ROOT / "Dockerfile").read_text().replace("# hadolint ignore=DL3008\n", "")
+    (tmp_path / "Dockerfile").write_text(text)
+    code, said = told("hadolint", tmp_path / "Dockerfile")
+    assert code == 1 and "DL3008" in said
+
+
+@pytest.mark.deploy
+def test_skypilot_accepts_its_file(tmp_path):
+    """By SkyPilot's own parser of tasks, which checks every field."""
+    code = "import sys, sky; task = sky.Task.from_yaml(sys.argv[1]); print(task.num_nodes, task.resources)"
+    read, said = told("python", "-c", code, "examples/cluster/skypilot.yaml")
+    assert read == 0 and "H100" in said, said
+    bad = (ROOT / "examples/cluster/skypilot.yaml").read_text().replace("num_nodes", "nodes")
+    (tmp_path / "bad.yaml").write_text(bad)
+    read, said = told("python", "-c", code, tmp_path / "bad.yaml")
+    assert read == 1 and "nodes" in said
 
 
 def rayjob_errors(job):

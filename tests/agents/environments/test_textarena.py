@@ -7,6 +7,7 @@ test writes a corpus of one word, so that no network is needed.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,20 +19,18 @@ from tests.data.tokens import CHATML
 from tests.ppo.runs import run
 
 pytestmark = pytest.mark.environments
-SPECIAL = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
-GUESSES = ["[E]", "[A]"]
+WORDS = ["<unk>", "<|im_start|>", "<|im_end|>", "[E]", "[A]"]
 
 
 def guessing_model(folder: Path) -> Path:
-    """A small random model whose answers are guesses; it reads every other character as unknown."""
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *GUESSES])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\[[EA]\]|[\s\S]"), behavior="isolated")
+    """A small random model whose answers are guesses. It reads every other character as <unk>, and each of its
+    words survives the way through text and back, which the endpoint insists on."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    known = "|".join([*map(re.escape, WORDS), r"[\s\S]"])
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(known), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens(SPECIAL)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token="<|im_end|>", pad_token="<pad>"
-    )
+    end = "<|im_end|>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token=end)
     tokenizer.chat_template = CHATML
     tiny_model(tokenizer, hidden=32, layers=2, max_model_len=4096).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
