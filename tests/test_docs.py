@@ -39,7 +39,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         found = (page.parent / path) if path else page
         assert found.exists(), f"{name_of(page)}: {target}"
         if page.is_relative_to(ROOT / "docs"):
-            assert found.resolve().is_relative_to(ROOT / "docs"), f"{name_of(page)}: {target} is not on the site"
+            assert found.resolve().is_relative_to(ROOT / "docs"), (
+                f"{name_of(page)}: {target} is not on the site"
+            )
         if anchor and found.suffix == ".md":
             assert anchor in anchors(found), f"{name_of(page)}: {target}"
 
