@@ -222,6 +222,10 @@ PRIVATE_WORDS = (
     "the peer",
     "the peers",
     "the house",
+    "mended",
+    "anew",
+    "one's own",
+    "likelier",
 )
 """Words and metaphors that a reader of the field would not search for."""
 

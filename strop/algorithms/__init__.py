@@ -1,2 +1,2 @@
 """Pure functions of tensors: advantages, losses, KL, aggregation, rollout correction, metrics. They do no I/O
-and know no configuration."""
+and do not depend on the configuration."""

@@ -1,8 +1,8 @@
-"""From a loss per token to one number, with denominators that are counted once per optimizer step, and sums,
-means and variances over a mask.
+"""Reduces a loss per token to one number, with denominators that are counted once per optimizer step; and
+sums, means and variances over a mask.
 
-An optimizer step is computed in pieces: micro-batches, ranks. A mean inside each piece that is averaged
-afterwards weighs pieces, not tokens, so the result would depend on how the batch was cut. Here the
+An optimizer step is computed in pieces: micro-batches, ranks. An average of the means of the pieces gives
+equal weight to pieces, not to tokens, so the result would depend on how the batch is split. Here the
 denominators are counted once for the whole step (`Totals.of`) and passed to every piece; the results of the
 pieces then add up:
 
@@ -10,7 +10,7 @@ pieces then add up:
     for piece, mask in pieces:
         aggregate(piece, mask, "token-mean", totals).backward()
 
-The only requirement is that a sequence is never cut in two. Positions outside the mask may hold NaN; they
+The only requirement is that a sequence is never split. Positions outside the mask may hold NaN; they
 contribute exact zeros to the value and to the gradient.
 """
 

@@ -1,5 +1,5 @@
-"""Losses besides the policy losses: next-token cross entropy (SFT and PPO-ptx), the value loss of a critic,
-and losses on pairs of a chosen and a rejected response (reward models, DPO, IPO, SimPO, ORPO) or on
+"""Losses other than the policy losses: next-token cross entropy (SFT and PPO-ptx), the value loss of a
+critic, and losses on pairs of a chosen and a rejected response (reward models, DPO, IPO, SimPO, ORPO) or on
 labelled responses (KTO)."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ PLOTTED = (
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture on the disk. A notebook shows it."""
+    """An image file. A notebook displays it."""
 
     path: Path
 
@@ -52,7 +52,7 @@ class Run(Generic[Config]):
     total_steps: int
     """The number of steps of the whole run."""
     problems: list[str] = field(default_factory=list)
-    """Why the command line cannot do the same."""
+    """Reasons why no command line can start the same run."""
     rows: list[dict[str, object]] = field(default_factory=list)
     """Metrics of the steps that this process has done."""
     _model: PreTrainedModel | None = None

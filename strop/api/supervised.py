@@ -31,7 +31,7 @@ def sft(
     progress: bool = True,
     **keys: object,
 ) -> Run[SftConfig]:
-    """Train by example.
+    """Supervised fine-tuning.
 
     train, val: rows with `messages` (conversations), with `prompt` and `response` (or `completion`), or with
     `text`, of which every token is trained. `prompt_key`, `response_key` and `data.multiturn.messages_key`
@@ -56,7 +56,7 @@ def dpo(
     """Train on pairs of responses (direct preference optimization).
 
     train, val: rows with `chosen` and `rejected`, and `prompt` if these do not contain it. The reference is
-    the model as it was given, or `ref.path`.
+    the initial model, or `ref.path`.
 
     The other arguments are those of `grpo`.
     """

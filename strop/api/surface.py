@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import strop
 from strop.config.short_keys import SHORT_FORMS
 
-INTRODUCTION = """# Python
+INTRODUCTION = """# Python API
 
-Generated from the docstrings by `make docs`; a test keeps it fresh. Only what is listed here is public:
-everything else may change without notice.
+`make docs` generates this page from the docstrings; a test checks that it is current. Only the names on this
+page are public. Everything else may change without notice.
 
 ```python
 import strop
@@ -27,24 +27,24 @@ def reward(completion, answer, **row):
 
 
 run = strop.grpo("Qwen/Qwen2.5-0.5B-Instruct", train=rows, reward=reward, max_response_length=512, steps=100)
-run.metrics["critic/score/mean"]  # run.plot() draws it, run.samples() shows answers
+run.metrics["critic/score/mean"]  # run.plot() draws it, run.samples() shows responses
 run.save("out")  # a folder that transformers loads; run.model and run.tokenizer
 print(run.command())  # the same run as a command line
 ```
 
-A run from Python is the run of the command line. What is given as objects (rows, functions, a module) is
-written to `inputs/` in the folder of the run, and the run reads it there. So the checks, the errors, the
-checkpoints and the numbers are the same, `run.command()` starts the same run in another process, and the
-same call continues where an earlier one ended: after Ctrl-C in a notebook (which returns the run so far; a
-script gets KeyboardInterrupt), after `stop`, after an error in a callback.
+A run from Python is the same as a run from the command line. Objects (rows, functions, a module) are written
+to `inputs/` in the folder of the run, and the run reads them there. So checks, errors, checkpoints and
+results are the same, and `run.command()` prints a command that starts the same run in another process. The
+same call resumes an earlier run: after Ctrl-C in a notebook (which returns the run so far; a script gets
+KeyboardInterrupt), after `stop`, or after an error in a callback.
 
-One run at a time: runs share the signal handlers, random states and library patches of their process. With
-`n_gpus_per_node` above 1, or Ray, the run is in processes of its own; then functions must be importable or
-writable, and callbacks are refused.
+Only one run can be active in a process, because runs share signal handlers, random states and library
+patches. With `n_gpus_per_node` above 1, or Ray, the run uses separate processes. Then functions must be
+importable or serializable as source code, and callbacks are rejected.
 
 ## Reward functions
 
-The names of the parameters say how a function is called:
+The parameter names decide how a function is called:
 
 | a parameter | form | called with |
 |---|---|---|
@@ -53,16 +53,16 @@ The names of the parameters say how a function is called:
 | `solution_str` | verl | `data_source`, `solution_str`, `ground_truth`, `extra_info` |
 | `solution_strs` | verl, batches | lists: `data_sources`, `solution_strs`, `ground_truths`, `extra_infos` |
 
-A function gets those arguments that it names, all of them if it takes `**row`. Two of these names at once, or
-none of them, are refused. A function may be async. It returns a number, or a dict with `score` whose other
-entries are reported; a batch returns a list of them. `None`, NaN, a wrong length and an exception are errors:
-the first row is tried before the run starts, and a sample without a score is masked and counted. The same
-forms work in files that `custom_reward_function.path` names (TRL's form with
+A function receives the arguments that it names, or all of them if it takes `**row`. It must have exactly one
+of these names. A function may be async. It returns a number, or a dict with `score` and further numbers,
+which become metrics; a batch function returns a list of them. `None`, NaN, a wrong length and an exception
+are errors: the first row is tested before the run starts, and a sample without a score is masked and counted.
+The same forms work in the file of `custom_reward_function.path` (TRL's form with
 `reward_model.reward_manager=batch`).
 
-Completions of TRL's form are texts where the prompt of the row is a text, and lists of one message where it
-is a list of messages. Several functions are added with `reward_weights`; one of several may return None for
-a sample that it does not apply to.
+With TRL's form, completions are texts if the prompt of the row is a text, and lists of one message if it is
+a list of messages. The scores of several functions are added with `reward_weights`; one of several functions
+may return None for a sample that it does not apply to.
 
 ## Callbacks
 
@@ -76,7 +76,7 @@ def reference() -> str:
         lines.append(f"- {meaning.format(name=name)}")
     lines += ["", "## Short forms of keys", ""]
     lines += [
-        'Any key may be given by its full name in a dict (`**{"trainer.save_freq": 10}`), by the end of'
+        'You can pass any key by its full name in a dict (`**{"trainer.save_freq": 10}`), by the end of'
     ]
     lines += ["its name (`max_response_length`), or by one of these:", "", "| short | key |", "|---|---|"]
     for short, key in SHORT_FORMS["ppo_trainer"].items():

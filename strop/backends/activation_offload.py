@@ -1,10 +1,11 @@
-"""Activations that wait for the backward pass in host memory (model.enable_activation_offload).
+"""Activation offload: activations are kept in host memory until the backward pass
+(model.enable_activation_offload).
 
-On a GPU a tensor is copied to pinned memory on a stream of its own while the GPU goes on to compute. It stays
-on the device until later tensors are on their way: then the stream of the computation waits for its copy, and
-its memory is free for what is launched next. So the memory of a pass does not depend on how far the host is
-ahead of the GPU. The backward pass needs tensors in the reverse order: when one is asked for, the copies of
-those before it are started already.
+On a GPU, a tensor is copied to pinned memory on a separate stream while the GPU continues to compute. The
+tensor stays on the device until later tensors are being copied: then the compute stream waits for its copy,
+and its memory can be reused. So the memory of a pass does not depend on how far the host is ahead of the GPU.
+The backward pass needs tensors in the reverse order: when it needs one, the copies of the tensors before it
+have already been started.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class LeavingTensors:
 
 
 class StreamCopier:
-    """Copies of a GPU, on a stream of their own."""
+    """Copies on a GPU, on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """Several LoRA adapters in one backend: each has its own weights, gradients, optimizer state and schedule.
 
-One adapter is active; all passes and updates are its own. Switching exchanges what is trained and copies
-nothing, so an adapter gets the same numbers whether or not others are trained in between.
+One adapter is active, and all passes and updates use it. Switching adapters copies nothing, so an adapter
+gets the same results whether or not others are trained in between.
 """
 
 from __future__ import annotations

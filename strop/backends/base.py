@@ -70,7 +70,7 @@ def nothing_to_release() -> bool:
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """What every backend needs to know, however it divides the work."""
+    """Settings that every backend needs, however it divides the work."""
 
     optim: OptimConfig | None = None
     """None: the model is frozen and only answers."""

@@ -1,4 +1,4 @@
-"""Offload: parts of a model that wait in host memory while other models use the device."""
+"""Offload: parts of a model are kept in host memory while other models use the device."""
 
 from __future__ import annotations
 

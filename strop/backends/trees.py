@@ -1,5 +1,5 @@
 """Micro-batches of episodes with several sequences: those of one episode stay together, so that a packed row
-holds their common beginnings once."""
+contains their common prefixes once."""
 
 from __future__ import annotations
 

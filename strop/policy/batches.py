@@ -28,7 +28,7 @@ class Datum:
     """One sequence to train on. The lists belong to the response tokens, one number each."""
 
     prompt: Sequence[int]
-    """Token ids that are read and not trained; at least one."""
+    """Token ids of the prompt, which are not trained; at least one."""
     response: Sequence[int]
     """Token ids that are trained where the mask is set."""
     mask: Sequence[float] | None = None

@@ -57,7 +57,7 @@ DEFAULT = FIRST_ADAPTER
 
 
 class Policy:
-    """A model that samples and learns. All operations take the adapter that they work on; a policy without
+    """A model with primitives for sampling and training. Every operation takes an adapter; a policy without
     LoRA has one entry, "default", for all of its weights."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Policy:
         self, name: str, *, rank: int | None = None, alpha: float | None = None, seed: int | None = None
     ) -> None:
         """Add a LoRA adapter with an optimizer of its own. Rank and alpha are by default those of the policy;
-        `seed` alone (by default that of the policy) decides about its first weights."""
+        only `seed` (by default that of the policy) determines its initial weights."""
         model = self.config.actor_rollout_ref.model
         with self._gate.training():
             self._core.add_adapter(
@@ -147,7 +147,7 @@ class Policy:
                 self._core.publish_folder(name, Path(folder).expanduser())
 
     def unpublish(self, name: str) -> None:
-        """Forget a published copy."""
+        """Delete a published copy."""
         with self._gate.training():
             self._core.unpublish(name)
 
@@ -198,7 +198,7 @@ class Policy:
         seed: int | None = None,
         adapter: str | None = DEFAULT,
     ) -> list[Trajectory]:
-        """n responses to one prompt. Many coroutines may wait at once: their samples share batches."""
+        """n responses to one prompt. The samples of concurrent coroutines share batches."""
         sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
         rendered = prompt_of(prompt, self.tokenizer, 0)
         base, call = self._stream(seed)
@@ -343,14 +343,14 @@ class Policy:
         grad_clip: float | None = None,
         adapter: str = DEFAULT,
     ) -> dict[str, float]:
-        """Update the adapter by its accumulated gradients, and forget them. What is not given comes from the
+        """Update the adapter with its accumulated gradients, and clear them. Omitted settings come from the
         configuration and its schedule; grad_clip=0 clips nothing."""
         settings = StepSettings(lr, betas, eps, weight_decay, grad_clip)
         with self._gate.training():
             return self._core.optim_step(settings, adapter)
 
     def drop_gradients(self, *, adapter: str = DEFAULT) -> None:
-        """Forget the accumulated gradients of an adapter."""
+        """Clear the accumulated gradients of an adapter."""
         with self._gate.training():
             self._core.drop_gradients(adapter)
 
@@ -360,7 +360,7 @@ class Policy:
             self._core.save_state(Path(path).expanduser(), adapter, {"calls": self.calls})
 
     def load_state(self, path: str | Path, *, adapter: str = DEFAULT, optimizer: bool = True) -> None:
-        """Go on exactly where `save_state` was called. Without `optimizer`: only with its weights."""
+        """Restore the exact state of `save_state`. Without `optimizer`: the weights only."""
         with self._gate.training():
             counters = self._core.load_state(Path(path).expanduser(), adapter, optimizer)
             if optimizer:
@@ -372,7 +372,7 @@ class Policy:
             self._core.save_for_sampling(Path(path).expanduser(), adapter, self.tokenizer)
 
     def close(self) -> None:
-        """Free the engine and give a loaded model back to its owner, without patches."""
+        """Free the engine and remove all patches from a model that the caller loaded."""
         if self._closed:
             return
         self._closed = True

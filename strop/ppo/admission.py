@@ -1,8 +1,8 @@
 """The order in which the prompts of a step are given to the engine (rollout.admission_order).
 
-Rows whose answers were long in earlier epochs start first: when a step has more samples than the engine runs
-at once, a long answer that starts last runs alone at the end. Each sample has its own random stream, so the
-order does not change what is sampled.
+Rows whose responses were long in earlier epochs start first. If a step has more samples than the engine can
+run concurrently, a long response that starts last would run alone at the end. Each sample has its own random
+stream, so the order does not change what is sampled.
 """
 
 from __future__ import annotations

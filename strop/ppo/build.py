@@ -1,4 +1,4 @@
-"""From a configuration to a trainer: builds every part of a reinforcement-learning run and connects them."""
+"""Builds all parts of a reinforcement-learning run from a configuration and connects them."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def build_weight_sync(
     copies: bool,
     total_steps: int,
 ) -> WeightSync:
-    """Hands the actor's weights to the engine. `copies`: the engine has a module of its own."""
+    """Passes the actor's weights to the engine. `copies`: the engine has its own module."""
     every = async_plan(config).sync_steps
     if policies is not None:
         on_sync = partial(policies.load_into, engine)

@@ -1,5 +1,5 @@
-"""From prompts to scored trajectories, of a step and of a validation: sampling, scoring, dynamic sampling,
-greedy baseline."""
+"""Scored trajectories for a training step or a validation: sampling, scoring, dynamic sampling, greedy
+baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations in, texts out, over any engine: for models that speak beside the policy, such as a judge."""
+"""Chat completion with any rollout engine, for language models other than the policy, such as a judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.rollout.base import Completion, Engine, Request, Sampling, build_engi
 
 class EngineChat:
     def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, name: str):
-        """`name` tells this model from others. The engine sleeps between calls."""
+        """`name` identifies this model. The engine sleeps between calls."""
         self.engine = engine
         self.chat = chat
         self.sampling = sampling
@@ -42,7 +42,7 @@ class EngineChat:
         return str(self.chat.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
 
-# A judge that speaks in this process: the language model of reward_model.model.path in an engine of its own.
+# A judge in this process: the language model of reward_model.model.path, in a separate engine.
 
 
 TEMPLATE_TOKENS = 512  # of the judge's instructions

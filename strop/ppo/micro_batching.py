@@ -1,4 +1,4 @@
-"""How the passes of a reinforcement-learning step are cut into micro-batches."""
+"""How the passes of a reinforcement-learning step are split into micro-batches."""
 
 from __future__ import annotations
 

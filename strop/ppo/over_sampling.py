@@ -1,9 +1,9 @@
-"""Over-sampling (rollout.over_sampling): more prompts are started than a step trains on. The step takes those
-whose samples are finished first, and the others are continued in the next step, under its weights.
+"""Over-sampling (rollout.over_sampling): a step starts more prompts than it trains on. It uses the prompts
+whose samples finish first; the others continue in the next step, with its weights.
 
-No prompt is dropped and none is trained twice. Prompts that wait are older than new ones: they are admitted
-first, and a prompt that has reached the age limit is waited for. With the native engine the prompts that a
-step takes, and where the others are cut, depend on the seeds alone.
+No prompt is dropped and none is trained twice. Unfinished prompts are admitted before new ones, and a step
+waits for a prompt that has reached the age limit. With the native engine, only the seeds determine which
+prompts a step uses and where the others are interrupted.
 """
 
 from __future__ import annotations

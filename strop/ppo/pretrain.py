@@ -1,4 +1,4 @@
-"""PPO-ptx (InstructGPT): every update of the actor also trains on the language-model loss of some text."""
+"""PPO-ptx (InstructGPT): every actor update also minimizes the language-model loss of pretraining texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PF-PPO: a step trains on rows that are drawn by their scores."""
+"""PF-PPO: the rows that a step trains on are resampled by their scores."""
 
 from __future__ import annotations
 

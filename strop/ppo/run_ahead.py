@@ -1,8 +1,8 @@
 """Asynchronous sampling (trainer.async_training): prompts are sampled before the step that trains on them.
 
-Batches wait in a queue in the order in which they were drawn, and a step takes the oldest one. Long responses
-are never passed over in favour of short ones, so the staleness of a sample depends on its place in the queue
-alone. How many prompts may be started is counted from the latest weight sync of the engine.
+Batches wait in a queue in the order in which they were drawn, and a step takes the oldest one. Short
+responses never overtake long ones, so the staleness of a sample depends only on its place in the queue. The
+number of prompts that may be started is counted from the latest weight sync of the engine.
 """
 
 from __future__ import annotations

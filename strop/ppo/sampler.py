@@ -1,4 +1,4 @@
-"""Prompts in, unscored trajectories out: one rollout engine, the agents that talk to it, and its weights."""
+"""Samples unscored trajectories for prompts: one rollout engine, the agents that use it, and weight sync."""
 
 from __future__ import annotations
 

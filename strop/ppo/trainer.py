@@ -1,6 +1,7 @@
 """The training loop of PPO, GRPO, RLOO, ReMax ...: sample, score, estimate, update.
 
-No algorithm is named here. Facts of the registry decide which models exist and what a batch must contain.
+The loop does not depend on the algorithm's name. The catalog declares what an estimator and a loss need, and
+that decides which models exist and what a batch contains.
 """
 
 from __future__ import annotations

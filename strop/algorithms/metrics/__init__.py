@@ -1,2 +1,1 @@
-"""Numbers for the log: functions from tensors and lists to {metric name: float}, under the names verl's users
-know."""
+"""Metrics: functions from tensors and lists to {metric name: float}, with the metric names of verl."""

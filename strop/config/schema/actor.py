@@ -45,7 +45,7 @@ class PolicyLossConfig:
     clip_cov_ub: float = setting(5.0)
     """clip_cov: upper end of the covariance band."""
     kl_cov_ratio: float = setting(0.0002, at_least=0, at_most=1)
-    """kl_cov: share of tokens that are penalised."""
+    """kl_cov: share of tokens that are penalized."""
     ppo_kl_coef: float = setting(0.1, at_least=0)
     """kl_cov: weight of that penalty."""
     dro_beta: float = setting(0.1, above=0)
@@ -74,7 +74,7 @@ class ActorConfig:
 
     strategy: str = setting("fsdp", choices=STRATEGIES)
     """Training backend. fsdp and fsdp2 both shard with FSDP2 (one device needs no sharding); megatron divides
-    layers and matrices as the `megatron` section says; the others are not supported."""
+    layers and matrices as set in the `megatron` section; the others are not supported."""
     ppo_mini_batch_size: int = setting(256, at_least=1)
     """PROMPTS per optimizer update, over all devices. Each prompt has rollout.n sequences."""
     ppo_micro_batch_size: int | None = setting(None, at_least=1)
@@ -118,9 +118,9 @@ class ActorConfig:
     calculate_entropy: bool = setting(True)
     """Log the entropy of every update even when its weight is 0."""
     skip_zero_advantages: bool = setting(True)
-    """Skip forward and backward of sequences whose advantages are all 0 (groups that all failed or all
-    succeeded). They still count in the denominators, so weights and loss stay the same; with sparse rewards
-    the update takes a fraction of the time. It applies when the policy loss is the only loss: no KL term, no
+    """Skip forward and backward for sequences whose advantages are all 0 (groups in which all scores are
+    equal). They still count in the denominators, so weights and loss are the same; with sparse rewards the
+    update takes a fraction of the time. It applies if the policy loss is the only loss: no KL term, no
     entropy bonus, no load balancing."""
     use_kl_loss: bool = setting(False)
     """Add kl_loss_coef * KL(policy, reference) to the loss. Needs a reference model."""
@@ -133,8 +133,8 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that split each sequence (Ulysses). Needs use_remove_padding."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that split each weight matrix in training, by the plan that transformers ships for the model.
-    It must divide the number of attention heads and of key-value heads. It excludes LoRA and
+    """Devices that split each weight matrix in training, by the plan that transformers has for the model. It
+    must divide the number of attention heads and of key-value heads. It cannot be combined with LoRA or
     ulysses_sequence_parallel_size."""
     calculate_sum_pi_squared: bool | None = setting(None)
     """Compute the sum of squared probabilities per token. Null: only when the advantage estimator needs
@@ -142,7 +142,7 @@ class ActorConfig:
     use_rollout_log_probs: bool = setting(False)
     """Use the engine's log-probs as old log-probs instead of recomputing them."""
     freeze_vision_tower: bool = setting(False)
-    """Train the language model and the projector, and leave the vision tower as it is."""
+    """Train the language model and the projector, but not the vision tower."""
     optim: OptimConfig = section(OptimConfig)
     """Optimizer and schedule."""
     fsdp_config: FsdpConfig = section(FsdpConfig)

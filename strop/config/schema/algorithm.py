@@ -46,9 +46,9 @@ class FilterGroupsConfig:
     range: list[float] | None = setting(None)
     """Keep prompts whose mean lies strictly between low and high, instead of prompts whose samples differ."""
     max_num_gen_batches: int | None = setting(None, at_least=0)
-    """Fail after this many generation batches for one training batch. Null: fail after 10 batches in a row,
-    with at least 10 times data.train_batch_size prompts, of which no prompt was kept. 0: no limit. A warning
-    with the last scores comes after 3 such batches in every case."""
+    """Fail after this many generation batches for one training batch. Null: fail after 10 batches in a row
+    (and at least 10 times data.train_batch_size prompts) without a usable prompt. 0: no limit. In every case,
+    a warning with the last scores follows after 3 such batches."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the group's standard deviation. False is Dr. GRPO."""
     norm_adv_by_std: bool = setting(True)
-    """gae and reinforce_plus_plus: whiten advantages over the batch. False only centres them."""
+    """gae and reinforce_plus_plus: whiten advantages over the batch. False: only subtract the mean."""
     gdpo_reward_keys: list[str] | None = setting(None)
     """gdpo: components of the score, as keys that the scorer returns. Null: the score itself is the only
     component."""
@@ -112,9 +112,9 @@ class AlgorithmConfig:
     distillation: DistillationConfig = section(DistillationConfig)
     """On-policy distillation from a teacher."""
     pretrain_files: str | list[str] | None = setting(None)
-    """Text files for a language-modelling loss that is added to the policy loss (ptx)."""
+    """Text files for a language-model loss that is added to the policy loss (ptx)."""
     ptx_coef: float = setting(0.05, at_least=0)
-    """Weight of the language-modelling loss."""
+    """Weight of the language-model loss."""
     compat: str = setting("strop", choices=tuple(FRAMEWORKS))
     """Reproduce the numbers of verl, OpenRLHF or TRL where Strop's default deliberately differs.
     docs/compat.md lists what each value changes."""

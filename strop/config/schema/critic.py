@@ -69,11 +69,11 @@ class CriticConfig:
     grad_clip: float = setting(1.0, above=0)
     """Gradients are clipped to this norm."""
     cliprange_value: float = setting(0.5, at_least=0)
-    """Clip range of the value loss: largest change from the old value."""
+    """Clip range of the value loss: maximum change from the old value."""
     loss_agg_mode: str = link("actor_rollout_ref.actor.loss_agg_mode", one_of=AGGREGATIONS)
     """How token losses are reduced to one number."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that split each weight matrix in training. It excludes LoRA and
+    """Devices that split each weight matrix in training. It cannot be combined with LoRA or
     ulysses_sequence_parallel_size."""
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that split each sequence (Ulysses). Needs use_remove_padding."""

@@ -78,19 +78,20 @@ class DataConfig:
     filter_overlong_prompts_workers: int = setting(1, at_least=1)
     """Processes that tokenize prompts for filter_overlong_prompts."""
     truncation: str = setting("error", choices=("error", "left", "right", "middle"))
-    """What to do with a prompt over the limit: raise an error, cut its beginning (left), its end (right), or
-    its middle."""
+    """How to handle a prompt over the limit: raise an error, or truncate its beginning (left), its end
+    (right), or its middle."""
     dataloader_num_workers: int = setting(0, at_least=0)
     """Processes that render prompts in advance. 0: the main process renders them."""
     image_key: str = setting("images")
-    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> where one goes."""
+    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> in the place of each
+    image."""
     video_key: str = setting("videos")
-    """Column with videos. A row that has some is refused: store the frames as images."""
+    """Column with videos. Rows with videos are rejected: store the frames as images."""
     min_pixels: int | None = setting(None, at_least=1)
-    """Images with fewer pixels are enlarged. Null: as the processor of the model does."""
+    """Images with fewer pixels are enlarged. Null: the limit of the model's processor."""
     max_pixels: int | None = setting(None, at_least=1)
-    """Images with more pixels are reduced, which bounds their tokens. Null: as the processor of the model
-    does."""
+    """Images with more pixels are reduced, which limits their tokens. Null: the limit of the model's
+    processor."""
     image_patch_size: int = inert(14, "the model's own processor knows its patch size")
     """Side length of a vision patch."""
     tool_config_path: str | None = inert(

@@ -1,4 +1,4 @@
-"""The `algorithm.distillation` section: a teacher rates every sampled token."""
+"""The `algorithm.distillation` section: a teacher scores every sampled token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from strop.config.schema.fields import setting
 
 @dataclass(eq=False)
 class DistillationConfig:
-    """On-policy distillation: the policy samples, and each token is rewarded by how much likelier the teacher
-    finds it. The mean reward of a token is minus the reverse KL divergence to the teacher."""
+    """On-policy distillation: the policy samples, and each token is rewarded by the teacher's log-prob minus
+    the policy's. The mean of this reward is minus the reverse KL divergence to the teacher."""
 
     enable: bool = setting(False)
     """Add the teacher's term to the advantages."""
@@ -19,17 +19,17 @@ class DistillationConfig:
     policy. It is a frozen model in the trainer's processes; precision, offloading and micro-batches are those
     of actor_rollout_ref.ref."""
     url: str | None = setting(None)
-    """Address of a server that holds the teacher instead of `path`: the base URL of an OpenAI-compatible API
-    with log-probs of prompts (vLLM: http://host:8000/v1). It gets token ids, so its tokenizer must be that of
-    the policy."""
+    """Address of a server with the teacher, instead of `path`: the base URL of an OpenAI-compatible API that
+    returns log-probs of prompts (vLLM: http://host:8000/v1). It receives token ids, so it must have the
+    tokenizer of the policy."""
     model: str | None = setting(None)
-    """url: name of the model on the server. Null: the first that it lists."""
+    """url: name of the model on the server. Null: the first model that the server lists."""
     api_key_env: str = setting("OPENAI_API_KEY")
-    """url: environment variable that holds the key of the server."""
+    """url: environment variable with the server's API key."""
     max_concurrent: int = setting(32, at_least=1)
-    """url: requests at the same time. A request holds one sequence."""
+    """url: concurrent requests. A request contains one sequence."""
     timeout: float = setting(600.0, above=0)
-    """url: seconds for one sequence, retries included."""
+    """url: timeout of one sequence in seconds, including retries."""
     nnodes: int = setting(0, at_least=0)
     """path: dedicated nodes for the teacher, with a full copy on each device (trainer.runtime=ray). 0: it
     shares the actor's devices."""
@@ -38,11 +38,11 @@ class DistillationConfig:
     coef: float = setting(1.0, above=0)
     """Weight of the teacher's term: coef * (log-prob of the teacher - log-prob of the policy) per token."""
     discount: float = setting(0.0, at_least=0, at_most=1)
-    """Weight of the next token's term in the advantage of a token, per step. 0: a token answers for itself
-    alone, which has the least variance. 1: for all tokens after it too, which is the exact gradient of the
-    sequence's reverse KL."""
+    """Weight of later tokens in the advantage of a token: the term of the k-th next token is multiplied by
+    discount to the power k. 0: only the token itself, which has the least variance. 1: all later tokens too,
+    which is the exact gradient of the sequence's reverse KL."""
     max_log_ratio: float | None = setting(None, above=0)
-    """Limit of the absolute difference of log-probs of one token. Null: no limit."""
+    """Limit of the absolute difference of the log-probs of one token. Null: no limit."""
     task_reward: bool = True
     """Add the teacher's term to the advantages of the task's reward. False: the teacher's term is the whole
     advantage; training rows are not scored, and algorithm.adv_estimator has no effect. Validation is scored

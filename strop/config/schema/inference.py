@@ -98,7 +98,7 @@ class GenerationRolloutConfig(RolloutConfig):
     top_p: float = setting(0.7, above=0, at_most=1)
     """Sample from the smallest set of tokens with this probability."""
     prompt_length: int = setting(1536, at_least=1)
-    """Maximum prompt length in tokens. A longer prompt is cut on the left."""
+    """Maximum prompt length in tokens. A longer prompt is truncated on the left."""
     response_length: int = setting(512, at_least=1)
     """Maximum response length in tokens."""
     stop: list[str] = setting([])
@@ -192,8 +192,8 @@ class EvaluationSettingsConfig:
     timeout: float = setting(30.0, above=0)
     """Timeout per response, in seconds."""
     compat: str = setting("strop", choices=tuple(FRAMEWORKS))
-    """Score as this framework does: verl compares answers of mathematics as texts. As algorithm.compat in
-    training."""
+    """Score as this framework does: verl compares mathematical answers as text. The same as algorithm.compat
+    in training."""
     k: list[int] | None = setting(None)
     """Values of k for pass@k, best@k and maj@k. Null: the powers of 2, and the number of responses."""
     bootstrap: int = setting(1000, at_least=0)
@@ -271,12 +271,12 @@ class ServerConfig:
     max_body_mb: float = setting(8.0, above=0)
     """Maximum request size in MB. A larger request gets status 413."""
     max_length: int | None = setting(None, at_least=1)
-    """Maximum text length in tokens. A longer text is cut on the right, and the reply says so. Null: the
-    model's maximum."""
+    """Maximum text length in tokens. A longer text is truncated on the right, and the reply reports this.
+    Null: the model's maximum."""
     timeout: float = setting(300.0, above=0)
     """Seconds after which a waiting request gets status 503."""
     normalize: bool = setting(False)
-    """Normalise scores with the mean and standard deviation that are saved with the model."""
+    """Normalize scores with the mean and standard deviation that are saved with the model."""
     forward_max_token_len_per_gpu: int = setting(16384, at_least=1)
     """Tokens per forward pass."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))

@@ -22,11 +22,11 @@ class MegatronConfig:
     context_parallel_size: int = setting(1, at_least=1)
     """Devices that split each sequence."""
     expert_model_parallel_size: int = setting(1, at_least=1)
-    """Devices that divide the experts."""
+    """Devices that share the experts of a layer."""
     expert_tensor_parallel_size: int | None = setting(None, at_least=1)
     """Devices that split each expert's matrices."""
     sequence_parallel: bool = setting(True)
-    """Tensor-parallel devices also share the tokens between the divided matrices."""
+    """Tensor-parallel devices also split the tokens between the split matrices."""
     use_distributed_optimizer: bool = setting(True)
     """Shard optimizer state (ZeRO-1)."""
     param_offload: bool = setting(False)

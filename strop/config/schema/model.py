@@ -72,19 +72,18 @@ class ModelConfig:
     """Changes to the model's config.json, for instance {attn_implementation: sdpa}."""
     enable_gradient_checkpointing: bool = setting(True)
     """Recompute activations in the backward pass: less memory, about a third more compute. False: keep all
-    activations. gradient_checkpointing has a third choice."""
+    activations. gradient_checkpointing overrides it and also offers a selective mode."""
     gradient_checkpointing: str | None = setting(None, choices=(None, "none", "full", "selective"))
     """Which activations are recomputed in the backward pass. full: those of whole layers, about a third more
-    compute. selective: those of the feed-forward part of each layer, which are most of the memory; attention
-    is not computed again. none: no recomputation. Null: full or none, as enable_gradient_checkpointing
-    says."""
+    compute. selective: those of the feed-forward part of each layer, which need most of the memory; attention
+    is not recomputed. none: no recomputation. Null: full or none, by enable_gradient_checkpointing."""
     enable_activation_offload: bool = setting(False)
-    """Offload activations to host memory between forward and backward: with gradient checkpointing, what the
-    layers keep. On a GPU the copies run while it computes. No effect on a CPU."""
+    """Offload activations to host memory between forward and backward; with gradient checkpointing, the
+    activations that layers keep. On a GPU the copies overlap with computation. No effect on a CPU."""
     use_remove_padding: bool = setting(True)
-    """Pack sequences without padding tokens: same numbers, less compute. A model that computes packed
-    rows otherwise than single sequences (measured before the run, docs/models.md) runs with padding, and the
-    log says so."""
+    """Pack sequences without padding tokens: same results, less compute. If packed sequences influence each
+    other in a model (tested before the run, docs/models.md), it runs with padding, and the log reports
+    this."""
     lora_rank: int = setting(0, at_least=0)
     """Rank of LoRA adapters; 0 trains all weights. With LoRA the model without adapters is the reference."""
     lora_alpha: float = setting(16, at_least=0)
@@ -99,8 +98,9 @@ class ModelConfig:
     """Folder of an adapter to start from."""
     quantization: str | None = setting(None, choices=(None, "nf4"))
     """QLoRA: store the frozen weights under LoRA adapters in 4 bits. nf4: the format of bitsandbytes (blocks
-    of 64, no double quantisation), 4.5 bits per weight of the decoder's linear layers. Embeddings, norms and
-    the output head are not quantised. Passes dequantise one layer at a time. For training on one device."""
+    of 64, no double quantization), 4.5 bits per weight of the decoder's linear layers. Embeddings, norms and
+    the output head are not quantized. Each pass dequantizes one layer at a time. Training works on one device
+    only."""
     value_head_prefix: str = setting("score")
     """Attribute name of the scalar head in OpenRLHF-style value and reward models."""
     fp32_residual: bool = setting(True)
@@ -157,11 +157,11 @@ class OptimConfig:
     clip_grad: float = inert(1.0, "set grad_clip of the actor or of the critic")
     """Gradients are clipped to this norm."""
     optimizer: str = setting("AdamW")
-    """Class name of the optimizer. Muon: orthogonalised momentum for the matrices inside the network, with
-    AdamW for embeddings, heads and vectors; lr and weight_decay are those of AdamW. AdamW8bit: moments in 8
-    bits, 2 instead of 8 bytes per weight, on one device."""
+    """Class name of the optimizer. Muon: orthogonalized momentum for the matrices inside the network, with
+    AdamW for embeddings, heads and vectors; lr and weight_decay have the same meaning as for AdamW.
+    AdamW8bit: moments in 8 bits, 2 instead of 8 bytes per weight, on one device."""
     optimizer_impl: str = setting("torch.optim")
-    """Module that defines the optimizer class. Muon and AdamW8bit are part of Strop and need none."""
+    """Module that defines the optimizer class. Not needed for Muon and AdamW8bit, which are part of Strop."""
     override_optimizer_config: FreeForm | None = setting(None)
     """Further arguments of the optimizer class."""
     lr_warmup_init: float = setting(0.0, at_least=0)
@@ -222,9 +222,9 @@ class FsdpConfig:
     fsdp_size: int = setting(-1, at_least=-1)
     """Ranks that shard one copy of the weights; several copies are replicas (HSDP). -1: all ranks."""
     expert_parallel_size: int = setting(1, at_least=1)
-    """Neighbouring ranks that divide the experts of each layer between them; tokens are sent to the ranks of
-    their experts. It must divide the number of experts, and of the ranks that share a copy of the weights. 1:
-    every rank gathers all experts of a layer to compute it."""
+    """Adjacent ranks that share the experts of each layer; tokens are sent to the ranks of their experts. It
+    must divide the number of experts, and the number of ranks that share a copy of the weights. 1: every rank
+    gathers all experts of a layer to compute it."""
     forward_prefetch: bool = setting(False)
     """All-gather the next layer while the current one runs."""
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
@@ -234,9 +234,9 @@ class FsdpConfig:
     seed: int = inert(42, "trainer.seed seeds everything")
     """Seed of this model."""
     full_determinism: bool = setting(False)
-    """Use deterministic kernels only; this applies to the whole process that holds the model. It is slower on
-    a GPU. A warning names operations that have no deterministic kernel in torch. Results on a CPU are
-    deterministic anyway."""
+    """Use deterministic kernels only; this applies to the whole process of the model. It is slower on a GPU.
+    A warning names operations without a deterministic kernel in torch. Results on a CPU are always
+    deterministic."""
     use_orig_params: bool = inert(False, "FSDP2 always keeps the original parameters")
     """FSDP1 option."""
     forward_only: bool = inert(False, "the role decides whether a model is trained")

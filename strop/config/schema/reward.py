@@ -41,7 +41,7 @@ class RewardModelFsdpConfig(FsdpConfig):
     fsdp_size: int = inert(-1, _WHOLE)
     """Ranks that shard one copy of the weights."""
     expert_parallel_size: int = inert(1, _WHOLE)
-    """Ranks that the experts of a layer are divided over."""
+    """Ranks that share the experts of a layer."""
     forward_prefetch: bool = inert(False, _WHOLE)
     """All-gather the next layer while the current one runs."""
     wrap_policy: RewardModelWrapPolicyConfig = section(RewardModelWrapPolicyConfig)
@@ -113,8 +113,8 @@ class SandboxFusionConfig:
     """Address of a SandboxFusion server (.../run_code). Null: the local sandbox."""
     shared_assertions: bool = False
     """On a server, run assertions that are not of the form `assert f(literals) == literal` in the process of
-    the program, which can deceive them. False: they are refused. The local sandbox runs all assertions in a
-    process of their own."""
+    the program, which can manipulate them. False: they are rejected. The local sandbox runs all assertions in
+    a separate process."""
     max_concurrent: int = setting(64, at_least=1)
     """Concurrent programs on the server. The local sandbox runs one program per CPU core."""
     memory_limit_mb: int = setting(1024, at_least=1)
@@ -127,7 +127,7 @@ class SandboxFusionConfig:
         "auto", choices=("auto", "namespaces", "bubblewrap", "landlock", "user", "limits")
     )
     """How programs are isolated. auto: the strongest of namespaces, bubblewrap and landlock that works on
-    this machine; if none does, programs are refused. user and limits leave the network reachable."""
+    this machine; if none works, programs are not run. user and limits leave the network reachable."""
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class JudgeConfig:
     """Prompt of the judge: a file or a text with {question}, {answer} and {ground_truth}. Null: the built-in
     template."""
     score_pattern: str = r"(?i)score:?\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the score. The last match in the judge's reply counts. Without a
+    """Regular expression with one group, the score. The last match in the judge's reply is used. Without a
     match the sample is masked."""
     score_range: list[float] = setting([0.0, 10.0])
     """Lowest and highest score of the judge; they are scaled to 0 and 1."""
@@ -156,18 +156,19 @@ class JudgeConfig:
     max_tokens: int = setting(1024, at_least=1)
     """Maximum length of the judge's reply, in tokens."""
     max_concurrent: int = setting(32, at_least=1)
-    """Concurrent requests. reward_model.timeout limits each request, retries included."""
+    """Concurrent requests. reward_model.timeout limits each request, including retries."""
     cache_path: str | None = None
     """File that caches the judge's replies for later runs. Null: cache in memory."""
     rubric: FreeForm = setting({})
-    """Criteria that the judge marks one by one: {name: text}, or {name: {text: ..., weight: 2}}. The score is
-    their weighted mean, and each mark is reported as judge_<name>. Empty: one mark for the whole response."""
+    """Criteria that the judge scores one by one: {name: text}, or {name: {text: ..., weight: 2}}. The score
+    is their weighted mean, and each criterion is reported as judge_<name>. Empty: one score for the whole
+    response."""
     votes: int = setting(1, at_least=1)
-    """Replies per response; the score is their mean, and judge_agreement the share of the votes with the most
-    frequent mark. Needs a temperature above 0."""
+    """Replies per response; the score is their mean, and judge_agreement is the share of the votes with the
+    most frequent mark. Needs a temperature above 0."""
     price: list[float] = setting([0.0, 0.0])
-    """Price of a million tokens of prompts and of replies, for reward/judge_cost. Tokens are those that the
-    server reports."""
+    """Price of a million prompt tokens and of a million reply tokens, for reward/judge_cost. The server
+    reports the number of tokens."""
 
 
 @dataclass(eq=False)
@@ -192,9 +193,9 @@ class RewardModelConfig:
     remote_url: str | list[str] | None = setting(None)
     """Address of one or more HTTP reward servers with OpenRLHF's protocol."""
     normalize: bool = setting(False)
-    """Normalise the model's scores with the mean and standard deviation that are saved with it."""
+    """Normalize the model's scores with the mean and standard deviation that are saved with it."""
     clip_range: list[float] | None = setting(None)
-    """Clamp scores to [low, high]; with algorithm.compat=openrlhf, after the baseline of the group."""
+    """Clamp scores to [low, high]; with algorithm.compat=openrlhf, after the group baseline is subtracted."""
     stop_properly_penalty_coef: float | None = setting(None, at_most=1)
     """For responses that hit the length limit: 0 to 1 scales their score, a negative number replaces it."""
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

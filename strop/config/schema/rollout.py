@@ -34,7 +34,7 @@ class RewardWeightsConfig:
     """Weight of the scorer's score of the whole conversation. 0: no scorer is called."""
     turn: float = setting(1.0)
     """Weight of the rewards of single turns (from a tool's execute, an interaction or an agent loop). Each is
-    put on the last token of its turn."""
+    placed on the last token of its turn."""
     tool: float = setting(1.0)
     """Weight of the final rewards of tools (calc_reward); they are added to the score."""
 
@@ -102,43 +102,46 @@ class AgentConfig:
     agent_loop_config_path: str | None = None
     """YAML file with a list of further agent loops: {name, _target_, ...}."""
     endpoint: str | None = setting(None, choices=("openai", None))
-    """openai: serve the policy at an HTTP endpoint of this process that speaks the APIs of OpenAI (chat
-    completions, responses) and Anthropic (messages), for agent loops that hand episodes to programs. Every
+    """openai: serve the policy at an HTTP endpoint of this process, with the APIs of OpenAI (chat
+    completions, responses) and Anthropic (messages), for agent loops that pass episodes to programs. Every
     call is recorded token by token. rollout.agent.command implies it."""
     endpoint_host: str = setting("127.0.0.1")
     """Address on which the endpoint listens. Every episode has its own key."""
     command: str | None = None
-    """A program that is the agent: it is started once per episode, with the URL and the key of the endpoint
+    """Command of an external agent. It is started once per episode, with the URL and the key of the endpoint
     in its environment (OPENAI_BASE_URL, OPENAI_API_KEY ...). `{task}` is replaced by the last user message of
-    the row, `{task_file}` by a JSON file with the row. No shell reads it. Rows without agent_name use it."""
+    the row, `{task_file}` by a JSON file with the row. The command is started without a shell. Rows without
+    agent_name use it."""
     service: bool = setting(False)
     """Start rollout.agent.command once, for all episodes. It reads a line of JSON per episode from its
-    standard input and writes a line when the episode is over. For programs that take long to start."""
+    standard input and writes a line when the episode ends. For programs that start slowly."""
     reward: str = setting("verifier", choices=("verifier", "exit", "file"))
-    """The score of an episode of rollout.agent.command: verifier (the reward function of the run), exit (1 if
-    the program exits with 0, else 0), or file (what the program writes into $STROP_REWARD_FILE, or a service
-    into its answer)."""
+    """Score of an episode of rollout.agent.command: verifier (the reward function of the run), exit (1 if the
+    program exits with 0, else 0), or file (the content of $STROP_REWARD_FILE, which the program writes, or
+    the score in a service's answer)."""
     players: list[str] = setting([])
-    """Names of the players of an episode, for games of the policy against itself. Each has a key
-    ($STROP_API_KEYS, JSON by name), conversations and a score of its own: with reward=file, {"scores":
-    {"name": a number}}. A score is compared with those of the same player in other episodes of the prompt."""
+    """Names of the players of an episode, for self-play. Each player has its own key ($STROP_API_KEYS, JSON
+    by name), conversations and score: with reward=file, {"scores": {"name": a number}}. A score is compared
+    with those of the same player in other episodes of the prompt."""
     policies: FreeForm = setting({})
-    """Players with weights of their own, by name: {white: {}, black: {train: false, path: folder}}. Each is a
-    LoRA adapter over model.path, with an optimizer, a checkpoint (actor_<name>) and metrics (policy/<name>/)
-    of its own. train=false: an opponent that never changes. path: a peft adapter to begin with. The names are
-    the players; a call is answered by the policy of its key, or by the one that its field `model` names."""
+    """Players with separate weights, by name: {white: {}, black: {train: false, path: folder}}. Each is a
+    LoRA adapter over model.path, with its own optimizer, checkpoint (actor_<name>) and metrics
+    (policy/<name>/). train=false: an opponent that never changes. path: a peft adapter to start from. The
+    names are the players; a call is answered by the policy of its key, or by the policy in its field
+    `model`."""
     timeout: float = setting(600.0, above=0)
-    """Seconds that a program of rollout.agent.command may take. Then it is killed and its sample masked."""
+    """Timeout of a program of rollout.agent.command, in seconds. At the timeout it is killed and its sample
+    masked."""
     max_calls: int = setting(1000, at_least=1)
-    """Requests to the endpoint per episode. More of them fail the episode."""
+    """Maximum number of requests to the endpoint per episode. If an episode makes more, it fails."""
     credit: str = setting("shared", choices=("shared", "split", "last", "turn"))
-    """An agent that rewrites its context leaves several sequences per episode. Estimators that compare the
-    samples of a prompt see the episode once. shared: each sequence gets the advantage of the episode; split:
-    that advantage divided by the number of sequences; last: only the sequence with the last answer is
-    trained; turn: each turn gets the advantage of what the episode earned from this turn on (grpo, dr_grpo,
-    rloo), so rewards of earlier turns of its sequence do not count for it."""
+    """How the sequences of an episode get their advantage; an agent that rewrites its context has several
+    sequences per episode. Group estimators use one value per episode. shared: each sequence gets the
+    advantage of the episode; split: that advantage divided by the number of sequences; last: only the
+    sequence with the last response is trained; turn: each turn gets the advantage of the rewards from this
+    turn on (grpo, dr_grpo, rloo), without the rewards of earlier turns of its sequence."""
     max_processes: int = setting(64, at_least=1)
-    """Programs of rollout.agent.command that run at the same time."""
+    """Maximum number of programs of rollout.agent.command that run at the same time."""
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
     """A custom server class."""
     agent_loop_manager_class: str | None = inert(
@@ -195,35 +198,37 @@ class LayerNameMapConfig:
 
 @dataclass(eq=False)
 class SpeculationConfig:
-    """Speculative decoding in the native engine: several tokens of a sequence are guessed and checked in one
-    pass."""
+    """Speculative decoding in the native engine: several tokens of a sequence are proposed and verified in
+    one pass."""
 
     enable: bool | str = setting(False, choices=("auto", True, False))
-    """true: whenever at most max_rows sequences run. auto: on a GPU, when that is also measured to be faster;
-    the choice follows the clock, so log-probs of two runs may differ by rounding. On a CPU, and with tensor
-    parallelism, auto is off. The default is off until the gain is measured on real answers. Tokens are those
-    of decoding one by one, with the same seeds, up to the rounding of a pass with more tokens."""
+    """true: whenever at most max_rows sequences run. auto: on a GPU, if it is also measured to be faster; the
+    decision depends on timing, so log-probs of two runs may differ by rounding. On a CPU, and with tensor
+    parallelism, auto is off. The default is off until the gain is measured on real responses. Tokens are the
+    same as in normal decoding with the same seeds, up to the rounding of a pass with more tokens."""
     num_tokens: int = setting(7, at_least=1, at_most=63)
-    """Tokens that are guessed for each sequence and pass."""
+    """Tokens that are proposed for each sequence and pass."""
     max_rows: int = setting(64, at_least=1)
-    """Running sequences up to which tokens are guessed. With more, a pass has enough work without."""
+    """Maximum number of running sequences for speculation. With more sequences, a pass has enough work
+    without it."""
     min_match: int = setting(1, at_least=1)
-    """A guess continues where at least so many of the last tokens occurred before."""
+    """Minimum number of last tokens that must match an earlier occurrence, whose continuation is proposed."""
     max_match: int = setting(8, at_least=1, at_most=64)
-    """Last tokens that are compared; the place where most of them are equal wins."""
+    """Maximum number of last tokens that are compared; the longest match is used."""
     memory_tokens: int = setting(32768, at_least=1)
-    """Tokens of earlier answers to the same prompt, of this step and of earlier epochs, to guess from."""
+    """Tokens of earlier responses to the same prompt, of this step and of earlier epochs, that are
+    searched."""
     memory_megabytes: int = setting(512, at_least=0)
-    """Host memory for earlier answers to all prompts; 0: guess from the sequence itself only. It is not
-    saved: a resumed run begins without."""
+    """Host memory for earlier responses to all prompts; 0: search only the sequence itself. It is not part of
+    checkpoints: a resumed run starts without it."""
     draft_model: str | None = setting(None)
-    """Folder, hub name or GGUF file of a small model with the same vocabulary, which guesses instead of
-    earlier answers. It keeps its own weights and KV cache. Tokens then have the policy's distribution, but
-    are not those of decoding one by one with the same seeds; greedy ones are."""
+    """Folder, hub name or GGUF file of a small model with the same vocabulary, which proposes tokens instead
+    of the search in earlier responses. It has its own weights and KV cache. Tokens then have the policy's
+    distribution, but differ from normal decoding with the same seeds, except for greedy decoding."""
     mtp: bool = setting(False)
-    """Guess with the model's own multi-token prediction head, read from the weights in model.path: a head in
-    the layout of DeepSeek-V3 and GLM-4.5; others are refused. Its weights are not trained. What is
-    said of draft_model about distribution and seeds holds."""
+    """Propose tokens with the model's own multi-token prediction head, read from the weights in model.path: a
+    head in the layout of DeepSeek-V3 and GLM-4.5; others are rejected. Its weights are not trained.
+    Distribution and seeds are as with draft_model."""
 
 
 @dataclass(eq=False)
@@ -234,7 +239,7 @@ class RolloutConfig:
     """Rollout engine. vllm and sglang fall back to native, with a notice, if they are not installed (strict:
     refuse)."""
     strict: bool = setting(False)
-    """Refuse to start instead of falling back to the native engine."""
+    """Fail instead of falling back to the native engine."""
     n: int = setting(1, at_least=1)
     """Responses per prompt."""
     temperature: float = setting(1.0, at_least=0)
@@ -246,7 +251,7 @@ class RolloutConfig:
     min_p: float = setting(0.0, at_least=0, at_most=1)
     """Sample from tokens whose probability is at least this fraction of the highest probability."""
     repetition_penalty: float = setting(1.0, above=0)
-    """A value above 1 penalises tokens that already occurred."""
+    """A value above 1 penalizes tokens that already occurred."""
     do_sample: bool = setting(True)
     """False: greedy decoding."""
     ignore_eos: bool = setting(False)
@@ -295,14 +300,13 @@ class RolloutConfig:
     max_num_seqs: int = setting(1024, at_least=1)
     """Maximum number of concurrent sequences."""
     over_sampling: float = setting(1.0, at_least=1, at_most=2)
-    """Start this many times the prompts of a step, train on those whose samples finish first, and continue
-    the others in the next step under its weights. No prompt is dropped: at most
-    trainer.async_training.max_policy_age steps after its start a prompt is waited for. 1: each step samples
-    its own prompts."""
+    """Start this many times the prompts of a step, train on the prompts whose samples finish first, and
+    continue the others in the next step with its weights. No prompt is dropped: a step waits for prompts that
+    are trainer.async_training.max_policy_age steps old. 1: each step samples its own prompts."""
     admission_order: str = setting("fcfs", choices=("fcfs", "longest_first"))
-    """The order in which the prompts of a step are given to the engine. fcfs: as drawn. longest_first: rows
-    with long answers in earlier epochs start first, which shortens the tail of a step that has more samples
-    than the engine runs at once. It does not change what is sampled."""
+    """Order in which the prompts of a step are given to the engine. fcfs: as drawn. longest_first: rows with
+    long responses in earlier epochs start first, which shortens the tail of a step with more samples than the
+    engine runs at once. It does not change what is sampled."""
     enable_chunked_prefill: bool = setting(True)
     """Split the prefill of long prompts over engine steps."""
     enable_prefix_caching: bool = setting(True)
@@ -330,12 +334,12 @@ class RolloutConfig:
     agent: AgentConfig = section(AgentConfig)
     """Agent loops."""
     environment: str | None = setting(None)
-    """An environment that rows without agent_name are played in: gym:module:Class, gym:file.py:Class or
-    gym:ID (the interface of Gymnasium with text), openenv:URL (a server of OpenEnv), or verifiers:NAME (an
-    environment of verifiers). Its rewards are the scores; docs/agents.md."""
+    """Environment for rows without agent_name: gym:module:Class, gym:file.py:Class or gym:ID (the Gymnasium
+    interface with text), openenv:URL (an OpenEnv server), or verifiers:NAME (an environment of verifiers).
+    Its rewards are the scores; see docs/agents.md."""
     environment_kwargs: FreeForm = setting({})
-    """Arguments of the environment. gym: those of the class; openenv: action_key, observation_key, action,
-    reset; verifiers: fields of its EnvConfig."""
+    """Arguments of the environment. gym: arguments of the class; openenv: action_key, observation_key,
+    action, reset; verifiers: fields of its EnvConfig."""
     engine_kwargs: FreeForm = setting({})
     """Arguments of the engine: {vllm: {...}, sglang: {...}}. docs/rollout_engines.md lists those that Strop
     adds."""
@@ -369,15 +373,14 @@ class RolloutConfig:
     """Return the experts that the router selected."""
     quantization: str | None = setting(None)
     """Precision of the weights that the engine samples with: fp8 or int8 (native), or a name that vLLM or
-    SGLang knows. Null: that of dtype. Responses are then sampled by a policy that differs slightly from the
-    trained one, so token-level importance weights are on unless algorithm.rollout_correction says
-    otherwise."""
+    SGLang supports. Null: that of dtype. The sampling policy then differs slightly from the trained one, so
+    token-level importance weights are on unless algorithm.rollout_correction is set."""
     kv_cache_dtype: str = setting("auto")
-    """Precision of the KV cache: auto (that of dtype), or fp8, which holds twice the tokens; vLLM and SGLang
-    know more names. With fp8 each head of each token has a scale of its own. Token-level importance weights
-    are on by default, as with quantization."""
+    """Precision of the KV cache: auto (that of dtype), or fp8, which fits almost twice as many tokens; vLLM
+    and SGLang support more names. With fp8, each head of each token has its own scale. Token-level importance
+    weights are on by default, as with quantization."""
     quantization_config_file: str | None = inert(None, "8-bit weights need no settings")
-    """Settings of the quantisation."""
+    """Settings of the quantization."""
     trace: TraceConfig = section(TraceConfig)
     """Tracing of agent calls."""
     prometheus: PrometheusConfig = section(PrometheusConfig)

@@ -53,10 +53,10 @@ class SupervisedDataConfig:
     max_length: int = setting(1024, at_least=1)
     """Maximum row length in tokens."""
     truncation: str = setting("error", choices=("error", "left", "right"))
-    """What to do with a longer row: raise an error, cut its beginning (left), or cut its end (right)."""
+    """How to handle a longer row: raise an error, or truncate its beginning (left) or its end (right)."""
     bad_rows: str = setting("error", choices=("error", "skip"))
-    """What to do with an unusable row: an empty response, two equal responses, or a conversation that does
-    not start with the user."""
+    """How to handle an unusable row: an empty response, two equal responses, or a conversation that does not
+    start with the user."""
     shuffle: bool = True
     """Shuffle the rows."""
     seed: int | None = link("trainer.seed")
@@ -70,12 +70,13 @@ class SupervisedDataConfig:
     input_template: str | None = setting(None)
     """Python format string with {} that wraps a plain-text prompt."""
     image_key: str = setting("images")
-    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> where one goes."""
+    """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> in the place of each
+    image."""
     min_pixels: int | None = setting(None, at_least=1)
-    """Images with fewer pixels are enlarged. Null: as the processor of the model does."""
+    """Images with fewer pixels are enlarged. Null: the limit of the model's processor."""
     max_pixels: int | None = setting(None, at_least=1)
-    """Images with more pixels are reduced, which bounds their tokens. Null: as the processor of the model
-    does."""
+    """Images with more pixels are reduced, which limits their tokens. Null: the limit of the model's
+    processor."""
     balance_dp_token: bool = inert(False, "the loss is always a mean over the tokens of the whole update")
     """Average over the tokens of all devices."""
     dataloader_num_workers: int = setting(0, at_least=0)
@@ -99,7 +100,7 @@ class SftDataConfig(SupervisedDataConfig):
     multiturn: MultiTurnDataConfig = section(MultiTurnDataConfig)
     """Rows that contain whole conversations."""
     pretrain_mode: bool = setting(False)
-    """Train on every token, prompt tokens included."""
+    """Train on every token, including prompt tokens."""
     pad_mode: str = inert("no_padding", "rows are always packed")
     """Padding mode."""
     ignore_input_ids_mismatch: bool = inert(
@@ -127,8 +128,8 @@ class DpoDataConfig(PairDataConfig):
     train_batch_size: int = setting(128, at_least=1)
     """PAIRS per optimizer update, over all devices. kto: responses."""
     label_key: str | None = setting(None)
-    """kto: column that says whether the response of the row is good (true or 1) or bad (false or 0). Null:
-    rows are pairs; the chosen response is good and the rejected one bad."""
+    """kto: column with the label of the row's response: good (true or 1) or bad (false or 0). Null: rows are
+    pairs; the chosen response is good and the rejected one bad."""
     response_key: str = setting("response")
     """kto with label_key: column with the response."""
 
@@ -197,13 +198,14 @@ class RmLossConfig:
 
 @dataclass(eq=False)
 class DpoLossConfig:
-    """Loss of direct preference optimisation."""
+    """Loss of direct preference optimization."""
 
     type: str = setting("dpo", one_of=PREFERENCE_LOSSES)
     """dpo, ipo, simpo (no reference, averaged log-probs; usually with beta 2 and target_margin 1), orpo (no
-    reference; the chosen response is also imitated) or kto (single responses that are good or bad)."""
+    reference; adds the negative log-likelihood of the chosen response) or kto (single responses with a label,
+    good or bad)."""
     beta: float = setting(0.1, above=0)
-    """Strength of the KL regularisation towards the reference. orpo: weight of the odds ratio."""
+    """Strength of the KL regularization towards the reference. orpo: weight of the odds ratio."""
     label_smoothing: float = setting(0.0, at_least=0, at_most=0.5)
     """Probability that a label is wrong (cDPO)."""
     length_normalized: bool | None = setting(None)
@@ -249,8 +251,8 @@ class SupervisedConfig:
     ulysses_sequence_parallel_size: int = setting(1, at_least=1)
     """Devices that split each sequence (Ulysses). Needs use_remove_padding."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Devices that split each weight matrix, by the plan that transformers ships for the model. It must
-    divide the number of attention heads and of key-value heads. It excludes LoRA and
+    """Devices that split each weight matrix, by the plan that transformers has for the model. It must divide
+    the number of attention heads and of key-value heads. It cannot be combined with LoRA or
     ulysses_sequence_parallel_size."""
     use_remove_padding: bool = link("model.use_remove_padding")
     """Pack rows without padding tokens."""
@@ -261,8 +263,8 @@ class SupervisedConfig:
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the model."""
     compat: str = setting("strop", choices=tuple(FRAMEWORKS))
-    """Reproduce the numbers of this framework where ours deliberately differ: warm-up, validation loss, IPO.
-    docs/compat.md lists what each value changes. As algorithm.compat in strop ppo."""
+    """Reproduce the numbers of this framework where Strop's default deliberately differs: warm-up, validation
+    loss, IPO. docs/compat.md lists what each value changes. The same as algorithm.compat in strop ppo."""
     plugins: list[str] = setting([])
     """Python files imported by every process before anything else."""
 
@@ -291,7 +293,7 @@ class RmConfig(SupervisedConfig):
 
 @dataclass(eq=False)
 class DpoConfig(SupervisedConfig):
-    """Direct preference optimisation."""
+    """Direct preference optimization."""
 
     trainer: SupervisedTrainerConfig = section(SupervisedTrainerConfig, experiment_name="dpo")
     """Length, logging, checkpoints and devices of the run."""

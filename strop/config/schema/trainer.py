@@ -55,9 +55,9 @@ class TrainerConfig:
     logger: str | list[str] = setting(["console", "file"])
     """Trackers of the metrics: console, file (jsonl), csv, tensorboard, wandb, swanlab, mlflow, trackio."""
     console: str = setting("short", choices=("short", "full"))
-    """What the logger `console` prints of each step. short: on a terminal a live view; elsewhere one line
-    with step, reward, response length, KL, seconds and ETA. full: one line with all metrics, as verl prints
-    it. If `console` is the only logger, lines are always full, because no file has the other metrics."""
+    """What the logger `console` prints for each step. short: on a terminal a live view; otherwise one line
+    with step, reward, response length, KL, seconds and ETA. full: one line with all metrics, as in verl. If
+    `console` is the only logger, lines are always full, because no file has the other metrics."""
     log_val_generations: int = setting(0, at_least=0)
     """Validation samples to send to trackers at each validation."""
     rollout_data_dir: str | None = None
@@ -65,9 +65,9 @@ class TrainerConfig:
     validation_data_dir: str | None = None
     """Folder for a jsonl dump of every validation rollout."""
     samples_to_keep: int = setting(128, at_least=0)
-    """Training samples, and validation samples, per step to save in default_local_dir/samples for `strop
-    board`, with the values of every token: whole groups, spread evenly over the step. About 15 bytes per
-    token on disk. 0: none."""
+    """Number of training samples, and of validation samples, that are saved per step in
+    default_local_dir/samples for `strop board`, with the values of every token: whole groups, spread evenly
+    over the step. About 15 bytes per token on disk. 0: none."""
     health: bool = setting(True)
     """Check the metrics for signs of a failing run, with alerts on the console and in alerts.jsonl."""
     seed: int = setting(1)
@@ -75,7 +75,7 @@ class TrainerConfig:
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU if there is one, else the CPU."""
     memory_check: str = setting("refuse", choices=("refuse", "warn", "off"))
-    """Before a run, compare the memory forecast (`strop plan`) with the memory of this machine's devices.
+    """Before a run, compare the memory estimate (`strop plan`) with the memory of this machine's devices.
     refuse: do not start a run that certainly lacks memory; warn: only log a warning."""
     runtime: str = setting("auto", choices=("auto", "local", "ray"))
     """local: processes on this machine; ray: a Ray cluster; auto: ray if nnodes > 1."""
@@ -127,10 +127,10 @@ class TrainerConfig:
     max_restarts: int = setting(0, at_least=0)
     """Number of automatic restarts from the last checkpoint after a worker died or hung."""
     grace_seconds: float = setting(120.0, at_least=0)
-    """Seconds that a run has, after SIGTERM or SIGINT, to drop or finish its step, write a checkpoint (if
-    save_freq is above 0) and end with exit code 79. Then, or on a second signal, it ends at once. Set it
-    below the time that the machine leaves (Kubernetes terminationGracePeriodSeconds and Slurm KillWait: 30 by
-    default). 0: signals end the run at once."""
+    """Seconds after SIGTERM or SIGINT in which a run drops or finishes its step, writes a checkpoint (if
+    save_freq is above 0) and exits with code 79. After this time, or on a second signal, it exits
+    immediately. Set it below the grace period of the machine (Kubernetes terminationGracePeriodSeconds and
+    Slurm KillWait: 30 by default). 0: signals end the run immediately."""
     phase_warning: float = setting(1800.0, at_least=0)
     """Seconds after which a phase that is still running is reported, with the stacks of its worker in
     workers/. 0: never."""

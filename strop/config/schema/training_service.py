@@ -19,29 +19,32 @@ class ServiceConfig:
     """Address, users, limits and durability."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Any other than this machine's own needs tokens."""
+    """Address to listen on. Any address other than this machine's own needs tokens."""
     port: int = setting(8900, at_least=0, at_most=65535)
     """Port; 0: any free port."""
     tokens_file: str | None = None
-    """File with a line `USER TOKEN` per user. Null: the variable STROP_SERVE_TOKENS (USER:TOKEN,USER:TOKEN);
-    without that too, one user on this machine, with any key."""
+    """File with a line `USER TOKEN` per user. Null: the environment variable STROP_SERVE_TOKENS
+    (USER:TOKEN,USER:TOKEN); if that is not set either, one user on this machine, with any key."""
     base_model: str | None = None
-    """Name by which clients ask for the model. Null: model.path as it is given."""
+    """Name by which clients request the model. Null: model.path."""
     state_dir: str = "serve_state"
-    """Folder for sessions, adapters, optimizer states and saved weights; a restart continues from it."""
+    """Folder for sessions, adapters, optimizer states and saved weights; a restarted service continues from
+    it."""
     snapshot_steps: int = setting(10, at_least=1)
-    """Optimizer steps between two snapshots of an adapter. A restart computes the steps after the last one
-    again."""
+    """Optimizer steps between two snapshots of an adapter. After a restart, the steps since the last snapshot
+    are recomputed."""
     lora_alpha: float = setting(32.0, above=0)
     """Alpha of every adapter: its product is scaled by alpha / rank."""
     max_lora_rank: int = setting(128, at_least=1)
     """Maximum rank of an adapter."""
     max_adapters: int = setting(32, at_least=1)
-    """Adapters in training on the device at a time. More are restored from state_dir when they are needed."""
+    """Adapters in training on the device at the same time. Further adapters are restored from state_dir when
+    they are needed."""
     max_adapters_per_user: int = setting(8, at_least=1)
     """Adapters that one user may have in training."""
     max_samplers: int = setting(32, at_least=1)
-    """Saved weights that are ready to sample from at a time. More are loaded when they are needed."""
+    """Saved weights that are loaded for sampling at the same time. Further weights are loaded when they are
+    needed."""
     ephemeral_samplers: int = setting(8, at_least=1)
     """Sampler weights without a name that are kept per adapter; older ones are deleted."""
     max_body_mb: float = setting(64.0, above=0)
@@ -51,20 +54,21 @@ class ServiceConfig:
     max_samples: int = setting(256, at_least=1)
     """Maximum samples of one sampling request."""
     max_pending: int = setting(4096, at_least=1)
-    """Requests of one user that may wait. A request beyond it gets status 429, and the client waits."""
+    """Maximum number of waiting requests of one user. A further request gets status 429, and the client
+    waits."""
     session_timeout: float = setting(3600.0, above=0)
-    """Seconds after its last request when a session stops to count for max_adapters_per_user."""
+    """Seconds after its last request until a session no longer counts towards max_adapters_per_user."""
     max_token_len_per_gpu: int = setting(16384, at_least=1)
     """Tokens per forward and backward pass."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """auto: a GPU if there is one, else the CPU."""
     seed: int = 1
-    """Seed of the base run; adapters and samples have seeds of their own."""
+    """Seed of the base run; adapters and samples have their own seeds."""
 
 
 @dataclass(eq=False)
 class TrainingServiceConfig:
-    """A training service in the protocol of the Tinker client."""
+    """A training service with the protocol of the Tinker client."""
 
     model: ServiceModelConfig = section(ServiceModelConfig)
     """The base model and its tokenizer."""

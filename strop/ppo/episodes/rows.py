@@ -4,19 +4,19 @@ Until it is scored, an episode is one trajectory with `branches`. Then every seq
 and rows of one episode have the same number (`Batch.episodes`). Each sampled token is trained in exactly one
 row.
 
-Episodes of several players have a score for each. What one player did counts as an episode of its own, and is
-compared with what the same player did in the other episodes of the prompt.
+In an episode with several players, each player has a score. The rows of one player count as a separate
+episode, which is compared with the same player in the other episodes of the prompt.
 
-Credit. The score belongs to the episode. Estimators that compare the samples of a prompt (grpo, rloo ...) see
-each episode once, with the sum of its rewards, and all its rows get its advantage:
+Credit. The score belongs to the episode. Estimators that compare the samples of a prompt (grpo, rloo ...) use
+one value per episode, the sum of its rewards, and all its rows get its advantage:
 
     shared   every row has the advantage of the episode
     split    every row has that advantage divided by the number of rows
     last     only the row with the last answer is trained
-    turn     every turn has the advantage of what the episode earned from it on (turn_credit.py)
+        turn     every turn has the advantage of the rewards from this turn on (turn_credit.py)
 
-Estimators that work token by token (gae, reinforce ...) see each row by itself. Its last token has the score
-of the episode, and the rewards of its turns are on their last tokens.
+Token-level estimators (gae, reinforce ...) treat each row separately. Its last token has the score of the
+episode, and turn rewards are on the last tokens of their turns.
 """
 
 from __future__ import annotations

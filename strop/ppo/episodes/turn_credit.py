@@ -1,11 +1,11 @@
 """Credit by turn (rollout.agent.credit=turn), for estimators that compare the samples of a prompt.
 
-What an episode has earned before a turn is no merit of that turn. So each turn is compared with the other
-episodes of its prompt as if its episode had earned only what came from this turn on: the sum of the rewards
-of the episode, less the rewards of earlier tokens of the same sequence. All tokens of the turn get the
-advantage that the estimator gives to that sum. The other episodes keep their sums, so the baseline stays over
-episodes. Without rewards of turns this is the advantage of the episode. What other sequences of the episode
-earned counts for every turn: branches have no common order in time.
+A turn cannot influence the rewards before it. So the advantage of a turn is computed from the rewards from
+this turn on: the sum of the rewards of the episode minus the rewards of earlier tokens of the same sequence.
+All tokens of the turn get the advantage that the estimator gives to that sum. The sums of the other episodes
+of the prompt do not change, so the baseline is computed over episodes. Without turn rewards the result is the
+advantage of the episode. Rewards of other sequences of the episode count for every turn, because branches
+have no common order in time.
 """
 
 from __future__ import annotations

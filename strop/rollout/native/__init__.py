@@ -1,5 +1,5 @@
-"""The native engine: scheduler (who runs), cache and rows (what they hold), runner (the module), sampler (the
-next token)."""
+"""The native engine: scheduler (which sequences run), KV cache and rows (device memory), runner (forward
+passes), sampler (the next token)."""
 
 from strop.rollout.native.engine import NativeEngine
 

@@ -1,9 +1,9 @@
-"""The LoRA adapters that requests of the native engine can name: checked and copied weights, by load.
+"""LoRA adapters that requests of the native engine select by name: checked and copied weights.
 
-Every load has a number. A request keeps the number that its adapter had when the request came, until it has
-finished: a completion is sampled by one load of an adapter, also if the adapter is loaded again or unloaded
-in the meantime. Cached prefixes belong to a number. The weights of a load that was replaced are freed when no
-request in the engine has its number.
+Every load of an adapter has a number. A request keeps the number that its adapter had when the request
+arrived: all tokens of a completion come from the same load, also if the adapter is loaded again or unloaded
+in the meantime. Cached prefixes belong to a number. The weights of a replaced load are freed when no request
+in the engine has its number.
 """
 
 from __future__ import annotations

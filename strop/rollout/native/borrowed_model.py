@@ -3,9 +3,9 @@ undone.
 
 `ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
 output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
-place. They are applied when sampling begins and undone when it ends. So are quantised copies of the weights
+place. They are applied when sampling begins and undone when it ends. So are quantized copies of the weights
 (quantization/). On a CPU, linear layers get weights in the layout of oneDNN after some decode steps; 4-bit
-weights are dequantised then (`packed_linear`).
+weights are dequantized then (`packed_linear`).
 """
 
 from __future__ import annotations

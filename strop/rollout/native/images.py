@@ -1,5 +1,5 @@
-"""Images of prompts in the engine: what tells them apart in the prefix cache, their positions, and prefill
-passes with their features. Decode steps see text only: positions behind an image are shifted."""
+"""Images of prompts in the engine: how the prefix cache distinguishes them, their positions, and prefill
+passes with their features. Decode steps see text only: positions after an image are shifted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PromptImages:
     images: Images
     prompt: Tensor
     keys: list[int]
-    """The prompt, with tokens of different images told apart."""
+    """The prompt, in which tokens of different images have different keys."""
     end: int
     """The position behind the last image token."""
     positions: Tensor | None
@@ -91,7 +91,7 @@ def image_problem(model: nn.Module, request: Request) -> str | None:
 
 
 def prompt_images(model: nn.Module, prompt: Sequence[int], images: Images) -> PromptImages | None:
-    """What the engine needs to know of the images of a prompt; None if there are none."""
+    """What the engine needs for the images of a prompt; None if there are none."""
     if not images:
         return None
     part = vision_part(model)

@@ -139,7 +139,7 @@ class ScheduledSample:
 
     @property
     def prefix_keys(self) -> list[int]:
-        """The sequence, with tokens of different images told apart: equal keys have equal keys and values."""
+        """The sequence for the prefix cache, in which tokens of different images differ."""
         if self.images is None:
             return self.sequence
         return [*self.images.keys, *self.tokens]

@@ -1,4 +1,4 @@
-"""Everything in flight, and one step for all of it.
+"""The step loop: all sequences in the engine, and one step for all of them.
 
 A step is schedule, run, postprocess: admit waiting samples and prefill what is not cached, decode one or more
 tokens for all running rows, return the finished samples and close the gaps they leave.
