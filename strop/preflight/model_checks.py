@@ -6,14 +6,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strop.catalog import ENGINES
 from strop.config.derived import engine_name, has_critic
 from strop.config.rules import ConfigFinding, error, warning
-from strop.config.rules.megatron import MegatronRole
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
@@ -78,21 +76,6 @@ def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
     if not isinstance(hidden, int) or model.lora_rank <= hidden:
         return []
     return [error(f"{key}.lora_rank", rank_message(model.lora_rank, hidden, f"its hidden size is {hidden}"))]
-
-
-def megatron_findings(roles: Iterable[MegatronRole]) -> list[ConfigFinding]:
-    """Errors if a model on this machine cannot be divided as its `megatron` section says."""
-    from strop.backends.megatron.fits import problems
-
-    found: list[ConfigFinding] = []
-    for role in roles:
-        try:
-            model = local_model_config(role.model)
-        except ValueError as problem:
-            return [error(f"{role.model_key}.path", str(problem))]
-        if model is not None:
-            found += [error(f"{role.key}.{key}", text) for key, text in problems(model, role.settings)]
-    return found
 
 
 def expert_findings(model: ModelConfig, fsdp: FsdpConfig, key: str) -> list[ConfigFinding]:

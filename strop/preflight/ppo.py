@@ -23,6 +23,7 @@ from strop.data.prompts import ToolListing, build_chat
 from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
 from strop.data.schema import RowFields
 from strop.models.vision.processor import processor_loader
+from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     draft_findings,
@@ -31,7 +32,6 @@ from strop.preflight.model_checks import (
     image_findings,
     local_model_config,
     lora_findings,
-    megatron_findings,
     native_obstacle,
     ppo_expert_findings,
     quantization_findings,

@@ -16,6 +16,7 @@ from strop.data.prompts import Split
 from strop.data.report import probe_template
 from strop.data.supervised import PreferencePair, SupervisedDataset, UnusableRow, build_supervised
 from strop.models.vision.processor import processor_loader
+from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     count_file_rows,
@@ -24,7 +25,6 @@ from strop.preflight.model_checks import (
     head_findings,
     local_model_config,
     lora_findings,
-    megatron_findings,
 )
 from strop.preflight.report import PreflightReport
 

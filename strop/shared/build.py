@@ -4,7 +4,7 @@ rollout engine with its sampling parameters."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from strop.models.build import (
     build_tokenizer,
     compute_dtype,
     dtype_of,
+    persistent_buffers,
     stored_dtype,
 )
 from strop.models.load import resolve
@@ -42,6 +43,8 @@ from strop.types import Batch
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from strop.backends.fsdp.sharded import RegionReader
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class BackendMaker:
         """A backend on megatron-core: its module is built on the meta device, then every rank loads its part
         of each weight."""
         from strop.backends.megatron.backend import MegatronBackend
-        from strop.backends.megatron.load import part_loader
+        from strop.backends.megatron.load import checkpoint_loader, part_loader
 
         module = self.ranks.run_or_raise_on_all(
             lambda: build(model, weights=False), "making the model (model.path)"
@@ -188,6 +191,8 @@ class BackendMaker:
             self.device,
             new=build is build_critic,
         )
+        if megatron.use_dist_checkpointing:
+            load_weights = checkpoint_loader(partial(open_megatron, module, megatron), self.ranks)
         return MegatronBackend(
             module,
             settings,
@@ -196,6 +201,22 @@ class BackendMaker:
             load_weights=load_weights,
             fp32_residual=model.fp32_residual,
         )
+
+
+def open_megatron(
+    module: PreTrainedModel, megatron: MegatronConfig, shapes: Mapping[str, torch.Size]
+) -> Mapping[str, RegionReader]:
+    """The weights of `module` in a Megatron checkpoint; its buffers are filled at once."""
+    from strop.run.merge.megatron import megatron_weights, saved_megatron
+
+    assert megatron.dist_checkpointing_path is not None, "the rules refuse a run without it"
+    buffers = persistent_buffers(module)
+    wanted = {**shapes, **{name: buffer.shape for name, buffer in buffers.items()}}
+    folder = saved_megatron(megatron.dist_checkpointing_path)
+    saved = megatron_weights(folder, module.config, wanted, prefix=megatron.dist_checkpointing_prefix)
+    for name, buffer in buffers.items():
+        buffer.copy_(saved[name].read())
+    return saved
 
 
 def device_of(name: str) -> torch.device:

@@ -75,7 +75,9 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         prog=f"strop merge {verb}".removesuffix(" merge"), description=description
     )
     parser.add_argument(
-        "--local_dir", required=True, help=".../global_step_N/actor (or critic ...), of Strop or verl (FSDP)"
+        "--local_dir",
+        required=True,
+        help=".../global_step_N/actor (or critic ...), of Strop or verl (FSDP or Megatron)",
     )
     parser.add_argument(
         "--base", help="folder of the model the run began with; only needed where the checkpoint does not say"
@@ -101,8 +103,13 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         "--external_lib", help="modules to import first, comma separated; those that the run names are not"
     )
     parser.add_argument(
-        "--backend", choices=["fsdp"], default="fsdp", help="of verl checkpoints; Strop's own need none"
+        "--backend",
+        choices=["fsdp", "megatron"],
+        default="fsdp",
+        help="of verl checkpoints, whose files say it; Strop's own need none",
     )
+    for flag in ("--tie-word-embedding", "--is-value-model", "--use_cpu_initialization"):
+        parser.add_argument(flag, action="store_true", help="of verl; the checkpoint says it")
     if verb == "test":
         parser.add_argument("--test_hf_dir", required=True, help="Hugging Face folder to compare with")
         parser.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")

@@ -48,7 +48,7 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
         ([f"{ACTOR}.megatron.expert_model_parallel_size=3"], f"{ACTOR}.megatron.expert_model_parallel_size", "[1, 2, 4]"),
         ([f"{ACTOR}.megatron.expert_tensor_parallel_size=2"], f"{ACTOR}.megatron.expert_tensor_parallel_size", "Set 1"),
         ([f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size", "at least 2"),
-        ([f"{ACTOR}.megatron.use_dist_checkpointing=true"], f"{ACTOR}.megatron.use_dist_checkpointing", "Hugging Face"),
+        ([f"{ACTOR}.megatron.use_dist_checkpointing=true"], f"{ACTOR}.megatron.use_dist_checkpointing", "dist_checkpointing_path is not set"),
         ([f"{ACTOR}.megatron.load_weight=false"], f"{ACTOR}.megatron.load_weight", "without weights"),
         ([f"{ACTOR}.tensor_parallel_size=2"], f"{ACTOR}.tensor_parallel_size", "strategy=fsdp"),
         ([f"{ACTOR}.aux_loss_coef=0.1"], f"{ACTOR}.aux_loss_coef", "load-balancing"),

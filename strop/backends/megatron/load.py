@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strop.backends.fsdp.shard import SavedSlices, saved_slices
-from strop.backends.fsdp.sharded import fill
+from strop.backends.fsdp.sharded import RegionReader, fill
 from strop.models.load import WeightFiles
 from strop.ranks import Ranks
 
@@ -47,12 +47,25 @@ def part_loader(
     return load
 
 
+def checkpoint_loader(
+    open_weights: Callable[[Mapping[str, torch.Size]], Mapping[str, RegionReader]], ranks: Ranks
+) -> Callable[[Mapping[str, Tensor], Mapping[str, torch.Size]], None]:
+    """The same for another kind of checkpoint: `open_weights` finds all weights in it, given their shapes."""
+
+    def load(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+        what = "reading the Megatron checkpoint (megatron.dist_checkpointing_path)"
+        saved = ranks.run_or_raise_on_all(lambda: open_weights(shapes), what)
+        ranks.run_or_raise_on_all(lambda: _fill(weights, saved), what)
+
+    return load
+
+
 def _fits(shapes: Mapping[str, torch.Size], saved: Mapping[str, SavedSlices]) -> bool:
     """Whether every weight is in the files, with its shape."""
     return all(name in saved and saved[name].shape == tuple(shape) for name, shape in shapes.items())
 
 
-def _fill(weights: Mapping[str, Tensor], saved: Mapping[str, SavedSlices]) -> None:
+def _fill(weights: Mapping[str, Tensor], saved: Mapping[str, RegionReader]) -> None:
     for name, weight in weights.items():
         fill(weight, saved[name])
 

@@ -177,10 +177,16 @@ def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
             f"{role.model_key}.lora_rank",
             f"{role.key}.strategy=megatron does not train LoRA adapters. Set lora_rank=0, or strategy=fsdp.",
         )
-    if settings.use_dist_checkpointing:
+    if settings.use_dist_checkpointing and not settings.dist_checkpointing_path:
         yield error(
             f"{role.key}.megatron.use_dist_checkpointing",
-            "true: initial weights are read from the Hugging Face folder of model.path. Set false.",
+            "true, but dist_checkpointing_path is not set. Set it to the folder of a Megatron checkpoint, or "
+            "use_dist_checkpointing=false: initial weights are those of model.path.",
+        )
+    elif settings.dist_checkpointing_path and not settings.use_dist_checkpointing:
+        yield warning(
+            f"{role.key}.megatron.dist_checkpointing_path",
+            "no effect without use_dist_checkpointing=true: initial weights are those of model.path.",
         )
     yield from _balance(role.key, settings)
     if not settings.load_weight:

@@ -185,6 +185,9 @@ _AS_ACTOR = {
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "dtype",
+        "use_dist_checkpointing",
+        "dist_checkpointing_path",
+        "dist_checkpointing_prefix",
         "override_transformer_config",
     )
 }

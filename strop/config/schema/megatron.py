@@ -36,10 +36,11 @@ class MegatronConfig:
     optimizer_offload: bool = setting(False)
     """Offload optimizer state to host memory."""
     use_dist_checkpointing: bool = setting(False)
-    """Load initial weights from a Megatron checkpoint."""
-    dist_checkpointing_path: str | None = inert(None, _TABLES)
-    """Path of the Megatron checkpoint."""
-    dist_checkpointing_prefix: str = inert("", _TABLES)
+    """Load initial weights from the Megatron checkpoint dist_checkpointing_path. model.path has the
+    configuration and the tokenizer."""
+    dist_checkpointing_path: str | None = setting(None)
+    """Folder of a Megatron checkpoint (torch_dist), or a folder of verl with a dist_ckpt in it."""
+    dist_checkpointing_prefix: str = setting("")
     """Prefix of names in the Megatron checkpoint."""
     seed: int = inert(42, "weights are loaded, and there is no dropout")
     """Seed of this model."""

@@ -6,6 +6,7 @@ Python's unpickler. Here only the plain format is read, and anything else in the
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import struct
@@ -14,6 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -75,29 +77,52 @@ def read_archive(file: Path, find: FindName) -> object:
     """The content of a file of torch.save; ValueError if it is damaged or not in the plain format."""
     try:
         with file.open("rb") as opened:
-            start = opened.read(4)
-        if start != b"PK\x03\x04":
-            raise ValueError(
-                "it is not in the zip format that torch.save writes since torch 1.6. Older formats are "
-                "refused, because reading them could run code; save it anew with a torch of today"
-            )
-        with zipfile.ZipFile(file) as opened_zip:
-            archive = _TorchArchive(opened_zip, file.stat().st_size)
-            return read_pickle(archive.record("data.pkl"), find, archive.storage)
-    except (
-        ValueError,
-        OSError,
-        EOFError,
-        OverflowError,
-        NotImplementedError,  # a compression that zipfile does not know
-        RuntimeError,  # an encrypted record
-        struct.error,
-        zlib.error,
-        zipfile.BadZipFile,
-        zipfile.LargeZipFile,
-    ) as error:
-        message = " ".join(str(error).split())[:300]
-        raise ValueError(f"{file} cannot be read: {message}") from error
+            return _read(opened, file.stat().st_size, find)
+    except _DAMAGE as error:
+        raise _unreadable(file, error) from error
+
+
+def read_part(file: Path, offset: int, length: int, find: FindName) -> object:
+    """The same for an archive that is a part of a file."""
+    try:
+        with file.open("rb") as opened:
+            if offset < 0 or length < 0 or offset + length > file.stat().st_size:
+                raise ValueError(f"it ends before byte {offset + length}")
+            opened.seek(offset)
+            return _read(io.BytesIO(opened.read(length)), length, find)
+    except _DAMAGE as error:
+        raise _unreadable(file, error) from error
+
+
+def _read(opened: BinaryIO, size: int, find: FindName) -> object:
+    start = opened.read(4)
+    if start != b"PK\x03\x04":
+        raise ValueError(
+            "it is not in the zip format that torch.save writes since torch 1.6. Older formats are "
+            "refused, because reading them could run code; save it anew with a torch of today"
+        )
+    with zipfile.ZipFile(opened) as opened_zip:
+        archive = _TorchArchive(opened_zip, size)
+        return read_pickle(archive.record("data.pkl"), find, archive.storage)
+
+
+_DAMAGE = (
+    ValueError,
+    OSError,
+    EOFError,
+    OverflowError,
+    NotImplementedError,  # a compression that zipfile does not know
+    RuntimeError,  # an encrypted record
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+)
+
+
+def _unreadable(file: Path, error: Exception) -> ValueError:
+    message = " ".join(str(error).split())[:300]
+    return ValueError(f"{file} cannot be read: {message}")
 
 
 class _TorchArchive:

@@ -2,8 +2,8 @@
 
 Python's unpickler calls what a pickle names. This one does not import and does not call by name: every name
 is looked up in a table of the caller, and only an entry of that table can be called. Opcodes that saved
-weights do not use are refused, so are keys of dictionaries other than text and numbers. The interpreter does
-not recurse, and it holds no more objects than the pickle has opcodes.
+weights do not use are refused, so are keys of dictionaries other than text, numbers and records. The
+interpreter does not recurse, and it holds no more objects than the pickle has opcodes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class PickledObject:
     kind: str
     arguments: tuple[object, ...] = ()
     attributes: dict[str, object] = field(default_factory=dict)
+    state: tuple[object, ...] = ()
+    """A saved state that is a tuple."""
 
     def set_state(self, state: object) -> None:
         """Take over attributes from a saved state: a dictionary, or a tuple of dictionaries."""
-        states = state if isinstance(state, tuple) else (state,)
-        for values in states:
+        self.state = state if isinstance(state, tuple) else ()
+        for values in self.state or (state,):
             if isinstance(values, dict):
                 for name, value in values.items():
                     self.attributes[str(name)] = value
@@ -184,7 +186,7 @@ class _Interpreter:
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError(f"the pickle sets {len(items)} keys and values of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | int | float | None):
+            if not isinstance(key, str | int | float | PickledObject | None):
                 raise ValueError(f"the pickle has a {type(key).__name__} as the key of a dictionary")
             target[key] = value
 

@@ -1,4 +1,5 @@
-"""Read the model of a checkpoint that Strop (`global_step_N/actor`, `critic` ...) or verl (FSDP) wrote."""
+"""Read the model of a checkpoint that Strop (`global_step_N/actor`, `critic` ...) or verl (FSDP, Megatron)
+wrote."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ from strop.config.policies import ROLE_PREFIX
 from strop.config.schema.model import ModelConfig
 from strop.config.typed import build
 from strop.models.heads import HEAD
+from strop.models.load import load_config, resolve
 from strop.registry import did_you_mean
 from strop.run.checkpoint.layout import MANIFEST, read_manifest
 from strop.run.checkpoint.store import load as load_checkpoint
+from strop.run.merge.megatron import checkpoint_folder, read_megatron
 from strop.run.merge.verl import is_verl_checkpoint, read_object, read_shards
 
 log = logging.getLogger(__name__)
@@ -96,6 +99,8 @@ def _read_folder(local_dir: str, base: str | None, lora_alpha: float | None, ema
         raise ValueError(f"--local_dir {local_dir} does not exist.")
     if is_verl_checkpoint(folder):
         return _read_verl(folder, base, lora_alpha)
+    if checkpoint_folder(folder) is not None:
+        return _read_megatron(folder, base)
     if (folder.parent / MANIFEST).is_file():
         return _read_strop(folder.parent, folder.name, base, ema)
     if (folder / MANIFEST).is_file():
@@ -110,7 +115,7 @@ def _read_folder(local_dir: str, base: str | None, lora_alpha: float | None, ema
     inside = ", ".join(names[:8]) or "nothing"
     raise ValueError(
         f"{local_dir} is no checkpoint: it needs a role inside a global_step_N of Strop (with a {MANIFEST}), "
-        f"or verl's model_world_size_W_rank_R.pt files. It holds: {inside}."
+        f"or verl's model_world_size_W_rank_R.pt files or dist_ckpt folder. It holds: {inside}."
     )
 
 
@@ -187,14 +192,26 @@ def _settings(checkpoint: Path, role: str, config: object, base: str | None) -> 
     return settings
 
 
-def _read_verl(folder: Path, base: str | None, lora_alpha: float | None) -> MergeSource:
+def _described(folder: Path, base: str | None) -> str:
+    """The folder with config and tokenizer of a checkpoint of verl."""
     described = folder / "huggingface"
     if base is None and not (described / "config.json").is_file():
         raise ValueError(
             f"{folder} has no huggingface/config.json. Name the model it was trained from with --base."
         )
+    return base or str(described)
+
+
+def _read_megatron(folder: Path, base: str | None) -> MergeSource:
+    settings = ModelConfig(path=_described(folder, base))
+    place = checkpoint_folder(folder)
+    assert place is not None
+    return MergeSource(read_megatron(place, load_config(resolve(settings.path))), settings)
+
+
+def _read_verl(folder: Path, base: str | None, lora_alpha: float | None) -> MergeSource:
+    settings = ModelConfig(path=_described(folder, base))
     tensors = read_shards(folder)
-    settings = ModelConfig(path=base or str(described))
     ranks: set[int] = set()
     modules: set[str] = set()
     for name, tensor in tensors.items():
