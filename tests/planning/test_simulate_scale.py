@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 LINES = [
     json.loads(line) for line in (ROOT / "benchmarks/results/simulate_scale.jsonl").read_text().splitlines()
 ]
-PAGE = (ROOT / "docs/scaling.md").read_text().partition("## Qwen3-8B and DeepSeek-V3 on paper")[2]
+PAGE = (ROOT / "docs/scaling.md").read_text().partition("## Simulation of Qwen3-8B and DeepSeek-V3")[2]
 
 
 @pytest.fixture(scope="module")
