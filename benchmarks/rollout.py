@@ -323,7 +323,9 @@ class Vllm:
         asked: list[list[int]],
         stop_ids: tuple[int, ...],
         options: argparse.Namespace,
+        more: dict[str, Any] | None = None,
     ) -> None:
+        """`more`: further work, see rollout_vllm.py."""
         script = str(Path(__file__).with_name("rollout_vllm.py"))
         own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if "-mp" in name else "0"}
         defaults = {
@@ -352,6 +354,7 @@ class Vllm:
             "memory": options.vllm_memory,
             "cache_bytes": cache_bytes(options),
             "settings": json.loads(options.vllm_settings),
+            **(more or {}),
         }
         self.facts = {f"vllm_{key}": value for key, value in self._ask(json.dumps(work)).items()}
 

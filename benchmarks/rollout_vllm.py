@@ -3,7 +3,8 @@ Strop.
 
 The first line of standard input is the work as JSON; a line of output says that vLLM is ready, with its
 version and the seconds it took. Every further line of input is answered, after all completions were made, by
-their number of tokens and the seconds.
+their number of tokens and the seconds. With `picture_side` in the work every prompt has a picture of its own:
+vLLM's processor prepares it in the first round, its features are computed in every round.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from typing import Any
+
+from vision_pictures import load_processor_without_videos, prompts_with_pictures, stand_in_for_torchvision
 
 
 class RowWatch:
@@ -42,15 +45,19 @@ def main() -> None:
     work: dict[str, Any] = json.loads(sys.stdin.readline())
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed goes to the log
+    side = work.get("picture_side")  # None: text only
+    replaced = side is not None and stand_in_for_torchvision(work["model"])
     import vllm
 
     start = time.perf_counter()
+    if replaced:
+        load_processor_without_videos()
     limit: dict[str, Any] = {}
     if work["cache_bytes"] is not None:
         limit["kv_cache_memory_bytes"] = work["cache_bytes"]
     engine = vllm.LLM(
         work["model"],
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=side is None,
         dtype=work["dtype"],
         max_model_len=work["max_model_len"],
         max_num_seqs=work["max_num_seqs"],
@@ -69,7 +76,9 @@ def main() -> None:
     if hasattr(vllm.SamplingParams, "flat_logprobs"):  # its fastest form of log-probs
         settings["flat_logprobs"] = True
     sampling = [vllm.SamplingParams(max_tokens=limit, **settings) for limit in work["limits"]]
-    prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+    prompts: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+    if side is not None:
+        prompts = prompts_with_pictures(work["prompts"], side)
 
     def say(**facts: Any) -> None:
         print(json.dumps(facts), file=answers, flush=True)
@@ -84,6 +93,8 @@ def main() -> None:
         outputs = [output for answer in found for output in answer.outputs]
         assert all(len(output.logprobs) == len(output.token_ids) for output in outputs)
         engine.reset_prefix_cache()  # each round computes its prompts, as after a weight update
+        if side is not None:
+            engine.llm_engine.reset_encoder_cache()  # and the features of its pictures
         tokens = sum(len(output.token_ids) for output in outputs)
         say(tokens=tokens, seconds=seconds, rows_in_flight=rows)
 

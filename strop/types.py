@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """One image of a prompt as its model takes it. Samples of a prompt share it by reference."""
+    """One image or video of a prompt as its model takes it. Samples of a prompt share it by reference."""
 
     digest: str
     """Hash of the picture and of how it was prepared; images with the same digest have the same features."""
@@ -32,12 +32,16 @@ class ImageInput:
     """The picture that was prepared, for engines with processors of their own and for the board."""
     options: Mapping[str, int] = field(default_factory=dict)
     """Arguments of the processor: min_pixels, max_pixels."""
+    video: bool = False
+    """It is a video: `tensors` has the patches of its pairs of frames, `picture` its first frame."""
+    grid_seconds: float = 1.0
+    """Of a video, the seconds between two pairs of frames."""
     unused: bool = False
     """It has no tokens in its sequence. The vision tower computes it, because other ranks compute theirs."""
 
 
 Images = tuple[ImageInput, ...]
-"""The images of a sequence, in the order of their placeholders."""
+"""The images of a sequence, in the order of their placeholders, and its videos in the order of theirs."""
 
 
 @dataclass(frozen=True)

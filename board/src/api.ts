@@ -67,6 +67,13 @@ export interface Turn {
   end: number;
   reward: Num;
 }
+export interface Picture {
+  width: number;
+  height: number;
+  video: boolean;
+  /** A data URL; null where no picture was kept. */
+  source: string | null;
+}
 export interface Sample {
   sample: number;
   score: Num;
@@ -81,6 +88,8 @@ export interface Sample {
   turns: Turn[];
   response: Text;
   reported: Record<string, Num>;
+  /** Places of its images in those of the group. */
+  images: number[];
 }
 export interface Group {
   step: number;
@@ -90,6 +99,7 @@ export interface Group {
   ground_truth: Text | null;
   prompt: Text;
   prompt_tokens: number;
+  images: Picture[];
   samples: Sample[];
   damaged?: string[];
 }

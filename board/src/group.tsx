@@ -1,6 +1,6 @@
 // One prompt with all its samples side by side, and what it scored at other steps.
 import { useState } from "preact/hooks";
-import { get, type Group, type History, type Sample, type Text, useAnswer } from "./api";
+import { get, type Group, type History, type Picture, type Sample, type Text, useAnswer } from "./api";
 import { OtherRun, OtherStep } from "./difference";
 import { number, plural, signed } from "./format";
 import { useKeys } from "./keys";
@@ -37,6 +37,8 @@ export function GroupView({ group, base, split, steps, name, others }: Shown) {
   const at = COLOURINGS.findIndex(([one]) => one === colouring);
   useKeys({ c: () => paint(COLOURINGS[(at + 1) % COLOURINGS.length][0]) });
   const place = `${base}/${split}/${group.step}/${group.group}`;
+  // Those of the prompt are the same for every sample; a tool may have shown more to one of them.
+  const common = group.samples[0].images.filter((i) => group.samples.every((sample) => sample.images.includes(i)));
   return (
     <article class="group">
       <div class="group-head">
@@ -61,6 +63,7 @@ export function GroupView({ group, base, split, steps, name, others }: Shown) {
           prompt <span class="quiet">{number(group.prompt_tokens)} tokens</span>
         </div>
         <LongText text={group.prompt} path={`${place}/${group.samples[0].sample}/text/prompt`} />
+        <Pictures of={common.map((i) => group.images[i])} />
         {group.ground_truth && (
           <>
             <div class="label">expected</div>
@@ -80,7 +83,13 @@ export function GroupView({ group, base, split, steps, name, others }: Shown) {
       ) : other === null ? (
         <div class="samples">
           {group.samples.slice(0, shown).map((sample) => (
-            <SampleCard key={sample.sample} sample={sample} place={`${place}/${sample.sample}`} colouring={colouring} />
+            <SampleCard
+              key={sample.sample}
+              sample={sample}
+              place={`${place}/${sample.sample}`}
+              colouring={colouring}
+              pictures={sample.images.filter((i) => !common.includes(i)).map((i) => group.images[i])}
+            />
           ))}
         </div>
       ) : (
@@ -95,7 +104,15 @@ export function GroupView({ group, base, split, steps, name, others }: Shown) {
   );
 }
 
-function SampleCard({ sample, place, colouring }: { sample: Sample; place: string; colouring: Colouring }) {
+interface Card {
+  sample: Sample;
+  place: string;
+  colouring: Colouring;
+  /** Images that not every sample of the prompt has. */
+  pictures: Picture[];
+}
+
+function SampleCard({ sample, place, colouring, pictures }: Card) {
   const conversation = sample.turns.length > 0;
   const parts = Object.entries(sample.reported).filter(([, value]) => value !== null && value !== "");
   return (
@@ -129,7 +146,26 @@ function SampleCard({ sample, place, colouring }: { sample: Sample; place: strin
       ) : (
         <TokenText place={place} colouring={colouring} turns={sample.turns} />
       )}
+      <Pictures of={pictures} />
     </section>
+  );
+}
+
+/** Small pictures, in the order of their placeholders. */
+function Pictures({ of }: { of: Picture[] }) {
+  if (!of.length) return null;
+  return (
+    <div class="pictures">
+      {of.map(({ source, width, height, video }, i) => {
+        const size = `${video ? "video" : "image"} ${i + 1}, ${width} x ${height} pixels`;
+        return (
+          <figure key={i}>
+            {source ? <img src={source} alt={size} loading="lazy" /> : <span class="quiet">not kept</span>}
+            <figcaption class="quiet">{size}</figcaption>
+          </figure>
+        );
+      })}
+    </div>
   );
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from strop.board.run_index import NotFound
+from strop.run.sample_table import IMAGES
 
 GROUP_FACTS = [
     "group",
@@ -46,6 +48,7 @@ SAMPLE_FACTS = [
     "turns",
 ]
 TEXTS = ("prompt", "response", "ground_truth")
+IMAGE_FACTS = ("width", "height", "video")
 
 SHOWN: dict[str, pc.Expression | None] = {
     "all": None,
@@ -189,6 +192,26 @@ def read_rows(file: pq.ParquetFile, rows: Sequence[int], columns: Sequence[str])
         order += positions[row_group]
     joined = pa.concat_tables(tables)
     return joined.take(sorted(range(len(order)), key=order.__getitem__))
+
+
+def images_of(file: pq.ParquetFile, rows: Sequence[int]) -> tuple[list[dict[str, object]], list[list[int]]]:
+    """The images of these rows of a group, each once, as data URLs; and for each row the places of its images
+    in that list."""
+    if IMAGES not in file.schema_arrow.names:
+        return [], [[] for _ in rows]
+    shown: dict[str, dict[str, object]] = {}
+    own: list[list[int]] = []
+    for images in read_rows(file, rows, [IMAGES])[IMAGES].to_pylist():
+        places = []
+        for image in images or ():
+            facts = shown.setdefault(
+                image["digest"], {**{name: image[name] for name in IMAGE_FACTS}, "source": None}
+            )
+            if image["jpeg"] is not None:
+                facts["source"] = f"data:image/jpeg;base64,{base64.b64encode(image['jpeg']).decode()}"
+            places.append(list(shown).index(image["digest"]))
+        own.append(places)
+    return list(shown.values()), own
 
 
 def _starts(file: pq.ParquetFile) -> list[int]:

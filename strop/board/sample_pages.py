@@ -30,6 +30,7 @@ from strop.board.sample_file import (
     TEXTS,
     DamagedSampleFile,
     groups_of,
+    images_of,
     open_samples,
     read_rows,
     row_groups_with,
@@ -201,6 +202,7 @@ class SampleFolder:
             rows = rows_of(file, group)
             samples = read_rows(file, rows, [*SAMPLE_FACTS, "response"]).to_pylist()
             prompt = read_rows(file, rows[:1], ["prompt"])["prompt"][0].as_py()
+            images, own = images_of(file, rows)
         first = samples[0]
         return {
             "step": step,
@@ -210,7 +212,8 @@ class SampleFolder:
             "ground_truth": _cut(first["ground_truth"]),
             "prompt": _cut(prompt),
             "prompt_tokens": first["prompt_tokens"],
-            "samples": [_sample(row) for row in samples],
+            "images": images,
+            "samples": [{**_sample(row), "images": places} for row, places in zip(samples, own, strict=True)],
         }
 
     def text(

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.data.images import ImageProcessor, UnusableImages
+from strop.data.image_files import UnusableImages
+from strop.data.images import ImageProcessor
 from strop.types import Images
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Chat:
     """Prepares images; None: messages have none."""
     expansions: tuple[str, ...] = ()
     """What each image placeholder of a conversation becomes, in order."""
+    video_expansions: tuple[str, ...] = ()
+    """The same of videos."""
 
     def __post_init__(self) -> None:
         clash = sorted(set(self.kwargs) & set(RESERVED))
@@ -87,7 +90,7 @@ class Chat:
     def text(self, messages: Sequence[Message], *, generate: bool = False, tools: Tools | None = None) -> str:
         """Return the rendered text; `generate` adds the generation prompt of the next assistant turn."""
         text = self._render(messages, generate, tools)
-        if self.expansions:
+        if self.expansions or self.video_expansions:
             text = self.expanded(text)
         problem = lone_surrogate(text)
         if problem is not None:
@@ -95,30 +98,40 @@ class Chat:
         return text
 
     def with_images(
-        self, images: Sequence[object], *, where: str, folder: Path | None = None
+        self,
+        images: Sequence[object],
+        videos: Sequence[object] = (),
+        *,
+        where: str,
+        columns: tuple[str, str] = ("images", "videos"),
+        folder: Path | None = None,
     ) -> tuple[Chat, Images]:
-        """Return the chat that renders a conversation with these images, and the images for the model.
-        `where` names the row and the column."""
+        """Return the chat that renders a conversation with these images and videos, and both for the model.
+        `where` names the row, `columns` the two columns."""
         if self.images is None:
-            raise ValueError(f"{where} holds images, which are not used here. Remove the column.")
-        prepared = self.images.prepare(images, where=where, folder=folder)
-        chat = replace(self, expansions=tuple(one.text for one in prepared))
-        return chat, tuple(one.inputs for one in prepared)
+            raise ValueError(f"{where} holds images or videos, which are not used here. Remove them.")
+        shown = self.images.prepare(images, where=f"{where}, column {columns[0]!r}", folder=folder)
+        moving = self.images.prepare_videos(videos, where=f"{where}, column {columns[1]!r}", folder=folder)
+        texts = tuple(one.text for one in shown)
+        chat = replace(self, expansions=texts, video_expansions=tuple(one.text for one in moving))
+        return chat, tuple(one.inputs for one in (*shown, *moving))
 
     def expanded(self, text: str) -> str:
-        """Replace the image placeholders of a rendered text, which may be only the beginning of a
+        """Replace the placeholders of a rendered text, which may be only the beginning of a
         conversation."""
         assert self.images is not None
-        pieces = text.split(self.images.placeholder)
-        if len(pieces) - 1 > len(self.expansions):
-            raise UnusableImages(
-                f"A conversation has {len(pieces) - 1} image placeholders ({self.images.placeholder!r}) and "
-                f"{len(self.expansions)} images."
-            )
-        found = [pieces[0]]
-        for expansion, piece in zip(self.expansions, pieces[1:]):
-            found += [expansion, piece]
-        return "".join(found)
+        waiting = {"image": list(self.expansions), "video": list(self.video_expansions)}
+        found = []
+        end = 0
+        for match in self.images.placeholders.finditer(text):
+            kind = str(match.lastgroup)
+            if not waiting[kind]:
+                raise UnusableImages(
+                    f"A conversation has more {kind} placeholders ({match.group()!r}) than {kind}s."
+                )
+            found += [text[end : match.start()], waiting[kind].pop(0)]
+            end = match.end()
+        return "".join([*found, text[end:]])
 
     def _for_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as the template takes them: templates of some models with images read parts only."""
@@ -261,6 +274,8 @@ class Chat:
     def _plain_part(self, part: Mapping[str, Any]) -> str:
         if part.get("type") == "image" and self.images is not None:
             return self.images.placeholder
+        if part.get("type") == "video" and self.images is not None:
+            return str(self.images.processor.video_token)
         return str(part.get("text", ""))
 
     def _bos_ids(self) -> list[int]:

@@ -1,22 +1,20 @@
-"""Images of rows: reading them, and preparing them with the processor of the model.
-
-An image is a path, bytes, `{"bytes": ...}` or `{"path": ...}` (as in parquet files of the datasets library),
-a data URL, or a PIL image. The processor resizes and normalises it, and says which text stands for it in the
-prompt. It is loaded when the first image is prepared, so runs without images do not import it.
-"""
+"""Images and videos of rows, prepared with the processor of the model: it resizes and normalises an image,
+and says which text stands for it in the prompt. It is loaded when the first image is prepared, so runs
+without images do not import it."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
-import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from strop.extras import require
+from strop.config.schema.data import DataConfig
+from strop.config.schema.supervised import SupervisedDataConfig
+from strop.data.image_files import UnusableImages, read_image
+from strop.data.videos import VideoSettings, cut_into_patches, read_frames, video_text
 from strop.types import ImageInput
 
 if TYPE_CHECKING:
@@ -26,76 +24,8 @@ if TYPE_CHECKING:
 LoadProcessor = Callable[[], Any]
 """Loads the processor of transformers for a model; ValueError if the model takes no images. It can be
 pickled."""
-_BYTES_KEYS = ("bytes",)
-_PLACE_KEYS = ("path", "image", "url", "image_url")
 _UNUSED = ("rows", "cols", "num_crops")
 """What image processors return for their own text, and no model takes."""
-
-
-class UnusableImages(ValueError):
-    """Images of one row that cannot be used. A run masks and counts its samples, and goes on."""
-
-
-def read_image(value: object, *, where: str, folder: Path | None = None) -> Image:
-    """Return an image of a row as RGB. `where` names it in errors; relative paths are looked up in the
-    working folder, then in `folder`."""
-    pil: Any = require("PIL.Image", extra="vision", why="Images in prompts")
-    if isinstance(value, Mapping):
-        value = _from_mapping(value, where)
-    if isinstance(value, pil.Image):
-        return _decoded(cast("Image", value), where)
-    if isinstance(value, str):
-        value = _from_text(value, where, folder)
-    if not isinstance(value, bytes | bytearray):
-        raise UnusableImages(
-            f"{where} is of the type {type(value).__name__}; an image is a path, bytes, {{'bytes': ...}}, a "
-            "data URL or a PIL image."
-        )
-    try:
-        opened = pil.open(io.BytesIO(value))
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
-        raise UnusableImages(f"{where} cannot be read ({len(value)} bytes): {error}") from error
-    return _decoded(opened, where)
-
-
-def _decoded(image: Image, where: str) -> Image:
-    try:
-        return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UnusableImages(f"{where} is damaged: {error}") from error
-
-
-def _from_mapping(value: Mapping[str, object], where: str) -> object:
-    for name in (*_BYTES_KEYS, *_PLACE_KEYS):
-        found = value.get(name)
-        if isinstance(found, Mapping):
-            found = found.get("url")
-        if found is not None:
-            return found
-    raise UnusableImages(f"{where} has none of {', '.join((*_BYTES_KEYS, *_PLACE_KEYS))}: {sorted(value)}.")
-
-
-def _from_text(value: str, where: str, folder: Path | None) -> bytes:
-    """The bytes behind a path or a data URL."""
-    if value.startswith("data:"):
-        header, _, content = value.partition(",")
-        if not header.endswith(";base64"):
-            raise UnusableImages(f"{where} is a data URL without base64 ({header[:60]!r}).")
-        try:
-            return base64.b64decode(content, validate=True)
-        except binascii.Error as error:
-            raise UnusableImages(f"{where} is a data URL with broken base64: {error}") from error
-    if value.startswith(("http://", "https://")):
-        raise UnusableImages(
-            f"{where} is an address ({value[:80]}), which is not fetched; store the image itself."
-        )
-    path = Path(value.removeprefix("file://")).expanduser()
-    if not path.is_file() and folder is not None and (folder / path).is_file():
-        path = folder / path
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UnusableImages(f"{where}: the file {str(path)!r} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -116,7 +46,14 @@ class ImageProcessor:
     """Smaller images are enlarged. None: as the processor does."""
     max_pixels: int | None = None
     """Larger images are reduced. None: as the processor does."""
+    videos: VideoSettings = VideoSettings(DataConfig.video_fps, DataConfig.video_max_frames)
     _loaded: Any = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, load: LoadProcessor, config: DataConfig | SupervisedDataConfig) -> ImageProcessor:
+        """The processor under the settings of a data section."""
+        videos = VideoSettings(config.video_fps, config.video_max_frames)
+        return cls(load, config.min_pixels, config.max_pixels, videos)
 
     @property
     def processor(self) -> Any:
@@ -137,6 +74,70 @@ class ImageProcessor:
         if found is None:
             found = self.processor.image_token_id
         return int(found)
+
+    @property
+    def placeholders(self) -> re.Pattern[str]:
+        """Finds what the chat template writes for images and videos; the group `video` is set for a
+        video."""
+        image = re.escape(self.placeholder)
+        if not self._takes_videos:
+            return re.compile(f"(?P<image>{image})")
+        processor = self.processor
+        video = re.escape(str(processor.video_token))
+        if processor.counts_all_frames:  # each pair of frames gets such marks, in place of those of the video
+            start, end = (re.escape(processor.vision_start_token), re.escape(processor.vision_end_token))
+            video = f"{start}{video}{end}|{video}"
+        return re.compile(f"(?P<video>{video})|(?P<image>{image})")
+
+    @property
+    def _takes_videos(self) -> bool:
+        return getattr(self.processor, "video_pixels", None) is not None
+
+    def prepare_videos(
+        self, videos: Sequence[object], *, where: str, folder: Path | None = None
+    ) -> list[PreparedImage]:
+        """Read and prepare videos; `where` names the column of the row."""
+        prepared = []
+        for number, value in enumerate(videos):
+            place = where if len(videos) == 1 else f"{where}, video {number}"
+            if not self._takes_videos:
+                raise ValueError(
+                    f"{place}: videos are not prepared for {type(self.processor).__name__}, only for models "
+                    "of the Qwen2-VL, Qwen2.5-VL and Qwen3-VL families. Store the frames as images."
+                )
+            prepared.append(self._prepare_video(value, place, folder))
+        return prepared
+
+    def _prepare_video(self, value: object, where: str, folder: Path | None) -> PreparedImage:
+        import torch
+
+        frames = read_frames(value, self.videos, where=where, folder=folder)
+        limits = self._limits()
+        processor = self.processor
+        patches = cut_into_patches(processor, frames, limits, where)
+        text = video_text(processor, patches)
+        token = int(processor.video_token_id)
+        tensors = {
+            "pixel_values": torch.from_numpy(patches.pixels),
+            "image_grid_thw": torch.tensor([patches.grid]),
+        }
+        digest = hashlib.sha256(f"video {patches.grid} {patches.times}".encode())
+        digest.update(patches.pixels.tobytes())
+        first = frames.images[0]
+        pairs = int(processor.image_processor.temporal_patch_size)
+        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        inputs = ImageInput(
+            digest.hexdigest(),
+            tensors,
+            ids.count(token),
+            first.size,
+            token,
+            picture=first,
+            options=limits,
+            video=True,
+            grid_seconds=pairs * frames.interval,
+        )
+        return PreparedImage(inputs, text)
 
     def prepare(
         self, images: Sequence[object], *, where: str, folder: Path | None = None

@@ -3,17 +3,18 @@ one bad response."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.catalog import PREFERENCE_LOSSES
 from strop.config.schema.supervised import DpoConfig, DpoDataConfig
+from strop.data.examples import PreferencePair
 from strop.data.files import Row
 from strop.data.prompts import row_name
 from strop.data.schema import Message, to_plain
 from strop.data.supervised import (
-    PreferencePair,
     SupervisedDataset,
     UnusableRow,
     answer_messages,
@@ -78,11 +79,15 @@ class LabelledDataset(SupervisedDataset):
         if isinstance(known, PreferencePair):
             return LabelledAnswer(known.chosen, known.rejected, known.margin), where
         prompt, answer, column = self._conversation(index)
-        own = render_conversation(self.chat, [*prompt, *answer], len(prompt), column)
+        chat, images = self.chat_with_images(self.rows[self._row(index)], where, self._row(index))
+        own = render_conversation(chat, [*prompt, *answer], len(prompt), column)
         mixed = [*prompt, *self._other_answer(index)]
-        other = render_conversation(self.chat, mixed, len(prompt), f"{column} with another response")
+        other = render_conversation(chat, mixed, len(prompt), f"{column} with another response")
+        if images:  # pixels are not cached
+            own, other = (dataclasses.replace(side, images=images) for side in (own, other))
         item = LabelledAnswer(own, other, float(self._is_good(index)))
-        self._cache.put(index, item)
+        if not images:
+            self._cache.put(index, item)
         return item, where
 
     def _row(self, index: int) -> int:
@@ -109,12 +114,6 @@ class LabelledDataset(SupervisedDataset):
             raise ValueError(
                 f"data.custom_cls gives a {type(row).__name__} as row {number}; kto needs rows with columns, "
                 "as dicts."
-            )
-        if to_plain(row.get(config.image_key)):
-            raise ValueError(
-                f"{row_name(self.rows, number)}, column {config.image_key!r} has images, which losses of "
-                "labelled responses (kto) do not read. Take loss.type=dpo, ipo or orpo with pairs, or "
-                "remove the column."
             )
         key = config.response_key
         if not config.label_key:

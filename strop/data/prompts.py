@@ -15,7 +15,8 @@ from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import SupervisedDataConfig
 from strop.data.chat import Chat, Tools
 from strop.data.files import FileRows, Row, RowSource, open_rows
-from strop.data.images import ImageProcessor, LoadProcessor, UnusableImages
+from strop.data.image_files import UnusableImages
+from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.schema import ColumnKeys, RowFields, check_columns, parse_row
 from strop.data.selection import Indices, select
 from strop.data.workers import measure_prompts
@@ -210,7 +211,7 @@ class PromptDataset(Sequence[Prompt]):
     def _refuse_cut(self, ids: list[int], row: int) -> None:
         """A prompt with images is never cut: an image would lose some of its tokens."""
         if len(ids) > self.max_prompt_length:
-            raise ValueError(
+            raise UnusableImages(
                 f"{self.where(row)} has {len(ids)} tokens with its images, over "
                 f"data.max_prompt_length={self.max_prompt_length}. Raise it, set data.max_pixels, or drop "
                 "such rows (data.filter_overlong_prompts=true)."
@@ -229,7 +230,7 @@ def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing |
     without_tools: list[int] = []
     lengths = [0] * len(rows)
     for index, row in enumerate(rows):
-        if row.images:
+        if row.images or row.videos:
             shown, _ = chat_of(chat, row)
             lengths[index] = len(shown.ids(row.messages, tools=listed_tools(listing, row)))
         elif listed_tools(listing, row) is None:
@@ -247,9 +248,9 @@ def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing |
 
 def chat_of(chat: Chat, fields: RowFields) -> tuple[Chat, Images]:
     """Return the chat that renders a row, and its images for the model."""
-    if not fields.images:
+    if not fields.images and not fields.videos:
         return chat, ()
-    return chat.with_images(fields.images, where=f"{fields.where}, images", folder=fields.folder)
+    return chat.with_images(fields.images, fields.videos, where=fields.where, folder=fields.folder)
 
 
 def listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
@@ -268,7 +269,7 @@ def build_chat(
     """Return the chat that renders the prompts of a configuration."""
     images = None
     if load_processor is not None:
-        images = ImageProcessor(load_processor, config.min_pixels, config.max_pixels)
+        images = ImageProcessor.of(load_processor, config)
     return Chat(
         tokenizer,
         template=chat_template,

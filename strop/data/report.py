@@ -181,10 +181,13 @@ class DataReport:
     """Rows that were read and rendered: all, or an evenly spread sample."""
     too_long: int = 0
     """How many of these prompts are over data.max_prompt_length."""
+    too_long_images: int = 0
+    """How many of those have images."""
     longest: int = 0
     """Tokens of the longest of these prompts."""
     images: str = ""
-    """How many images these prompts have, how large they are, and their tokens."""
+    """How many images and videos these prompts have, how large they are, and their tokens."""
+    videos: int = 0
     findings: list[DataFinding] = field(default_factory=list)
 
     @property
@@ -317,11 +320,13 @@ def _measure(
 ) -> None:
     """Report prompts that are empty or too long."""
     lengths: list[int] = []
-    rows = [row for row in named.values() if not row.images]
+    rows = [row for row in named.values() if not row.images and not row.videos]
     for start in range(0, len(rows), CHUNK):
         lengths += prompt_lengths(rows[start : start + CHUNK], chat, listing)
-    shown = [row for row in named.values() if row.images]
-    lengths += _measure_images(shown, chat, report, listing)
+    shown = [row for row in named.values() if row.images or row.videos]
+    with_images = _measure_images(shown, chat, report, listing)
+    report.too_long_images = sum(length > config.max_prompt_length for length in with_images)
+    lengths += with_images
     named = {row.where: row for row in (*rows, *shown)}
     report.longest = max(lengths, default=0)
     report.too_long = sum(length > config.max_prompt_length for length in lengths)
@@ -352,14 +357,24 @@ def _measure_images(
     if len(bad) > MAX_NAMED_ROWS:
         message = f"{len(bad) - MAX_NAMED_ROWS} further rows with images cannot be used either."
         report.findings.append(DataFinding("error", message))
-    if found:
-        tokens = [image.num_tokens for image in found]
-        largest = max((image.size for image in found), key=lambda size: size[0] * size[1])
-        report.images = (
-            f"{len(found)} images in {len(rows)} rows, largest {largest[0]} x {largest[1]}, "
-            f"{min(tokens)} to {max(tokens)} tokens each"
-        )
+    counts = []
+    for kind in ("image", "video"):
+        of_kind = [image for image in found if image.video == (kind == "video")]
+        if of_kind:
+            counts.append(_counted(kind, of_kind, len(rows)))
+    report.images = "; ".join(counts)
+    report.videos = sum(image.video for image in found)
     return lengths
+
+
+def _counted(kind: str, found: list[ImageInput], rows: int) -> str:
+    """How many images or videos there are, how large they are, and their tokens."""
+    tokens = [image.num_tokens for image in found]
+    width, height = max((image.size for image in found), key=lambda size: size[0] * size[1])
+    return (
+        f"{len(found)} {kind}s in {rows} rows, largest {width} x {height}, "
+        f"{min(tokens)} to {max(tokens)} tokens each"
+    )
 
 
 def _too_long(report: DataReport, config: DataConfig, count: int) -> DataFinding:
@@ -379,4 +394,7 @@ def _too_long(report: DataReport, config: DataConfig, count: int) -> DataFinding
             f"{problem}. Set it to {report.longest}, or data.filter_overlong_prompts=true, or "
             "data.truncation=left|right|middle.",
         )
-    return DataFinding("warning", f"{problem} and will be cut ({config.truncation}).")
+    cut = f"{problem} and will be cut ({config.truncation})"
+    if report.too_long_images:
+        cut += f", except {report.too_long_images} with images, whose samples will be masked"
+    return DataFinding("warning", f"{cut}.")

@@ -4,7 +4,8 @@
     prompt        messages [{role, content}, ...], or plain text that becomes one user message
     reward_model  {style, ground_truth}
     extra_info    anything that the scorer, tools or interactions need
-    ability, agent_name, images   optional; a prompt has <image> where an image goes
+    ability, agent_name   optional
+    images, videos        optional; a prompt has <image> where an image goes, <video> where a video goes
 
 Files with only a text column and perhaps a label column work too: `data.label_key` names the answer, and the
 file name replaces the missing data_source.
@@ -22,7 +23,7 @@ import numpy as np
 
 from strop.config.schema.data import DataConfig
 from strop.data.files import FileRows
-from strop.data.images import UnusableImages
+from strop.data.image_files import UnusableImages
 from strop.registry import did_you_mean
 
 Message = dict[str, Any]
@@ -71,6 +72,7 @@ class RowFields:
     extra_info: dict[str, Any] = field(default_factory=dict)
     agent_name: str | None = None
     images: list[object] = field(default_factory=list)
+    videos: list[object] = field(default_factory=list)
     where: str = ""
     """The row, for messages."""
     folder: Path | None = None
@@ -112,14 +114,10 @@ def parse_row(
     reward = _struct(row, "reward_model", where)
     images = _list(row, keys.images, where)
     videos = _list(row, keys.videos, where)
-    if videos:
-        raise ValueError(
-            f"{where}: the column {keys.videos!r} holds videos, which cannot be read. Store their frames in "
-            f"the column {keys.images!r} and write <image> for each."
-        )
-    if keys.images in row and not images and any("<image>" in str(one["content"]) for one in messages):
-        raise UnusableImages(f"{where}: the prompt has <image> but its column {keys.images!r} is empty.")
-    messages = split_placeholders(messages, {"image": len(images)}, where=where)
+    for column, found, mark in ((keys.images, images, "<image>"), (keys.videos, videos, "<video>")):
+        if column in row and not found and any(mark in str(one["content"]) for one in messages):
+            raise UnusableImages(f"{where}: the prompt has {mark} but its column {column!r} is empty.")
+    messages = split_placeholders(messages, {"image": len(images), "video": len(videos)}, where=where)
     ground_truth = reward.get("ground_truth")
     if keys.label:
         ground_truth = row.get(keys.label)
@@ -132,6 +130,7 @@ def parse_row(
         extra_info=_struct(row, "extra_info", where),
         agent_name=row.get("agent_name") or None,
         images=images,
+        videos=videos,
         where=where,
         folder=folder,
     )
@@ -195,8 +194,10 @@ def to_plain(value: Any) -> Any:
 
 
 def split_placeholders(messages: list[Message], counts: Mapping[str, int], *, where: str) -> list[Message]:
-    """Turn `<image>` in text into content parts; `counts` says how many images the row has."""
-    if not any(counts.values()):
+    """Turn `<image>` and `<video>` in text into content parts; `counts` says how many of them the row has.
+    A kind that it has none of is text."""
+    counts = {kind: count for kind, count in counts.items() if count}
+    if not counts:
         return messages
     found = dict.fromkeys(counts, 0)
     result = []

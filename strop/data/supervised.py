@@ -8,15 +8,16 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from strop.config.schema.supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
 from strop.data.chat import Chat, Rendered, Tools
+from strop.data.examples import Example, PreferencePair, RowCache, images_of
 from strop.data.files import FileRows, Row, RowSource, open_rows
-from strop.data.images import ImageProcessor, LoadProcessor, UnusableImages
+from strop.data.image_files import UnusableImages
+from strop.data.images import ImageProcessor, LoadProcessor
 from strop.data.prompts import (
     Split,
     load_custom_dataset,
@@ -27,6 +28,7 @@ from strop.data.prompts import (
 )
 from strop.data.schema import Message, as_messages, nested_value, require_column, split_placeholders, to_plain
 from strop.data.selection import Indices
+from strop.types import Images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,23 +37,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ROW_WARNINGS = 5
 """Bad rows that are named while training; later ones are only counted."""
-CACHED_TOKENS = 50_000_000
-"""Tokens of rendered rows that stay in memory: 250 MB. Rendering a row again takes longer than a step of a
-small model."""
-
-
-@dataclass(frozen=True)
-class PreferencePair:
-    """Two answers to one prompt; the masks cover the answers."""
-
-    chosen: Rendered
-    rejected: Rendered
-    margin: float = 0.0
-    reference: tuple[float, float] | None = None
-    """Log-probs of the two answers under the reference model, if they are known."""
-
-
-Example = Rendered | PreferencePair
 
 
 class UnusableRow(ValueError):
@@ -78,7 +63,7 @@ class SupervisedDataset(Sequence[Any]):
         if indices is None:
             indices = np.arange(len(rows), dtype=np.int64)
         self.indices = indices
-        self._cache = _RowCache()
+        self._cache = RowCache()
         self._warnings = 0
         if isinstance(rows, FileRows):
             for file in rows.files:
@@ -109,24 +94,31 @@ class SupervisedDataset(Sequence[Any]):
         if item is None:
             item = self.rows[row]
             if isinstance(item, dict):
-                images = to_plain(item.get(self.config.image_key))
-                if images:
-                    return self._render_images(item, images, where, row), where
-                example = self.render(item, where)
-                self._cache.put(row, example)
+                example = self._render(item, where, row)
+                if not images_of(example):  # pixels of many rows would not fit
+                    self._cache.put(row, example)
                 return example, where
         return item, where
 
-    def _render_images(self, item: Row, images: Sequence[object], where: str, row: int) -> Example:
-        """Return a row with images; pixels are not cached."""
+    def chat_with_images(self, item: Row, where: str, row: int) -> tuple[Chat, Images]:
+        """Return the chat that renders a row, and its images and videos for the model."""
+        images = to_plain(item.get(self.config.image_key)) or []
+        videos = to_plain(item.get(self.config.video_key)) or []
+        if not images and not videos:
+            return self.chat, ()
         folder = self.rows.place(row)[0].path.parent if isinstance(self.rows, FileRows) else None
-        column = f"{where}, column {self.config.image_key!r}"
-        shown = copy.copy(self)
         try:
-            shown.chat, inputs = self.chat.with_images(images, where=column, folder=folder)
+            columns = (self.config.image_key, self.config.video_key)
+            return self.chat.with_images(images, videos, where=where, columns=columns, folder=folder)
         except ValueError as error:
             raise UnusableRow(str(error)) from error
+
+    def _render(self, item: Row, where: str, row: int) -> Example:
+        shown = copy.copy(self)
+        shown.chat, inputs = self.chat_with_images(item, where, row)
         example = shown.render(item, where)
+        if not inputs:
+            return example
         if isinstance(example, Rendered):
             return dataclasses.replace(example, images=inputs)
         chosen = dataclasses.replace(example.chosen, images=inputs)
@@ -162,7 +154,10 @@ class SupervisedDataset(Sequence[Any]):
         mode = self.config.truncation
         if len(rendered.ids) <= limit:
             return rendered
-        if mode == "error" or rendered.images:  # an image would lose some of its tokens
+        if rendered.images:  # an image would lose some of its tokens
+            problem = f"{where} has {len(rendered.ids)} tokens with its images, over data.max_length={limit}."
+            raise UnusableRow(problem) from UnusableImages(problem)
+        if mode == "error":
             raise ValueError(
                 f"{where} has {len(rendered.ids)} tokens, over data.max_length={limit}. Raise it, or cut "
                 "such rows (data.truncation=left keeps their end, right their beginning)."
@@ -183,46 +178,6 @@ class SupervisedDataset(Sequence[Any]):
             logger.warning(message, *arguments)
         elif self._warnings == MAX_ROW_WARNINGS + 1:
             logger.warning("More rows like these are counted in train/skipped_rows and not named.")
-
-
-class _RowCache:
-    """Rendered rows, five bytes a token, up to CACHED_TOKENS."""
-
-    def __init__(self) -> None:
-        self.items: dict[int, tuple[float, list[np.ndarray]]] = {}
-        """Margin, then ids and mask of each answer."""
-        self.tokens = 0
-
-    def put(self, row: int, item: Example) -> None:
-        """Keep an item if there is room."""
-        margin = 0.0
-        if isinstance(item, PreferencePair):
-            margin = item.margin
-            answers = [item.chosen, item.rejected]
-        else:
-            answers = [item]
-        size = sum(len(answer.ids) for answer in answers)
-        if self.tokens + size > CACHED_TOKENS:
-            return
-        self.tokens += size
-        arrays: list[np.ndarray] = []
-        for answer in answers:
-            arrays.append(np.array(answer.ids, np.int32))
-            arrays.append(np.array(answer.mask, np.uint8))
-        self.items[row] = (margin, arrays)
-
-    def get(self, row: int) -> Example | None:
-        """Return the item of a row, None if it was not kept."""
-        if row not in self.items:
-            return None
-        margin, arrays = self.items[row]
-        lists = [array.tolist() for array in arrays]
-        if len(lists) == 2:
-            return Rendered(*lists)
-        return PreferencePair(Rendered(*lists[:2]), Rendered(*lists[2:]), margin)
-
-    def __reduce__(self) -> tuple[type[_RowCache], tuple[()]]:
-        return _RowCache, ()  # a copy in another process starts empty
 
 
 class SftDataset(SupervisedDataset):
@@ -349,7 +304,7 @@ def build_supervised(
         raise ValueError(f"data.{split}_max_samples={limit} leaves no rows. Set it to -1 for all of them.")
     images = None
     if load_processor is not None:
-        images = ImageProcessor(load_processor, config.min_pixels, config.max_pixels)
+        images = ImageProcessor.of(load_processor, config)
     chat = Chat(
         tokenizer,
         template=config.chat_template,
@@ -393,7 +348,8 @@ def render_conversation(
             f"({', '.join(roles)})."
         )
     try:
-        messages = split_placeholders(list(messages), {"image": len(chat.expansions)}, where=where)
+        counts = {"image": len(chat.expansions), "video": len(chat.video_expansions)}
+        messages = split_placeholders(list(messages), counts, where=where)
         return chat.conversation(messages, learn_from=learn_from, tools=tools)
     except ValueError as error:
         raise UnusableRow(f"{where}: {error}") from error

@@ -27,7 +27,7 @@ from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
 from strop.models.vision.passes import images_in, lay_out_images
-from strop.types import Batch
+from strop.types import Batch, Images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,8 +66,7 @@ def response_outputs(
     _refuse_unknown(want)
     if "scores" in want:
         assert list(want) == ["scores"], want
-        scores = sequence_scores(model, batch.sequences, packed=packed, attention=attention, slicing=slicing)
-        return {"scores": scores}
+        return {"scores": sequence_scores(model, batch.sequences, batch.images, packed, attention, slicing)}
     device = next(model.parameters()).device
     # The load-balancing loss counts tokens, so there no sequence shares tokens with another.
     counted = "auxiliary" in want
@@ -80,10 +79,7 @@ def response_outputs(
     read = table if counted else without_last(table)
     if packed is None:
         packed = runs_packed(model, True, slicing is not None)
-    if batch.images is None:
-        inputs = lay_out(read, packed=packed, share=not counted, device=device)
-    else:
-        inputs = lay_out_images(model, read, batch.images, packed=packed, share=not counted, device=device)
+    inputs = _laid_out(model, read, batch.images, packed=packed, share=not counted, device=device)
     states, labels, cells = (part.to(device) for part in response_states(batch, table, inputs.places))
     share = RankShare(states, labels, inputs, slicing)
     head: OutputHead
@@ -105,6 +101,10 @@ def response_outputs(
     return found
 
 
+def _laid_out(model: nn.Module, table: Tensor, images: Sequence[Images] | None, **options: Any) -> Inputs:
+    return lay_out(table, **options) if images is None else lay_out_images(model, table, images, **options)
+
+
 def _refuse_unknown(want: Sequence[str]) -> None:
     known = [*LANGUAGE, *SCALAR, "auxiliary"]
     unknown = sorted(set(want) - set(known))
@@ -122,7 +122,7 @@ def _auxiliary_loss(model: nn.Module, output: object) -> Tensor:
 def sequence_scores(
     model: PreTrainedModel,
     sequences: Sequence[Tensor],
-    *,
+    images: Sequence[Images] | None = None,
     packed: bool | None = None,
     attention: str | None = None,
     slicing: Slicing | None = None,
@@ -131,7 +131,7 @@ def sequence_scores(
     device = next(model.parameters()).device
     if packed is None:
         packed = runs_packed(model, True, slicing is not None)
-    inputs = lay_out(rectangle(sequences), packed=packed, device=device)
+    inputs = _laid_out(model, rectangle(sequences), images, packed=packed, device=device)
     ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
     last = inputs.places.gather(1, ends).squeeze(1).to(device)
     share = RankShare(last, last, inputs, slicing)

@@ -4,7 +4,8 @@ A critic or reward model is a transformer body and a linear map of its last hidd
 `score`. In memory there is one class per architecture, whatever the folder was: a language model (the head is
 new), AutoModelForSequenceClassification or AutoModelForTokenClassification with one label, or OpenRLHF's body
 with a head of another name. It is saved so that AutoModelForSequenceClassification loads it (token
-classification when the head has a bias).
+classification when the head has a bias). The body of a model that takes images has its vision tower;
+transformers has no classifiers of that kind, so that folder is read by Strop alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from strop.models.load import refuse_mismatch, weights_of
 
@@ -33,21 +41,36 @@ _OTHER_NAMES = ("classifier", r"v_head\.summary")
 
 
 def scalar_class(config: PreTrainedConfig, *, bias: bool = False) -> type[PreTrainedModel]:
-    """The class `body + score` of this architecture."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    """The class `body + score` of this architecture, with its vision tower if it has one."""
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if getattr(config, "vision_config", None) is not None and (
+        type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    ):
+        known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if type(config) not in known:
         raise ValueError(
             f"No decoder is known for model_type={config.model_type!r}, so it can carry no value or reward "
             "head."
         )
-    language: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    language = known[type(config)]
     family = next(parent for parent in language.__mro__ if parent.__name__.endswith("PreTrainedModel"))
-    stem = re.sub(r"(ForCausalLM|LMHeadModel)$", "", language.__name__)
+    stem = re.sub(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", "", language.__name__)
     name = f"{stem}ForSequenceClassification"
     if bias:
         name = f"{stem}ForTokenClassification"
+    if known is MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        _same_names_in_files(name, language.__name__, str(config.model_type))
     return type(
         name, (GenericForTokenClassification, family), {"base_model_prefix": family.base_model_prefix}
     )
+
+
+def _same_names_in_files(name: str, language: str, model_type: str) -> None:
+    """Folders of models with a vision tower keep weights under names of their first release. transformers
+    knows them by class: the class `name` has those of the class `language`."""
+    renamed = get_checkpoint_conversion_mapping(language) or get_checkpoint_conversion_mapping(model_type)
+    if renamed is not None:
+        register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
 
 
 def new_scalar_model(config: PreTrainedConfig, *, bias: bool = False, seed: int = 0) -> PreTrainedModel:
@@ -192,7 +215,7 @@ def wrong_head(folder: Path, *, wanted: str) -> str | None:
         return f"its head ({saved_as}) has {labels} labels, but a reward is one number: num_labels=1."
     if (
         wanted == "reward"
-        and saved_as.endswith(("ForCausalLM", "LMHeadModel"))
+        and saved_as.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
         and "value_head_prefix" not in said
     ):
         return (

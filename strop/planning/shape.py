@@ -14,7 +14,7 @@ from typing import cast
 
 from strop.planning.gguf_header import read_gguf_config
 from strop.planning.known_models import KNOWN, plain_name
-from strop.planning.tower import LANGUAGE_PARTS, tower_weights
+from strop.planning.tower import LANGUAGE_PARTS, text_values, tower_weights
 from strop.registry import did_you_mean
 
 NF4_BYTES = (4 + 32 / 64) / 8
@@ -255,7 +255,7 @@ class Shape:
 
 def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = False) -> Shape:
     """The shape that a config.json describes."""
-    values = cast(ModelJson, config.get("text_config") or config)
+    values = text_values(config)
     kind = LANGUAGE_PARTS.get(str(values.get("model_type")), str(values.get("model_type")))
     family = FAMILIES.get(kind)
     if family is None:
@@ -297,7 +297,7 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         head_size=head_size,
         width=_whole(values, "intermediate_size"),
         vocabulary=_whole(values, "vocab_size"),
-        tied=bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", family.ties))),
+        tied=bool(config.get("tie_word_embeddings", values.get("tie_word_embeddings", family.ties))),
         biased_inputs=biased_inputs,
         biased_output=biased_output,
         biased_mlp=bool(values.get("mlp_bias", False)),

@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from strop.catalog import ENGINES
 from strop.config.derived import engine_name, has_critic
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.model import FsdpConfig, ModelConfig
@@ -333,46 +332,3 @@ def _gpu() -> Device | None:
             similar = known
             break
     return dataclasses.replace(similar, name=name.strip().lower(), memory=int(memory) * 2**20)
-
-
-def image_findings(config: PpoConfig) -> list[ConfigFinding]:
-    """What cannot be done with images in prompts."""
-    found: list[ConfigFinding] = []
-    engine = engine_name(config.actor_rollout_ref.rollout)
-    if not ENGINES.entry(engine).facts["images"]:
-        message = f"The data has images, which {engine} is not given. Set rollout.name=native, hf or vllm."
-        found.append(error("actor_rollout_ref.rollout.name", message))
-    if engine == "vllm":
-        found += _vllm_image_findings(config)
-    if config.reward_model.enable and config.reward_model.model.path:
-        message = (
-            f"The data has images, and the reward model {config.reward_model.model.path} reads text only. "
-            "Score with a function (custom_reward_function) or a judge."
-        )
-        found.append(error("reward_model.model.path", message))
-    if has_critic(config):
-        message = (
-            f"The data has images, and {config.algorithm.adv_estimator} needs a critic, which reads text "
-            "only. Take an estimator without one: grpo, rloo, reinforce_plus_plus."
-        )
-        found.append(error("algorithm.adv_estimator", message))
-    return found
-
-
-def _vllm_image_findings(config: PpoConfig) -> list[ConfigFinding]:
-    from strop.models.load import load_config, resolve
-    from strop.rollout.vllm.images import FAMILIES
-
-    key = "actor_rollout_ref.rollout.name"
-    if "url" in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}):
-        message = "The data has images, which a server (engine_kwargs.vllm.url) is not given. Remove it."
-        return [error(key, message)]
-    model = config.actor_rollout_ref.model
-    kind = load_config(resolve(model.path), trust_remote_code=model.trust_remote_code).model_type
-    if kind not in FAMILIES:
-        message = (
-            f"The data has images, which vLLM is not given for models of the type {kind} (known: "
-            f"{', '.join(FAMILIES)}). Set rollout.name=native or hf."
-        )
-        return [error(key, message)]
-    return []

@@ -23,13 +23,13 @@ from strop.data.prompts import ToolListing, build_chat
 from strop.data.report import SAMPLE, DataReport, SourceReport, inspect_files, probe_template
 from strop.data.schema import RowFields
 from strop.models.vision.processor import processor_loader
+from strop.preflight.image_checks import image_findings
 from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (
     EVERY_ROW_UP_TO,
     draft_findings,
     find_tokenizer,
     head_findings,
-    image_findings,
     local_model_config,
     lora_findings,
     native_obstacle,
@@ -128,7 +128,7 @@ def _examine_files(
         )
     if found.images:
         fact += f"; {found.images}"
-        report.findings += image_findings(config)
+        report.findings += image_findings(config, videos=found.videos > 0)
     report.data[name] = fact
     examples = [source.example for source in found.data_sources.values() if source.example is not None]
     agents.rows(name, found.agents, found.rows, examples)

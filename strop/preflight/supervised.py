@@ -11,10 +11,11 @@ from strop.config.rules import ConfigFinding, error, warning
 from strop.config.rules.megatron import supervised_role
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
+from strop.data.examples import PreferencePair
 from strop.data.labelled import dataset_class
 from strop.data.prompts import Split
 from strop.data.report import probe_template
-from strop.data.supervised import PreferencePair, SupervisedDataset, UnusableRow, build_supervised
+from strop.data.supervised import SupervisedDataset, UnusableRow, build_supervised
 from strop.models.vision.processor import processor_loader
 from strop.preflight.megatron_checks import megatron_findings
 from strop.preflight.model_checks import (
@@ -132,9 +133,6 @@ def _rows(
     except (ValueError, OSError) as problem:
         report.findings.append(error(key, str(problem)))
         return None
-    if survey.images and isinstance(config, RmConfig):
-        message = f"{survey.images} rows have images, and a reward model reads text only. Remove the column."
-        report.findings.append(error(key, message))
     report.findings += row_findings(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)

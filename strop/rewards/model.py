@@ -1,6 +1,7 @@
 """A reward model in the training loop: it reads the whole conversation and returns one number per response.
 
-Anything with `score(list of token-id lists) -> list of numbers` can be the model; `HeadModel` wraps a torch
+Anything with `score(list of token-id lists) -> list of numbers` can be the model (it is given images as the
+second argument where prompts have some); `HeadModel` wraps a torch
 module.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from strop.config.schema.reward import RewardModelConfig
 from strop.rewards.base import RewardSample, response_texts
+from strop.types import Images
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +27,8 @@ logger = logging.getLogger(__name__)
 class TokenScorer(Protocol):
     """A model that scores token ids."""
 
-    def score(self, sequences: list[list[int]]) -> Sequence[float]:
-        """Return the score of each sequence of token ids."""
+    def score(self, sequences: list[list[int]], images: Sequence[Images] | None = None) -> Sequence[float]:
+        """Return the score of each sequence of token ids. `images` are given where a sequence has some."""
         ...
 
 
@@ -66,9 +68,40 @@ class RewardModelScorer:
         self.mean = mean
         self.std = std
 
-    def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        sequences = self._truncate(self._encode(samples))
-        scores = self.model.score(sequences)
+    def score(self, samples: Sequence[RewardSample]) -> Sequence[float | Exception]:
+        images = [sample.trajectory.prompt.images for sample in samples]
+        sequences = self._encode(samples)
+        if any(images):
+            return self._score_images(sequences, images)
+        return self._scores(self._truncate(sequences))
+
+    def _score_images(self, sequences: list[list[int]], images: Sequence[Images]) -> list[float | Exception]:
+        """Scores where some sequences have images, which are never cut: those that are too long have
+        none."""
+        found: list[float | Exception] = []
+        if self.own_tokenizer is not None:
+            raise ValueError(
+                "The prompt has images, and the tokenizer or chat template of the reward model is not that "
+                "of the policy, so its image tokens are not known. Set reward_model.model.input_tokenizer="
+                "null if both are of one family."
+            )
+        fits = [self.max_length is None or len(ids) <= self.max_length for ids in sequences]
+        chosen = [row for row, fit in enumerate(fits) if fit]
+        scores = iter(self._scores([sequences[row] for row in chosen], [images[row] for row in chosen]))
+        for ids, fit in zip(sequences, fits, strict=True):
+            if fit:
+                found.append(next(scores))
+            else:
+                found.append(
+                    ValueError(
+                        f"A conversation with images has {len(ids)} tokens, over "
+                        f"reward_model.max_length={self.max_length}."
+                    )
+                )
+        return found
+
+    def _scores(self, sequences: list[list[int]], images: Sequence[Images] | None = None) -> list[float]:
+        scores = self.model.score(sequences) if images is None else self.model.score(sequences, images)
         if len(scores) != len(sequences):
             raise ValueError(
                 f"The reward model was given {len(sequences)} sequences and returned {len(scores)} scores."
@@ -126,17 +159,17 @@ class HeadModel:
         self.max_tokens = max_tokens
         self.packed = packed
 
-    def score(self, sequences: list[list[int]]) -> list[float]:
+    def score(self, sequences: list[list[int]], images: Sequence[Images] | None = None) -> list[float]:
         """Return the score of each sequence."""
         if self.onload_to is None:
-            return self._score(sequences)
+            return self._score(sequences, images)
         self.module.to(self.onload_to)
         try:
-            return self._score(sequences)
+            return self._score(sequences, images)
         finally:
             self.module.to("cpu")
 
-    def _score(self, sequences: list[list[int]]) -> list[float]:
+    def _score(self, sequences: list[list[int]], images: Sequence[Images] | None) -> list[float]:
         import torch
 
         from strop.models.forward import sequence_scores
@@ -147,7 +180,8 @@ class HeadModel:
         with torch.no_grad():
             for rows in self._micro_batches([len(ids) for ids in sequences]):
                 inputs = [torch.tensor(sequences[row], dtype=torch.long) for row in rows]
-                row_scores = sequence_scores(self.module, inputs, packed=packed)
+                shown = None if images is None else [images[row] for row in rows]
+                row_scores = sequence_scores(self.module, inputs, shown, packed=packed)
                 for row, score in zip(rows, row_scores.float().cpu().tolist(), strict=True):
                     scores[row] = score
         return scores

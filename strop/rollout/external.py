@@ -218,6 +218,8 @@ class ExternalEngine:
         request = replace(request, n=max(1, request.n))
         known = (self._source.vocab_size, self.max_model_len, sampling)
         reason = check_request(request, *known, takes_images=self.takes_images)
+        if any(image.video for image in request.images):
+            reason = "the prompt has a video, which this engine is not given; set rollout.name=native or hf"
         future: CompletionsFuture = Future()
         if reason is not None:
             future.set_result(error_completions(request, reason, self.version))

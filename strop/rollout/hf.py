@@ -19,7 +19,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from strop.config.schema.rollout import RolloutConfig
 from strop.models.attention import PACKED, padded_attention, set_attention
-from strop.models.vision.passes import image_arguments
+from strop.models.vision.arguments import image_arguments, positions_of_videos
 from strop.rollout.base import (
     Completion,
     MoreRequests,
@@ -150,7 +150,8 @@ class HfEngine:
         if seed is None:
             seed = int(torch.randint(1 << 62, (), generator=self._seeds))
         generate = cast("Callable[..., GenerateDecoderOnlyOutput]", self.model.generate)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        positions = positions_of_videos(self.model, requests[0].ids, requests[0].images)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), positions:
             torch.manual_seed(seed)
             output = generate(
                 input_ids=ids.repeat_interleave(n, 0),

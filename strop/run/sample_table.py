@@ -6,6 +6,7 @@ One row per sample:
     score failed truncated zero_variance group_mean ...    what the board filters and sorts by
     prompt response ground_truth reported                  texts; `reported` is JSON of scorer and agent
     turns                                                  role, start, end and reward of each turn
+    images                                                 small pictures, see sample_images.py
     ids tokens role rollout_log_probs entropy ...          lists with one entry per response token
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from strop.run.atomic_files import to_json
+from strop.run.sample_images import IMAGE, image_rows, readable_ids
 from strop.types import Trajectory
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FOLDER = "samples"
+IMAGES = "images"
+"""A column of files in which a sample has images."""
 ROWS_PER_GROUP = 128
 """Rows of a parquet row group: reading one sample decompresses this many."""
 
@@ -165,6 +169,9 @@ def sample_table(job: SampleJob, texts: TokenTexts) -> pa.Table:
         row = _sample_row(trajectory, scores[trajectory.group], texts)
         rows.append({"step": job.step, "sample": number, **row})
     table = pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+    if any(trajectory.prompt.images for trajectory in job.trajectories):
+        images = pa.array(image_rows(job.trajectories), pa.list_(IMAGE))
+        table = table.append_column(IMAGES, images)
     for name, column in _token_columns(job, texts).items():
         table = table.append_column(name, column)
     return table
@@ -193,7 +200,7 @@ def _sample_row(
         "response_tokens": len(trajectory.response),
         "num_turns": trajectory.num_turns,
         "tool_results": sum(turn.role == "tool" for turn in trajectory.turns),
-        "prompt": _valid_utf8(texts.decode(prompt.ids)),
+        "prompt": _valid_utf8(texts.decode(readable_ids(prompt) if prompt.images else prompt.ids)),
         "response": _valid_utf8(texts.decode(trajectory.response)),
         "ground_truth": _text(prompt.ground_truth),
         "reported": to_json(trajectory.extras),

@@ -94,10 +94,11 @@ class FrozenModel:
         backend = cast(Backend, self.model)
         return output_arrays(backend.forward(arrays.batch(), want, micro))
 
-    def score(self, sequences: list[list[int]]) -> list[float]:
+    def score(self, sequences: list[list[int]], images: list[Images] | None = None) -> list[float]:
         """Score a share of the sequences."""
         scorer = cast(TokenScorer, self.model)
-        return [float(score) for score in scorer.score(sequences)]
+        more = () if images is None else (images,)
+        return [float(score) for score in scorer.score(sequences, *more)]
 
 
 class RemoteReference:
@@ -152,13 +153,14 @@ class RemoteTokenScorer:
         self._copies = copies
         self._ranks = ranks
 
-    def score(self, sequences: list[list[int]]) -> list[float]:
+    def score(self, sequences: list[list[int]], images: Sequence[Images] | None = None) -> list[float]:
         """Return the score of each sequence."""
         shares = balanced_shares([len(ids) for ids in sequences], self._copies.size)
         calls = []
         for number, rows in enumerate(shares):
             copy = (number + self._ranks.rank) % self._copies.size  # ranks begin with different copies
-            calls.append(self._copies.call(copy, "score", [sequences[row] for row in rows]))
+            shown = None if images is None else [images[row] for row in rows]
+            calls.append(self._copies.call(copy, "score", [sequences[row] for row in rows], shown))
         scores = [0.0] * len(sequences)
         for rows, call in zip(shares, calls, strict=True):
             for row, score in zip(rows, call.result(), strict=True):

@@ -25,8 +25,9 @@ from strop.catalog import PREFERENCE_LOSSES
 from strop.compat import STROP, Conventions
 from strop.config.schema.supervised import DpoLossConfig, RmLossConfig
 from strop.data.chat import Rendered
+from strop.data.examples import Example, PreferencePair
 from strop.data.labelled import LabelledAnswer
-from strop.data.supervised import Example, PreferencePair, SupervisedDataset
+from strop.data.supervised import SupervisedDataset
 from strop.run.checkpoint.tensor_files import read_tensors, write_tensors
 from strop.shared.rendered_batch import batch_fields, rendered_batch
 from strop.types import Batch, rows

@@ -91,6 +91,7 @@ def answer(
             [],
             facts.pop("source", "sums"),
             ground_truth=facts.pop("truth", "41"),
+            images=facts.pop("images", ()),
         ),
         group=group,
         response=ids,

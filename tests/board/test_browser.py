@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from strop.run.heartbeat import Heartbeat
+from strop.types import ImageInput
 from tests.board.scene import CONFIG, LONG, answer, line, metrics, serving, write_run, write_step
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -223,6 +225,35 @@ def test_a_step_of_a_long_run_is_found(browser: Any, tmp_path: Path) -> None:
         page.keyboard.press("Escape")
         page.keyboard.press("]")
         page.wait_for_selector("h2:has-text('step 334')")
+        seen.close()
+
+
+def test_images_are_shown_beside_the_tokens(browser: Any, tmp_path: Path) -> None:
+    def shown(colour: str, width: int) -> ImageInput:
+        picture = Image.new("RGB", (width, 300), colour)
+        return ImageInput(colour, {}, 3, picture.size, ord("§"), picture=picture)
+
+    run = write_run(tmp_path / "pictures")
+    wide, tool = shown("red", 2000), shown("blue", 300)
+    plain = answer("a wide one", prompt="see §§§ now", images=(wide,))
+    write_step(run, "train", 41, [plain, answer("and blue", prompt="see §§§ now", images=(wide, tool))])
+    with serving(tmp_path) as url:
+        seen = Seen(browser, url, "/#/rollouts")
+        page = seen.page
+        page.wait_for_selector(".prompt-box .pictures img")
+        assert page.locator(".prompt-box .pictures img").count() == 1
+        assert page.locator(".sample .pictures img").count() == 1, "of a tool, in the second sample"
+        assert "image 1, 2000 x 300 pixels" in page.locator(".prompt-box figcaption").inner_text()
+        seen.shot("images")
+        page.set_viewport_size({"width": 390, "height": 800})
+        for place in (".prompt-box", ".sample"):
+            box = page.locator(f"{place} .pictures img").evaluate(
+                "one => [one.complete, one.naturalWidth, one.getBoundingClientRect().width,"
+                " one.getBoundingClientRect().right]"
+            )
+            complete, natural, width, right = box
+            assert complete and natural > 0 and width > 40 and right <= 390, (place, box)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         seen.close()
 
 

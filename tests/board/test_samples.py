@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from strop.board.run_index import NotFound, RunFolder
 from strop.board.sample_file import DamagedSampleFile
 from strop.board.sample_pages import MAX_TEXT, MAX_TOKENS, Query, SampleFolder
+from strop.run.sample_images import MAX_SIDE
 from strop.run.sample_table import FOLDER, ROWS_PER_GROUP
+from strop.types import ImageInput
 from tests.board.scene import LONG, answer, groups_of, write_step
 
 
@@ -198,3 +204,37 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other" / FOLDER).symlink_to(tmp_path / "elsewhere" / FOLDER)
     with pytest.raises(NotFound, match="is a link"):
         folder(tmp_path / "other")
+
+
+def shown(colour: tuple[int, int, int], width: int, token: str) -> ImageInput:
+    """An image whose placeholder tokens are a letter."""
+    picture = Image.new("RGB", (width, 64), colour)
+    return ImageInput(f"{colour}", {}, 3, picture.size, ord(token), picture=picture)
+
+
+def test_images_are_kept_once_in_a_group_and_small(tmp_path: Path) -> None:
+    large, tool = shown((255, 0, 0), 2000, "§"), shown((0, 0, 255), 64, "§")
+    plain = [answer("41", prompt="see §§§ now", images=(large,)) for _ in range(7)]
+    with_tool = answer("40", prompt="see §§§ now", images=(large, tool))
+    path = write_step(tmp_path, "train", 7, [*plain, with_tool, answer("1", group=1)])
+    group = folder(tmp_path).group("train", 7, 0)
+    assert group["prompt"]["text"] == "see § now", "one placeholder stands for the tokens of an image"
+    assert [(one["width"], one["video"]) for one in group["images"]] == [(2000, False), (64, False)]
+    assert [sample["images"] for sample in group["samples"]] == [[0]] * 7 + [[0, 1]]
+    pixels = []
+    for image in group["images"]:
+        head, _, content = image["source"].partition(",")
+        assert head == "data:image/jpeg;base64"
+        opened = Image.open(io.BytesIO(base64.b64decode(content)))
+        assert max(opened.size) <= MAX_SIDE
+        pixels.append(opened.getpixel((5, 5)))
+    assert pixels[0][0] > 240 > 20 > pixels[0][2] and pixels[1][2] > 240
+    kept = pq.read_table(path, columns=["images"])["images"].to_pylist()
+    assert sum(image["jpeg"] is not None for row in kept for image in row) == 2
+    assert folder(tmp_path).group("train", 7, 1)["images"] == []
+
+
+def test_files_without_images_have_no_such_column(run: Path) -> None:
+    group = folder(run).group("train", 7, 0)
+    assert group["images"] == [] and all(sample["images"] == [] for sample in group["samples"])
+    assert "images" not in pq.read_schema(run / FOLDER / "train_000007.parquet").names

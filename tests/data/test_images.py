@@ -18,7 +18,8 @@ from PIL import Image
 from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import DpoDataConfig, SftDataConfig
 from strop.data.chat import Chat, Rendered
-from strop.data.images import ImageProcessor, UnusableImages, read_image
+from strop.data.image_files import UnusableImages, read_image
+from strop.data.images import ImageProcessor
 from strop.data.prompts import PromptDataset, build_prompts
 from strop.data.report import inspect_files
 from strop.data.schema import ColumnKeys, parse_row
@@ -106,7 +107,7 @@ def test_a_row_with_a_damaged_image_has_no_prompt() -> None:
     good, broken, lacking = row(png()), row(png()[:60]), row(prompt="<image>what")
     prompts = dataset([good, broken, lacking])
     assert not prompts[0].unusable
-    assert "row 1, images" in prompts[1].unusable and len(prompts[1].ids) == 1
+    assert "row 1, column 'images'" in prompts[1].unusable and len(prompts[1].ids) == 1
     assert "row 2" in prompts[2].unusable and prompts[2].data_source == "x"
 
 
@@ -122,7 +123,7 @@ def test_placeholders_and_images_must_match() -> None:
             parse_row(bad, ColumnKeys(), where="row 0")
     text = {"prompt": "<image> is a tag of HTML", "data_source": "x"}
     assert parse_row(text, ColumnKeys(), where="row 0").messages[0]["content"].startswith("<image>")
-    with pytest.raises(ValueError, match="holds videos"):
+    with pytest.raises(ValueError, match="0 <video> placeholders but the row has 1 videos"):
         parse_row({**row(png()), "videos": ["a.mp4"]}, ColumnKeys(), where="row 0")
 
 
@@ -142,8 +143,10 @@ def test_prompts_have_one_token_per_feature() -> None:
 def test_overlong_prompts_count_image_tokens() -> None:
     rows = [row(png()), row(picture(width=24))]
     assert len(dataset(rows, max_prompt_length=8).without_overlong()) == 1
-    with pytest.raises(ValueError, match=r"row 1 has 9 tokens with its images.*data.max_pixels"):
-        dataset(rows, max_prompt_length=8, truncation="left")[1]
+    for mode in ("left", "error"):  # a run goes on: the samples of the row are masked and counted
+        prompts = dataset(rows, max_prompt_length=8, truncation=mode)
+        assert not prompts[0].unusable
+        assert "row 1 has 9 tokens with its images" in prompts[1].unusable and not prompts[1].images
 
 
 def test_pixel_limits() -> None:
@@ -156,7 +159,7 @@ def test_pixel_limits() -> None:
 
 
 def test_a_program_without_images_says_so() -> None:
-    with pytest.raises(ValueError, match="row 0, images holds images, which are not used here"):
+    with pytest.raises(ValueError, match="row 0 holds images or videos, which are not used here"):
         PromptDataset([row(png())], Chat(tokenizer_of(FAMILY)))[0]
 
 
@@ -174,7 +177,7 @@ def test_plain_prompts_have_images_too() -> None:
     shown, found = chat.with_images([png()], where="x")
     parts = [{"type": "image"}, {"type": "text", "text": "what"}]
     assert shown.ids([{"role": "user", "content": parts}]).count(4) == found[0].num_tokens
-    with pytest.raises(ValueError, match="2 image placeholders"):
+    with pytest.raises(ValueError, match="more image placeholders"):
         shown.ids([{"role": "user", "content": [*parts, *parts]}])
 
 
@@ -209,8 +212,14 @@ def test_supervised_rows_have_images(tmp_path: Path) -> None:
     assert damaged[0] is None, "a run skips and counts it"
     short = dataclasses.replace(sft, max_length=5, truncation="left")
     file.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(ValueError, match=r"has 9 tokens, over data.max_length=5"):
-        build_supervised(short, tokenizer_of(FAMILY), load_processor=load)[0]
+    cut = build_supervised(short, tokenizer_of(FAMILY), load_processor=load)
+    assert cut[0] is None, "images are not cut: the row is skipped and counted"
+    assert (
+        build_supervised(
+            dataclasses.replace(short, truncation="error"), tokenizer_of(FAMILY), load_processor=load
+        )[0]
+        is None
+    )
 
 
 def test_the_report_counts_images_and_names_bad_ones(tmp_path: Path) -> None:
@@ -225,4 +234,4 @@ def test_the_report_counts_images_and_names_bad_ones(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(one) + "\n" for one in [*rows, row("data:image/png;base64,AAAA")]))
     found = inspect_files(str(file), config, tokenizer_of(FAMILY), load_processor=load)
     [problem] = [finding.message for finding in found.findings if finding.level == "error"]
-    assert "row 3, images cannot be read (3 bytes)" in problem
+    assert "row 3, column 'images' cannot be read (3 bytes)" in problem

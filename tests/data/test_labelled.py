@@ -56,9 +56,3 @@ def test_one_row_has_no_other(tmp_path):
     dataset = opened(tmp_path, [{"prompt": "1=", "response": "1", "label": 1}], label_key="label")
     with pytest.raises(ValueError, match="no other row has a response"):
         dataset[0]
-
-
-def test_images_are_refused(tmp_path):
-    rows = [{"prompt": "<image>1+0=", "chosen": "1", "rejected": "2", "images": ["a.png"]}] * 2
-    with pytest.raises(ValueError, match=r"row 0, column 'images' has images, which .*kto"):
-        opened(tmp_path, rows)[0]

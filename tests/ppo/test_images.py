@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from transformers import AutoModelForImageTextToText
 from strop.algorithms.metrics.training import StepRecord
 from strop.config.compose import load
 from strop.data.images import ImageProcessor
+from strop.data.labelled import LabelledDataset
+from strop.data.supervised import build_supervised
 from strop.inference.generation import generate
 from strop.ppo.build import build_ppo
 from strop.ppo.rank_sharing import PackedTrajectories
 from strop.preflight.examine import examine
-from strop.preflight.model_checks import image_findings
+from strop.preflight.image_checks import image_findings
 from strop.quickstart.tiny_model import tiny_model
 from strop.run.merge.merge import merge
 from strop.runtime.remote_models import BatchArrays
@@ -81,6 +85,12 @@ def test_a_run_trains_the_tower_or_not(tmp_path: Path, frozen: bool) -> None:
     assert changed - towers
 
 
+def metrics_of(tmp_path: Path, name: str) -> list[dict[str, float]]:
+    """Lines of the metrics that have `name`."""
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines if name in line]
+
+
 def spoil(tmp_path: Path, *rows: int) -> None:
     """Images of these rows are damaged."""
     file = tmp_path / "train.jsonl"
@@ -136,12 +146,21 @@ def test_the_preflight_reports_images_and_what_they_exclude(tmp_path: Path) -> N
     report = examine(load("ppo_trainer", changes))
     assert report.ok, report.findings
     assert "4 images in 4 rows, largest 16 x 16, 4 to 4 tokens each" in report.data["train_files"]
-    config = load("ppo_trainer", [*changes, "algorithm.adv_estimator=gae"]).config
-    messages = [finding.message for finding in image_findings(config)]
-    assert any("needs a critic" in message for message in messages)
-    more = ["reward_model.enable=true", "reward_model.model.path=somewhere"]
-    config = load("ppo_trainer", [*changes, *more]).config
-    assert "somewhere reads text only" in image_findings(config)[0].message
+    gae = [*changes, "algorithm.adv_estimator=gae"]
+    assert not image_findings(load("ppo_trainer", gae).config), "a critic of the actor's family sees images"
+    tokenizer = tokenizer_of("qwen2_5_vl")
+    tiny_model(tokenizer, hidden=16, layers=1).save_pretrained(tmp_path / "text")
+    other = save_vlm("qwen2_vl", tmp_path / "other")
+    for path, problem in ((tmp_path / "text", "reads text only"), (other, "of another family (qwen2_vl)")):
+        [finding] = image_findings(load("ppo_trainer", [*gae, f"critic.model.path={path}"]).config)
+        assert finding.key == "critic.model.path" and problem in finding.message
+        more = ["reward_model.enable=true", f"reward_model.model.path={path}"]
+        [finding] = image_findings(load("ppo_trainer", [*changes, *more]).config)
+        assert finding.key == "reward_model.model.path" and problem in finding.message
+    rollout = "actor_rollout_ref.rollout"
+    vllm = [f"{rollout}.name=vllm", f"+{rollout}.engine_kwargs.vllm.python=python3"]
+    [finding] = image_findings(load("ppo_trainer", [*changes, *vllm]).config, videos=True)
+    assert "videos, which vLLM is not given" in finding.message
 
 
 def test_engines_without_images_are_refused(tmp_path: Path) -> None:
@@ -209,9 +228,46 @@ def test_orpo_with_images_trains(tmp_path: Path) -> None:
     assert step["train/grad_norm"] > 0
 
 
-def test_a_reward_model_over_images_is_refused_before_the_run(tmp_path: Path) -> None:
-    report = examine(load("rm_trainer", supervised(tmp_path)))
-    assert any("a reward model reads text only" in finding.message for finding in report.findings)
+def test_kto_with_images_trains(tmp_path: Path) -> None:
+    words = supervised(tmp_path, "loss.type=kto")
+    build_supervised_trainer(load("dpo_trainer", words)).fit()
+    [step] = metrics_of(tmp_path, "train/grad_norm")
+    assert step["train/grad_norm"] > 0
+    dataset = build_supervised(
+        load("dpo_trainer", words).config.data,
+        tokenizer_of("qwen2_5_vl"),
+        kind=LabelledDataset,
+        load_processor=partial(processor_of, "qwen2_5_vl"),
+    )
+    good, bad = dataset[0], dataset[1]
+    assert good.chosen.images and good.rejected.images and (good.margin, bad.margin) == (1, 0)
+    assert good.chosen.images[0].digest == bad.chosen.images[0].digest != dataset[2].chosen.images[0].digest
+
+
+def test_a_reward_model_over_images_learns_and_scores_a_run(tmp_path: Path) -> None:
+    """Red or blue is preferred by the picture alone: both answers are the same for both pictures."""
+    words = supervised(tmp_path, "trainer.total_training_steps=12", "trainer.save_freq=12", "optim.lr=0.01")
+    rows = []
+    for colour, right, wrong in (((200, 0, 0), "red", "blue"), ((0, 0, 200), "blue", "red")):
+        shown = {"prompt": "<image>what", "images": [url_of(picture(colour))]}
+        rows.append({**shown, "chosen": right, "rejected": wrong})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    report = examine(load("rm_trainer", words))
+    assert report.ok, report.findings
+    build_supervised_trainer(load("rm_trainer", words)).fit()
+    last = metrics_of(tmp_path, "train/loss")[-1]
+    assert last["train/loss"] < 0.1, last
+    [exported] = (tmp_path / "run").rglob("huggingface")
+    folder = shutil.copytree(exported, tmp_path / "rm")
+    assert (folder / "preprocessor_config.json").is_file()
+    shutil.rmtree(tmp_path / "run")
+    more = ["reward_model.enable=true", f"reward_model.model.path={folder}", "algorithm.adv_estimator=gae"]
+    run = run_of(tmp_path, *more, "trainer.total_training_steps=1", "custom_reward_function.path=null")
+    report = examine(load("ppo_trainer", run))
+    assert report.ok, report.findings
+    build_ppo(load("ppo_trainer", run)).fit()
+    [step] = metrics_of(tmp_path, "critic/grad_norm")
+    assert step["critic/grad_norm"] > 0 and step["critic/score/max"] != step["critic/score/min"]
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_an_offloaded_model_is_on_its_device_only_while_it_scores() -> None:
             return self
 
     class Model(HeadModel):
-        def _score(self, sequences: list[list[int]]) -> list[float]:
+        def _score(self, sequences: list[list[int]], images: object = None) -> list[float]:
             places.append("score")
             if not sequences:
                 raise ValueError("nothing to score")

@@ -14,7 +14,7 @@ from strop.compat import FRAMEWORKS, conventions
 from strop.config.openrlhf.convert import convert
 from strop.config.schema.supervised import DpoLossConfig
 from strop.data.chat import Rendered
-from strop.data.supervised import PreferencePair
+from strop.data.examples import PreferencePair
 from strop.supervised.tasks import DpoTask, PairBatch, pair_batch
 from tests.supervised.runs import build, make_task, settings
 

@@ -86,12 +86,17 @@ class DataConfig:
     """Column with images: paths, bytes, {bytes: ...}, data URLs. The prompt has <image> in the place of each
     image."""
     video_key: str = setting("videos")
-    """Column with videos. Rows with videos are rejected: store the frames as images."""
+    """Column with videos: lists of frames, {frames: [...], fps: 2}, or video files (which need the extra
+    `video`). The prompt has <video> in the place of each video."""
+    video_fps: float = setting(2.0, above=0)
+    """Frames per second that are sampled from a video file; the frame rate of lists of frames without fps."""
+    video_max_frames: int = setting(768, at_least=1)
+    """Maximum number of frames that are sampled from a video file."""
     min_pixels: int | None = setting(None, at_least=1)
-    """Images with fewer pixels are enlarged. Null: the limit of the model's processor."""
+    """Images and video frames with fewer pixels are enlarged. Null: the limit of the model's processor."""
     max_pixels: int | None = setting(None, at_least=1)
-    """Images with more pixels are reduced, which limits their tokens. Null: the limit of the model's
-    processor."""
+    """Images and video frames with more pixels are reduced, which limits their tokens. Null: the limit of the
+    model's processor."""
     image_patch_size: int = inert(14, "the model's own processor knows its patch size")
     """Side length of a vision patch."""
     tool_config_path: str | None = inert(

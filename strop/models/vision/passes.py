@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from strop.models.lora import base_model
 from strop.models.packing import NOTHING, Inputs, lay_out
+from strop.models.vision.positions import AxisRule, three_axes
 from strop.types import Batch, ImageInput, Images
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ class VisionPart:
     def has_axes(self) -> bool:
         """Whether positions have several axes: time, height and width."""
         return hasattr(self.module, "get_rope_index")
+
+    @property
+    def axes(self) -> AxisRule:
+        """How positions are counted, where they have several axes."""
+        vision = cast(Any, self.module.config).vision_config
+        seconds = getattr(vision, "tokens_per_second", None)
+        return AxisRule(self.token_id, int(vision.spatial_merge_size), seconds)
 
     @property
     def looks_both_ways(self) -> bool:
@@ -138,17 +146,17 @@ def lay_out_images(
     for row, own in enumerate(images):
         places = inputs.places[row]
         places = places[places != NOTHING]
-        positions[:, places] = axis_positions(part, keyed[row, : len(places)], own, prefixes)
+        ids, numbered = table[row, : len(places)], keyed[row, : len(places)]
+        positions[:, places] = axis_positions(part, ids, numbered, own, prefixes)
     return replace(inputs, positions=positions.view(3, *inputs.ids.shape).to(device))
 
 
 def number_image_tokens(
     ids: Tensor, images: Images, token_id: int, known: dict[str, tuple[int, ImageInput]]
 ) -> Tensor:
-    """Ids of a sequence in which tokens of images are FIRST and the row of their feature. `known` has the
-    first row of each image, by digest; new images are added."""
-    places = (ids == token_id).nonzero().flatten()
-    numbers = []
+    """Ids of a sequence in which tokens of images and videos are FIRST and the row of their feature. `known`
+    has the first row of each image, by digest; new images are added."""
+    numbers: dict[int, list[Tensor]] = {}
     for image in images:
         if image.digest not in known:
             start = 0
@@ -157,18 +165,26 @@ def number_image_tokens(
                 start = last + before.num_tokens
             known[image.digest] = (start, image)
         if not image.unused:
-            numbers.append(known[image.digest][0] + torch.arange(image.num_tokens))
-    rows = torch.cat([*numbers, ids.new_empty(0)])
-    if len(places) < len(rows):
-        raise ValueError(
-            f"A sequence has {len(places)} image tokens and images with {len(rows)}. Was its prompt cut?"
-        )
-    return ids.index_put((places[: len(rows)],), FIRST + rows)
+            kind = image.token_id if image.video else token_id
+            own = known[image.digest][0] + torch.arange(image.num_tokens)
+            numbers.setdefault(kind, []).append(own)
+    keyed = ids
+    for kind, pieces in numbers.items():
+        rows = torch.cat(pieces)
+        places = (ids == kind).nonzero().flatten()
+        if len(places) < len(rows):
+            raise ValueError(
+                f"A sequence has {len(places)} image tokens and images with {len(rows)}. Was its prompt cut?"
+            )
+        keyed = keyed.index_put((places[: len(rows)],), FIRST + rows)
+    return keyed
 
 
-def axis_positions(part: VisionPart, keyed: Tensor, images: Images, known: dict[bytes, Tensor]) -> Tensor:
-    """[3, L] positions of a sequence with numbered image tokens. `known` keeps those of beginnings up to the
-    last image token, which samples of a prompt share."""
+def axis_positions(
+    part: VisionPart, ids: Tensor, keyed: Tensor, images: Images, known: dict[bytes, Tensor]
+) -> Tensor:
+    """[3, L] positions of a sequence; `keyed` has its image tokens numbered. `known` keeps those of
+    beginnings up to the last image token, which samples of a prompt share."""
     places = (keyed >= FIRST).nonzero().flatten()
     length = len(keyed)
     if not len(places):
@@ -176,12 +192,7 @@ def axis_positions(part: VisionPart, keyed: Tensor, images: Images, known: dict[
     end = int(places[-1]) + 1
     key = keyed[:end].numpy().tobytes()
     if key not in known:
-        grids = torch.cat([image.tensors["image_grid_thw"] for image in images])
-        types = (keyed[:end] >= FIRST).int()[None]
-        ids = keyed[:end].where(keyed[:end] < FIRST, part.token_id)[None]
-        find = cast("Callable[..., tuple[Tensor, Tensor]]", part.module.get_rope_index)
-        found, _ = find(ids, mm_token_type_ids=types, image_grid_thw=grids)
-        known[key] = found[:, 0]
+        known[key] = three_axes(ids[:end], keyed[:end] >= FIRST, images, part.axes)
     begin = known[key]
     later = begin.max() + 1 + torch.arange(length - end)
     return torch.cat([begin, later.expand(3, -1)], dim=1)
@@ -243,32 +254,11 @@ def images_in(
         arguments["token_type_ids"] = chosen.long()
     with ExitStack() as stack:
         compute = _features_of(part, inputs.images, missing, cache, take)
-        stack.enter_context(_replaced(part.module, "get_image_features", compute))
+        stack.enter_context(replaced_method(part.module, "get_image_features", compute))
         merger = _merger(part.module)
         assert merger is not None
-        stack.enter_context(_replaced(part.module, merger, _merging(part.module, merger, chosen)))
+        stack.enter_context(replaced_method(part.module, merger, _merging(part.module, merger, chosen)))
         yield ids, arguments
-
-
-def image_arguments(
-    model: PreTrainedModel, ids: Sequence[int], images: Images, copies: int
-) -> dict[str, Tensor]:
-    """Further arguments of transformers' own forward or generate for `copies` rows of one prompt."""
-    if not images:
-        return {}
-    part = vision_part(model)
-    weight = next(model.parameters())
-    arguments = joined_tensors(list(images) * copies, weight.device, weight.dtype)
-    if "pixel_attention_mask" in arguments:  # [rows, crops, ...]
-        for name, value in arguments.items():
-            arguments[name] = value.unflatten(1, (copies, -1))[0]
-    types = torch.tensor([ids]) == part.token_id
-    types = types.to(weight.device).long().repeat_interleave(copies, 0)
-    if part.has_axes:
-        arguments["mm_token_type_ids"] = types
-    if part.looks_both_ways:
-        arguments["token_type_ids"] = types
-    return arguments
 
 
 def joined_tensors(
@@ -370,7 +360,7 @@ def _merging(module: nn.Module, name: str, chosen: Tensor) -> Callable[..., obje
 
 
 @contextmanager
-def _replaced(module: nn.Module, name: str, method: Callable[..., object]) -> Iterator[None]:
+def replaced_method(module: nn.Module, name: str, method: Callable[..., object]) -> Iterator[None]:
     """Inside the block `method` is the method `name` of `module`."""
     setattr(module, name, method)
     try:

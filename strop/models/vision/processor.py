@@ -17,9 +17,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from transformers.processing_utils import ProcessorMixin
 
-IMAGES, OWN, _ = PROCESSOR_FILES
+IMAGES, OWN, VIDEOS = PROCESSOR_FILES
 _OWN_KEYS = ("image_processor", "video_processor", "feature_extractor", "processor_class", "auto_map")
 """Keys of processor_config.json that are not arguments of the processor."""
+_VIDEO_FAMILIES = {
+    "Qwen2VLProcessor": (28, False),
+    "Qwen2_5_VLProcessor": (28, False),
+    "Qwen3VLProcessor": (32, True),
+}
+"""Families whose videos are prepared: pixels of the side of a token, and whether limits are those of all
+frames together."""
+_SMALLEST = 128
+_LARGEST = 768
+"""Tokens of a frame where no file says its pixels."""
 
 
 def processor_loader(settings: ModelConfig) -> Callable[[], ProcessorMixin]:
@@ -58,14 +68,15 @@ def load_processor(
         raise ValueError(
             f"Images are not prepared for models of the type {config.model_type} (known: {known})."
         )
-    own, images = _settings(Path(source.name))
-    return build_processor(name, tokenizer, images, own)
+    own, images, videos = _settings(Path(source.name))
+    return build_processor(name, tokenizer, images, own, videos)
 
 
-def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the processor, and those of its image processor with image_processor_type."""
+def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments of the processor, those of its image processor with image_processor_type, and those of its
+    video processor."""
     found: list[dict[str, Any]] = []
-    for name in (OWN, IMAGES):
+    for name in (OWN, IMAGES, VIDEOS):
         file = folder / name
         content: dict[str, Any] = {}
         if file.is_file():
@@ -74,22 +85,29 @@ def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             except ValueError as error:
                 raise ValueError(f"{file} is damaged: {error}. Fetch it again.") from error
         found.append(content)
-    own, images = found
+    own, images, videos = found
     nested = own.get("image_processor")
     if isinstance(nested, dict) and not images:
         images = nested
+    if not videos:  # folders without such a file mean one size for both
+        videos = own.get("video_processor") or images
     if not images:
         raise ValueError(
             f"{str(folder)!r} has no {IMAGES}, which says how images are prepared. Copy it there from the "
             "folder that the model came from."
         )
-    return {name: value for name, value in own.items() if name not in _OWN_KEYS}, images
+    return {name: value for name, value in own.items() if name not in _OWN_KEYS}, images, videos
 
 
 def build_processor(
-    name: str, tokenizer: PreTrainedTokenizerBase, images: dict[str, Any], own: dict[str, Any]
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    images: dict[str, Any],
+    own: dict[str, Any],
+    videos: dict[str, Any] | None = None,
 ) -> ProcessorMixin:
-    """The processor class `name` over an image processor with the settings `images`."""
+    """The processor class `name` over an image processor with the settings `images`. `videos` are those of
+    videos; None: those of images."""
     import transformers
 
     require("PIL.Image", extra="vision", why="Images in prompts")
@@ -102,7 +120,7 @@ def build_processor(
         raise ValueError(
             f"{IMAGES} asks for {kind or 'no image_processor_type'}, which has no version for PIL."
         )
-    processor = _without_video(getattr(transformers, name))
+    processor = _without_video(getattr(transformers, name), images if videos is None else videos)
     arguments: dict[str, Any] = dict(own)
     if "video_processor" in processor.get_attributes():
         arguments["video_processor"] = None
@@ -116,12 +134,22 @@ def build_processor(
     return made
 
 
-def _without_video(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """The class, whose video processor may be None: that of transformers needs torchvision."""
+def _without_video(kind: type[ProcessorMixin], videos: dict[str, Any]) -> type[ProcessorMixin]:
+    """The class, whose video processor may be None: that of transformers needs torchvision. It knows the
+    limits under which data/videos.py prepares videos: `video_pixels`, the least and the most pixels, of a
+    frame or of all frames together (`counts_all_frames`)."""
 
     def check(self: ProcessorMixin, name: str, argument: object) -> object:
         if argument is None:
             return None
         return kind.check_argument_for_proper_class(self, name, argument)
 
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    members: dict[str, object] = {"check_argument_for_proper_class": check}
+    if kind.__name__ in _VIDEO_FAMILIES:
+        side, members["counts_all_frames"] = _VIDEO_FAMILIES[kind.__name__]
+        size = videos.get("size") or {}
+        members["video_pixels"] = (
+            videos.get("min_pixels") or size.get("shortest_edge") or _SMALLEST * side * side,
+            videos.get("max_pixels") or size.get("longest_edge") or _LARGEST * side * side,
+        )
+    return type(kind.__name__, (kind,), members)

@@ -83,10 +83,14 @@ def image_problem(model: nn.Module, request: Request) -> str | None:
             f"image tokens of {type(part.module).__name__} attend to each other in both directions, which "
             "the native engine does not compute; set rollout.name=hf"
         )
-    found = list(request.ids).count(part.token_id)
-    wanted = sum(image.num_tokens for image in request.images)
-    if found < wanted:
-        return f"the prompt has {found} image tokens and its images have {wanted}"
+    for video in (False, True):
+        own = [image for image in request.images if image.video == video]
+        token = own[0].token_id if own and video else part.token_id
+        found = list(request.ids).count(token)
+        wanted = sum(image.num_tokens for image in own)
+        if found < wanted:
+            kind = "video" if video else "image"
+            return f"the prompt has {found} {kind} tokens and its {kind}s have {wanted}"
     return None
 
 
@@ -96,20 +100,21 @@ def prompt_images(model: nn.Module, prompt: Sequence[int], images: Images) -> Pr
         return None
     part = vision_part(model)
     ids = torch.tensor(prompt)
-    keyed = number_image_tokens(ids, images, part.token_id, {})
+    known: dict[str, tuple[int, ImageInput]] = {}
+    keyed = number_image_tokens(ids, images, part.token_id, known)
     places = (keyed >= FIRST).nonzero().flatten()
-    keys = keyed.clone()
-    numbers = []
-    for image in images:
+    numbers = {}
+    for first, image in known.values():
         base = _FIRST_KEY + (int(image.digest[:_KEY_DIGITS], 16) << _KEY_BITS)
-        numbers.append(base + torch.arange(image.num_tokens))
-    keys[places] = torch.cat(numbers)
+        for place in range(image.num_tokens):
+            numbers[FIRST + first + place] = base + place
+    keys = [numbers.get(number, number) for number in keyed.tolist()]
     positions = None
     shift = 0
     if part.has_axes:
-        positions = axis_positions(part, keyed, images, {})
+        positions = axis_positions(part, ids, keyed, images, {})
         shift = int(positions.max()) + 1 - len(prompt)
-    return PromptImages(images, ids, keys.tolist(), int(places[-1]) + 1, positions, shift)
+    return PromptImages(images, ids, keys, int(places[-1]) + 1, positions, shift)
 
 
 class ImagePrefill:

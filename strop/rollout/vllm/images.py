@@ -24,6 +24,8 @@ def engine_prompt(request: Request) -> dict[str, object]:
     """The prompt of a request as vLLM takes it; ValueError if its images cannot be passed on."""
     if not request.images:
         return {"prompt_token_ids": list(request.ids)}
+    if any(image.video for image in request.images):
+        raise ValueError("the prompt has a video, which vLLM is not given; set rollout.name=native or hf")
     found: dict[str, object] = {
         "prompt_token_ids": single_placeholders(request.ids, request.images),
         "multi_modal_data": {"image": [picture_of(image) for image in request.images]},

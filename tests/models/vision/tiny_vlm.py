@@ -15,8 +15,9 @@ from strop.quickstart.tiny_model import tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}BEGINIMAGEEND{% else %}{{ p['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}BEGINIMAGEEND"
+    "{% elif p['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ p['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 TEXT = {
     "hidden_size": 32,
