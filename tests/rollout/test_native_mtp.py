@@ -237,6 +237,20 @@ def test_the_distribution_is_the_policys(tmp_path: Path, turn: int) -> None:
         assert 0.1 < acceptance < 0.6
 
 
+@pytest.mark.gpu
+def test_the_head_drafts_on_a_gpu(tmp_path: Path) -> None:
+    """With recorded passes, in pages, in bf16."""
+    model = known_model(tmp_path, 0).to("cuda", torch.bfloat16)
+    engine = drafted(model)
+    for _ in range(2):
+        answers = engine.generate([Request([3], n=16, seed=s) for s in range(3)], Sampling(max_tokens=65))
+        assert engine.stats()["speculation/acceptance"] > 0.8
+    tokens = torch.tensor([one.ids for group in answers for one in group]) - 3
+    counts = torch.bincount((tokens[:, :-1] * 3 + tokens[:, 1:]).flatten(), minlength=9).double().view(3, 3)
+    expected = counts.sum(1, keepdim=True) * CHANCES.double()
+    assert float(((counts - expected) ** 2 / expected).sum()) < 22.5
+
+
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
