@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import json
 import re
 import runpy
 import shlex
@@ -29,6 +30,8 @@ SHELL_BLOCK = re.compile(r"^```(?:bash|sh|shell|console)?\n(.*?)^```", re.DOTALL
 ANY_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
+IN_CAPITALS = re.compile(r"(^|[ /])[A-Z_]{2,}([ /]|$)")
+"""A command with a word for the reader to replace: RUN/global_step_60/actor."""
 PLACEHOLDERS = {
     "COMMAND": "train_sft --pretrain DIR --dataset train.jsonl",
     "KEY": "trainer.total_epochs",
@@ -320,3 +323,22 @@ def test_every_command_of_a_page_is_accepted(page: Path) -> None:
                     run(words)
                 except (Exception, SystemExit) as error:
                     raise AssertionError(f"{name_of(page)}: {command.text}: {error}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("reader")
+def test_the_commands_about_a_run_can_be_followed() -> None:
+    """A quickstart of 60 steps, merge, generate, eval and compare as they are printed; then profile and doctor."""
+    pages = [ROOT / "docs" / "generation_evaluation.md", ROOT / "docs" / "watching.md"]
+    found = [command.text for page in pages for command in blocks(page.read_text())]
+    followed = [
+        text for text in found if not IN_CAPITALS.search(text) and "replay" not in text and "..." not in text
+    ]
+    verbs = []
+    for text in followed:
+        _, verb, *words = shlex.split(text, comments=True)
+        assert PROGRAMS[verb](words) == 0, text
+        verbs.append(verb)
+    assert verbs == ["quickstart", "merge", "generate", "generate", "eval", "eval", "profile", "doctor"]
+    compared = json.loads(Path("trained.compare.json").read_text())["sources"]["arithmetic"]
+    assert "difference" in json.dumps(compared)

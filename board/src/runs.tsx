@@ -77,7 +77,7 @@ export function RunsPage({ runs: listed }: { runs: Run[] }) {
   return (
     <>
       <div class="bar">
-        <Search value={settings.find ?? ""} onChange={(find) => set({ find }, true)} placeholder="Filter runs: name, tag, algorithm, state" />
+        <Search value={settings.find ?? ""} onChange={(find) => set({ find }, true)} placeholder="Filter runs: name, tag, state" />
         <span class="quiet">{shown.length === runs.length ? plural(runs.length, "run") : `${shown.length} of ${runs.length} runs`}</span>
         <span class="gap" />
         {ticked.size > 0 && (

@@ -42,6 +42,10 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("experiments")
+    if "STROP_SCREENSHOTS" in os.environ:  # a picture shows the path
+        root = Path("/tmp/strop-board-images/runs")
+        shutil.rmtree(root, ignore_errors=True)
+        root.mkdir(parents=True)
     write_run(root / "grpo-lr1e-6")
     other = json.loads(json.dumps(CONFIG))
     other["actor_rollout_ref"]["actor"]["optim"]["lr"] = 5e-6
