@@ -45,7 +45,8 @@ class RowStates:
         self._rows = 0
         self._kept: dict[int, dict[StateKey, Tensor]] = {}
         """The same by slot."""
-        self._slots = 0
+        self.slots = 0
+        """Slots that are allocated."""
 
     def __bool__(self) -> bool:
         return bool(self._examples)
@@ -172,18 +173,16 @@ class RowStates:
     # --- slots ----------------------------------------------------------------------------------------------
 
     def fit_slots(self, slots: int) -> None:
-        """Have at least so many slots."""
-        if slots <= self._slots:
-            return
+        """Have so many slots, more than before."""
         for number, examples in self._examples.items():
             old = self._kept.get(number, {})
             new = {}
             for key, example in examples.items():
                 new[key] = example.new_empty(slots, *example.shape[1:])
                 if key in old:
-                    new[key][: self._slots] = old.pop(key)
+                    new[key][: self.slots] = old.pop(key)
             self._kept[number] = new
-        self._slots = slots
+        self.slots = slots
 
     def save(self, rows: Sequence[int], slots: Sequence[int]) -> None:
         """Keep the states of these rows in these slots."""
@@ -225,7 +224,7 @@ class RowStates:
         self._states = {}
         self._rows = 0
         self._kept = {}
-        self._slots = 0
+        self.slots = 0
 
 
 def _copy(

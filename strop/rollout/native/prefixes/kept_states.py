@@ -72,5 +72,7 @@ class KeptStates:
             slot = self._snapshots.add(sample.prefix_keys[:-1], sample.adapter)
             if slot is not None:
                 taken[slot] = row
-        self._states.fit_slots(max(taken, default=-1) + 1)
+        needed = max(taken, default=-1) + 1
+        if needed > self._states.slots:  # slots that are added one by one would be copied each time
+            self._states.fit_slots(min(2 * needed, self._snapshots.max_slots))
         return taken
