@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.resources
 import threading
 
 import pytest
@@ -113,13 +114,20 @@ def test_a_server_of_openenv(openenv_server):
     assert [episode.trajectory().reward for episode in episodes] == [5.0, 4.0, 3.0, 2.0, 1.0]
 
 
-def test_the_echo_environment_that_openenv_ships():
-    """The environment that `openenv init` starts from: an answer is echoed, each of its characters earns 0.1."""
-    template = "openenv.cli.templates.openenv_env"
-    models = importlib.import_module(f"{template}.models")
-    module = importlib.import_module(f"{template}.server.__ENV_NAME___environment")
-    parts = [getattr(module, "__ENV_CLASS_NAME__Environment")]
-    parts += [getattr(models, f"__ENV_CLASS_NAME__{name}") for name in ("Action", "Observation")]
+def test_the_echo_environment_that_openenv_ships(tmp_path, monkeypatch):
+    """`openenv init` starts from it: an answer is echoed, each of its characters earns 0.1."""
+    template = importlib.resources.files("openenv.cli.templates") / "openenv_env"
+    for source in (template, template / "server"):
+        folder = tmp_path / "echo_env" / source.name.replace("openenv_env", "")
+        folder.mkdir(exist_ok=True, parents=True)
+        for file in source.iterdir():
+            if file.name.endswith(".py"):
+                text = file.read_text().replace("__ENV_NAME__", "echo").replace("__ENV_CLASS_NAME__", "Echo")
+                (folder / file.name.replace("__ENV_NAME__", "echo")).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    models = importlib.import_module("echo_env.models")
+    module = importlib.import_module("echo_env.server.echo_environment")
+    parts = (module.EchoEnvironment, models.EchoAction, models.EchoObservation)
     with served(*parts) as address:
         loops = loops_of(f"openenv:{address}", observation_key="echoed_message")
         scene = episode_context(ScriptedEngine(["hello", "good day"]), max_assistant_turns=2)
