@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("runs/qwen_code/data"))
-    parser.add_argument("--train", type=int, default=600, help="tasks to train on")
+    parser.add_argument("--train", type=int, default=1200, help="tasks to train on")
     parser.add_argument("--test", type=int, default=100, help="tasks in each of the two test files")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)

@@ -121,6 +121,7 @@ def sentence(draw: Draw) -> str:
 # --- Twists -------------------------------------------------------------------------------------------------
 
 Twist = tuple[str, Callable[[object], object]]
+MAX_TWISTS = 2
 
 
 def _twists(value: object, draw: Draw) -> list[Twist]:
@@ -146,17 +147,26 @@ def _twists(value: object, draw: Draw) -> list[Twist]:
             ("Of the resulting list, return only the elements at even indices.", lambda v: v[::2]),
             ("Return the result as a pair: the list, and its length.", lambda v: [v, len(v)]),
         ]
+    if isinstance(value, dict):
+        return [
+            ("Instead of the dictionary, return the sorted list of its keys.", sorted),
+            ("Instead of the dictionary, return the number of its entries.", len),
+        ]
     return []
 
 
 def build(name: str, draw: Draw, twisted: float = 0.5) -> Task:
-    """An instance of a family; a share of the instances has a twist."""
+    """An instance of a family. A share of the instances has a twist, the same share of those a second one."""
     topic, _, make = FAMILIES[name]
     task = replace(make(draw), family=name, topic=topic)
-    example = task.call(task.arguments(draw))
-    choices = _twists(example, draw)
-    if not choices or draw.random() >= twisted:
-        return task
-    text, step = draw.choice(choices)
-    inner = task.solve
-    return replace(task, text=f"{task.text} {text}", solve=lambda *given: step(inner(*given)))
+    for _ in range(MAX_TWISTS):
+        found = _twists(task.call(task.arguments(draw)), draw)
+        choices = [twist for twist in found if twist[0] not in task.text]
+        if not choices or draw.random() >= twisted:
+            break
+        task = _with_twist(task, *draw.choice(choices))
+    return task
+
+
+def _with_twist(task: Task, text: str, step: Callable[[object], object]) -> Task:
+    return replace(task, text=f"{task.text} {text}", solve=lambda *given: step(task.solve(*given)))

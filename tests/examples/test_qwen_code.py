@@ -48,7 +48,7 @@ def reward():
 
 @pytest.fixture(scope="module")
 def files(prepare):
-    return prepare.tasks(600, 100)
+    return prepare.tasks(1200, 100)
 
 
 def test_sizes_families_and_no_task_twice(files, prepare):
@@ -56,7 +56,7 @@ def test_sizes_families_and_no_task_twice(files, prepare):
     assert {name: len(rows) for name, rows in files.items()} == {
         "test_instances": 100,
         "test_families": 100,
-        "train": 600,
+        "train": 1200,
     }
     assert not families["train"] & families["test_families"]
     assert families["test_instances"] <= {
@@ -69,7 +69,7 @@ def test_sizes_families_and_no_task_twice(files, prepare):
         "dictionaries",
     }
     sentences = [row["prompt"][0]["content"].partition("\n\n")[0] for rows in files.values() for row in rows]
-    assert len(set(sentences)) == len(sentences) == 800
+    assert len(set(sentences)) == len(sentences) == 1400
 
 
 def test_the_same_seed_makes_the_same_tasks(prepare):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from strop.config.compose import load
+from strop.config.derived import has_critic
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "qwen_gsm8k"
@@ -27,6 +30,30 @@ def test_commands_compose(arguments, monkeypatch):
     config = load("ppo_trainer", arguments[1:], arguments[0]).config
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 1024
     assert config.trainer.total_training_steps == 300
+
+
+ALGORITHMS = ("grpo", "ppo", "rloo", "reinforce_plus_plus", "dapo", "gspo", "lora")
+
+
+def test_every_algorithm_has_the_same_samples_and_its_own_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folders = set()
+    for name in ALGORITHMS:
+        # `echo` in place of the program prints its arguments.
+        done = subprocess.run(
+            [EXAMPLE / "algorithms.sh", name, "trainer.total_training_steps=7"],
+            env={**os.environ, "STROP": "echo"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        verb, file, *keys = shlex.split(done.stdout)
+        config = load("ppo_trainer", keys, file).config
+        assert verb == "ppo" and config.trainer.total_training_steps == 7
+        assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n == 1024
+        assert has_critic(config) == (name == "ppo")
+        folders.add(config.trainer.default_local_dir)
+    assert len(folders) == len(ALGORITHMS)
 
 
 def test_the_table_is_that_of_the_results(tmp_path):
