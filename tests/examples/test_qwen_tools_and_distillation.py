@@ -8,10 +8,12 @@ import json
 import re
 import shlex
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from strop.agents.parsers.base import parser_for
 from strop.config.compose import load
 from strop.data.files import open_rows
 
@@ -65,11 +67,16 @@ def test_questions_with_and_without_the_tool(tmp_path):
     (tool,), (plain,) = open_rows(f"{tmp_path}/test.parquet"), open_rows(f"{tmp_path}/plain_test.parquet")
     assert tool["agent_name"] == "tool_agent" and "agent_name" not in plain
     assert tool["reward_model"] == plain["reward_model"] and tool["reward_model"]["ground_truth"] == "7"
-    # The example of a call in the prompt is one that the parser of the run reads.
-    from strop.agents.parsers.base import parser_for
-
-    parsed = parser_for("hermes", None).parse(tool["prompt"][0]["content"])
-    assert [(call.name, call.arguments) for call in parsed.calls] == [("calculator", {"expression": "12*3"})]
+    assert tool["prompt"][-1]["content"].startswith(rows[0]["question"])
+    # The solved example calls as the parser of the run reads calls, and its results are the calculator's.
+    parser = parser_for("hermes", None)
+    calculator = script("tool_calculator/calculator").calculator
+    called = []
+    for message, reply in pairwise(tool["prompt"]):
+        for found in parser.parse(message["content"]).calls:
+            assert reply == {"role": "tool", "content": calculator(**found.arguments)}
+            called.append(found.arguments["expression"])
+    assert called == ["4*6", "24-5"]
 
 
 class Words:
