@@ -233,6 +233,9 @@ class Batch:
     """Number of the episode of each sequence; rows of one episode are neighbours. None: each row is one."""
     samples: Tensor | None = rows()
     """Number of the sample of each sequence: the episodes of all its players. None: each row is one."""
+    experts: Tensor | None = rows()
+    """[B, longest, layers, k]: numbers of the experts that tokens visited when the old log-probs were
+    computed (router replay); 0 behind the end of a sequence."""
     images: list[Images] | None = field(default=None, metadata={"role": LISTS})
     """The images of each sequence; None: none has any."""
 

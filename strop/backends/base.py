@@ -32,6 +32,8 @@ class Outputs:
     """[b], a reward model's score of each whole sequence."""
     auxiliary: Tensor | None = None
     """Scalar load-balancing loss of a mixture of experts."""
+    experts: Tensor | None = None
+    """[b, longest, layers, k], numbers of the experts that each token visited (router replay)."""
 
 
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Mapping[str, Tensor]]]
@@ -88,6 +90,8 @@ class BackendSettings:
     """Attention function of the padded layout; None: sdpa, or eager where sdpa would leave something out."""
     offload_activations: bool = False
     """Activations wait for the backward pass in host memory."""
+    router_replay: bool = False
+    """Updates send tokens to the experts that the batch names."""
     compat: Compat = None
     """The framework whose learning-rate schedules to follow."""
     on_out_of_memory: Callable[[], bool] = nothing_to_release

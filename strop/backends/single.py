@@ -33,16 +33,18 @@ from strop.backends.optimizer import (
     optimizer_state,
     set_schedule,
 )
+from strop.backends.output_tables import empty_tables, write_rows
 from strop.backends.updates import LossScale, StepSettings, overridden
 from strop.models.build import persistent_buffers
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
+from strop.models.layouts.routing import end_routing
 from strop.models.lora import adapters_off, has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
 from strop.ranks import Ranks
-from strop.types import Batch, pad_columns
+from strop.types import Batch
 
 
 class ModuleBackend(ABC):
@@ -97,6 +99,7 @@ class ModuleBackend(ABC):
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want`, without gradients, on the CPU in fp32."""
+        batch = batch.replace(experts=None)  # routers choose: only an update replays
         with self._model_on_device():
             return self.oom_retry.run(
                 micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller)
@@ -107,6 +110,8 @@ class ModuleBackend(ABC):
     ) -> dict[str, float]:
         """Accumulate gradients of `loss` over all micro-batches; returns the reported sums."""
         assert self.optimizer is not None, "a frozen model has no gradients"
+        if not self.settings.router_replay:
+            batch = batch.replace(experts=None)
         if self.offloading is not None:
             self.offloading.begin_update()
         # With gradients of an earlier call, a second try would lose them.
@@ -122,7 +127,10 @@ class ModuleBackend(ABC):
                 if not self.scaling.shrink():
                     return found  # `step` will leave the weights alone
 
-        return self.oom_retry.run(micro, batch.lengths, attempt, again=fresh)
+        try:
+            return self.oom_retry.run(micro, batch.lengths, attempt, again=fresh)
+        finally:
+            end_routing(self.module)
 
     @property
     def out_of_memory(self) -> int:
@@ -337,17 +345,12 @@ class SingleBackend(ModuleBackend):
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self._set_mode(training=False)
-        width = batch.mask.shape[1]
-        tables: dict[str, Tensor] = {}
+        tables = empty_tables(batch, want, self.module)
         with torch.no_grad():
             for rows in partition(batch, micro):
                 for name, found in self._outputs(batch.select(rows), want).items():
-                    if found.dim() == 2:
-                        table = tables.setdefault(name, torch.zeros(len(batch), width))
-                        table[rows] = pad_columns(found, width).float().cpu()
-                    else:
-                        table = tables.setdefault(name, torch.zeros(len(batch)))
-                        table[rows] = found.float().cpu()
+                    write_rows(tables, name, rows, found)
+        end_routing(self.module)
         return Outputs(**tables)
 
     def _forward_backward(

@@ -23,6 +23,7 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.layouts.check import runs_packed
+from strop.models.layouts.routing import auxiliary_loss, begin_routing, recorded_experts
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
@@ -58,10 +59,10 @@ def response_outputs(
     `want` may name log_probs, entropy, observed_entropy (the same without a gradient, so that the backward
     pass does not compute its slope) and sum_pi_squared (no gradient) of a language model, at `temperature`;
     values of a value model; scores of a reward model, [B] and alone; auxiliary, the scalar load-balancing
-    loss of a mixture of experts. `packed`: None packs where the model can; True only after `runs_packed`,
-    which prepares the model. `attention`: the function of the padded layout; None: sdpa, or eager where sdpa
-    leaves something out. `chunk`: rows of logits at a time (None: 256 MiB on a CPU, 1 GiB on a GPU). With
-    `slicing` the ranks of a group share the row, and each gets all outputs.
+    loss of a mixture of experts; experts, those that it chose. `packed`: None packs where the model can; True
+    only after `runs_packed`, which prepares the model. `attention`: the function of the padded layout; None:
+    sdpa, or eager where sdpa leaves something out. `chunk`: rows of logits at a time (None: 256 MiB on a CPU,
+    1 GiB on a GPU). With `slicing` the ranks of a group share the row, and each gets all outputs.
     """
     _refuse_unknown(want)
     if "scores" in want:
@@ -75,11 +76,12 @@ def response_outputs(
             "The load-balancing loss counts whole rows; set aux_loss_coef=0 or "
             "ulysses_sequence_parallel_size=1."
         )
+    shared = not counted and batch.experts is None  # experts of a prefix may differ from row to row
     table = rectangle(batch.sequences)
     read = table if counted else without_last(table)
     if packed is None:
         packed = runs_packed(model, True, slicing is not None)
-    inputs = _laid_out(model, read, batch.images, packed=packed, share=not counted, device=device)
+    inputs = _laid_out(model, read, batch.images, packed=packed, share=shared, device=device)
     states, labels, cells = (part.to(device) for part in response_states(batch, table, inputs.places))
     share = RankShare(states, labels, inputs, slicing)
     head: OutputHead
@@ -89,6 +91,7 @@ def response_outputs(
         names = [name for name in want if name in LANGUAGE]
         head = _LanguageHead(model, share.states, share.labels, names, temperature, chunk)
     options = {"output_router_logits": True} if counted else {}
+    begin_routing(model, batch, inputs, records="experts" in want)
     result, output = _run(model, share.inputs, head, attention, options)
     found = {}
     for name, column in zip(head.names, share.join(result).unbind(-1), strict=True):
@@ -97,7 +100,9 @@ def response_outputs(
         numbers = torch.zeros(batch.mask.numel(), dtype=torch.float32, device=device)
         found[name] = numbers.index_put((cells,), column.float()).view(batch.mask.shape)
     if counted:
-        found["auxiliary"] = _auxiliary_loss(model, output)
+        found["auxiliary"] = auxiliary_loss(model, output)
+    if "experts" in want:
+        found["experts"] = recorded_experts(model, inputs)
     return found
 
 
@@ -106,17 +111,10 @@ def _laid_out(model: nn.Module, table: Tensor, images: Sequence[Images] | None, 
 
 
 def _refuse_unknown(want: Sequence[str]) -> None:
-    known = [*LANGUAGE, *SCALAR, "auxiliary"]
+    known = [*LANGUAGE, *SCALAR, "auxiliary", "experts"]
     unknown = sorted(set(want) - set(known))
-    if unknown or not set(want) - {"auxiliary"}:
+    if unknown or not set(want) - {"auxiliary", "experts"}:
         raise ValueError(f"A model cannot answer {unknown or list(want)}; it can answer {known}.")
-
-
-def _auxiliary_loss(model: nn.Module, output: object) -> Tensor:
-    loss = getattr(output, "aux_loss", None)
-    if not isinstance(loss, Tensor):
-        raise ValueError(f"{type(model).__name__} is not a mixture of experts: no load-balancing loss.")
-    return loss
 
 
 def sequence_scores(

@@ -53,6 +53,7 @@ class ExperienceFacts:
     old_from_engine: bool
     """The old log-probs are those that the rollout engine reported."""
     needs_sum_pi_squared: bool
+    records_experts: bool
     has_task_reward: bool
     """Scores are trained on."""
     correction: RolloutCorrectionConfig
@@ -93,6 +94,7 @@ class ExperienceFacts:
             old_from_engine=uses_engine_log_probs(config),
             needs_sum_pi_squared=actor.calculate_sum_pi_squared
             or "sum_pi_squared" in estimator_needs(config),
+            records_experts=actor.router_replay.mode == "R2",
             has_task_reward=has_task_reward(config),
             correction=rollout_correction(config),
             estimator=entry.load(),
@@ -115,6 +117,8 @@ def add_old_log_probs(
         want += ["log_probs", "entropy"]
     if facts.needs_sum_pi_squared:
         want.append("sum_pi_squared")
+    if facts.records_experts:
+        want.append("experts")
     outputs = actor.forward(batch, want, micro) if want else Outputs()
     if facts.old_from_engine:
         return batch.replace(old_log_probs=batch.rollout_log_probs, sum_pi_squared=outputs.sum_pi_squared)
@@ -122,9 +126,8 @@ def add_old_log_probs(
     record.add(rollout_drift(batch, outputs.log_probs))
     entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
     record.add({"actor/entropy": float(entropy)})
-    return batch.replace(
-        old_log_probs=outputs.log_probs, entropy=outputs.entropy, sum_pi_squared=outputs.sum_pi_squared
-    )
+    found = {"entropy": outputs.entropy, "sum_pi_squared": outputs.sum_pi_squared, "experts": outputs.experts}
+    return batch.replace(old_log_probs=outputs.log_probs, **found)
 
 
 def rollout_drift(batch: Batch, log_probs: torch.Tensor) -> dict[str, float]:

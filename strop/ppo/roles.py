@@ -130,6 +130,7 @@ def build_actor(
         tensor_parallel=actor.tensor_parallel_size,
         shared_with_engine=not holds_weights(config.actor_rollout_ref.rollout),
         megatron=actor.megatron,
+        router_replay=actor.router_replay.mode == "R2",
     )
 
 

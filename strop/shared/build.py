@@ -73,10 +73,12 @@ class BackendMaker:
         tensor_parallel: int = 1,
         shared_with_engine: bool = False,
         megatron: MegatronConfig | None = None,
+        router_replay: bool = False,
     ) -> ModuleBackend:
         """The backend of the module that `build` (of models/build.py) makes of the `model` section.
 
-        Without `optim` it is frozen. `shared_with_engine`: a rollout engine samples from the module, so its
+        Without `optim` it is frozen. `router_replay`: updates take the experts of the batch.
+        `shared_with_engine`: a rollout engine samples from the module, so its
         weights stay on the device.
         """
         use_expandable_segments(self.device)
@@ -84,8 +86,11 @@ class BackendMaker:
             use_deterministic_kernels()
         if strategy == "megatron":
             assert megatron is not None
-            return self._megatron(build, model, megatron, self._settings(model, megatron.dtype, optim, clip))
+            settings = self._settings(model, megatron.dtype, optim, clip)
+            settings = dataclasses.replace(settings, router_replay=router_replay)
+            return self._megatron(build, model, megatron, settings)
         settings = self._settings(model, fsdp.dtype, optim, clip, master=fsdp.model_dtype)
+        settings = dataclasses.replace(settings, router_replay=router_replay)
         if model.quantization is not None:
             build = partial(build, quantize_on=self.device)
         if self.ranks.world == 1:

@@ -75,19 +75,37 @@ def test_ten_steps_are_those_of_one_process(way, algorithm, settings, folder):  
     assert_alike(one, many, STEPS)
 
 
+def save_experts(folder):  # noqa: F811
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model.save_pretrained(folder / "experts")
+    tokenizer.save_pretrained(folder / "experts")
+
+
 @pytest.mark.parametrize("way", ["expert", "tensor-expert", "pipeline-expert"])
 def test_ten_steps_with_experts_are_those_of_one_process(way, settings, folder):  # noqa: F811
     fitting(way)
     if here().is_rank0:
-        tokenizer = tiny_tokenizer()
-        model = tiny_model("qwen3_moe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
-        model.save_pretrained(folder / "experts")
-        tokenizer.save_pretrained(folder / "experts")
+        save_experts(folder)
     common = [*settings, *TEN, f"actor_rollout_ref.model.path={folder}/experts"]
     one = alone(common, folder / "one")
     many = fit([*common, *KEYS, *words(way)], folder / "many", here())
     report_gap(f"{way} grpo", one, many)
     assert_alike(one, many, STEPS)
+
+
+@pytest.mark.parametrize("way", ["expert", "tensor-pipeline"])
+def test_replayed_experts_are_those_of_one_process(way, settings, folder):  # noqa: F811
+    """Two epochs per step: the second has other weights than the recorded experts."""
+    fitting(way)
+    if here().is_rank0:
+        save_experts(folder)
+    common = [*settings, f"actor_rollout_ref.model.path={folder}/experts"]
+    common += ["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.router_replay.mode=R2"]
+    one = alone(common, folder / "one")
+    many = fit([*common, *KEYS, *words(way)], folder / "many", here())
+    report_gap(f"{way} replay", one, many)
+    assert_alike(one, many, 4)
 
 
 @pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])

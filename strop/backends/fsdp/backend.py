@@ -23,18 +23,20 @@ from strop.backends.fsdp.lockstep import Lockstep
 from strop.backends.fsdp.shard import SHARDS, Meshes, Precision, make_meshes, shard
 from strop.backends.fsdp.sharded import ShardedWeights, whole
 from strop.backends.micro_batches import OutOfMemoryOnRanks, shard_rows, sum_reports
+from strop.backends.output_tables import empty_tables, write_rows
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.model import FsdpConfig
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
+from strop.models.layouts.routing import end_routing
 from strop.models.lora import has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
 from strop.models.tensor_parallel import parallelize
 from strop.models.vision.passes import with_spare_image
 from strop.ranks import Ranks
-from strop.types import Batch, pad_columns
+from strop.types import Batch
 
 
 class FsdpBackend(RankedBackend):
@@ -109,21 +111,12 @@ class FsdpBackend(RankedBackend):
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self.module.eval()
-        width = batch.mask.shape[1]
-        tables: dict[str, Tensor] = {}
-        for name in want:
-            if name == "scores":
-                tables[name] = torch.zeros(len(batch))
-            elif name != "auxiliary":
-                tables[name] = torch.zeros(len(batch), width)
+        tables = empty_tables(batch, want, self.module)
         own, idle = self._share(batch, micro)
 
         def answer(rows: list[int]) -> None:
             for name, found in self._outputs(_piece(batch, rows), want).items():
-                if name in tables:
-                    if found.dim() == 2:
-                        found = pad_columns(found, width)
-                    tables[name][rows] = found.float().cpu()
+                write_rows(tables, name, rows, found)
 
         def nothing() -> None:
             self._outputs(_shortest(batch), want)
@@ -133,6 +126,7 @@ class FsdpBackend(RankedBackend):
                 self.lockstep.run(functools.partial(answer, rows), nothing)
             for _ in range(idle):
                 nothing()
+        end_routing(self.module)
         self._reshard()
         self._share_out_of_memory()
         for table in tables.values():  # rows of other ranks are 0 here

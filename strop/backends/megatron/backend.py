@@ -22,7 +22,8 @@ from strop.backends.megatron.fits import problems
 from strop.backends.megatron.library import weigh_balance
 from strop.backends.megatron.names import places_of
 from strop.backends.megatron.options import transformer_options
-from strop.backends.megatron.passes import LastStage, run_schedule
+from strop.backends.megatron.passes import LastStage, Recorder, run_schedule
+from strop.backends.megatron.replay import routed_layers
 from strop.backends.megatron.rows import MicroRow, MicroRows, lay_out_row, outputs_of
 from strop.backends.megatron.schedules import megatron_schedule
 from strop.backends.megatron.stage import StageChunk, build_chunks, use_routing_biases
@@ -30,13 +31,15 @@ from strop.backends.megatron.topology import Sizes, join
 from strop.backends.megatron.weights import StageWeights
 from strop.backends.micro_batches import on_device, shard_rows, sum_reports
 from strop.backends.optimizer import optimizer_state
+from strop.backends.output_tables import empty_tables, write_rows
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.megatron import MegatronConfig
 from strop.models.build import persistent_buffers
 from strop.models.heads import HEAD
+from strop.models.layouts.routing import of_tokens
 from strop.models.lora import has_adapters
 from strop.ranks import Ranks
-from strop.types import Batch, pad_columns
+from strop.types import Batch
 
 Loader = Callable[[Mapping[str, Tensor], Mapping[str, torch.Size]], None]
 """(this rank's weights to fill, whole shapes of all weights), each by Hugging Face name."""
@@ -139,28 +142,34 @@ class MegatronBackend(RankedBackend):
 
     def _forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         self._set_training(False)
-        width = batch.mask.shape[1]
-        tables: dict[str, Tensor] = {}
-        for name in want:
-            if name == "scores":
-                tables[name] = torch.zeros(len(batch))
-            else:
-                tables[name] = torch.zeros(len(batch), width)
+        records = "experts" in want
+        sizes = routed_layers(self.module.config) if records else None
+        tables = empty_tables(batch, want, None, sizes)
         parts = self._share(batch, micro)
 
         def answer(chunk: StageChunk, hidden: Tensor, row: MicroRow) -> Tensor:
             if row.number is None:
                 return hidden
             for name, found in self._of_last_stage(chunk, hidden, row).items():
-                if found.dim() == 2:
-                    found = pad_columns(found, width)
-                tables[name][parts[row.number]] = found.float().cpu()
+                write_rows(tables, name, parts[row.number], found)
             return hidden
 
+        def record(chunk: StageChunk, row: MicroRow) -> None:
+            for number, chosen in chunk.experts.noted(row.tokens):
+                if row.number is not None:
+                    found = of_tokens(chosen, row.inputs)
+                    tables["experts"][parts[row.number], : found.shape[1], number] = found.int()
+
+        if records:
+            for chunk in self.chunks:
+                chunk.experts.record()
         with torch.no_grad():
-            self._run(self._rows(batch, want, parts), answer, learn=False)
-        for table in tables.values():  # rows of other ranks are 0 here
-            dist.all_reduce(table if self._reports else table.zero_())
+            self._run(self._rows(batch, want, parts), answer, learn=False, record=record if records else None)
+        for name, table in tables.items():  # rows of other ranks are 0 here, and layers of other stages
+            reports = self._reports
+            if name == "experts":
+                reports = self.topology.tensor_rank == 0 and self.topology.context_rank == 0
+            dist.all_reduce(table if reports else table.zero_())
         return Outputs(**tables)
 
     def _forward_backward(
@@ -189,9 +198,15 @@ class MegatronBackend(RankedBackend):
         self.weights.reduce_gradients()
         return self.ranks.all_reduce_sum(sum_reports(reports) if self._reports else {})
 
-    def _run(self, rows: MicroRows, finish: LastStage, *, learn: bool) -> None:
+    def _run(
+        self, rows: MicroRows, finish: LastStage, *, learn: bool, record: Recorder | None = None
+    ) -> None:
         self.topology.activate()
-        run_schedule(self.chunks, rows, finish, learn=learn)
+        try:
+            run_schedule(self.chunks, rows, finish, learn=learn, record=record)
+        finally:
+            for chunk in self.chunks:
+                chunk.experts.forget()
 
     @property
     def _balances(self) -> bool:

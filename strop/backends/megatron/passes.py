@@ -15,6 +15,7 @@ from strop.backends.megatron.stage import StageChunk
 
 LastStage = Callable[[StageChunk, Tensor, MicroRow], Tensor]
 """What the last stage does with the hidden states of a row; returns the number to differentiate."""
+Recorder = Callable[[StageChunk, MicroRow], None]
 
 
 def run_schedule(
@@ -23,8 +24,10 @@ def run_schedule(
     finish: LastStage,
     *,
     learn: bool,
+    record: Recorder | None = None,
 ) -> None:
-    """Forward (and, with `learn`, backward) passes of all rows."""
+    """Forward (and, with `learn`, backward) passes of all rows. `record` is called after each forward pass of
+    a row through a chunk."""
     if not len(rows):
         return
     length = 0
@@ -35,7 +38,11 @@ def run_schedule(
     def step(remaining: Iterator[MicroRow], module: Any) -> tuple[Tensor, Any]:
         row = next(remaining)
         chunk = by_module[id(module)]
+        chunk.experts.begin(row.experts, chunk.padded(max(row.tokens, length)), learn=learn)
         hidden = chunk.run(row.inputs, length)
+        chunk.experts.end()
+        if record is not None:
+            record(chunk, row)
         if not module.post_process:
             return hidden, None
         return finish(chunk, hidden, row), _as_it_is

@@ -16,6 +16,7 @@ from strop.backends.megatron.stage import StageChunk
 from strop.backends.megatron.topology import Topology
 from strop.backends.megatron.vocabulary import VocabularyShare, vocabulary_statistics
 from strop.models.forward import LANGUAGE, SCALAR, RankShare, response_states
+from strop.models.layouts.routing import spread_experts
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
 from strop.types import Batch
@@ -35,6 +36,8 @@ class MicroRow:
     cells: Tensor
     tokens: int
     """Of all context-parallel ranks."""
+    experts: Tensor | None
+    """[n, layers, k] of its places, in an update that replays them."""
     number: int | None
     """Of the micro-batch. None: the row is idle, computed because other ranks wait for it; its outputs are
     not used."""
@@ -75,11 +78,15 @@ def lay_out_row(
         ends = (inputs.places != NOTHING).sum(1, keepdim=True) - 1
         last = inputs.places.gather(1, ends).squeeze(1).to(device)
         share = RankShare(last, last, inputs, slicing)
-        return MicroRow(piece, tuple(want), share, last, inputs.ids.shape[1], number)
-    inputs = lay_out(without_last(table), packed=True, device=device)
+        return MicroRow(piece, tuple(want), share, last, inputs.ids.shape[1], None, number)
+    # Experts of a common prefix may differ from row to row.
+    inputs = lay_out(without_last(table), packed=True, share=piece.experts is None, device=device)
+    experts = None
+    if piece.experts is not None:
+        experts = spread_experts(piece.experts, inputs).to(device)
     states, labels, cells = (part.to(device) for part in response_states(piece, table, inputs.places))
     share = RankShare(states, labels, inputs, slicing)
-    return MicroRow(piece, tuple(want), share, cells, inputs.ids.shape[1], number)
+    return MicroRow(piece, tuple(want), share, cells, inputs.ids.shape[1], experts, number)
 
 
 def outputs_of(

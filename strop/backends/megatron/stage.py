@@ -21,6 +21,7 @@ from strop.backends.megatron.layers import (
     residual_sum,
 )
 from strop.backends.megatron.library import megatron
+from strop.backends.megatron.replay import ChunkExperts
 from strop.backends.megatron.shape import padded_vocabulary, transformer_config
 from strop.backends.megatron.topology import Sizes, Topology
 from strop.config.megatron import FAMILIES
@@ -42,6 +43,7 @@ class StageChunk:
         """The token whose embedding gets no gradient."""
         self.vocabulary = int(skeleton.config.vocab_size)
         self.tied = bool(skeleton.config.tie_word_embeddings)
+        self.experts = ChunkExperts(gpt, skeleton.config, topology)
         self.divisor = 1
         """Tensor-parallel ranks that share the tokens between matrices (sequence parallelism)."""
         self.place = 0

@@ -23,6 +23,7 @@ from strop.config.rules import (
     policies,
     reward,
     rollout,
+    router_replay,
     supervised,
     trainer,
 )
@@ -50,6 +51,7 @@ PPO: tuple[Rule, ...] = (
     rollout.environment,
     rollout.speculation,
     rollout.quantization,
+    router_replay.router_replay,
     actor.reference_pool,
     critic.resource_pool,
     reward.resource_pool,

@@ -52,19 +52,31 @@ class PolicyLossConfig:
     """dro: weight of the squared log-ratio."""
 
 
-_NO_REPLAY = (
-    "the native engine samples from the weights in training, whose routers decide alike up to roundings; the "
-    "experts that vLLM or SGLang chose are not known here"
-)
+_NO_FILE = "the experts of a step are kept in memory, with its batch"
+_FROZEN = "only the actor is updated"
 
 
 @dataclass(eq=False)
 class RouterReplayConfig:
-    mode: str = inert("disabled", _NO_REPLAY)
-    """Mode of router replay: disabled, R2 or R3."""
-    record_file: str | None = inert(None, _NO_REPLAY)
+    """Experts of the updates of a mixture of experts."""
+
+    mode: str = setting("disabled", choices=("disabled", "R2", "R3"))
+    """R2: updates send every token to the experts that it visited when the old log-probs were computed; the
+    weights of these experts are recomputed. With one update per step there is nothing to replay. R3, the
+    experts that the rollout engine chose, is not supported."""
+    record_file: str | None = inert(None, _NO_FILE)
     """File to record to."""
-    replay_file: str | None = inert(None, _NO_REPLAY)
+    replay_file: str | None = inert(None, _NO_FILE)
+    """File to replay from."""
+
+
+@dataclass(eq=False)
+class RefRouterReplayConfig:
+    mode: str = inert("disabled", _FROZEN)
+    """Mode of router replay: disabled, R2 or R3."""
+    record_file: str | None = inert(None, _NO_FILE)
+    """File to record to."""
+    replay_file: str | None = inert(None, _NO_FILE)
     """File to replay from."""
 
 
@@ -239,7 +251,7 @@ class RefConfig:
     """Compute the entropy in chunks."""
     entropy_checkpointing: bool = inert(False, _FUSED)
     """Recompute the entropy in the backward pass."""
-    router_replay: RouterReplayConfig = section(RouterReplayConfig)
+    router_replay: RefRouterReplayConfig = section(RefRouterReplayConfig)
     """Router replay of mixture-of-experts models."""
 
 

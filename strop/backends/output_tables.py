@@ -1,0 +1,44 @@
+"""Outputs of micro-batches, collected into tables of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from strop.models.layouts.routing import routing_of
+from strop.types import Batch, pad_columns
+
+
+def empty_tables(
+    batch: Batch, want: Sequence[str], model: nn.Module | None, experts: tuple[int, int] | None = None
+) -> dict[str, Tensor]:
+    """Zeros for the outputs named in `want`, except scalars. `experts`: layers with experts and experts of a
+    token; None: those of `model`."""
+    tables: dict[str, Tensor] = {}
+    for name in want:
+        if name == "scores":
+            tables[name] = torch.zeros(len(batch))
+        elif name == "experts":
+            if experts is None:
+                assert model is not None
+                experts = routing_of(model).shape
+            read = max(1, max(batch.lengths) - 1)
+            tables[name] = torch.zeros(len(batch), read, *experts, dtype=torch.int32)
+        elif name != "auxiliary":
+            tables[name] = torch.zeros(len(batch), batch.mask.shape[1])
+    return tables
+
+
+def write_rows(tables: Mapping[str, Tensor], name: str, rows: Sequence[int], found: Tensor) -> None:
+    """Copy the output of a micro-batch of these rows into its table, if it has one."""
+    table = tables.get(name)
+    if table is None:
+        return
+    if name == "experts":
+        table[list(rows), : found.shape[1]] = found.to(table.dtype).cpu()
+    elif found.dim() == 2:
+        table[rows] = pad_columns(found, table.shape[1]).float().cpu()
+    else:
+        table[rows] = found.float().cpu()

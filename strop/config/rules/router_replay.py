@@ -1,0 +1,53 @@
+"""Rules of actor.router_replay: updates of a mixture of experts that take the experts of an earlier pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from strop.config.derived import uses_engine_log_probs
+from strop.config.megatron import row_ranks
+from strop.config.rules.findings import Findings, error
+
+if TYPE_CHECKING:
+    from strop.config.compose import Loaded
+    from strop.config.schema.ppo import PpoConfig
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+
+
+def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
+    """What router replay does not go together with."""
+    config = loaded.config
+    actor = config.actor_rollout_ref.actor
+    mode = actor.router_replay.mode
+    if mode == "R3":
+        yield error(
+            MODE,
+            "R3 takes the experts that the rollout engine chose, and no engine returns them here: the native "
+            "engine keeps no list of them, and neither does the interface to vLLM and SGLang. Set R2: the "
+            "experts of the old log-probs, under the weights that were sampled from.",
+        )
+    if mode != "R2":
+        return
+    if uses_engine_log_probs(config):
+        yield error(
+            MODE,
+            "R2 takes the experts of the pass that computes old log-probs, but they are those of the engine "
+            "(algorithm.rollout_correction.bypass_mode=true). Set bypass_mode=false, or mode=disabled.",
+        )
+    if actor.aux_loss_coef > 0:
+        yield error(
+            MODE,
+            f"R2 with aux_loss_coef={actor.aux_loss_coef:g}: the load-balancing loss counts tokens whose "
+            "experts are not recorded. Set aux_loss_coef=0, or mode=disabled.",
+        )
+    ranks = row_ranks(actor)
+    if ranks > 1:
+        key = "ulysses_sequence_parallel_size"
+        if actor.strategy == "megatron":
+            key = "megatron.context_parallel_size"
+        yield error(
+            MODE,
+            f"R2 with {key}={ranks}: the experts of a row that devices share are not recorded. Set {key}=1, "
+            "or mode=disabled.",
+        )
