@@ -136,7 +136,7 @@ def cut_into_patches(processor: Any, frames: Frames, limits: Mapping[str, int], 
     while len(pictures) % together:  # the last frame stands once more
         pictures.append(pictures[-1])
         times.append(times[-1])
-    width, height = _target_size(processor, pictures, limits, where)
+    width, height = _target_size(processor, frames.images, limits, where)
     resized = [one.resize((width, height), Image.Resampling.BICUBIC) for one in pictures]
     made = images(resized, do_resize=False)
     rows, columns = (int(size) for size in np.asarray(made["image_grid_thw"])[0, 1:])
@@ -160,7 +160,10 @@ def _target_size(
     if max(width, height) > MOST_ASPECT * min(width, height):
         raise UnusableImages(f"{where}: frames of {width} x {height} pixels are too long for the model.")
     smallest, largest = cast("tuple[int, int]", processor.video_pixels)
-    count = len(pictures) if processor.counts_all_frames else 1
+    count, shown = 1, 1
+    if processor.counts_all_frames:  # `shown`: as whole pairs
+        count = len(pictures)
+        shown = max(round(count / images.temporal_patch_size), 1) * int(images.temporal_patch_size)
     if limits:
         smallest, largest = limits["min_pixels"] * count, limits["max_pixels"] * count
     if processor.counts_all_frames and min(width, height) < factor:
@@ -168,10 +171,10 @@ def _target_size(
         height, width = int(height * scale), int(width * scale)
     rows, columns = (max(round(size / factor), 0) * factor for size in (height, width))
     area = count * height * width
-    if count * rows * columns > largest:
+    if shown * rows * columns > largest:
         shrink = math.sqrt(area / largest)
         rows, columns = (max(factor, math.floor(size / shrink / factor) * factor) for size in (height, width))
-    elif count * rows * columns < smallest:
+    elif shown * rows * columns < smallest:
         grow = math.sqrt(smallest / area)
         rows, columns = (math.ceil(size * grow / factor) * factor for size in (height, width))
     return columns, rows

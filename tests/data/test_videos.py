@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 from strop.config.schema.data import DataConfig
+from strop.config.schema.supervised import SftDataConfig
 from strop.data.chat import Chat
 from strop.data.image_files import UnusableImages
 from strop.data.images import ImageProcessor
 from strop.data.prompts import PromptDataset
 from strop.data.report import inspect_files
+from strop.data.supervised import build_supervised
 from strop.data.video_files import frame_numbers
 from strop.data.videos import VideoSettings, read_frames
 from strop.extras import MissingExtra
@@ -134,3 +137,38 @@ def test_a_file_is_decoded() -> None:
 
 def test_missing_extra_is_a_value_error() -> None:
     assert issubclass(MissingExtra, ValueError), "the check reports it as a finding"
+
+
+GRIDS = {
+    "qwen2_5_vl": [(3, 4, 6), (1, 2, 12), (4, 8, 2), (3, 2, 2), (2, 4, 6), (2, 4, 6)],
+    "qwen3_vl": [(3, 2, 2), (1, 2, 8), (4, 2, 2), (3, 2, 2), (2, 2, 2), (2, 2, 4)],
+}
+SIZES = [(50, 34, 5), (200, 40, 2), (31, 90, 7), (9, 9, 6), (24, 17, 3), (40, 24, 3)]
+"""Width, height and number of frames."""
+
+
+@pytest.mark.parametrize("family", GRIDS)
+def test_sizes_are_those_of_the_video_processors_of_transformers(family: str) -> None:
+    """Written down from transformers 5.17 with torchvision, which these tests do without."""
+    processor = ImageProcessor(partial(processor_of, family))
+    found = []
+    for width, height, count in SIZES:
+        frames = [picture((40 * number, 0, 90), width, height) for number in range(count)]
+        [video] = processor.prepare_videos([frames], where="x")
+        found.append(tuple(video.inputs.tensors["image_grid_thw"][0].tolist()))
+    assert found == GRIDS[family]
+
+
+def test_supervised_rows_have_videos(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({"prompt": "<video>what", "response": "red", "videos": [urls(4)]}) + "\n")
+    config = SftDataConfig(train_files=str(file), prompt_key="prompt", response_key="response")
+    dataset = build_supervised(config, tokenizer_of(FAMILY), load_processor=partial(processor_of, FAMILY))
+    [video] = dataset[0].images
+    assert video.video and dataset[0].ids.count(video.token_id) == 8 and sum(dataset[0].mask) == 2
+    other = dataclasses.replace(config, video_fps=0.5)
+    [slow] = build_supervised(other, tokenizer_of(FAMILY), load_processor=partial(processor_of, FAMILY))[
+        0
+    ].images
+    assert (video.grid_seconds, slow.grid_seconds) == (1.0, 4.0)
+    assert slow.digest != video.digest, "its positions are others"

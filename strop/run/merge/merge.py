@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -224,10 +224,12 @@ def _check(folder: Path, scalar: bool, trust_remote_code: bool) -> None:
 
     config = load_config(resolve(str(folder)), trust_remote_code=trust_remote_code)
     loader: type[_BaseAutoModelClass] = language_model_class(config)
-    if scalar:
-        loader = AutoModelForSequenceClassification
-        if getattr(config, "token_classification_bias", False):
-            loader = AutoModelForTokenClassification
+    bias = bool(getattr(config, "token_classification_bias", False))
+    if scalar and getattr(config, "vision_config", None) is not None:
+        # transformers has no classifier with a vision tower
+        loader = cast("type[_BaseAutoModelClass]", scalar_class(config, bias=bias))
+    elif scalar:
+        loader = AutoModelForTokenClassification if bias else AutoModelForSequenceClassification
     _, report = loader.from_pretrained(
         folder, output_loading_info=True, dtype="auto", trust_remote_code=trust_remote_code
     )

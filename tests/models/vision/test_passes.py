@@ -12,13 +12,22 @@ from torch import Tensor
 
 from strop.data.chat import Chat
 from strop.data.images import ImageProcessor
-from strop.models.forward import response_outputs
+from strop.models.forward import response_outputs, sequence_scores
+from strop.models.heads import new_scalar_model
 from strop.models.layouts.check import layouts_of
 from strop.models.packing import rectangle
+from strop.models.vision.arguments import image_arguments
 from strop.models.vision.passes import FeatureCache, freeze_tower, images_in, lay_out_images, vision_part
 from strop.quickstart.tiny_model import tiny_model
 from strop.types import Batch, ImageInput, Images
-from tests.models.vision.tiny_vlm import FAMILIES, picture, processor_of, tiny_vlm, tokenizer_of
+from tests.models.vision.tiny_vlm import (
+    FAMILIES,
+    config_of,
+    picture,
+    processor_of,
+    tiny_vlm,
+    tokenizer_of,
+)
 
 Row = tuple[list[int], Images, list[int]]
 """Prompt, its images, response."""
@@ -226,3 +235,39 @@ def test_a_pass_with_more_images_than_the_cache_holds() -> None:
                     model(ids, position_ids=inputs.positions, attention_mask=inputs.mask, **given).logits
                 )
     assert (found[1].flip(0) - found[2]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_scores_of_a_model_that_sees(family: str) -> None:
+    """Packed, padded and a plain call of the body with its head; the value of a token depends on the image."""
+    model = new_scalar_model(config_of(family, tokenizer_of(family))).eval()
+    model.model.load_state_dict(tiny_vlm(family).model.state_dict())  # louder than a new model
+    with torch.no_grad():
+        model.score.weight.mul_(10)
+    part_of = vision_part(model)
+    rows: list[Row] = []
+    for prompt, images, response in [rows_of(family)[index] for index in (0, 3, 5, 7)]:
+        # a plain call takes every image token for an image
+        rows.append((prompt, images, [token if token != part_of.token_id else 9 for token in response]))
+    batch = batch_of_rows(rows)
+    with torch.no_grad():
+        plain = []
+        for prompt, images, response in rows:
+            ids = torch.tensor([prompt + response])
+            given = image_arguments(model, prompt + response, images, 1)
+            if part_of.looks_both_ways:
+                given["token_type_ids"] = (ids == part_of.token_id).int()
+            plain.append(model(input_ids=ids, use_cache=False, **given).logits[0, :, 0])
+        packed = response_outputs(model, batch, ["values"])["values"]
+        padded = response_outputs(model, batch, ["values"], packed=False)["values"]
+        scores = sequence_scores(model, batch.sequences, batch.images)
+        for line, (prompt, _, response) in enumerate(rows):
+            own = plain[line][len(prompt) - 1 : -1]
+            assert (packed[line, : len(response)] - own).abs().max() < 1e-5
+            assert (padded[line, : len(response)] - own).abs().max() < 1e-5
+            assert abs(float(scores[line] - plain[line][-1])) < 1e-5
+        assert batch.images is not None
+        if len(rows[0][0]) == len(rows[1][0]):
+            swapped = batch.replace(images=[batch.images[1], *batch.images[1:]])
+            other = response_outputs(model, swapped, ["values"])["values"]
+            assert (other[0] - packed[0]).abs().max() > 1e-4
