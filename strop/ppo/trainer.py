@@ -20,7 +20,7 @@ from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import PromptLoader
 from strop.ppo.collect import Collector, Validator
-from strop.ppo.episodes.policies import PolicySet, joined, joined_log_probs
+from strop.ppo.episodes.policies import PolicySet, joined
 from strop.ppo.episodes.rows import first_rows
 from strop.ppo.experience import (
     ExperienceFacts,
@@ -151,14 +151,12 @@ class PpoTrainer:
     ) -> tuple[list[Trajectory], Batch]:
         """The same for each policy that is trained, on its own rows."""
         shares = policies.shares(trajectories, record)
-        known = []
         for share in shares:
             with policies.learning(share, record):
                 share.batch = self.learn(share.batch, share.trajectories, record)
-            if self.update_log_probs is not None:
-                known.append(self.update_log_probs)
-        self.update_log_probs = joined_log_probs(known)
-        return joined(shares)
+            share.log_probs = self.update_log_probs
+        trained, batch, self.update_log_probs = joined(shares)
+        return trained, batch
 
     def sample_and_score(self, record: StepRecord) -> list[Trajectory]:
         """The scored samples of the next prompts."""

@@ -12,12 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from strop.config.compose import load
+from strop.config.policies import AgentPolicy
 from strop.config.rules import check
 from strop.ppo.build import build_ppo
+from strop.ppo.episodes.policies import PolicyShare, joined
 from strop.ppo.trainer import PpoTrainer
 from strop.run.checkpoint.store import load as load_checkpoint
 from strop.run.merge.merge import merge
-from strop.types import Trajectory
+from strop.run.samples import UpdateLogProbs
+from strop.types import Prompt, Trajectory, batch_of
 from tests.ppo.runs import metrics, same
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +168,26 @@ def test_both_players_learn_what_one_policy_cannot(
     else:
         assert 3 < digits[-1]["buyer"] < 6
         assert steps[20]["policy/seller/score/mean"] > steps[1]["policy/seller/score/mean"] + 0.15
+
+
+def test_rows_and_log_probs_of_all_policies_are_joined_in_the_same_order() -> None:
+    shares = []
+    for name, lengths in (("seller", (2, 3)), ("buyer", (4,))):
+        rows = []
+        for length in lengths:
+            row = Prompt(0, [1], [], "price")
+            rows.append(
+                Trajectory(row, 0, [5] * length, [1] * length, [0.0] * length, score=1.0, player=name)
+            )
+        order = torch.arange(len(rows)).flip(0)  # as micro-batches may come
+        values = torch.stack([torch.full((max(lengths),), float(lengths[place])) for place in order])
+        known = UpdateLogProbs(order, values)
+        shares.append(PolicyShare(AgentPolicy(name, True, None), batch_of(rows), rows, known))
+    trajectories, batch, known_of_all = joined(shares)
+    assert [len(row.response) for row in trajectories] == batch.response_lengths.tolist() == [2, 3, 4]
+    assert batch.row_ids is not None and batch.row_ids.tolist() == [0, 1, 2]
+    assert known_of_all is not None and known_of_all.rows.tolist() == [1, 0, 2]
+    assert known_of_all.log_probs[:, 0].tolist() == [3.0, 2.0, 4.0], "each value belongs to its row"
 
 
 POLICIES = f"{AGENT}.policies={{a: {{}}, b: {{}}}}"

@@ -107,6 +107,7 @@ class EndpointServer:
                 self._app,
                 interface="asgi3",
                 lifespan="off",
+                ws="none",
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,

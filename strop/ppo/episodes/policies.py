@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,7 +44,10 @@ class PolicyShare:
 
     policy: AgentPolicy
     batch: Batch
+    """Its rows are numbered from 0."""
     trajectories: list[Trajectory]
+    log_probs: UpdateLogProbs | None = None
+    """What the update computed on the way."""
 
 
 class PolicySet:
@@ -134,8 +137,9 @@ class PolicySet:
         found = []
         for policy in self.policies:
             if policy.name in places:
-                share = whole.select(places[policy.name])
-                found.append(PolicyShare(policy, share, by_name[policy.name]))
+                own = by_name[policy.name]
+                share = whole.select(places[policy.name]).replace(row_ids=torch.arange(len(own)))
+                found.append(PolicyShare(policy, share, own))
         self._means = {}
         return found
 
@@ -208,16 +212,20 @@ def build_policies(config: PpoConfig, actor: Backend) -> PolicySet | None:
     return PolicySet(actor, policies, config.trainer.seed)
 
 
-def joined(shares: Sequence[PolicyShare]) -> tuple[list[Trajectory], Batch]:
-    """All rows that were trained, one policy after the other."""
+def joined(shares: Sequence[PolicyShare]) -> tuple[list[Trajectory], Batch, UpdateLogProbs | None]:
+    """All rows that were trained, one policy after the other, and what their updates computed."""
     trajectories: list[Trajectory] = []
+    known: list[UpdateLogProbs] = []
     for share in shares:
+        if share.log_probs is not None:
+            known.append(replace(share.log_probs, rows=share.log_probs.rows + len(trajectories)))
         trajectories += share.trajectories
-    return trajectories, Batch.concat([share.batch for share in shares])
+    batch = Batch.concat([share.batch for share in shares])
+    batch = batch.replace(row_ids=torch.arange(len(batch)))
+    return trajectories, batch, _joined_log_probs(known)
 
 
-def joined_log_probs(parts: Sequence[UpdateLogProbs]) -> UpdateLogProbs | None:
-    """What the updates of several policies computed; None: nothing."""
+def _joined_log_probs(parts: Sequence[UpdateLogProbs]) -> UpdateLogProbs | None:
     if not parts:
         return None
     width = max(part.log_probs.shape[1] for part in parts)
