@@ -23,7 +23,7 @@ def prepare(out: Path, *, updates: int = 40, seed: int = 1) -> None:
     chance = random.Random(seed)
     pairs: list[Pair] = [(QUESTION, str(chance.randrange(10))) for _ in range(2000)]
     tokenizer = tiny_tokenizer(WORDS)
-    model = tiny_model(tokenizer, hidden=48, seed=seed)
+    model = tiny_model(tokenizer, hidden=96, seed=seed)
     for update in teach(model, tokenizer, pairs, seed=seed, lr=3e-3):
         if update == updates:
             break
