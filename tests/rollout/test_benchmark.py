@@ -122,3 +122,34 @@ def test_a_draft_model(
     assert [native["engine"], drafted["engine"]] == ["native", "native-draft"]
     assert "native-draft/native" in ratios
     assert stats["speculation/acceptance"] > 0.4  # type: ignore[operator]
+
+
+def test_drafts_on_paper_keep_what_was_sampled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """benchmarks/draft_bound.py: an answer as before is all kept, four tokens a pass with three drafts; one
+    that differs at every fifth token is kept up to there; where earlier answers differ, the latest is not the
+    most frequent."""
+    script = SCRIPT.with_name("draft_bound.py")
+
+    def rates(earlier: list[list[int]], answer: list[int]) -> dict[str, float]:
+        count = len(earlier)
+        record = {"prompt": [1, 2], "answers": [*earlier, *[answer] * count]}
+        record["log_probs"] = [[-1.0] * len(row) for row in record["answers"]]
+        record["ranks"] = [[0] * len(row) for row in record["answers"]]
+        file = tmp_path / "answers.jsonl"
+        file.write_text(json.dumps(record), encoding="utf-8")
+        monkeypatch.setattr(sys, "argv", [str(script), "bound", str(file), "--drafts", "3"])
+        runpy.run_path(str(script), run_name="__main__")
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert lines[0]["two_draws_agree"] == 0.368 and lines[-1]["tokens_per_pass"] > 3.7
+        return {line["drafter"]: line["tokens_per_pass"] for line in lines if "drafts" in line}
+
+    text = list(range(10, 50))
+    assert rates([text], text) == {"latest": 4.0, "frequent": 4.0, "tree": 4.0}
+    changed = [100 + place if place % 5 == 4 else token for place, token in enumerate(text)]
+    assert set(rates([text], changed).values()) == {2.5}
+    longer = list(range(10, 53))
+    ways = [[*longer[:22], token, *longer[22:]] for token in (8, 8, 7)]
+    found = rates(ways, ways[0])
+    assert found["latest"] < found["frequent"] == found["tree"] == 4.0

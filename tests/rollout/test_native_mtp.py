@@ -3,6 +3,7 @@ policy's distribution, and what is refused."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -111,6 +112,10 @@ def test_greedy_tokens_are_those_without(folder: Path) -> None:
     assert_same(engine.generate(REQUESTS, Sampling(temperature=0)), expected)
     stats = engine.stats()
     assert stats["speculation/share_of_steps"] == 1 and 0 <= stats["speculation/acceptance"] < 1
+    engine.close()
+    del engine
+    gc.collect()
+    assert not model.model._forward_hooks, "the policy is as it was"
 
 
 def test_drafts_have_the_distributions_of_the_definition(

@@ -11,6 +11,7 @@ states of a pass: positions are counted from there. Its KV cache has one layer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,16 @@ def build_mtp_drafts(settings: SpeculationConfig, policy: PreTrainedModel, devic
     head = load_mtp_head(policy, device)
     RolloutPatches(head.decoder).apply()
     drafts = MtpDrafts(settings, head, device)
-    decoder_of(policy).register_forward_hook(drafts.policy_ran)
+    # The policy outlives the engine and may be copied: its hook must not hold the drafts.
+    known = weakref.ref(drafts)
+
+    def policy_ran(module: nn.Module, inputs: object, output: object) -> None:
+        found = known()
+        if found is not None:
+            found.policy_ran(output)
+
+    handle = decoder_of(policy).register_forward_hook(policy_ran)
+    weakref.finalize(drafts, handle.remove)
     return drafts
 
 
@@ -75,8 +85,8 @@ class MtpDrafts(DrawnDrafts):
         self._first = self._begin
         self._hidden = torch.zeros(0, self._width, self._head.hidden_size, device=self.device)
 
-    def policy_ran(self, module: nn.Module, inputs: object, output: object) -> None:
-        """A hook of the policy's decoder."""
+    def policy_ran(self, output: object) -> None:
+        """The policy's decoder has computed this."""
         if self._listens:
             hidden = getattr(output, "last_hidden_state", None)
             assert isinstance(hidden, Tensor), type(output)
