@@ -16,6 +16,7 @@ import pytest
 
 from strop.catalog import SCORERS
 from strop.config.compose import load
+from strop.config.schema.reward import SandboxFusionConfig
 from strop.registry import load_module
 from strop.rewards.function import RuleScorer
 
@@ -175,6 +176,11 @@ def test_equal_programs_and_programs_that_do_not_parse_need_no_second_sandbox(pr
     scores = [reward.score(f"```python\n{text}\n```", "{}")["score"] for text in programs]
     assert scores == [1.0, 1.0, 0.0, 1.0] and len(ran) == 2
     assert reward.score("I do not know.", "{}")["no_program"] == 1.0 and len(ran) == 2
+
+
+def test_a_machine_without_isolation_shows_with_any_response(reward):
+    with pytest.raises(ValueError, match="Unknown isolation 'moat'"):
+        reward.score("I do not know.", "{}", sandbox=SandboxFusionConfig(isolation="moat"))
 
 
 def test_the_configuration_composes_and_scores_in_parallel(monkeypatch, reward):
