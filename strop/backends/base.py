@@ -165,20 +165,6 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with settings of torch's allocator of device memory."""
-
-
-def use_expandable_segments(device: torch.device) -> None:
-    """Let torch's allocator grow its blocks of device memory instead of asking for new ones.
-
-    Every micro-batch has another number of tokens, so blocks of one step do not fit those of the next, and
-    the reserved memory grows far beyond what is allocated. Settings in the user's environment stay.
-    """
-    if device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-
-
 @dataclass
 class Roles:
     """The models of a run; None where the configuration needs none."""

@@ -17,7 +17,6 @@ from strop.backends.base import (
     Outputs,
     nothing_to_release,
     use_deterministic_kernels,
-    use_expandable_segments,
 )
 from strop.backends.single import ModuleBackend, SingleBackend
 from strop.compat import Compat
@@ -81,7 +80,6 @@ class BackendMaker:
         `shared_with_engine`: a rollout engine samples from the module, so its
         weights stay on the device.
         """
-        use_expandable_segments(self.device)
         if fsdp.full_determinism:
             use_deterministic_kernels()
         if strategy == "megatron":
