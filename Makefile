@@ -102,7 +102,7 @@ $(AGENTS)/.ready: constraints-agents.txt
 	touch $@
 
 test-agents: $(READY) $(AGENTS)/.ready
-	$(BIN)/pytest -m agents tests/agents
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m agents tests/agents
 
 # Environments of other libraries. What the project needs is seen in its own environment.
 $(ENVIRONMENTS)/.ready: $(READY) constraints-environments.txt

@@ -49,6 +49,16 @@ def agent_policies(agent: AgentConfig) -> list[AgentPolicy]:
     return found
 
 
+def other_size(policy: AgentPolicy, given: tuple[int, float], own: tuple[int, float]) -> str | None:
+    """Why the adapter of a policy's folder does not fit to the run; None: it does. Rank and alpha of both."""
+    if given == own:
+        return None
+    return (
+        f"{policy.path} has lora_rank={given[0]} and lora_alpha={given[1]:g}, the run has {own[0]} and "
+        f"{own[1]:g}. All policies have the same: set those of the folder."
+    )
+
+
 def engine_adapters(agent: AgentConfig) -> dict[str, str | None]:
     """By policy, the adapter that a request of the engine names. The first policy is the module itself."""
     found: dict[str, str | None] = {}

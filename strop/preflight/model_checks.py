@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from strop.config.derived import engine_name, has_critic
+from strop.config.policies import KEY, agent_policies, other_size
 from strop.config.rules import ConfigFinding, error, warning
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
@@ -22,6 +23,7 @@ from strop.preflight.report import PreflightReport
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from strop.config.schema.actor import ActorRolloutRefConfig
     from strop.config.schema.rollout import RolloutConfig
     from strop.config.schema.roots import TrainingConfig
 
@@ -75,6 +77,25 @@ def lora_findings(model: ModelConfig, key: str) -> list[ConfigFinding]:
     if not isinstance(hidden, int) or model.lora_rank <= hidden:
         return []
     return [error(f"{key}.lora_rank", rank_message(model.lora_rank, hidden, f"its hidden size is {hidden}"))]
+
+
+def policy_findings(group: ActorRolloutRefConfig) -> list[ConfigFinding]:
+    """Errors for adapters of rollout.agent.policies that are not there or do not fit to the run."""
+    from strop.shared.adapter_folders import read_adapter_size
+
+    found = []
+    for policy in agent_policies(group.rollout.agent):
+        if policy.path is None:
+            continue
+        try:
+            given = read_adapter_size(Path(policy.path).expanduser())
+        except ValueError as problem:
+            found.append(error(f"{KEY}.{policy.name}.path", str(problem)))
+            continue
+        misfit = other_size(policy, given, (group.model.lora_rank, group.model.lora_alpha))
+        if misfit is not None and group.model.lora_adapter_path is None:
+            found.append(error(f"{KEY}.{policy.name}.path", misfit))
+    return found
 
 
 def expert_findings(model: ModelConfig, fsdp: FsdpConfig, key: str) -> list[ConfigFinding]:

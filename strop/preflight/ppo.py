@@ -33,6 +33,7 @@ from strop.preflight.model_checks import (
     local_model_config,
     lora_findings,
     native_obstacle,
+    policy_findings,
     ppo_expert_findings,
     quantization_findings,
     reward_file_finding,
@@ -80,6 +81,7 @@ def examine_ppo(config: PpoConfig, report: PreflightReport, given: InProcess | N
         report.findings += _positions(config)
         report.findings += megatron_findings(megatron_roles(config))
         report.findings += ppo_expert_findings(config)
+        report.findings += policy_findings(config.actor_rollout_ref)
         report.findings += draft_findings(ROLLOUT, rollout, config.actor_rollout_ref.model)
         report.findings += lora_findings(config.actor_rollout_ref.model, "actor_rollout_ref.model")
         if has_critic(config):

@@ -14,11 +14,21 @@ from strop.run.checkpoint.tensor_files import read_tensors
 
 def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
     """Rank, alpha and weights of an adapter in a folder of peft."""
+    return (*read_adapter_size(path), read_tensors(path / "adapter_model.safetensors"))
+
+
+def read_adapter_size(path: Path) -> tuple[int, float]:
+    """Rank and alpha of an adapter in a folder of peft."""
     file = path / "adapter_config.json"
     if not file.is_file():
         raise ValueError(f"{path} holds no adapter: there is no adapter_config.json in it.")
-    settings = json.loads(file.read_text())
-    return int(settings["r"]), float(settings["lora_alpha"]), read_tensors(path / "adapter_model.safetensors")
+    try:
+        settings = json.loads(file.read_text())
+        return int(settings["r"]), float(settings["lora_alpha"])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(
+            f"{file} cannot be read as that of a LoRA adapter ({type(error).__name__}: {str(error)[:200]})."
+        ) from error
 
 
 def load_weights(weights: Mapping[str, Tensor], backend: ModuleBackend) -> None:

@@ -17,6 +17,7 @@ from strop.config.rules import check
 from strop.ppo.build import build_ppo
 from strop.ppo.episodes.policies import PolicyShare, joined
 from strop.ppo.trainer import PpoTrainer
+from strop.preflight.model_checks import policy_findings
 from strop.run.checkpoint.store import load as load_checkpoint
 from strop.run.merge.merge import merge
 from strop.run.samples import UpdateLogProbs
@@ -127,9 +128,15 @@ def test_a_policy_begins_with_the_adapter_of_a_folder(game: Path, tmp_path: Path
     train(game, tmp_path / "second", "trainer.total_training_steps=1", frozen)
     champion = state(tmp_path / "first", 1)["actor_seller/model"]
     assert same(state(tmp_path / "second", 1)["actor_buyer/model"], champion)
-    with pytest.raises(ValueError, match=r"buyer.path=.* has lora_rank=8 .* the run has 4"):
-        more = ["actor_rollout_ref.model.lora_rank=4", frozen]
-        build_ppo(load("ppo_trainer", words(game, tmp_path / "x", *more), str(EXAMPLE / "grpo.yaml")))
+    more = ["actor_rollout_ref.model.lora_rank=4", frozen]
+    small = load("ppo_trainer", words(game, tmp_path / "x", *more), str(EXAMPLE / "grpo.yaml"))
+    [finding] = policy_findings(small.config.actor_rollout_ref)
+    assert "has lora_rank=8 and lora_alpha=16, the run has 4 and 16" in str(finding)
+    with pytest.raises(ValueError, match=r"buyer.path: .* has lora_rank=8 .* the run has 4"):
+        build_ppo(small)
+    (tmp_path / "champion" / "adapter_config.json").write_text("{}")
+    [finding] = policy_findings(small.config.actor_rollout_ref)
+    assert "cannot be read as that of a LoRA adapter" in str(finding)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from strop.algorithms.metrics.training import StepRecord
 from strop.backends.adapters import AdapterSet
 from strop.backends.base import Backend
 from strop.backends.single import ModuleBackend
-from strop.config.policies import KEY, AgentPolicy, agent_policies
+from strop.config.policies import KEY, AgentPolicy, agent_policies, other_size
 from strop.config.schema.ppo import PpoConfig
 from strop.models.lora import FIRST_ADAPTER, adapter_scale, with_adapter_name, without_adapter_name
 from strop.rollout.base import AdapterEngine, Engine
@@ -77,12 +77,9 @@ class PolicySet:
     def _load(self, policy: AgentPolicy, folder: Path, rank: int, alpha: float) -> None:
         """Begin with the adapter of a folder."""
         given_rank, given_alpha, weights = read_sampling_folder(folder)
-        if (given_rank, given_alpha) != (rank, alpha):
-            raise ValueError(
-                f"{KEY}.{policy.name}.path={folder} has lora_rank={given_rank} and lora_alpha="
-                f"{given_alpha:g}, the run has {rank} and {alpha:g}. All policies have the same: set "
-                "those of the folder."
-            )
+        problem = other_size(policy, (given_rank, given_alpha), (rank, alpha))
+        if problem is not None:
+            raise ValueError(f"{KEY}.{policy.name}.path: {problem}")
         with self.active(policy):
             names = {without_adapter_name(own): own for own in self._actor.weights.masters}
             load_weights({names.get(own, own): value for own, value in weights.items()}, self._actor)
