@@ -4,6 +4,7 @@ extras exist. A page with a program that is not known here fails, so that no new
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import itertools
 import json
@@ -11,13 +12,16 @@ import re
 import runpy
 import shlex
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
+import strop as package
 from strop import __version__
 from strop.cli import PROGRAMS, VERBS
 from strop.config.commandline import parse
@@ -323,6 +327,38 @@ def test_every_command_of_a_page_is_accepted(page: Path) -> None:
                     run(words)
                 except (Exception, SystemExit) as error:
                     raise AssertionError(f"{name_of(page)}: {command.text}: {error}") from error
+
+
+def code_blocks(language: str) -> list[tuple[Path, str]]:
+    pattern = re.compile(rf"^( *)```{language}\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    return [(page, textwrap.dedent(body)) for page in PAGES for _, body in pattern.findall(page.read_text())]
+
+
+def test_the_code_of_the_pages_parses_and_imports_what_exists() -> None:
+    found = code_blocks("python")
+    assert len(found) > 30
+    for page, body in found:
+        if page.name in ("api.md", "porting_trl.md"):  # signatures; two programs side by side
+            continue
+        part = textwrap.dedent(re.sub(r"^# in .*\n", "", body))  # a part of a class is indented
+        for node in ast.walk(ast.parse(part, filename=name_of(page))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "strop":
+                module_of_page = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    assert hasattr(module_of_page, alias.name), f"{name_of(page)}: {node.module}.{alias.name}"
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "strop"
+            ):
+                assert hasattr(package, node.attr), f"{name_of(page)}: strop.{node.attr}"
+
+
+def test_the_yaml_and_json_of_the_pages_parse() -> None:
+    found = [*code_blocks("yaml"), *code_blocks("json")]
+    assert len(found) >= 5
+    for page, body in found:
+        assert yaml.safe_load(body) is not None, name_of(page)
 
 
 @pytest.mark.slow
