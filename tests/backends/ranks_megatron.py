@@ -10,13 +10,14 @@ import torch
 
 from strop.backends.base import MicroBatching
 from strop.backends.megatron.backend import MegatronBackend
+from strop.backends.megatron.stage import StageChunk
 from strop.config.schema.megatron import MegatronConfig
 from strop.models.residual import widen_residual
 from tests.backends.make import make_backend, single
 from tests.backends.megatron_cpu import without_cuda
 from tests.backends.ranks import here
 from tests.backends.ranks_fsdp import assert_trained_alike, weights
-from tests.backends.test_conformance import optim
+from tests.backends.test_conformance import optim, policy_loss
 from tests.models.tiny import tiny_batch, tiny_model
 
 divided = partial(make_backend, MegatronBackend, ranks=here())
@@ -132,3 +133,68 @@ def test_the_load_balancing_loss_of_each_layer_is_in_the_gradient(way):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
         checked += 1
     assert checked
+
+
+SCALED = {
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "linear": {"factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_positions_are_scaled_as_transformers_scales_them(kind):
+    """Sequences of up to 18 tokens of a model that was trained with 8."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **SCALED[kind]}
+    one = single(tiny_model("qwen2", rope_parameters=rope))
+    many = divided(tiny_model("qwen2", rope_parameters=rope))
+    unscaled = single(tiny_model("qwen2"))
+    answers = [b.forward(tiny_batch(), ["log_probs"], MicroBatching(rows=2)).log_probs for b in (one, many)]
+    assert (answers[0] - answers[1]).abs().max() <= 4e-6
+    plain = unscaled.forward(tiny_batch(), ["log_probs"], MicroBatching(rows=2)).log_probs
+    assert (answers[0] - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("way", ["tensor", "expert"])
+def test_out_of_memory_is_an_error_that_names_the_rank(way, monkeypatch):
+    """Ranks are in the middle of each other's exchanges and cannot start over. The next update is whole."""
+    sizes = fitting(way)
+    plain = optim(optimizer="SGD", lr=0.1)
+    many = divided(tiny_model("qwen3_moe"), optim=plain, megatron=sizes)
+
+    def full(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageChunk, "run", full)
+        own = f"Rank {here().rank} of {here().world} is out of memory with micro-batches of 2 rows"
+        with pytest.raises(ValueError, match=own):
+            many.forward_backward(tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=2))
+    assert many.out_of_memory == 0
+    assert_trained_alike(single(tiny_model("qwen3_moe"), optim=plain), many)
+
+
+def test_one_rank_goes_on_with_smaller_micro_batches(monkeypatch):
+    if here().world > 1:
+        pytest.skip("for one rank")
+    plain = optim(optimizer="SGD", lr=0.1)
+    many = divided(tiny_model("qwen3_moe"), optim=plain)
+    run = StageChunk.run
+
+    def small(self, inputs, *more):
+        if inputs.ids.shape[1] > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, inputs, *more)
+
+    monkeypatch.setattr(StageChunk, "run", small)
+    one = single(tiny_model("qwen3_moe"), optim=plain)
+    found, expected = (
+        b.forward_backward(tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=5))
+        for b in (many, one)
+    )
+    assert many.out_of_memory > 0 and found == pytest.approx(expected, rel=1e-5)
