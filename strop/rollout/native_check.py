@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.attention import padded_attention, set_attention
-from strop.models.layouts.check import FAILURES, Measured, words_of
+from strop.models.layouts.check import FAILURES, Measured, reason_of, words_of
 from strop.models.layouts.small_model import build_small, class_of, config_key, small_config, small_model
 from strop.models.lora import base_model
 from strop.rollout.base import Request, Sampling
@@ -88,7 +88,7 @@ def measure_sampling(model: PreTrainedModel) -> Measured:
         engine = NativeEngine(model, max_num_seqs=4, max_num_batched_tokens=_BATCH_TOKENS)
         completions = engine.generate(requests, Sampling(max_tokens=_TOKENS, ignore_eos=True))
     except FAILURES as error:
-        return Measured(None, words_of(error))
+        return Measured(None, reason_of(error))
     largest = 0.0
     set_attention(model, padded_attention(model))
     for request, answers in zip(requests, completions, strict=True):

@@ -219,7 +219,7 @@ def _compare(
     try:
         found = _run(model, sequences, packed=packed)
     except FAILURES as error:
-        return Measured(None, words_of(error))
+        return Measured(None, reason_of(error) if packed else words_of(error))
     return Measured(max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
 
 
@@ -257,6 +257,16 @@ def _sequences(model: PreTrainedModel) -> list[Tensor]:
     rows = [torch.randint(3, size, (length,), generator=generator) for length in _LENGTHS]
     rows[-1][:_COMMON] = max(rows, key=len)[:_COMMON]
     return rows
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a model does not run in a packed row or in the rollout engine, from what its code raised there."""
+    if isinstance(error, ValueError):
+        return words_of(error)
+    return (
+        "its layers need the attention mask of transformers, or something else that packed rows and the "
+        f"native engine do not have; its code raises {words_of(error)}"
+    )
 
 
 def words_of(error: BaseException) -> str:
