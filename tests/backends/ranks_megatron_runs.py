@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from strop.config.compose import load
+from strop.models.heads import new_scalar_model
 from strop.quickstart.tiny_model import tiny_tokenizer
 from strop.ranks import Ranks
 from strop.run.merge.merge import merge
@@ -86,6 +88,24 @@ def test_ten_steps_with_four_tensor_parallel_ranks(settings, folder):  # noqa: F
     many = fit([*common, *KEYS, f"{ACTOR}.tensor_model_parallel_size=4"], folder / "many", here())
     report_gap("TP 4 grpo", one, many)
     assert_alike(one, many, STEPS)
+
+
+def test_a_reward_model_scores_as_in_one_process(settings, folder):  # noqa: F811
+    """Every rank holds all of it and scores its share of the samples."""
+    if here().is_rank0:
+        save(folder / "policy", "llama")
+        judge = new_scalar_model(AutoConfig.from_pretrained(folder / "policy"))
+        judge.save_pretrained(folder / "judge")
+        tiny_tokenizer().save_pretrained(folder / "judge")
+    rated = ["reward_model.enable=true", f"reward_model.model.path={folder}/judge"]
+    common = [*settings, *rated, f"actor_rollout_ref.model.path={folder}/policy"]
+    one = alone(common, folder / "one")
+    many = fit([*common, *KEYS, *words("tensor")], folder / "many", here())
+    report_gap("reward model", one, many)
+    assert_alike(one, many, 4)
+    if here().is_rank0:
+        scores = {row["critic/score/mean"] for row in metrics(one).values() if "critic/score/mean" in row}
+        assert len(scores) > 1, "the model tells responses apart"
 
 
 def save(folder, family, **changes):  # noqa: F811
