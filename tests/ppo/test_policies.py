@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from strop.config.compose import load
-from strop.config.policies import AgentPolicy
+from strop.config.compose import Loaded, load, reload
+from strop.config.policies import AgentPolicy, agent_policies
 from strop.config.rules import check
+from strop.config.schema.ppo import PpoConfig
 from strop.ppo.build import build_ppo
 from strop.ppo.episodes.policies import PolicyShare, joined
 from strop.ppo.trainer import PpoTrainer
@@ -27,6 +28,8 @@ from tests.ppo.runs import metrics, same
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "two_policies"
 AGENT = "actor_rollout_ref.rollout.agent"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+EXPORTS = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +80,19 @@ def state(run: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-def test_the_tokens_of_one_policy_never_train_the_other(game: Path, tmp_path: Path) -> None:
-    first = train(game, tmp_path / "both", "trainer.total_training_steps=2")[1]
-    frozen = train(
-        game, tmp_path / "frozen", "trainer.total_training_steps=1", f"{AGENT}.policies.buyer.train=false"
-    )[1]
-    both = state(tmp_path / "both", 1)
+@pytest.fixture(scope="module")
+def whole(game: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps in which both players are trained."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(game, folder, "trainer.total_training_steps=2", KL, EXPORTS)
+    return folder
+
+
+def test_the_tokens_of_one_policy_never_train_the_other(game: Path, whole: Path, tmp_path: Path) -> None:
+    first, second = metrics(whole)[1], metrics(whole)[2]
+    more = ["trainer.total_training_steps=1", KL, f"{AGENT}.policies.buyer.train=false"]
+    frozen = train(game, tmp_path / "frozen", *more)[1]
+    both = state(whole, 1)
     alone = state(tmp_path / "frozen", 1)
     seller, buyer = "actor_seller/model", "actor_buyer/model"
     assert same(both[seller], alone[seller]), "what the buyer learns does not reach the seller"
@@ -92,19 +102,17 @@ def test_the_tokens_of_one_policy_never_train_the_other(game: Path, tmp_path: Pa
     assert first["policy/seller/actor/grad_norm"] == frozen["policy/seller/actor/grad_norm"] > 0
     assert first["policy/buyer/actor/grad_norm"] > 0 and "policy/buyer/actor/grad_norm" not in frozen
     assert first["policy/buyer/score/mean"] == frozen["policy/buyer/score/mean"]
-    second = metrics(tmp_path / "both")[2]
     for name in ("seller", "buyer"):
         gap = second[f"policy/{name}/training/rollout_logprobs_diff_max"]
         assert gap < 1e-5, "each player was sampled with the weights that are trained on its tokens"
 
 
-def test_a_resumed_run_and_merged_policies_have_the_same_weights(game: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    saved = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    kl = "actor_rollout_ref.actor.use_kl_loss=true"
-    train(game, whole, "trainer.total_training_steps=2", kl, saved)
-    train(game, parts, "trainer.total_training_steps=1", kl)
-    train(game, parts, "trainer.total_training_steps=2", kl)
+def test_a_resumed_run_and_merged_policies_have_the_same_weights(
+    game: Path, whole: Path, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    train(game, parts, "trainer.total_training_steps=1", KL)
+    train(game, parts, "trainer.total_training_steps=2", KL)
     expected = state(whole, 2)
     resumed = state(parts, 2)
     assert expected.keys() == resumed.keys() and len(expected) > 4
@@ -121,12 +129,11 @@ def test_a_resumed_run_and_merged_policies_have_the_same_weights(game: Path, tmp
     assert not same(exported["seller"], exported["buyer"])
 
 
-def test_a_policy_begins_with_the_adapter_of_a_folder(game: Path, tmp_path: Path) -> None:
-    train(game, tmp_path / "first", "trainer.total_training_steps=1")
-    merge(str(tmp_path / "first/global_step_1/actor_seller"), str(tmp_path / "champion"), keep_lora=True)
+def test_a_policy_begins_with_the_adapter_of_a_folder(game: Path, whole: Path, tmp_path: Path) -> None:
+    merge(str(whole / "global_step_1/actor_seller"), str(tmp_path / "champion"), keep_lora=True)
     frozen = f"{AGENT}.policies.buyer={{train: false, path: {tmp_path}/champion}}"
     train(game, tmp_path / "second", "trainer.total_training_steps=1", frozen)
-    champion = state(tmp_path / "first", 1)["actor_seller/model"]
+    champion = state(whole, 1)["actor_seller/model"]
     assert same(state(tmp_path / "second", 1)["actor_buyer/model"], champion)
     more = ["actor_rollout_ref.model.lora_rank=4", frozen]
     small = load("ppo_trainer", words(game, tmp_path / "x", *more), str(EXAMPLE / "grpo.yaml"))
@@ -197,42 +204,56 @@ def test_rows_and_log_probs_of_all_policies_are_joined_in_the_same_order() -> No
     assert known_of_all.log_probs[:, 0].tolist() == [3.0, 2.0, 4.0], "each value belongs to its row"
 
 
-POLICIES = f"{AGENT}.policies={{a: {{}}, b: {{}}}}"
+@pytest.fixture(scope="module")
+def one_policy(tmp_path_factory: pytest.TempPathFactory) -> Loaded[PpoConfig]:
+    folder = tmp_path_factory.mktemp("rules")
+    more = [f"{AGENT}.reward=file", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=8"]
+    return load("ppo_trainer", [*words(folder, folder), *more])
+
+
+TWO: dict[str, object] = {f"{AGENT}.policies.a": {}, f"{AGENT}.policies.b": {}}
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("changes", "message"),
     [
-        ([POLICIES], None),
-        ([f"{AGENT}.policies={{a: {{}}}}"], "is one policy"),
-        ([f"{AGENT}.policies={{a: {{train: false}}, b: {{train: false}}}}"], "nothing would be trained"),
-        ([f"{AGENT}.policies={{a: {{}}, b: {{trian: false}}}}"], "b.trian: no such key"),
-        ([f"{AGENT}.policies={{a: {{}}, b: 3}}"], "b=3 must be a section"),
-        ([f"{AGENT}.policies={{a: {{}}, b/c: {{}}}}"], "cannot name a policy"),
-        ([POLICIES, f"{AGENT}.players=[white,black]"], "every policy is a player"),
-        ([POLICIES, f"{AGENT}.reward=exit"], "each policy needs a score"),
-        ([POLICIES, f"{AGENT}.command=null"], "needs a program"),
-        ([POLICIES, "actor_rollout_ref.model.lora_rank=0"], "policies are LoRA adapters"),
-        ([POLICIES, "actor_rollout_ref.rollout.name=hf"], "only the native engine"),
-        ([POLICIES, "trainer.n_gpus_per_node=2"], "trained on one device"),
-        ([POLICIES, "trainer.async_training.enable=true"], "switch them off"),
-        ([POLICIES, "algorithm.adv_estimator=gae"], "a critic"),
-        ([POLICIES, "trainer.enable_ema=true"], "enable_ema"),
-        ([POLICIES, "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"], "optimizer_offload"),
+        (TWO, None),
+        ({f"{AGENT}.policies.a": {}}, "is one policy"),
+        (
+            {f"{AGENT}.policies.a.train": False, f"{AGENT}.policies.b.train": False},
+            "nothing would be trained",
+        ),
+        ({**TWO, f"{AGENT}.policies.b": {"trian": False}}, "b.trian: no such key"),
+        ({**TWO, f"{AGENT}.policies.b": 3}, "b=3 must be a section"),
+        ({**TWO, f"{AGENT}.policies.b c": {}}, "cannot name a policy"),
+        ({**TWO, f"{AGENT}.players": ["white", "black"]}, "every policy is a player"),
+        ({**TWO, f"{AGENT}.reward": "exit"}, "each policy needs a score"),
+        ({**TWO, f"{AGENT}.command": None}, "needs a program"),
+        ({**TWO, "actor_rollout_ref.model.lora_rank": 0}, "policies are LoRA adapters"),
+        ({**TWO, "actor_rollout_ref.rollout.name": "hf"}, "only the native engine"),
+        ({**TWO, "trainer.n_gpus_per_node": 2}, "trained on one device"),
+        ({**TWO, "trainer.async_training.enable": True}, "switch them off"),
+        ({**TWO, "algorithm.adv_estimator": "gae"}, "a critic"),
+        ({**TWO, "trainer.enable_ema": True}, "enable_ema"),
+        ({**TWO, "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True}, "optimizer_offload"),
     ],
 )
-def test_what_policies_cannot_be_combined_with(tmp_path: Path, more: list[str], message: str | None) -> None:
-    base = [
-        *words(tmp_path, tmp_path),
-        f"{AGENT}.reward=file",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.model.lora_rank=8",
-    ]
+def test_what_policies_cannot_be_combined_with(
+    one_policy: Loaded[PpoConfig], changes: dict[str, object], message: str | None
+) -> None:
     errors = []
-    for found in check(load("ppo_trainer", [*base, *more])):
+    for found in check(reload(one_policy.root, one_policy.tree(), changes)):
         if found.level == "error" and "policies" in found.key:
             errors.append(found.message)
     if message is None:
         assert errors == []
     else:
         assert any(message in said for said in errors), errors
+
+
+def test_empty_sections_of_policies_are_read_from_words(tmp_path: Path) -> None:
+    loaded = load(
+        "ppo_trainer", [*words(tmp_path, tmp_path), f"{AGENT}.policies={{a: {{}}, b: {{train: false}}}}"]
+    )
+    policies = agent_policies(loaded.config.actor_rollout_ref.rollout.agent)
+    assert policies == [AgentPolicy("a", True, None), AgentPolicy("b", False, None)]
