@@ -131,7 +131,7 @@ def test_a_row_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     pairs.config.max_length, pairs.config.truncation = 4, "left"  # what is kept is not yet cut
     assert all(len(pair.chosen.ids) == 4 for pair in pairs) and len(calls) == 6
-    monkeypatch.setattr("strop.data.supervised.CACHED_TOKENS", 0)
+    monkeypatch.setattr("strop.data.examples.CACHED_TOKENS", 0)
     fresh = build_supervised(PairDataConfig(train_files=str(tmp_path / "a.jsonl"), prompt_key="q"), TOKENIZER)
     assert list(fresh) == list(fresh) == first and len(calls) == 18
 
