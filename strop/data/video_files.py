@@ -1,4 +1,4 @@
-"""Frames of a video file, decoded by PyAV (pip install 'strop[video]'). The only file that imports it."""
+"""Frames of a video file, decoded by PyAV (the extra `video`). The only file that imports it."""
 
 from __future__ import annotations
 
