@@ -39,7 +39,7 @@ from strop.models.build import persistent_buffers
 from strop.models.forward import head_is_plain, response_outputs
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
-from strop.models.layouts.routing import end_routing
+from strop.models.layouts.routing import end_routing, routings
 from strop.models.lora import adapters_off, has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
@@ -130,7 +130,8 @@ class ModuleBackend(ABC):
         try:
             return self.oom_retry.run(micro, batch.lengths, attempt, again=fresh)
         finally:
-            end_routing(self.module)
+            if self.module in routings:
+                end_routing(self.module)
 
     @property
     def out_of_memory(self) -> int:
@@ -350,7 +351,8 @@ class SingleBackend(ModuleBackend):
             for rows in partition(batch, micro):
                 for name, found in self._outputs(batch.select(rows), want).items():
                     write_rows(tables, name, rows, found)
-        end_routing(self.module)
+        if self.module in routings:
+            end_routing(self.module)
         return Outputs(**tables)
 
     def _forward_backward(

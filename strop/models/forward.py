@@ -23,7 +23,7 @@ from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
 from strop.models.layouts.check import runs_packed
-from strop.models.layouts.routing import auxiliary_loss, begin_routing, recorded_experts
+from strop.models.layouts.routing import auxiliary_loss, begin_routing, recorded_experts, routings
 from strop.models.lora import decoder_of
 from strop.models.packing import NOTHING, Inputs, lay_out, rectangle, without_last
 from strop.models.sequence_parallel import Slicing
@@ -91,7 +91,9 @@ def response_outputs(
         names = [name for name in want if name in LANGUAGE]
         head = _LanguageHead(model, share.states, share.labels, names, temperature, chunk)
     options = {"output_router_logits": True} if counted else {}
-    begin_routing(model, batch, inputs, records="experts" in want)
+    records = "experts" in want
+    if records or batch.experts is not None or model in routings:
+        begin_routing(model, batch, inputs, records=records)
     result, output = _run(model, share.inputs, head, attention, options)
     found = {}
     for name, column in zip(head.names, share.join(result).unbind(-1), strict=True):

@@ -142,7 +142,7 @@ def test_states_that_are_kept_count_against_the_memory_of_the_cache() -> None:
     turns(engine, 2, talks=6)
     assert engine._step_loop is not None
     states = engine._step_loop.runner.cache.states
-    snapshots = engine._step_loop.scheduler.prefix_cache.snapshots
+    snapshots = engine._step_loop.scheduler.snapshots
     each = states.bytes_per_row
     assert 0 < len(snapshots) <= snapshots.max_slots == (400_000 - 8 * each) // 4 // each
     held = sum(state.nbytes for kept in states._kept.values() for state in kept.values())

@@ -29,7 +29,7 @@ from strop.config.schema.model import FsdpConfig
 from strop.models.forward import head_is_plain
 from strop.models.heads import HEAD
 from strop.models.layouts.check import runs_packed
-from strop.models.layouts.routing import end_routing
+from strop.models.layouts.routing import end_routing, routings
 from strop.models.lora import has_adapters, merged_weights
 from strop.models.patches import patch_for_device
 from strop.models.sequence_parallel import Slicing
@@ -126,7 +126,8 @@ class FsdpBackend(RankedBackend):
                 self.lockstep.run(functools.partial(answer, rows), nothing)
             for _ in range(idle):
                 nothing()
-        end_routing(self.module)
+        if self.module in routings:
+            end_routing(self.module)
         self._reshard()
         self._share_out_of_memory()
         for table in tables.values():  # rows of other ranks are 0 here

@@ -137,14 +137,14 @@ def _watch(router: Any) -> LayerExperts:
     return layer
 
 
-_routings: WeakKeyDictionary[nn.Module, ModelRouting] = WeakKeyDictionary()
+routings: WeakKeyDictionary[nn.Module, ModelRouting] = WeakKeyDictionary()
 
 
 def routing_of(model: nn.Module) -> ModelRouting:
     """The routers of a model; made once."""
-    if model not in _routings:
-        _routings[model] = ModelRouting(model)
-    return _routings[model]
+    if model not in routings:
+        routings[model] = ModelRouting(model)
+    return routings[model]
 
 
 def begin_routing(model: nn.Module, batch: Batch, inputs: Inputs, *, records: bool) -> None:
@@ -164,7 +164,7 @@ def begin_routing(model: nn.Module, batch: Batch, inputs: Inputs, *, records: bo
 
 def end_routing(model: nn.Module) -> None:
     """Routers choose for themselves again."""
-    known = _routings.get(model)
+    known = routings.get(model)
     for layer in known.layers if known is not None else ():
         layer.end()
 

@@ -29,7 +29,8 @@ from strop.rollout.native.images import ImagePrefill
 from strop.rollout.native.kv_cache import CacheTensors, KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.pages import PagedKVCache
-from strop.rollout.native.prefixes.kept_states import KeptStates
+from strop.rollout.native.prefixes.kept_states import KeptStates, fit_row_states
+from strop.rollout.native.prefixes.snapshots import StateSnapshots
 from strop.rollout.native.quantization.cache import ShortTensors
 from strop.rollout.native.requests import Admission, PrefillChunk, ScheduledSample
 from strop.rollout.native.speculation.attention import AheadDecode
@@ -72,7 +73,8 @@ class Runner:
         self.cache = self._build_cache(fp8_cache)
         # A prompt in several passes would have its states summed in another order than in training.
         self.chunked = chunked and not self.cache.has_states
-        self.kept = KeptStates(self.cache.states)
+        self.kept: KeptStates | None = None
+        """States that are kept besides those of the rows."""
         self._selects_logits = "logits_to_keep" in inspect.signature(base_model(model).forward).parameters
         self._graphs: CudaGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -84,6 +86,12 @@ class Runner:
         """Other ranks compute a part of the model."""
         self._drafts: Drafts | None = None
 
+    def keep_states(self) -> StateSnapshots:
+        """Keep states of prompts and turns from now on; returns where they are found."""
+        snapshots = StateSnapshots()
+        self.kept = KeptStates(self.cache.states, snapshots)
+        return snapshots
+
     def use_drafts(self, drafts: Drafts) -> None:
         """What passes with drafts need; see `decode`."""
         self._drafts = drafts
@@ -92,8 +100,10 @@ class Runner:
 
     def rows_and_tokens(self, size: int, rows: int) -> tuple[int, int]:
         """How many of `rows` rows, and how many tokens of them together, fit into `size` bytes."""
-        if self.cache.has_states:
+        if self.kept is not None:
             rows, size = self.kept.fit_memory(size, rows)
+        elif self.cache.has_states:
+            rows, size = fit_row_states(self.cache.states, size, rows)
         return rows, size // self.cache.bytes_per_token
 
     def draft_bytes(self, size: int, longest: int) -> int:
@@ -186,7 +196,8 @@ class Runner:
         if self._graphs is not None:
             self._graphs.check(self.model)
         self.rows.fill(admissions)
-        self.kept.load(admissions)
+        if self.kept is not None:
+            self.kept.load(admissions)
         computed = 0
         chunks = []
         by_row: dict[int, Admission] = {}
@@ -201,7 +212,7 @@ class Runner:
             if not admission.decode_prefill:
                 by_row[admission.row] = admission
                 chunks.append(PrefillChunk(admission.row, num_cached, sample.sequence[num_cached:]))
-        if self.kept.active:
+        if self.kept is not None:
             chunks = self.kept.with_slots(chunks, by_row)
         chunks.sort(key=lambda chunk: by_row[chunk.row].sample.adapter)
         for batch in self._batches(chunks):
@@ -278,7 +289,7 @@ class Runner:
             used["adapters"] = self.lora.set_rows([sample.adapter for sample in samples], self.cache.rows)
         used["drafts"] = drafts
         # A row may finish before the last of these steps, and its states must stay as they are then.
-        used["stops_states"] = self.kept.active and steps > 1 and any(one.multi_turn for one in samples)
+        used["stops_states"] = self.kept is not None and steps > 1 and any(one.multi_turn for one in samples)
         if drafts:
             assert self._drafts is not None
             ahead = steps * (drafts + 1)

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
+from strop.rollout.native.kv_cache import BLOCK, CachedPrefix, PrefixCache
 from strop.rollout.native.pages import PAGE, pages_for
-from strop.rollout.native.prefixes.cache import CachedPrefix, PrefixCache
-from strop.rollout.native.prefixes.hashes import BLOCK, block_hashes
-from strop.rollout.native.requests import Admission, ScheduledSample
+from strop.rollout.native.prefixes.snapshots import StateSnapshots, find_continuation
+from strop.rollout.native.requests import Admission, ScheduledSample, block_hashes
 
 _MIN_SECOND_PASS = 64
 """Tokens in common with a row admitted at the same time that are worth a second prefill pass."""
@@ -55,7 +55,14 @@ class Scheduler:
         self.lengths: list[int] = []
         """Tokens of each running row; between two reads of the device, an upper bound."""
         self.prefix_cache = PrefixCache()
+        self.snapshots: StateSnapshots | None = None
+        """Where a model with states can continue."""
         self._num_admitted = 0
+
+    def use_snapshots(self, snapshots: StateSnapshots) -> None:
+        """States are kept in them; they are outdated when the prefix cache is."""
+        self.snapshots = snapshots
+        self.prefix_cache.on_clear = snapshots.clear
 
     @property
     def idle(self) -> bool:
@@ -222,8 +229,13 @@ class Scheduler:
         length = len(prefix.tokens)
         # Only conversations and further samples of the same prompt, which are next, come back to it.
         more = bool(self.waiting) and self.waiting[0].request == sample.request
-        keeps = bool(self.prefix_cache.snapshots.max_slots) and length > BLOCK and (sample.multi_turn or more)
-        found = self.prefix_cache.find_snapshot(prefix.tokens, prefix.hashes, prefix.adapter)
+        keeps = False
+        found = None
+        if self.snapshots is not None:
+            keeps = self.snapshots.max_slots > 0 and length > BLOCK and (sample.multi_turn or more)
+            found = find_continuation(
+                self.snapshots, self.prefix_cache, prefix.tokens, prefix.hashes, prefix.adapter
+            )
         if found is None:
             return Admission(sample, prefix.row, keeps_states=keeps)
         match, slot = found

@@ -63,7 +63,7 @@ class StepLoop:
         )
         self._prefix_caching = prefix_caching
         if prefix_caching and runner.cache.has_states:
-            runner.kept.use(self.scheduler.prefix_cache.snapshots)
+            self.scheduler.use_snapshots(runner.keep_states())
         self._on_finished = on_finished
         self._after_step = after_step
         self._meter = meter
@@ -358,7 +358,8 @@ class StepLoop:
                 # prefill has more uncomputed tokens.
                 if finish != "error" and sample.length > sample.decode_prefill_len:
                     reusable[row] = tuple(sample.prefix_keys[:-1])
-            self.runner.kept.keep((row, scheduler.running[row]) for row in reusable)
+            if self.runner.kept is not None:
+                self.runner.kept.keep((row, scheduler.running[row]) for row in reusable)
         used = max(scheduler.lengths)
         self._close_gaps(scheduler.remove_finished(rows, reusable), used)
         for sample, finish in zip(samples, finishes):

@@ -15,30 +15,26 @@ _SLOT_SHARE = 4
 """They take at most this part of the memory that the states of the rows leave."""
 
 
+def fit_row_states(states: RowStates, size: int, rows: int) -> tuple[int, int]:
+    """How many of `rows` rows have states within half of `size` bytes, and the bytes that are left."""
+    rows = states.rows_within(size // 2, rows)
+    return rows, size - rows * states.bytes_per_row
+
+
 class KeptStates:
-    def __init__(self, states: RowStates) -> None:
+    def __init__(self, states: RowStates, snapshots: StateSnapshots) -> None:
+        """`snapshots`: where the kept states are found."""
         self._states = states
-        self._snapshots: StateSnapshots | None = None
-
-    def use(self, snapshots: StateSnapshots) -> None:
-        """Keep states from now on; this is where they are found."""
         self._snapshots = snapshots
-
-    @property
-    def active(self) -> bool:
-        return self._snapshots is not None
 
     def fit_memory(self, size: int, rows: int) -> tuple[int, int]:
         """How many of `rows` rows have states within half of `size` bytes, and the bytes that are left for
         keys and values when states are kept too."""
+        rows, size = fit_row_states(self._states, size, rows)
         each = self._states.bytes_per_row
-        rows = self._states.rows_within(size // 2, rows)
-        size -= rows * each
-        if self._snapshots is not None:
-            slots = min(_SLOTS_PER_ROW * rows, max(0, size) // _SLOT_SHARE // each)
-            self._snapshots.set_slots(slots)
-            size -= slots * each
-        return rows, size
+        slots = min(_SLOTS_PER_ROW * rows, max(0, size) // _SLOT_SHARE // each)
+        self._snapshots.set_slots(slots)
+        return rows, size - slots * each
 
     def load(self, admissions: Sequence[Admission]) -> None:
         """Rows that continue where states were kept get these states."""
@@ -66,8 +62,6 @@ class KeptStates:
         """Slots for the states of rows before their last tokens, and these rows. What one was given can be
         evicted for the next: the last one has it."""
         taken: dict[int, int] = {}
-        if self._snapshots is None:
-            return taken
         for row, sample in wanted:
             slot = self._snapshots.add(sample.prefix_keys[:-1], sample.adapter)
             if slot is not None:

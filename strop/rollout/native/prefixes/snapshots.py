@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from strop.rollout.native.prefixes.hashes import prefix_hashes
+from strop.rollout.native.kv_cache import PrefixCache, PrefixMatch
+from strop.rollout.native.requests import prefix_hashes
 
 SnapshotKey = tuple[int, int, int]
 """Adapter, number of tokens, their hash."""
@@ -95,3 +96,28 @@ class StateSnapshots:
     def _touch(self, snapshot: Snapshot) -> None:
         self._clock += 1
         snapshot.last_used = self._clock
+
+
+def find_continuation(
+    snapshots: StateSnapshots,
+    cache: PrefixCache,
+    tokens: Sequence[int],
+    hashes: Sequence[int],
+    adapter: int,
+) -> tuple[PrefixMatch, int] | None:
+    """The longest beginning of `tokens`, shorter than all of them, after which states are kept and whose keys
+    and values are in a row; and the slot of the states."""
+    limit = len(tokens) - 1
+    found = snapshots.find(tokens, adapter, limit)
+    if found is None:
+        return None
+    finished = cache.find_finished(found.tokens, adapter)
+    if finished is not None:
+        return PrefixMatch(finished, len(found.tokens)), found.slot
+    match = cache.find(tokens, hashes, adapter)
+    if match is None:
+        return None
+    found = snapshots.find(tokens, adapter, min(match.num_tokens, limit))
+    if found is None:
+        return None
+    return PrefixMatch(match.prefix, len(found.tokens)), found.slot

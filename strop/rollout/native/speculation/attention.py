@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from strop.extras import require
 from strop.models.layouts.mixers import MixerForward
 from strop.rollout.native.attention import AttentionOptions, Cache, attention_output, causal_mask
-from strop.rollout.native.kv_cache import draft_kernels, kernels
+from strop.rollout.native.kv_cache import kernels
+
+
+@cache
+def draft_kernels(device: str) -> ModuleType | None:
+    """The Triton kernels of passes with drafts for a device type, or None."""
+    if kernels(device) is None:
+        return None
+    return require("strop.rollout.native.speculation.kernels", extra="gpu", why="Fast decoding on a GPU")
 
 
 class AheadDecode:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from strop.config.schema.rollout import SpeculationConfig
 from strop.rollout.native.decode_rows import DecodeRows, Features
-from strop.rollout.native.kv_cache import draft_kernels
 from strop.rollout.native.requests import ScheduledSample
 from strop.rollout.native.sampler import SampledTokens
+from strop.rollout.native.speculation.attention import draft_kernels
 from strop.rollout.native.speculation.controller import Controller
 from strop.rollout.native.speculation.memory import DraftMemory, PromptMemory
 from strop.rollout.native.speculation.propose import NO_TOKEN, propose
