@@ -18,6 +18,9 @@ ENVIRONMENTS := .venv-environments
 DOCS   := .venv-docs
 DEPLOY := .venv-deploy
 
+# One more than there are cores: many tests wait for a process that they started.
+WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
+
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -65,7 +68,7 @@ quickstart: $(READY)
 test: lint unit
 
 unit: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments and not deploy'
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20 -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments and not deploy'
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py

@@ -42,7 +42,7 @@ def test_with_age_zero_it_is_the_synchronous_loop_bit_for_bit(overrides, tmp_pat
         assert all(ahead[step]["staleness/max"] == 0 for step in range(1, 5)), name
 
 
-@pytest.mark.parametrize("more", [[], PARTIAL], ids=["waits", "cuts"])
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.slow), PARTIAL], ids=["waits", "cuts"])
 def test_rows_are_trained_in_the_order_drawn_and_no_older_than_allowed(overrides, tmp_path, more):
     long = ["trainer.total_training_steps=6", "trainer.test_freq=-1", "trainer.save_freq=-1"]
     seen = {}
@@ -87,7 +87,8 @@ def test_one_step_off_policy_does_not_depend_on_the_clock(overrides, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "ahead", "oldest"), [(1, [4, 4, 4, 4, 4, 0], 1), (2, [16, 8, 16, 8, 8, 0], 2)]
+    ("every", "ahead", "oldest"),
+    [pytest.param(1, [4, 4, 4, 4, 4, 0], 1, marks=pytest.mark.slow), (2, [16, 8, 16, 8, 8, 0], 2)],
 )
 def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahead, oldest):
     """A half more may be begun than is trained on (8 prompts a step) from one weight update to the next."""

@@ -8,7 +8,9 @@ from tests.ppo.test_agents import game, games, played  # noqa: F401 - fixtures
 from tests.ppo.test_async import ASYNC, BESIDE, PARTIAL
 
 
-@pytest.mark.parametrize("mode", [[*BESIDE, *PARTIAL], PARTIAL], ids=["beside", "between"])
+@pytest.mark.parametrize(
+    "mode", [[*BESIDE, *PARTIAL], pytest.param(PARTIAL, marks=pytest.mark.slow)], ids=["beside", "between"]
+)
 def test_conversations_run_ahead(game, mode):  # noqa: F811
     quiet = ["trainer.total_training_steps=4", "trainer.test_freq=-1", "trainer.val_before_train=false"]
     steps = played(game, *quiet, *mode, f"{ASYNC}max_policy_age=1")

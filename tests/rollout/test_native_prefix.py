@@ -165,7 +165,7 @@ def test_the_cache_grows_for_conversations_within_its_budget() -> None:
         assert engine._step_loop is not None and engine._step_loop.runner.cache.bytes <= budget * PER_TOKEN
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_crowds_of_conversations_get_what_each_would_get_alone(seed: int) -> None:
     """Few rows, little memory, turns that come and go at random: reuse, moves, evictions and preemptions all at once."""
     draw = random.Random(seed)
