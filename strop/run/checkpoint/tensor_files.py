@@ -105,22 +105,33 @@ def split(tree: Tree, *, name: str = "the tree") -> tuple[Tree, dict[str, Tensor
     return splitter.encode(tree, ()), splitter.tensors
 
 
-def join(plain: Tree, tensors: Mapping[str, object]) -> Tree:
-    """The inverse of `split`; `tensors` may be SavedTensors instead of tensors."""
+MAX_DEPTH = 100
+"""Containers inside each other. A run writes a few; a damaged file may have thousands."""
+
+
+def join(plain: Tree, tensors: Mapping[str, object], depth: int = 0) -> Tree:
+    """The inverse of `split`; `tensors` may be SavedTensors instead of tensors. `depth`: containers around
+    `plain`."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"More than {MAX_DEPTH} containers are inside each other.")
+
+    def inner(value: Tree) -> Tree:
+        return join(value, tensors, depth + 1)
+
     if isinstance(plain, list):
-        return [join(item, tensors) for item in plain]
+        return [inner(item) for item in plain]
     if not isinstance(plain, dict):
         return plain
     mark = next(iter(plain), "")
     if len(plain) != 1 or not mark.startswith("$"):
-        return {key: join(value, tensors) for key, value in plain.items()}
+        return {key: inner(value) for key, value in plain.items()}
     content = plain[mark]
     if mark == "$tensor":
         return tensors[content]
     if mark == "$tuple":
-        return tuple(join(item, tensors) for item in content)
+        return tuple(inner(item) for item in content)
     if mark == "$dict":
-        return {join(key, tensors): join(value, tensors) for key, value in content}
+        return {inner(key): inner(value) for key, value in content}
     if mark == "$float":
         return float(content)
     raise ValueError(f"The mark {mark!r} is not known. A newer version of Strop may have written this.")
