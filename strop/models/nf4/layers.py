@@ -126,7 +126,7 @@ def _quantize(layer: nn.Linear, device: torch.device | None) -> None:
     home = layer.weight.device
     packed, scales = quantize(layer.weight.detach().to(device or home))
     layer.weight = nn.Parameter(packed.to(home), requires_grad=False)
-    layer.register_buffer("scales", scales.to(home))
+    layer.register_buffer("scales", scales.to(home), persistent=False)  # no part of an exported model
     layer.__class__ = Nf4Linear
 
 
