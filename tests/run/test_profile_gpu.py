@@ -46,8 +46,10 @@ def test_marks_for_nsys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_peaks_are_of_one_step() -> None:
+    """What other tests of this process left allocated is in all of the numbers."""
+    before = torch.cuda.memory_allocated() / 2**30
     big = torch.empty(2**28, device="cuda", dtype=torch.uint8)
-    assert memory_metrics()["perf/max_memory_allocated_gb"] >= 0.25
+    assert memory_metrics()["perf/max_memory_allocated_gb"] >= before + 0.25
     del big
     memory_metrics()
-    assert memory_metrics()["perf/max_memory_allocated_gb"] < 0.25
+    assert memory_metrics()["perf/max_memory_allocated_gb"] < before + 0.25
