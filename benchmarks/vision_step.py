@@ -1,7 +1,8 @@
 """A step of reinforcement learning on prompts with images: seconds by phase, sampled against recomputed
 log-probs, and the rollout beside vLLM.
 
-    python benchmarks/vision_step.py                       # Qwen2.5-VL-3B, 64 prompts x 8 samples, 448 x 448
+    python benchmarks/vision_step.py                       # Qwen2.5-VL-3B, 32 prompts x 8 samples, 448 x 448
+    python benchmarks/vision_step.py --prompts 64 --steps 2
     python benchmarks/vision_step.py --vllm                # vLLM is in the same environment
     python benchmarks/vision_step.py --vllm --vllm-python ENVIRONMENT/bin/python
     python benchmarks/vision_step.py --shape tiny --device cpu    # a trial
@@ -9,7 +10,7 @@ log-probs, and the rollout beside vLLM.
 The weights are random; every prompt has a picture of its own, whose samples share it. `features` is the
 vision tower over all images alone, `prefill` a rollout of one token (features included), `rollout` the whole
 one and `decode` the difference. `log_probs` recomputes what was sampled, `update` is forward, backward and
-optimizer step. Prints a JSON line per round and the best of each phase last.
+optimizer step. Prints a JSON line when a phase ends and the best of each phase last.
 
 With `--vllm`, vLLM's offline interface runs in a process of its own (rollout_vllm.py), with random weights of
 the same shape, the same token ids, the same pictures as multi_modal_data, the end of the text ignored, and
@@ -116,7 +117,7 @@ GRAPHS = (1, 2, 4, 8, 16, 32, *range(64, 512, 64))
 later; decoding runs at the number of rows."""
 TINY_WORK = {"prompts": 4, "samples": 2, "side": 56, "tokens": 8, "text": 6}
 """Defaults of `--shape tiny`."""
-WORK = {"prompts": 64, "samples": 8, "side": 448, "tokens": 256, "text": 64}
+WORK = {"prompts": 32, "samples": 8, "side": 448, "tokens": 256, "text": 64}
 
 
 def config_of(shape: str) -> Any:
@@ -236,7 +237,7 @@ def loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 class Clock:
-    """Seconds of each phase."""
+    """Seconds of each phase, printed when it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -248,6 +249,7 @@ class Clock:
         found = call()
         self._finish()
         self.seconds[phase] = time.perf_counter() - start
+        print(json.dumps({"phase": phase, "seconds": round(self.seconds[phase], 4)}), flush=True)
         return found
 
     def _finish(self) -> None:
@@ -290,8 +292,7 @@ def rollouts(
             if tokens != wanted:
                 raise SystemExit(f"vLLM made {tokens} tokens, not {wanted}.")
             seconds["vllm"].append(spent)
-        last = {name: round(values[-1], 4) for name, values in seconds.items() if values}
-        print(json.dumps({"round": number, "seconds": last}), flush=True)
+            print(json.dumps({"phase": "vllm", "seconds": round(spent, 4)}), flush=True)
     return seconds, answers
 
 
@@ -305,25 +306,25 @@ def train(
         backend.forward_backward(rows, ["log_probs"], loss, micro)
         backend.step()
 
-    again = backend.forward(batch, ["log_probs"], micro).log_probs  # before any update
-    assert batch.rollout_log_probs is not None
-    gap = (batch.rollout_log_probs - again)[batch.mask > 0].abs()
+    clock = Clock(backend.device)
+    few = batch.select(range(min(len(batch), 4 * asked.samples)))
+    found = clock.run("log_probs warm-up", lambda: backend.forward(few, ["log_probs"], micro))
+    assert few.rollout_log_probs is not None
+    gap = (few.rollout_log_probs - found.log_probs)[few.mask > 0].abs()  # before any update
     facts: dict[str, Any] = {
         "gap_max": float(gap.max()),
         "gap_mean": float(gap.mean()),
         "same_bits": float((gap == 0).float().mean()),
     }
-    update(batch.select(range(min(len(batch), 4 * asked.samples))))  # warm-up
+    clock.run("update warm-up", lambda: update(few))
     seconds: dict[str, list[float]] = {"features": [], "log_probs": [], "update": []}
-    for number in range(1, 1 + asked.steps):
+    for _ in range(asked.steps):
         clock = Clock(backend.device)
         clock.run("features", lambda: features(backend, requests, asked.images_at_once))
         clock.run("log_probs", lambda: backend.forward(batch, ["log_probs"], micro))
         clock.run("update", lambda: update(batch))
         for name, value in clock.seconds.items():
             seconds[name].append(value)
-        shown = {name: round(value, 4) for name, value in clock.seconds.items()}
-        print(json.dumps({"step": number, "seconds": shown}), flush=True)
     facts["update_tokens_per_second"] = round(sum(batch.lengths) / min(seconds["update"]))
     if backend.device.type == "cuda":
         facts["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
@@ -339,7 +340,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--side", type=int, help="of an image, in pixels")
     parser.add_argument("--tokens", type=int, help="of every answer")
     parser.add_argument("--text", type=int, help="tokens of a prompt besides its image")
-    parser.add_argument("--steps", type=int, default=2, help="measured, after a warm-up")
+    parser.add_argument("--steps", type=int, default=1, help="measured, after a warm-up")
     parser.add_argument("--micro-tokens", type=int, default=32768, help="tokens of a training micro-batch")
     parser.add_argument("--images-at-once", type=int, default=16, help="in the phase `features`")
     parser.add_argument("--cache-gib", type=float, default=16, help="KV cache of each engine")
@@ -385,6 +386,7 @@ def measure(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     starting = None
     if asked.vllm:
         starting = ThreadPoolExecutor(1).submit(start_vllm, asked, requests, folder)
+    clock = Clock(device)
     settings = ModelConfig(enable_gradient_checkpointing=not asked.no_checkpointing)
     model = adopt_policy(model_of(asked.shape, device), settings)
     if asked.freeze_tower:
@@ -399,7 +401,7 @@ def measure(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
         cache_bytes=int(asked.cache_gib * GIB),
         max_num_seqs=asked.prompts * asked.samples,
     )
-    rollout(engine, requests, asked.tokens, 1)  # warm-up
+    clock.run("rollout warm-up", lambda: rollout(engine, requests, asked.tokens, 1))
     peer = ready(starting)
     sampled, answers = rollouts(engine, requests, asked, peer)
     engine.release_memory()

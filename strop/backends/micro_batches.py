@@ -15,18 +15,29 @@ from torch import Tensor
 
 from strop.backends.base import MicroBatching, nothing_to_release
 from strop.backends.trees import partition_trees
-from strop.data.balance import Partition, balanced_partitions, micro_batches, workload
+from strop.data.balance import (
+    Partition,
+    balanced_partitions,
+    micro_batches,
+    neighbour_micro_batches,
+    workload,
+)
 from strop.ranks import Ranks
 from strop.types import LISTS, ROWS, TOKENS, Batch
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
+_UNEQUAL = 1.05
+"""Ranks keep prompts together if the work of the busiest is at most this times the mean: a shared prompt
+saves more than that where it is a twentieth of its rows."""
 
 # --- cutting ------------------------------------------------------------------------------------------------
 
 
 def partition(batch: Batch, micro: MicroBatching) -> Partition:
-    """Row numbers of each micro-batch. Rows of similar length share one, longest first: OOM shows at once."""
+    """Row numbers of each micro-batch, the longest first: OOM shows at once. Filled by tokens, or with
+    images, rows of one prompt are neighbours: a pass computes a common prompt and its images once. Otherwise
+    rows of similar length share a micro-batch."""
     lengths = batch.lengths
     if not lengths:
         raise ValueError("The batch is empty; there is nothing to compute.")
@@ -38,12 +49,45 @@ def partition(batch: Batch, micro: MicroBatching) -> Partition:
     if size < 1 or len(lengths) % size:
         raise ValueError(f"{len(lengths)} rows cannot be kept together by {size}.")
     weights = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
+    prompts = rows_by_prompt(batch)
+    if (
+        size == 1
+        and len(prompts) < len(lengths)
+        and (micro.max_tokens is not None or batch.images is not None)
+    ):
+        return _neighbours(lengths, prompts, micro)
     if micro.max_tokens is not None:
         read = [max(1, length - micro.unread) for length in lengths]
         parts = _blocks_by_tokens(read, micro.max_tokens, size)
     else:
         parts = _blocks_by_rows(weights, micro.rows, size)
     return [_rows_of(sorted(part, key=lambda block: -weights[block]), size) for part in parts]
+
+
+def rows_by_prompt(batch: Batch) -> list[list[int]]:
+    """The rows of each prompt, with the same images."""
+    found: dict[object, list[int]] = {}
+    prompts = batch.prompt_lengths.tolist()
+    for row, (sequence, length) in enumerate(zip(batch.sequences, prompts, strict=True)):
+        images: list[str] = []
+        if batch.images is not None:
+            images = [image.digest for image in batch.images[row]]
+        found.setdefault((sequence[:length].numpy().tobytes(), *images), []).append(row)
+    return list(found.values())
+
+
+def _neighbours(lengths: Sequence[int], prompts: Partition, micro: MicroBatching) -> Partition:
+    """Micro-batches of neighbours, where rows of a prompt are."""
+    by_length = [sorted(rows, key=lambda row: -lengths[row]) for rows in prompts]
+    by_length.sort(key=lambda rows: -lengths[rows[0]])
+    order = [row for rows in by_length for row in rows]
+    if micro.max_tokens is None:
+        if micro.rows < 1:
+            raise ValueError(f"A micro-batch needs at least one row, not {micro.rows}.")
+        return [order[start : start + micro.rows] for start in range(0, len(order), micro.rows)]
+    read = [max(1, length - micro.unread) for length in lengths]
+    parts = neighbour_micro_batches(read, order, micro.max_tokens)
+    return sorted(parts, key=lambda part: -sum(read[row] for row in part))
 
 
 def largest_part(batch: Batch, micro: MicroBatching) -> int:
@@ -90,11 +134,20 @@ def halved(micro: MicroBatching, lengths: Sequence[int]) -> MicroBatching | None
     return dataclasses.replace(micro, rows=rows)
 
 
-def shard_rows(lengths: Sequence[int], world: int, *, rows_per_item: int = 1) -> Partition:
+def shard_rows(
+    lengths: Sequence[int], world: int, *, rows_per_item: int = 1, prompts: Partition | None = None
+) -> Partition:
     """Rows for each of `world` ranks, of nearly equal work. `rows_per_item` consecutive rows stay on one
-    rank. With fewer rows than ranks some get none."""
+    rank, and rows of each of the `prompts` if the work stays nearly equal. With fewer rows than ranks some
+    get none."""
     if not lengths or len(lengths) % rows_per_item:
         raise ValueError(f"{len(lengths)} rows cannot be kept together by {rows_per_item}.")
+    if prompts is not None and rows_per_item == 1 and world <= len(prompts) < len(lengths):
+        each = workload(lengths)
+        work = [int(each[rows].sum()) for rows in prompts]
+        parts = balanced_partitions(work, world)
+        if max(sum(work[block] for block in part) for part in parts) * world <= _UNEQUAL * sum(work):
+            return [sorted(row for block in part for row in prompts[block]) for part in parts]
     costs = workload(lengths).reshape(-1, rows_per_item).sum(1).tolist()
     shards = [_rows_of(part, rows_per_item) for part in balanced_partitions(costs, min(world, len(costs)))]
     while len(shards) < world:

@@ -138,6 +138,22 @@ def micro_batches(
     return [_rows_of(part, blocks) for part in parts]
 
 
+def neighbour_micro_batches(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> Partition:
+    """Cut the rows in this order, in which neighbours share tokens, into micro-batches of at most
+    `max_tokens` tokens and nearly equal numbers of them."""
+    _blocks(lengths, max_tokens, 1, None)  # refuses a row that is too long
+    ends = np.cumsum([lengths[row] for row in order])
+    middles = ends - np.asarray([lengths[row] for row in order]) / 2
+    count = math.ceil(int(ends[-1]) / max_tokens)
+    while True:
+        parts: dict[int, list[int]] = {}
+        for row, part in zip(order, (middles * count / ends[-1]).astype(int).tolist(), strict=True):
+            parts.setdefault(part, []).append(row)
+        if max(_total(lengths, rows) for rows in parts.values()) <= max_tokens:
+            return list(parts.values())
+        count += max(1, count // 100)
+
+
 def light_ends_order(heaviest_first: Partition) -> Partition:
     """Return the parts with the heaviest in the middle and the lightest at both ends."""
     return heaviest_first[::2][::-1] + heaviest_first[1::2]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from strop.extras import require
 from strop.models import fused_modules
@@ -30,9 +29,11 @@ from strop.models.changes import Change, SetAttribute, SetClass, done, undo_chan
 from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.lora import base_model
 from strop.models.lora_gpu.layers import fused_lora_layers
-from strop.models.residual import AddingLinear, adding_layer, fused_residual_adds, widen_residual
+from strop.models.residual import AddingLinear, ResidualHooks, adding_layer, fused_residual_adds
 from strop.models.self_check import refused
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
+from strop.models.vision.passes import towers_of
+from strop.models.vision.tower import tower_changes
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -73,26 +74,6 @@ class Patch:
 
 
 # --- changes of single patches ------------------------------------------------------------------------------
-
-
-class _ResidualHooks:
-    """Forward hooks that keep the residual stream in float32."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self.handles: list[RemovableHandle] = []
-
-    def do(self) -> None:
-        model = self._model()
-        assert model is not None
-        self.handles = widen_residual(model)
-
-    def undo(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def can_undo(self) -> bool:
-        return True
 
 
 _rotary_users: Counter[str] = Counter()
@@ -157,7 +138,7 @@ def _dropouts(model: nn.Module) -> Iterator[Change]:
 
 
 def _fp32_residual(model: nn.Module, context: PatchContext) -> list[Change]:
-    hooks = _ResidualHooks(model)
+    hooks = ResidualHooks(model)
     hooks.do()
     return [hooks] if hooks.handles else []
 
@@ -223,6 +204,13 @@ def _flash_attention(model: nn.Module, context: PatchContext) -> list[Change]:
     return done(UseFlash(shape) for shape in checked)
 
 
+def _tower(model: nn.Module, context: PatchContext) -> list[Change]:
+    changes: list[Change] = []
+    for tower in towers_of(model):
+        changes += done(tower_changes(tower, context.device, context.dtype))
+    return changes
+
+
 MODEL_PATCHES = (
     Patch("attention_function", always, _set_attention, required=True),
     Patch("no_dropout", always, _no_dropout, required=True),
@@ -236,6 +224,7 @@ DEVICE_PATCHES = (
     Patch("rotary", _with_kernels, _rotary),
     Patch("lora_linear", on_gpu, _lora_linear),
     Patch("flash_attention", lambda model, context: bool(_shapes(model, context)), _flash_attention),
+    Patch("tower", always, _tower),
 )
 ROLLOUT_NAMES = (
     "rollout_attention",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
@@ -56,6 +57,26 @@ def widen_residual(model: nn.Module) -> list[RemovableHandle]:
     for part in rotary:
         handles.append(part.register_forward_hook(_angles_hook(embeddings)))
     return handles
+
+
+class ResidualHooks:
+    """Forward hooks that keep the residual stream in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.handles: list[RemovableHandle] = []
+
+    def do(self) -> None:
+        model = self._model()
+        assert model is not None
+        self.handles = widen_residual(model)
+
+    def undo(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def can_undo(self) -> bool:
+        return True
 
 
 def _is_norm(part: nn.Module) -> bool:

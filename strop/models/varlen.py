@@ -222,3 +222,29 @@ def plain_kernel() -> Kernel | None:
         return out
 
     return attend
+
+
+@functools.cache
+def both_ways_kernel() -> Kernel | None:
+    """torch's kernel without the causal rule, for vision towers: every token sees its whole sequence."""
+    if plain_kernel() is None:
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        assert window is None, "a tower has windows as sequences of their own"
+        tensors = (q.contiguous(), k.contiguous(), v.contiguous())
+        out = varlen_attn(*tensors, bounds, bounds, longest, longest, scale=scale)
+        assert isinstance(out, Tensor)
+        return out
+
+    return attend

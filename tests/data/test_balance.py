@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 
 import numpy as np
@@ -19,6 +21,7 @@ from strop.data.balance import (
     karmarkar_karp,
     light_ends_order,
     micro_batches,
+    neighbour_micro_batches,
     restore_order,
     workload,
 )
@@ -142,3 +145,17 @@ def test_imbalance_of_a_perfect_partition() -> None:
 def test_errors_name_the_numbers(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_stay_neighbours_within_the_budget(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 600) for _ in range(draw.randint(1, 200))]
+    order = draw.sample(range(len(lengths)), len(lengths))
+    parts = neighbour_micro_batches(lengths, order, 2000)
+    assert [row for part in parts for row in part] == order
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    assert max(tokens) <= 2000
+    assert len(parts) <= math.ceil(sum(lengths) / 2000 * 1.3)
+    with pytest.raises(ValueError, match=f"row {lengths.index(max(lengths))} has {max(lengths)} tokens"):
+        neighbour_micro_batches(lengths, order, max(lengths) - 1)

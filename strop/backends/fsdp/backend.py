@@ -22,7 +22,7 @@ from strop.backends.fsdp.experts import divide_experts
 from strop.backends.fsdp.lockstep import Lockstep
 from strop.backends.fsdp.shard import SHARDS, Meshes, Precision, make_meshes, shard
 from strop.backends.fsdp.sharded import ShardedWeights, whole
-from strop.backends.micro_batches import OutOfMemoryOnRanks, shard_rows, sum_reports
+from strop.backends.micro_batches import OutOfMemoryOnRanks, rows_by_prompt, shard_rows, sum_reports
 from strop.backends.output_tables import empty_tables, write_rows
 from strop.backends.ranked import RankedBackend, partition_rows
 from strop.config.schema.model import FsdpConfig
@@ -179,7 +179,8 @@ class FsdpBackend(RankedBackend):
             micro = dataclasses.replace(micro, max_tokens=micro.max_tokens * self.slicing.size)
         teams = self.ranks.world // self.ranks_per_row
         team = self.ranks.rank // self.ranks_per_row
-        rows = shard_rows(batch.lengths, teams, rows_per_item=micro.rows_per_item)[team]
+        prompts = rows_by_prompt(batch)
+        rows = shard_rows(batch.lengths, teams, rows_per_item=micro.rows_per_item, prompts=prompts)[team]
         parts = self.ranks.run_or_raise_on_all(
             lambda: partition_rows(batch, rows, micro), "cutting the batch into micro-batches"
         )

@@ -106,15 +106,22 @@ def vision_part(model: nn.Module) -> VisionPart:
 _TOWERS = ("visual", "vision_tower", "vision_model")
 
 
+def towers_of(model: nn.Module) -> list[nn.Module]:
+    """The vision tower of a model; nothing for a text model."""
+    part = find_vision_part(model)
+    if part is None:
+        return []
+    return [getattr(part.module, name) for name in _TOWERS if hasattr(part.module, name)]
+
+
 def freeze_tower(model: nn.Module) -> None:
     """The vision tower, and adapters in it, are not trained. A projector outside of the tower is."""
-    part = find_vision_part(model)
-    towers = [] if part is None else [name for name in _TOWERS if hasattr(part.module, name)]
-    if part is None or not towers:
+    towers = towers_of(model)
+    if not towers:
         name = type(base_model(model)).__name__
         raise ValueError(f"freeze_vision_tower=true, but {name} has no vision tower. Take it out.")
-    for name in towers:
-        cast(nn.Module, getattr(part.module, name)).requires_grad_(False)
+    for tower in towers:
+        tower.requires_grad_(False)
 
 
 # --- layout -------------------------------------------------------------------------------------------------
