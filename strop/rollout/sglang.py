@@ -64,7 +64,8 @@ class SglangEngine(ExternalEngine):
         self._tp_size = tensor_model_parallel_size
         self._process: HostProcess | None = None
         self._client_or_none: JsonClient | None = None
-        self._frees_cache = free_cache_engine
+        # The memory saver preloads a library that needs libcuda.so.1: without it the server exits with 127.
+        self._frees_cache = free_cache_engine and server_arguments.get("device") != "cpu"
         if url is None:
             port = _free_port()
             arguments = {
@@ -82,7 +83,7 @@ class SglangEngine(ExternalEngine):
                 "max_running_requests": max_num_seqs,
                 "mem_fraction_static": gpu_memory_utilization,
                 "disable_radix_cache": not enable_prefix_caching,
-                "enable_memory_saver": free_cache_engine,
+                "enable_memory_saver": self._frees_cache,
                 "quantization": quantization,
                 "kv_cache_dtype": "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype,
                 **server_arguments,

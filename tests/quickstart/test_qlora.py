@@ -21,7 +21,7 @@ LORA = ["actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.lora_al
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is right a third of the time, and its data."""
+    """A model that is right in 40% of the cases (a mean score of 0.55: digits count too), and its data."""
     folder = tmp_path_factory.mktemp("start")
     prepare(folder, largest=49, seed=1, say=lambda _: None)
     return folder
@@ -63,10 +63,11 @@ def train(start: Path, out: Path, *words: str) -> list[float]:
 
 
 def test_it_learns_as_with_full_precision(start: Path, tmp_path: Path) -> None:
-    steps = "trainer.total_training_steps=60"
+    # LoRA's score rises slowly during the first 30 steps, in full precision too: 60 steps end in the middle.
+    steps = "trainer.total_training_steps=120"
     plain = train(start, tmp_path / "lora", steps)
     four_bit = train(start, tmp_path / "qlora", steps, "actor_rollout_ref.model.quantization=nf4")
-    assert len(four_bit) == 60
+    assert len(four_bit) == 120
     reached = sum(four_bit[-10:]) / 10
     assert reached > sum(four_bit[:3]) / 3 + 0.2
     assert reached > sum(plain[-10:]) / 10 - 0.1

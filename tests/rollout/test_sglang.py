@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +148,18 @@ def test_a_server_that_does_not_start_tells_its_last_words() -> None:
         SglangEngine(tiny.make(), engine_kwargs={"python": sys.executable})
     with pytest.raises(ValueError, match="'localhost:1' is not an http"):
         SglangEngine(tiny.make(), engine_kwargs={"url": "localhost:1"})
+
+
+@pytest.mark.parametrize(("device", "saver"), [("cuda", True), ("cpu", False)])
+def test_without_cuda_there_is_no_memory_saver(device: str, saver: bool) -> None:
+    """The server preloads the saver's library, which does not load where there is no libcuda.so.1."""
+    with pytest.raises(EngineDied) as caught:
+        SglangEngine(tiny.make(), engine_kwargs={"python": sys.executable, "device": device})
+    kept = re.search(r"are in (\S+\.log)", str(caught.value))
+    assert kept is not None
+    command = Path(kept[1]).read_text().splitlines()[0]
+    assert f"--device {device}" in command
+    assert ("--enable-memory-saver" in command) == saver
 
 
 def test_settings_become_flags() -> None:
