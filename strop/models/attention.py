@@ -80,8 +80,8 @@ def packed_attention(
     """Causal attention inside each sequence. query [1, H, N, D], key and value [1, Hkv, N, D] -> [1, N, H,
     D].
 
-    A token sees itself and, with a sliding window W, the W - 1 tokens before it. A soft cap c bounds the
-    scores: c tanh(s / c).
+    A token sees itself and, with a sliding window W, the W - 1 tokens before it; `packing.reach` lets it see
+    later ones. A soft cap c bounds the scores: c tanh(s / c).
     """
     assert query.shape[0] == 1, "a packed row is alone"
     problem = None
@@ -110,7 +110,8 @@ def _attend_row(query: Tensor, key: Tensor, value: Tensor, packing: Packing, opt
     k = key[0].transpose(0, 1)
     v = value[0].transpose(0, 1)
     kernel = None
-    if q.device.type in varlen.DEVICES and options.plain and not options.dropout:
+    causal = packing.reach is None
+    if q.device.type in varlen.DEVICES and options.plain and causal and not options.dropout:
         kernel = varlen.varlen_kernel(q, k, v)
     if kernel is None:
         return _attend_groups(q, k, v, packing, options)[None]
@@ -131,7 +132,14 @@ def _attend_groups(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: _
         k = packing.padded.spread(k)
         v = packing.padded.spread(v)
     sizes = [group.rows * group.width for group in packing.groups]
-    parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), packing.groups, strict=True)
+    masks: list[Tensor | None] = [None] * len(sizes)
+    if packing.reach is not None:
+        reach = packing.reach
+        if packing.padded is not None:
+            reach = reach.index_select(0, packing.padded.take)
+        tables = zip(reach.split(sizes), packing.groups, strict=True)
+        masks = [_reached(table.view(group.rows, group.width), options.window) for table, group in tables]
+    parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), packing.groups, masks, strict=True)
     pieces = [_attend(*part, options) for part in parts]
     out = pieces[0]
     if len(pieces) > 1:
@@ -141,13 +149,21 @@ def _attend_groups(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: _
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, options: _Options) -> Tensor:
-    """Queries, keys and values of the padded rows of a group, one after the other, and so the result."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, mask: Tensor | None, options: _Options
+) -> Tensor:
+    """Queries, keys and values of the padded rows of a group, one after the other, and so the result.
+    `mask`: None is the causal rule."""
     q = _by_sequence(q, group)
     k = _by_sequence(k, group)
     v = _by_sequence(v, group)
     if not options.plain:
-        out = _defined_attention(q, k, v, options).transpose(1, 2)
+        out = _defined_attention(q, k, v, mask, options).transpose(1, 2)
+    elif mask is not None:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=options.dropout, scale=options.scaling, enable_gqa=grouped
+        ).transpose(1, 2)
     else:
         slices = [(0, group.width)]
         if q.device.type == "cpu":
@@ -199,9 +215,20 @@ def _visible(first: int, begin: int, end: int, window: int | None, device: torch
     return seen
 
 
-def _defined_attention(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
+def _reached(reach: Tensor, window: int | None) -> Tensor:
+    """[rows, 1, queries, keys] which keys are seen, where the query at a position of a row sees those up to
+    its `reach` [rows, queries]."""
+    places = torch.arange(reach.shape[1], device=reach.device)
+    seen = places <= reach[..., None]
+    if window is not None:
+        seen = seen & (places[:, None] - places < window)
+    return seen[:, None]
+
+
+def _defined_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     """The definition with a soft cap and sinks, which sdpa does not have."""
-    mask = _visible(0, 0, q.shape[2], options.window, q.device)
+    if mask is None:
+        mask = _visible(0, 0, q.shape[2], options.window, q.device)
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     scaling = options.scaling

@@ -193,6 +193,9 @@ class Packing:
     """[N] first place of each token of the packed row in `spread`."""
     padded: Padded | None = None
     """All groups one after the other. None: they are the packed row."""
+    reach: Tensor | None = None
+    """[N] the last position in its sequence that each token sees, where some see later tokens (those of their
+    image). None: itself."""
 
 
 def packing(places: Tensor, device: torch.device | str = "cpu") -> Packing:

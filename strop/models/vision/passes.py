@@ -11,7 +11,6 @@ those of real images.
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,8 @@ from torch.nn.functional import pad
 
 from strop.models.lora import base_model
 from strop.models.packing import NOTHING, Inputs, lay_out
-from strop.models.vision.positions import AxisRule, three_axes
+from strop.models.vision.feature_cache import FeatureCache, Features
+from strop.models.vision.positions import AxisRule, last_seen, three_axes
 from strop.types import Batch, ImageInput, Images
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
 FIRST = 1 << 40
 """Ids from here on are rows of features."""
-CACHED_IMAGES = 32
-"""Images whose features an engine keeps: a prompt that is prefilled in chunks needs them several times."""
 
-Features = tuple[Tensor, ...]
-"""The features of an image [tokens, H], and those that further layers add, if the model has them."""
+_BOTH_WAYS = ("gemma3",)
+"""Models in which tokens of an image attend to each other in both directions, and all other attention is
+causal."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,14 @@ class VisionPart:
     @property
     def looks_both_ways(self) -> bool:
         """Whether tokens of an image attend to later tokens of the same image."""
-        return "token_type_ids" in inspect.signature(self.module.forward).parameters
+        return cast(Any, self.module.config).model_type in _BOTH_WAYS
+
+    @property
+    def masks_by_other_rules(self) -> bool:
+        """Whether the kinds of tokens decide what they attend to, in a way that is not known here."""
+        given = inspect.signature(self.module.forward).parameters
+        kinds = {"token_type_ids", "mm_token_type_ids"}
+        return not kinds.isdisjoint(given) and not self.has_axes and not self.looks_both_ways
 
 
 _parts: WeakKeyDictionary[nn.Module, VisionPart | None] = WeakKeyDictionary()
@@ -100,7 +106,17 @@ def vision_part(model: nn.Module) -> VisionPart:
     if found is None:
         name = type(base_model(model)).__name__
         raise ValueError(f"{name} takes no images, and the data has some. Remove them, or change model.path.")
+    if found.masks_by_other_rules:
+        raise ValueError(other_masks(model))
     return found
+
+
+def other_masks(model: nn.Module) -> str:
+    """Why images of a model with masks of its own are refused."""
+    return (
+        f"{type(base_model(model)).__name__} decides by the kinds of tokens what they attend to "
+        f"(token_type_ids). With images this is known for {', '.join(_BOTH_WAYS)} only. Change model.path."
+    )
 
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
@@ -138,7 +154,6 @@ def lay_out_images(
 ) -> Inputs:
     """`lay_out` for rows with images: ids from FIRST on are rows of the features of `Inputs.images`."""
     part = vision_part(model)
-    packed = packed and not part.looks_both_ways
     known: dict[str, tuple[int, ImageInput]] = {}
     keyed = table.clone()
     for row, own in enumerate(images):
@@ -146,6 +161,8 @@ def lay_out_images(
             keyed[row] = number_image_tokens(table[row], own, part.token_id, known)
     inputs = lay_out(keyed, packed=packed, share=share, device=device)
     inputs = replace(inputs, images=tuple(image for _, image in known.values()))
+    if part.looks_both_ways and inputs.packing is not None and known:
+        inputs = replace(inputs, packing=replace(inputs.packing, reach=_reach(keyed, inputs).to(device)))
     if not part.has_axes:
         return inputs
     positions = torch.zeros(3, inputs.ids.numel(), dtype=torch.long)
@@ -156,6 +173,14 @@ def lay_out_images(
         ids, numbered = table[row, : len(places)], keyed[row, : len(places)]
         positions[:, places] = axis_positions(part, ids, numbered, own, prefixes)
     return replace(inputs, positions=positions.view(3, *inputs.ids.shape).to(device))
+
+
+def _reach(keyed: Tensor, inputs: Inputs) -> Tensor:
+    """[N] `last_seen` of each token of a packed row. Sequences that share a token share its image."""
+    real = inputs.places != NOTHING
+    found = torch.empty(inputs.ids.numel(), dtype=torch.long)
+    found[inputs.places[real]] = last_seen(keyed >= FIRST)[real]
+    return found
 
 
 def number_image_tokens(
@@ -215,30 +240,6 @@ def with_spare_image(piece: Batch, whole: Batch) -> Batch:
 
 
 # --- features -----------------------------------------------------------------------------------------------
-
-
-class FeatureCache:
-    """Features of the images that were used last, under the same weights."""
-
-    def __init__(self, limit: int = CACHED_IMAGES) -> None:
-        self._limit = limit
-        self._features: OrderedDict[str, Features] = OrderedDict()
-
-    def __contains__(self, image: ImageInput) -> bool:
-        return image.digest in self._features
-
-    def get(self, image: ImageInput) -> Features:
-        self._features.move_to_end(image.digest)
-        return self._features[image.digest]
-
-    def put(self, image: ImageInput, features: Features) -> None:
-        self._features[image.digest] = features
-        while len(self._features) > self._limit:
-            self._features.popitem(last=False)
-
-    def clear(self) -> None:
-        """The weights have changed."""
-        self._features.clear()
 
 
 @contextmanager

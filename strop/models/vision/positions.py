@@ -78,3 +78,12 @@ def _grid(image: ImageInput, tokens: int, rule: AxisRule) -> Tensor:
     time = (torch.arange(times) * step).long()
     axes = torch.meshgrid(time, torch.arange(rows), torch.arange(columns), indexing="ij")
     return torch.stack([axis.flatten() for axis in axes])
+
+
+def last_seen(shown: Tensor) -> Tensor:
+    """The last position that tokens of sequences [..., L] see where images look both ways: the last one of
+    its run of tokens that are `shown` for a token in it, and its own for others."""
+    length = shown.shape[-1]
+    positions = torch.arange(length).expand_as(shown)
+    ends = positions.where(~shown, length).flip(-1).cummin(-1).values.flip(-1)
+    return positions.where(~shown, ends - 1)

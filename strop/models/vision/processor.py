@@ -27,6 +27,8 @@ _VIDEO_FAMILIES = {
 }
 """Families whose videos are prepared: pixels of the side of a token, and whether limits are those of all
 frames together."""
+_OTHER_MASKS = ("paligemma", "gemma3n", "gemma4")
+"""Refused before their weights are loaded; models/vision/passes.py refuses others when it sees them."""
 _SMALLEST = 128
 _LARGEST = 768
 """Tokens of a frame where no file says its pixels."""
@@ -56,6 +58,11 @@ def load_processor(
         raise ValueError(
             f"The data has images, and model.path={path} is a text model ({config.model_type}). Take a model "
             "with a vision tower, or remove the column with images."
+        )
+    if config.model_type in _OTHER_MASKS:
+        raise ValueError(
+            f"model.path={path} is of the type {config.model_type}, whose image tokens attend to others by a "
+            "rule that training and sampling do not know. Of this family gemma3 is known."
         )
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

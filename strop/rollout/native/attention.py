@@ -26,7 +26,7 @@ from strop.models.varlen import DEVICES, flash_kernels, varlen_kernel
 from strop.rollout.native.decode_rows import SharedRows
 from strop.rollout.native.kv_cache import KVCache, kernels
 from strop.rollout.native.pages import PagedKVCache
-from strop.rollout.native.requests import Member, PrefillChunk, similar_lengths
+from strop.rollout.native.requests import Member, PaddedChunks, PrefillChunk, similar_lengths
 
 NAME = "strop_rollout"
 
@@ -109,34 +109,6 @@ class ShapeProbe:
         return attention_output(query, key, value, options, causal=True)
 
 
-class _PaddedGroup:
-    """Chunks of similar length, padded to one rectangle for attention only."""
-
-    def __init__(self, members: list[Member], device: torch.device) -> None:
-        chunks = [chunk for _, chunk in members]
-        longest = max(len(chunk.tokens) for chunk in chunks)
-        columns = torch.arange(longest)[None]
-        count = torch.tensor([[len(chunk.tokens)] for chunk in chunks])
-        # Padding repeats the last token of the same chunk, so that a sequence with NaN spoils no other.
-        inside = torch.minimum(columns, count - 1)
-        offsets = torch.tensor([[offset] for offset, _ in members])
-        starts = torch.tensor([[chunk.start] for chunk in chunks])
-        self.take = (offsets + inside).to(device)
-        self.valid = (columns < count).flatten().nonzero()[:, 0].to(device)
-        self.put = self.take.flatten()[self.valid]
-        self.rows = torch.tensor([chunk.row for chunk in chunks], device=device)
-        self.positions = (starts + inside).to(device)
-        self.end = max(chunk.end for chunk in chunks)
-        self.from_start = all(chunk.start == 0 for chunk in chunks)
-        self._masks: dict[int | None, Tensor] = {}
-
-    def mask(self, window: int | None) -> Tensor:
-        if window not in self._masks:
-            keys = torch.arange(self.end, device=self.positions.device)
-            self._masks[window] = causal_mask(self.positions[..., None], keys, window)[:, None]
-        return self._masks[window]
-
-
 class Prefill:
     """Chunks of prompts in one packed row; each attends to its own sequence only."""
 
@@ -162,6 +134,7 @@ class Prefill:
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
         self._longest = max(len(chunk.tokens) for chunk in chunks)
         self._from_start = all(chunk.start == 0 for chunk in chunks)
+        self._causal = all(chunk.reach is None for chunk in chunks)
 
     def mix(self, mixer: MixerForward, hidden: Tensor) -> Tensor:
         return self.cache.states.start(mixer, hidden, self._sequences)
@@ -174,8 +147,8 @@ class Prefill:
         return PackedSequences(places, self._device, continued, slots)
 
     @cached_property
-    def groups(self) -> list[_PaddedGroup]:
-        return [_PaddedGroup(members, self._device) for members in similar_lengths(self._members)]
+    def groups(self) -> list[PaddedChunks]:
+        return [PaddedChunks(members, self._device) for members in similar_lengths(self._members)]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -185,14 +158,14 @@ class Prefill:
         v = value[0].transpose(0, 1)
         k, v = self.cache.tensors.write(layer, self._slots, k, v)
         plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
-        if q.device.type in DEVICES and plain_heads:
+        if q.device.type in DEVICES and plain_heads and self._causal:
             out = self._in_one_kernel(layer, q, k, v, options)
             if out is not None:
                 return out[None]
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for group in self.groups:
             queries = q[group.take].transpose(1, 2)
-            if group.from_start and (options.window is None or group.end <= options.window):
+            if group.is_causal and (options.window is None or group.end <= options.window):
                 keys = k[group.take].transpose(1, 2)
                 values = v[group.take].transpose(1, 2)
                 part = attention_output(queries, keys, values, options, causal=True)

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from strop.models.packing import Inputs
+from strop.models.vision.feature_cache import FeatureCache
 from strop.models.vision.passes import (
     FIRST,
-    FeatureCache,
     VisionPart,
     axis_positions,
     find_vision_part,
     images_in,
     number_image_tokens,
+    other_masks,
     vision_part,
 )
+from strop.models.vision.positions import last_seen
 from strop.rollout.base import Request
 from strop.types import ImageInput, Images
 
@@ -67,6 +69,15 @@ class PromptImages:
     """[3, tokens of the prompt]; None: one axis, counted by tokens."""
     shift: int
     """Of the positions behind the prompt, against counting tokens."""
+    reach: Tensor | None = None
+    """[tokens of the prompt] the last position that each sees; None: its own."""
+
+    def reach_of(self, start: int, end: int) -> Tensor | None:
+        """The last positions that the tokens `start .. end` of a sequence see; None: their own."""
+        if self.reach is None or start >= self.end:
+            return None
+        own = self.reach[start:end]
+        return torch.cat([own, torch.arange(start + len(own), end)])
 
 
 def image_problem(model: nn.Module, request: Request) -> str | None:
@@ -78,11 +89,8 @@ def image_problem(model: nn.Module, request: Request) -> str | None:
     part = find_vision_part(model)
     if part is None:
         return f"the prompt has images and {type(model).__name__} takes none"
-    if part.looks_both_ways:
-        return (
-            f"image tokens of {type(part.module).__name__} attend to each other in both directions, which "
-            "the native engine does not compute; set rollout.name=hf"
-        )
+    if part.masks_by_other_rules:
+        return other_masks(model)
     for video in (False, True):
         own = [image for image in request.images if image.video == video]
         token = own[0].token_id if own and video else part.token_id
@@ -114,7 +122,8 @@ def prompt_images(model: nn.Module, prompt: Sequence[int], images: Images) -> Pr
     if part.has_axes:
         positions = axis_positions(part, ids, keyed, images, {})
         shift = int(positions.max()) + 1 - len(prompt)
-    return PromptImages(images, ids, keys, int(places[-1]) + 1, positions, shift)
+    reach = last_seen(keyed >= FIRST) if part.looks_both_ways else None
+    return PromptImages(images, ids, keys, int(places[-1]) + 1, positions, shift, reach)
 
 
 class ImagePrefill:

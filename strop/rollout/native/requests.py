@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from strop.rollout.base import Completion, Request, Sampling, error_completions
 from strop.rollout.native.images import PromptImages
@@ -217,10 +219,30 @@ class PrefillChunk:
     tokens: Sequence[int]
     slot: int | None = None
     """Where the states before its last token are kept."""
+    images: PromptImages | None = None
+    """Those of its prompt."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def reach(self) -> Tensor | None:
+        """The last positions that its tokens see; None: their own."""
+        return None if self.images is None else self.images.reach_of(self.start, self.end)
+
+    def room(self, tokens: int) -> int:
+        """How many tokens, of at most `tokens`, may be computed before the others: none sees later ones."""
+        reach = self.reach
+        if reach is None:
+            return tokens
+        ends = (reach.cummax(0).values == torch.arange(self.start, self.end)).nonzero().flatten() + 1
+        return int(ends[ends <= tokens].max()) if len(ends) and int(ends[0]) <= tokens else 0
+
+    def split(self, tokens: int) -> tuple[PrefillChunk, PrefillChunk]:
+        """The first `tokens` tokens, and the others."""
+        begin = replace(self, tokens=self.tokens[:tokens], slot=None)
+        return begin, replace(self, start=self.start + tokens, tokens=self.tokens[tokens:])
 
 
 Member = tuple[int, PrefillChunk]
@@ -245,3 +267,43 @@ def similar_lengths(members: list[Member]) -> Iterator[list[Member]]:
                 group = []
         group.append(member)
     yield group
+
+
+class PaddedChunks:
+    """Chunks of similar length, padded to one rectangle for attention only."""
+
+    def __init__(self, members: list[Member], device: torch.device) -> None:
+        chunks = [chunk for _, chunk in members]
+        longest = max(len(chunk.tokens) for chunk in chunks)
+        columns = torch.arange(longest)[None]
+        count = torch.tensor([[len(chunk.tokens)] for chunk in chunks])
+        # Padding repeats the last token of the same chunk, so that a sequence with NaN spoils no other.
+        inside = torch.minimum(columns, count - 1)
+        offsets = torch.tensor([[offset] for offset, _ in members])
+        starts = torch.tensor([[chunk.start] for chunk in chunks])
+        self.take = (offsets + inside).to(device)
+        self.valid = (columns < count).flatten().nonzero()[:, 0].to(device)
+        self.put = self.take.flatten()[self.valid]
+        self.rows = torch.tensor([chunk.row for chunk in chunks], device=device)
+        positions = starts + inside
+        reach = positions.clone()
+        for row, chunk in enumerate(chunks):
+            own = chunk.reach
+            if own is not None:
+                reach[row, : len(own)] = own
+        self.is_causal = bool((starts == 0).all()) and torch.equal(reach, positions)
+        """The chunks begin their sequences, and no token sees a later one."""
+        self.end = max(chunk.end for chunk in chunks)
+        self._positions = positions.to(device)
+        self._reach = reach.to(device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None) -> Tensor:
+        """Which keys a token sees: those up to its reach, and within the window."""
+        if window not in self._masks:
+            keys = torch.arange(self.end, device=self._reach.device)
+            seen = keys <= self._reach[..., None]
+            if window is not None:
+                seen &= self._positions[..., None] - keys < window
+            self._masks[window] = seen[:, None]
+        return self._masks[window]

@@ -211,7 +211,8 @@ class Runner:
             computed += sample.length - num_cached
             if not admission.decode_prefill:
                 by_row[admission.row] = admission
-                chunks.append(PrefillChunk(admission.row, num_cached, sample.sequence[num_cached:]))
+                tokens = sample.sequence[num_cached:]
+                chunks.append(PrefillChunk(admission.row, num_cached, tokens, images=sample.images))
         if self.kept is not None:
             chunks = self.kept.with_slots(chunks, by_row)
         chunks.sort(key=lambda chunk: by_row[chunk.row].sample.adapter)
@@ -233,7 +234,7 @@ class Runner:
         if self.lora.hooks:
             spans = [(by_row[chunk.row].sample.adapter, len(chunk.tokens)) for chunk in batch]
             self.lora.use_tokens(spans, complete if more else None)
-        images = [by_row[chunk.row].sample.images for chunk in batch]
+        images = [chunk.images for chunk in batch]
         if any(images):
             logits = self.images.prefill(self._forward, step, batch, images, more)[0]
         else:
@@ -266,9 +267,10 @@ class Runner:
         for chunk in chunks:
             while len(chunk.tokens) > room:
                 fits_in_no_batch = len(chunk.tokens) > self.batch_tokens
-                if self.chunked and room > 0 and (not batches[-1] or fits_in_no_batch):
-                    batches[-1].append(PrefillChunk(chunk.row, chunk.start, chunk.tokens[:room]))
-                    chunk = PrefillChunk(chunk.row, chunk.start + room, chunk.tokens[room:], chunk.slot)
+                count = chunk.room(room)
+                if self.chunked and count > 0 and (not batches[-1] or fits_in_no_batch):
+                    begin, chunk = chunk.split(count)
+                    batches[-1].append(begin)
                 elif not batches[-1]:
                     break
                 batches.append([])

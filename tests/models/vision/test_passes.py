@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from strop.data.chat import Chat
 from strop.data.images import ImageProcessor
@@ -16,15 +17,22 @@ from strop.models.forward import response_outputs, sequence_scores
 from strop.models.heads import new_scalar_model
 from strop.models.layouts.check import layouts_of
 from strop.models.packing import rectangle
+from strop.models.vision import passes
 from strop.models.vision.arguments import image_arguments
-from strop.models.vision.passes import FeatureCache, freeze_tower, images_in, lay_out_images, vision_part
+from strop.models.vision.feature_cache import FeatureCache
+from strop.models.vision.passes import freeze_tower, images_in, lay_out_images, vision_part
 from strop.quickstart.tiny_model import tiny_model
+from strop.rollout.base import Request
+from strop.rollout.native.images import image_problem
 from strop.types import Batch, ImageInput, Images
 from tests.models.vision.tiny_vlm import (
     FAMILIES,
+    SIGLIP,
+    TEXT,
     config_of,
     picture,
     processor_of,
+    set_window,
     tiny_vlm,
     tokenizer_of,
 )
@@ -172,7 +180,44 @@ def test_each_image_is_computed_once_and_matters() -> None:
     assert (shown[1:] - different[1:]).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("window", [2, 3, 8, 100])
+def test_tokens_of_an_image_see_later_ones_in_packed_rows(window: int) -> None:
+    """Windows smaller and larger than an image of 4 tokens; samples of a prompt share its tokens."""
+    model = tiny_vlm("gemma3")
+    set_window(model, window)
+    rows = rows_of("gemma3")
+    batch = batch_of_rows(rows)
+    inputs = lay_out_images(model, rectangle(batch.sequences), batch.images or [], packed=True)
+    assert inputs.packing is not None and inputs.packing.reach is not None
+    prompt = len(rows[0][0])
+    assert inputs.ids.numel() <= sum(batch.lengths) - 2 * prompt, "three samples of the first prompt"
+    with torch.no_grad():
+        expected = [reference(model, row) for row in rows]
+        found = response_outputs(model, batch, ["log_probs"], packed=True)["log_probs"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(passes, "last_seen", lambda shown: torch.arange(shown.shape[-1]).expand_as(shown))
+            causal = response_outputs(model, batch, ["log_probs"], packed=True)["log_probs"]
+    for row, wanted in enumerate(expected):
+        assert (found[row, : len(wanted)] - wanted).abs().max() < 1e-5
+    assert (found[0] - causal[0]).abs().max() > 1e-3
+
+
+def test_models_with_masks_of_their_own_are_refused() -> None:
+    """PaliGemma: all tokens of a prompt see each other."""
+    text = {**TEXT, "model_type": "gemma", "vocab_size": 64}
+    vision = {**SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+    config = AutoConfig.for_model(
+        "paligemma", text_config=text, vision_config=vision, projection_dim=32, image_token_index=3
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(ValueError, match="PaliGemmaForConditionalGeneration decides by the kinds of tokens"):
+        vision_part(model)
+    image = ImageInput("0" * 64, {"pixel_values": torch.zeros(1, 3, 16, 16)}, 4)
+    problem = image_problem(model, Request([3, 3, 3, 3, 5], images=(image,)))
+    assert problem is not None and "known for gemma3 only" in problem
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3"])
 def test_gradients_reach_the_tower(family: str) -> None:
     rows = rows_of(family)
     batch = batch_of_rows(rows)

@@ -43,3 +43,9 @@ def test_a_processor_that_needs_torchvision_says_so() -> None:
         pytest.skip("torchvision is installed")
     with pytest.raises(ValueError, match="Idefics3ImageProcessor of transformers needs torchvision"):
         processor_of("idefics3")
+
+
+def test_models_with_other_masks_are_refused_before_their_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma", "vision_config": {}}')
+    with pytest.raises(ValueError, match="is of the type paligemma, whose image tokens attend to others"):
+        load_processor(str(tmp_path), str(tmp_path))

@@ -218,3 +218,11 @@ def picture(colour: tuple[int, int, int] = (255, 0, 0), width: int = 16, height:
         for y in range(height):
             image.putpixel((x, y), (colour[0], (colour[1] + 9 * x) % 256, (colour[2] + 5 * y) % 256))
     return image
+
+
+def set_window(model: Any, window: int) -> None:
+    """Another size of the windows of layers that have one."""
+    model.config.text_config.sliding_window = window
+    for part in model.modules():
+        if getattr(part, "is_sliding", False):
+            part.sliding_window = window
