@@ -1,0 +1,1 @@
+"""Only `distributed`, which OpenRLHF imports for ring attention."""
