@@ -52,16 +52,16 @@ for name in "${names[@]}"; do
       ;;
     common)
       get common datasets==5.2.0 multiprocess==0.70.19 xxhash==4.1.0 dill==0.4.1 torchdata==0.11.0 \
-        pylatexenc==2.11 psutil==7.2.2 einops==0.8.2
+        pylatexenc==2.11 psutil==7.2.2 einops==0.8.2 cloudpickle==3.1.2 uvloop==0.22.1
       ;;
     trl) get trl trl==1.16.0 ;;
     verl)
       get verl verl==0.9.1 tensordict==0.10.0 TransferQueue==0.1.11 codetiming==1.4.0 hydra-core==1.3.2 \
         omegaconf==2.3.0 orjson==3.13.0 pyvers==0.2.3 importlib_metadata==10.2.0 zipp==4.1.2 \
-        cloudpickle==3.1.2 prometheus_client==0.26.0
+        prometheus_client==0.26.0
       build verl antlr4-python3-runtime==4.9.3
       ;;
-    transformers) get transformers transformers==5.9.0 ;; # verl 0.9.1 asks for less than 5.11
+    transformers) get transformers transformers==5.9.0 tokenizers==0.22.2 ;; # verl asks for less than 5.11
     openrlhf)
       get openrlhf hjson==3.1.0 py-cpuinfo==9.0.0 nvidia-ml-py==13.615.71 pynvml==13.0.1 jsonlines==4.0.0 \
         loralib==0.1.2 optree==0.20.0 torchmetrics==1.9.0 lightning-utilities==0.15.3
