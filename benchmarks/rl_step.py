@@ -65,7 +65,18 @@ WORKS = {
         ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.05"),
     ),
     "grpo-smollm2": Work("grpo", "smollm2", 4, 4, 320, 64, ("fp32", "fp32/4")),
-    "grpo-qwen-lora": Work("grpo", "qwen", 4, 4, 320, 64, ("fp32", "fp32/4"), lora=32),
+    "grpo-qwen-lora": Work(
+        "grpo",
+        "qwen",
+        4,
+        4,
+        320,
+        64,
+        ("fp32", "fp32/4"),
+        # Few answers of 64 tokens are complete, so most groups have equal scores; TRL computes their update.
+        ("actor_rollout_ref.actor.skip_zero_advantages=false",),
+        lora=32,
+    ),
 }
 MODELS = {"smollm2": "smollm2-135m", "qwen": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
 """Models that can be loaded by name; --model names a file or folder instead."""

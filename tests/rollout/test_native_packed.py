@@ -10,7 +10,7 @@ from torch import nn
 
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
-from strop.rollout.native import borrowed_model as packed
+from strop.rollout.native.cpu import packed_linear as packed
 from tests.rollout import tiny
 from tests.rollout.test_native import PROMPTS
 
@@ -73,3 +73,42 @@ def test_the_copies_go_when_the_engine_sleeps(made: list[nn.Module]) -> None:
     assert engine.borrowed_model.packed.changes
     engine.sleep()
     assert not engine.borrowed_model.packed.changes
+
+
+def test_frozen_weights_are_packed_once_before_the_first_step(made: list[nn.Module]) -> None:
+    """Under LoRA: later rollouts use the copies from the first step on, as a resumed run would."""
+    model = tiny.with_lora()
+    engine = NativeEngine(model)
+    base = [layer for layer in model.modules() if type(layer) is nn.Linear and not layer.weight.requires_grad]
+    short = Sampling(temperature=0, max_tokens=packed._STEPS - 1)
+    for version in (1, 2, 3):
+        answer = engine.generate([Request(PROMPTS[1], n=2)], short)[0][0]
+        tiny.assert_log_probs(model, PROMPTS[1], answer.ids, answer.log_probs)
+        assert {id(layer) for layer in made} == {id(layer) for layer in base}
+        assert len(made) == len(base)
+        assert not any("forward" in layer.__dict__ for layer in model.modules())
+        engine.sleep()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.requires_grad:
+                    weight.add_(torch.randn_like(weight) * 0.1)
+        engine.update_weights([], version=version)
+        engine.wake()
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_frozen_weight_that_changed_all_the_same_is_packed_anew(
+    made: list[nn.Module], through_data: bool
+) -> None:
+    model = tiny.with_lora()
+    engine = NativeEngine(model)
+    engine.generate([Request(PROMPTS[1], n=2)], GREEDY)
+    before = len(made)
+    changed = next(one.layer for one in engine.borrowed_model.packed.frozen)
+    with torch.no_grad():
+        weight = changed.weight.data if through_data else changed.weight
+        weight.mul_(1.5)
+    engine.update_weights([], version=1)
+    answer = engine.generate([Request(PROMPTS[1], n=2)], GREEDY)[0][0]
+    assert made[before] is changed
+    tiny.assert_log_probs(model, PROMPTS[1], answer.ids, answer.log_probs)

@@ -4,21 +4,16 @@ undone.
 `ROLLOUT_PATCHES` continue the list of models/patches.py: rollout attention, eval mode, and on a GPU a float32
 output head (bf16 has steps of 1/8 at the usual size of a logit), fused q/k/v projections and residual sums in
 place. They are applied when sampling begins and undone when it ends. So are quantized copies of the weights
-(quantization/). On a CPU, linear layers get weights in the layout of oneDNN after some decode steps; 4-bit
-weights are dequantized then (`packed_linear`).
+(quantization/), and on a CPU copies of linear weights in a layout for few rows (cpu/).
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strop.models import fused_modules
@@ -27,10 +22,10 @@ from strop.models.changes import Change, SetAttribute, done, undo_changes
 from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.layouts.state_space import wide_steps
 from strop.models.lora import base_model
-from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
+from strop.rollout.native.cpu.packed_linear import PackedLinear
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import cache_memory
 from strop.rollout.native.quantization import QuantizedLayers
@@ -192,111 +187,6 @@ def _undone_on_error(changes: list[Change]) -> Iterator[None]:
         raise
 
 
-# --- packed linear layers on a CPU --------------------------------------------------------------------------
-#
-# A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights
-# into the layout of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout
-# has gone on for a while under the same weights. It depends on counts alone, never on a clock: a run must be
-# repeatable to the bit.
-
-_STEPS = 8
-"""Decode steps after which packing pays."""
-_FEW = 256
-"""With more rows the plain product is as fast."""
-_SMALLEST = 1 << 16
-"""Weights of the smallest layer that is worth it."""
-_HOST_SHARE = 8
-"""The copies may take this part of the host's memory."""
-
-
-def _packed_linear(model: nn.Module, context: PatchContext) -> list[Change]:
-    layers = [layer for layer in model.modules() if _worth_it(layer)]
-    dtype = next(model.parameters()).dtype
-    quantized = [
-        layer for layer in model.modules() if isinstance(layer, Nf4Linear) and not layer.weight.is_cuda
-    ]
-    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
-    size += sum(layer.in_features * layer.out_features * dtype.itemsize for layer in quantized)
-    if size * _HOST_SHARE > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        return []
-    changes = done(SetAttribute(layer, "forward", _packed(layer)) for layer in layers)
-    return changes + done(SetAttribute(layer, "forward", _dequantized(layer, dtype)) for layer in quantized)
-
-
-PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
-
-
-class PackedLinear:
-    """Applies `packed_linear` to one model after some decode steps; `drop` forgets copies of old weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._steps = 0
-        self._applied = False
-        self.changes: Sequence[Change] = ()
-
-    def stepped(self, rows: int) -> None:
-        """Count a decode step of so many rows."""
-        if rows > _FEW:
-            return
-        self._steps += 1
-        if self._steps == _STEPS and is_chosen(self._model, PACKED_LINEAR):
-            self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
-            self._applied = bool(self.changes)
-
-    def apply(self) -> None:
-        """Use the copies again, in the next rollout under the same weights."""
-        if self.changes and not self._applied:
-            done(self.changes)
-            self._applied = True
-
-    def undo(self) -> None:
-        if self._applied:
-            PACKED_LINEAR.undo(self.changes)
-            self._applied = False
-
-    def drop(self) -> None:
-        self.undo()
-        self.changes = ()
-        self._steps = 0
-
-
-def _worth_it(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
-        return False
-    weight = layer.weight
-    on_cpu = type(weight) is nn.Parameter and weight.device.type == "cpu"
-    return on_cpu and weight.numel() >= _SMALLEST and _faster(weight.dtype)
-
-
-def _faster(dtype: torch.dtype) -> bool:
-    """Where packed products were measured to win (float32 on Arm and with AVX-512) or skip a copy of the
-    weights per call (bf16 units)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    return dtype == torch.float32 and (is_arm or torch.backends.cpu.get_cpu_capability() == "AVX512")
-
-
-def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _FEW // 4)
-
-    def forward(hidden: Tensor) -> Tensor:
-        if hidden.numel() == hidden.shape[-1]:  # a single row reads the weights once either way
-            return F.linear(hidden, layer.weight, layer.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, layer.bias, "none", [], "")
-        return out
-
-    return forward
-
-
-def _dequantized(layer: Nf4Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    weight = dense_weight(layer, dtype)
-    return lambda hidden: F.linear(hidden, weight, layer.bias)
-
-
 # --- borrowing ----------------------------------------------------------------------------------------------
 
 
@@ -364,9 +254,11 @@ class BorrowedModel:
             self.quantized.drop()
 
     def refresh_copies(self) -> None:
-        """The weights changed during a rollout."""
+        """The weights changed, perhaps during a rollout."""
         if self._quantizes:
             self.quantized.refresh()
+        if self.in_use:
+            self.packed.apply()
 
     def free_copies(self) -> None:
         """See QuantizedLayers.free."""

@@ -1,0 +1,1 @@
+"""What the native engine does on a CPU only."""

@@ -1,0 +1,165 @@
+"""Copies of linear weights for decode steps on a CPU.
+
+A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights into
+the layout of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has gone
+on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are copied
+before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone, never on
+a clock: a run must be repeatable to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strop.models.changes import Change, SetAttribute, done, undo_changes
+from strop.models.nf4.layers import Nf4Linear, dense_weight
+from strop.models.patches import Patch, PatchContext, always, is_chosen
+from strop.rollout.native.cpu.frozen_weights import FrozenLinear
+
+_STEPS = 8
+"""Decode steps after which packing pays."""
+_FEW = 256
+"""With more rows the plain product is as fast."""
+_SMALLEST = 1 << 16
+"""Weights of the smallest layer that is worth it."""
+_HOST_SHARE = 8
+"""The copies may take this part of the host's memory."""
+
+
+def _packed_linear(model: nn.Module, context: PatchContext) -> list[Change]:
+    layers = [layer for layer in model.modules() if _worth_it(layer)]
+    dtype = next(model.parameters()).dtype
+    quantized = [
+        layer for layer in model.modules() if isinstance(layer, Nf4Linear) and not layer.weight.is_cuda
+    ]
+    size = sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+    size += sum(layer.in_features * layer.out_features * dtype.itemsize for layer in quantized)
+    if not _fits(size):
+        return []
+    changes = done(SetAttribute(layer, "forward", _packed(layer)) for layer in layers)
+    return changes + done(SetAttribute(layer, "forward", _dequantized(layer, dtype)) for layer in quantized)
+
+
+def _fits(size: int) -> bool:
+    """Whether copies of so many bytes are small beside the host's memory."""
+    return size * _HOST_SHARE <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
+
+
+class PackedLinear:
+    """Copies of the weights of one model: of frozen ones from the first step on, of all others after some
+    decode steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._steps = 0
+        self._applied = False
+        self.changes: Sequence[Change] = ()
+        self._frozen: list[FrozenLinear] | None = None
+        self._frozen_applied: Sequence[Change] = ()
+
+    def stepped(self, rows: int) -> None:
+        """Count a decode step of so many rows."""
+        if rows > _FEW:
+            return
+        self._steps += 1
+        if self._steps == _STEPS and is_chosen(self._model, PACKED_LINEAR):
+            self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
+            self._applied = bool(self.changes)
+
+    def apply(self) -> None:
+        """Use the copies again, in the next rollout under the same weights."""
+        self._apply_frozen()
+        if self.changes and not self._applied:
+            done(self.changes)
+            self._applied = True
+
+    def undo(self) -> None:
+        if self._applied:
+            PACKED_LINEAR.undo(self.changes)
+            self._applied = False
+        undo_changes(self._frozen_applied)
+        self._frozen_applied = ()
+
+    def drop(self) -> None:
+        """Forget the copies of weights that may have changed; those of frozen weights are compared with
+        them by the next `apply`."""
+        self.undo()
+        self.changes = ()
+        self._steps = 0
+
+    @property
+    def frozen(self) -> Sequence[FrozenLinear]:
+        """The layers with copies of frozen weights."""
+        return self._frozen or ()
+
+    def _apply_frozen(self) -> None:
+        """Frozen weights are copied once; copies whose weights changed all the same are made again."""
+        if self._frozen is None:
+            self._frozen = self._find_frozen()
+        if self._frozen_applied or not self._frozen:
+            return
+        kept = []
+        for copied in self._frozen:
+            if copied.layer.weight.requires_grad:
+                continue
+            copied.refresh()
+            kept.append(copied)
+        self._frozen = kept
+        self._frozen_applied = done(SetAttribute(one.layer, "forward", one.forward) for one in kept)
+
+    def _find_frozen(self) -> list[FrozenLinear]:
+        if not is_chosen(self._model, PACKED_LINEAR):
+            return []
+        layers = []
+        for layer in self._model.modules():
+            if _worth_it(layer) and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad:
+                layers.append(layer)
+        if not _fits(sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)):
+            return []
+        return [FrozenLinear(layer, _packed) for layer in layers]
+
+
+def _worth_it(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        return False
+    weight = layer.weight
+    on_cpu = type(weight) is nn.Parameter and weight.device.type == "cpu"
+    return on_cpu and weight.numel() >= _SMALLEST and _faster(weight.dtype)
+
+
+def _faster(dtype: torch.dtype) -> bool:
+    """Where packed products were measured to win (float32 on Arm and with AVX-512) or skip a copy of the
+    weights per call (bf16 units)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return dtype == torch.float32 and (is_arm or torch.backends.cpu.get_cpu_capability() == "AVX512")
+
+
+def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _FEW // 4)
+
+    def forward(hidden: Tensor) -> Tensor:
+        if hidden.numel() == hidden.shape[-1]:  # a single row reads the weights once either way
+            return F.linear(hidden, layer.weight, layer.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, weight, layer.bias, "none", [], "")
+        return out
+
+    return forward
+
+
+def _dequantized(layer: Nf4Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    weight = dense_weight(layer, dtype)
+    return lambda hidden: F.linear(hidden, weight, layer.bias)
