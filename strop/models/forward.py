@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
+from strop.algorithms.frozen_head import HeadOptions, head_statistics
+from strop.algorithms.logprobs import head_logits
 from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
@@ -279,15 +280,9 @@ class _LanguageHead(OutputHead):
             return picked[None]
         weight = self.module.weight
         bias = getattr(self.module, "bias", None)
-        log_probs, entropy = token_logprobs_from_hidden(
-            picked,
-            weight,
-            self.labels,
-            bias=bias,
-            temperature=self.temperature,
-            chunk=self.chunk,
-            want_entropy=self.want_entropy,
-        )
+        slope = "entropy" in self.names
+        options = HeadOptions(self.temperature, self.chunk, self.want_entropy, entropy_gradient=slope)
+        log_probs, entropy = head_statistics(picked, weight, self.labels, bias, options)
         squares = None
         if "sum_pi_squared" in self.names:
             parts = []

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import _StopRecomputationError
 
+from strop.algorithms import frozen_head
+from strop.algorithms.frozen_head import HeadOptions, head_statistics
 from strop.algorithms.logprobs import token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import (
     sum_pi_squared,
@@ -127,6 +129,52 @@ def test_a_frozen_head_gets_no_gradient_and_a_float32_head_serves_bfloat16_state
     hidden = p["hidden"].detach().bfloat16().requires_grad_()
     token_logprobs_from_hidden(hidden, frozen, p["labels"]).log_probs.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16 and frozen.grad is None
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("want_entropy", [False, True])
+def test_a_frozen_head_computes_logits_once(
+    monkeypatch: pytest.MonkeyPatch, with_bias: bool, want_entropy: bool
+) -> None:
+    """The same log-probs, entropies and gradient as the plain head, with one product of each chunk."""
+    p = problem(rows=9, dtype=torch.float32)
+    p["labels"][3] = -100
+    hidden, weight = p["hidden"], p["weight"].detach()
+    bias = p["bias"].detach() if with_bias else None
+    calls = []
+    product = frozen_head.head_logits
+
+    def counted(rows: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return product(rows, *more)
+
+    monkeypatch.setattr(frozen_head, "head_logits", counted)
+    options = HeadOptions(0.7, 4, want_entropy, entropy_gradient=False)
+    found = head_statistics(hidden, weight, p["labels"], bias, options)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    log_probs, entropy = plain(logits, p["labels"].clamp(min=0), 0.7)
+    log_probs = log_probs.masked_fill(p["labels"] < 0, 0.0)
+    torch.testing.assert_close(found.log_probs, log_probs)
+    up = torch.linspace(-1, 1, 9)
+    (ours,) = torch.autograd.grad((found.log_probs * up).sum(), hidden)
+    (theirs,) = torch.autograd.grad((log_probs * up).sum(), hidden)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert calls == [4, 4, 1]
+    assert (found.entropy is not None) == want_entropy
+    if found.entropy is not None:
+        torch.testing.assert_close(found.entropy, entropy)
+        assert not found.entropy.requires_grad
+
+
+def test_an_entropy_with_a_gradient_takes_the_chunked_head() -> None:
+    p = problem(rows=9, dtype=torch.float32)
+    weight = p["weight"].detach()
+    options = HeadOptions(1.0, 4, want_entropy=True, entropy_gradient=True)
+    found = head_statistics(p["hidden"], weight, p["labels"], None, options)
+    assert found.entropy is not None
+    (ours,) = torch.autograd.grad(found.entropy.sum(), p["hidden"])
+    (theirs,) = torch.autograd.grad(plain(p["hidden"] @ weight.T, p["labels"])[1].sum(), p["hidden"])
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_leading_dimensions_are_kept_and_zero_rows_are_fine() -> None:
