@@ -34,7 +34,8 @@ from strop.models.patches import (
 )
 from strop.models.residual import narrows
 from strop.models.self_check import same
-from strop.rollout.native.borrowed_model import PACKED_LINEAR, ROLLOUT_PATCHES, RolloutPatches
+from strop.rollout.native.borrowed_model import ROLLOUT_PATCHES, RolloutPatches
+from strop.rollout.native.cpu.packed_linear import PACKED_LINEAR
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.rollout import tiny as rollout_tiny
 
