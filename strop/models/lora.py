@@ -194,6 +194,22 @@ def adapted_layers(model: nn.Module) -> list[Any]:
     return [part for part in model.modules() if isinstance(getattr(part, "lora_B", None), nn.ModuleDict)]
 
 
+def only_adapter(layer: Any) -> str | None:
+    """The adapter that a layer adds, if it is the only active one and of the ordinary kind."""
+    if layer.disable_adapters or layer.merged:
+        return None
+    names = layer.active_adapters
+    if len(names) != 1 or names[0] not in layer.lora_A or names[0] in layer.lora_variant:
+        return None
+    name: str = names[0]
+    dropout = layer.lora_dropout[name]
+    if isinstance(dropout, nn.Dropout) and dropout.p and layer.training:
+        return None
+    if layer.lora_B[name].bias is not None:
+        return None
+    return name
+
+
 def compute_with_adapter(model: Any, layers: Sequence[Any], name: str) -> None:
     """From now on the model computes with this adapter; which weights have gradients is the caller's.
 

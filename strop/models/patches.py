@@ -28,6 +28,7 @@ from strop.models.attention import SetAttention, padded_attention
 from strop.models.changes import Change, SetAttribute, SetClass, done, undo_changes
 from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.lora import base_model
+from strop.models.lora_cpu.layers import lean_lora_layers
 from strop.models.lora_gpu.layers import fused_lora_layers
 from strop.models.residual import AddingLinear, ResidualHooks, adding_layer, fused_residual_adds
 from strop.models.self_check import refused
@@ -191,7 +192,8 @@ def _rotary(model: nn.Module, context: PatchContext) -> list[Change]:
 
 
 def _lora_linear(model: nn.Module, context: PatchContext) -> list[Change]:
-    return done(SetClass(layer, fused) for layer, fused in list(fused_lora_layers(model)))
+    find = fused_lora_layers if on_gpu(model, context) else lean_lora_layers
+    return done(SetClass(layer, faster) for layer, faster in list(find(model)))
 
 
 def _shapes(model: nn.Module, context: PatchContext) -> list[Any]:
@@ -222,7 +224,7 @@ DEVICE_PATCHES = (
     Patch("rms_norm", _with_kernels, _rms_norm),
     Patch("gated_mlp", _with_kernels, _gated_mlp),
     Patch("rotary", _with_kernels, _rotary),
-    Patch("lora_linear", on_gpu, _lora_linear),
+    Patch("lora_linear", always, _lora_linear),
     Patch("flash_attention", lambda model, context: bool(_shapes(model, context)), _flash_attention),
     Patch("tower", always, _tower),
 )

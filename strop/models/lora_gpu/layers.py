@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from strop.extras import MissingExtra, require
 from strop.models.changes import subclass
 from strop.models.fused_modules import RUNS_AS_KERNEL
-from strop.models.lora import adapted_layers
+from strop.models.lora import adapted_layers, only_adapter
 from strop.models.residual import add_product
 from strop.models.split_products import divides_linear, start_of
 
@@ -75,17 +75,11 @@ def _make_fused_class(own: type[nn.Module]) -> type[nn.Module]:
 
 def _plain_adapter(layer: Any, x: Tensor) -> str | None:
     """The adapter to add, if it is the only active one and of the ordinary kind."""
-    if layer.disable_adapters or layer.merged or x.dtype not in _NARROW or not x.is_cuda:
+    name = only_adapter(layer)
+    if name is None or x.dtype not in _NARROW or not x.is_cuda:
         return None
-    names = layer.active_adapters
-    if len(names) != 1 or names[0] not in layer.lora_A or names[0] in layer.lora_variant:
-        return None
-    name: str = names[0]
-    dropout = layer.lora_dropout[name]
-    if isinstance(dropout, nn.Dropout) and dropout.p and layer.training:
-        return None
-    a, b = layer.lora_A[name].weight, layer.lora_B[name]
-    if b.bias is not None or len(a) > _MAX_RANK or isinstance(a, DTensor):
+    a = layer.lora_A[name].weight
+    if len(a) > _MAX_RANK or isinstance(a, DTensor):
         return None
     return name
 
