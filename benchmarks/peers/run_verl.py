@@ -93,7 +93,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         "HYDRA_FULL_ERROR": "1",
         "VERL_FILE_LOGGER_PATH": str(options.out.resolve() / "verl.jsonl"),
         # verl imports this module in each of its processes; it adds the differences of log-probs.
-        "VERL_USE_EXTERNAL_MODULES": "verl_log_probs",
+        "VERL_USE_EXTERNAL_MODULES": "verl_additions",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
 

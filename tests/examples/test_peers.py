@@ -159,7 +159,7 @@ def test_verls_metrics_get_the_differences_of_log_probs(load, tmp_path, monkeypa
     (package / "metrics.py").write_text("def calculate_debug_metrics(data): return {'theirs': 1}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    load("verl_log_probs")
+    load("verl_additions")
     metrics = load("verl.utils.debug.metrics")
 
     class Data:
