@@ -3,7 +3,7 @@
     python benchmarks/agreement.py [--save FILE]
 
 Products: rows of a matrix product with few rows against the same rows of one with many, for the layers of
-four models; a JSON line per layer names the numbers of rows at which some entry differs, and the share that
+six models; a JSON line per layer names the numbers of rows at which some entry differs, and the share that
 does. Attention: strop/models/flash.py against torch's variable-length flash attention, microseconds of a
 forward pass, and against the decode kernel of the engine.
 """
@@ -26,6 +26,7 @@ MODELS = {
     "135M": (576, 1536, 960),
     "0.5B": (896, 4864, 1152),
     "1.5B": (1536, 8960, 2048),
+    "3B": (2048, 11008, 2560),
     "7B": (3584, 18944, 4608),
     "Qwen3-8B": (4096, 12288, 6144),
 }
