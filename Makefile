@@ -170,8 +170,8 @@ $(DOCS)/.ready: constraints.txt
 board:
 	cd board && npm ci --no-audit --no-fund && npm run check && npm run build
 
-# Every page of the board in Debian's chromium (apt install chromium).
-test-browser: $(READY)
+# Every page of the board and some of the site in Debian's chromium (apt install chromium).
+test-browser: $(READY) docs
 	$(BIN)/$(PIP) -c constraints.txt -e '.[browser]'
 	$(BIN)/pytest -m browser -rs tests/board
 

@@ -1,6 +1,7 @@
-"""The documentation site in a real browser, on a desk and on a phone: nothing off-screen, nothing fetched from elsewhere.
+"""The documentation site in a real browser, on a desk and on a phone: nothing off-screen, nothing fetched from elsewhere, and
+the search finds pages.
 
-`make board-images` builds the site first and keeps pictures in build/images.
+`make test-browser` builds the site first; `make board-images` also keeps pictures in build/images.
 """
 
 from __future__ import annotations
@@ -63,3 +64,31 @@ def test_the_site_fits_the_screen(browser: Any, address: str, width: int) -> Non
             page.screenshot(path=f"{folder}/site-{name.replace('/', '-')}-{width}.png")
     context.close()
     assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("docker", "install/"),
+        ("FAQ", "faq/"),
+        ("DAPO", "recipes/"),
+        ("out of memory", "tuning/"),
+        ("filter_groups", "configuration/"),
+    ],
+)
+def test_the_search_finds(words: str, page: str, browser: Any, address: str) -> None:  # noqa: F811
+    """`page` is among the first three pages that the search names."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    site = context.new_page()
+    site.goto(f"{address}/")
+    site.wait_for_selector("article h1")
+    site.focus("input[data-md-component=search-query]")
+    ready = "document.querySelector('.md-search-result__meta').textContent.includes('Type to start')"
+    site.wait_for_function(ready)
+    site.keyboard.type(words)  # the page listens to keys
+    site.wait_for_selector(".md-search-result__item a")
+    links = site.eval_on_selector_all(
+        ".md-search-result__item > a", "found => found.map(link => new URL(link.href).pathname)"
+    )
+    context.close()
+    assert any(link.lstrip("/").startswith(page) for link in links[:3]), links[:6]
