@@ -160,7 +160,9 @@ def test_the_search_of_the_site_finds(word: str) -> None:
         for page in (ROOT / "docs").rglob("*.md")
         if re.search(rf"^#+ .*\b{word}\b", page.read_text(), re.M | re.I)
     ]
-    assert found and "search" in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    [plugin] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    words = re.split(plugin["search"]["separator"], "algorithm.filter_groups.enable=true top_p=0.95")
+    assert found and words == ["algorithm", "filter_groups", "enable", "true", "top_p", "0.95"]
 
 
 def headings(page: Path) -> list[int]:
