@@ -28,6 +28,9 @@ PAGES = (
     "configuration/ppo_rollout",
     "zh/getting_started",
 )
+TABLES_THAT_SCROLL = (
+    "[...document.querySelectorAll('.md-typeset__scrollwrap')].some(it => it.scrollWidth > it.clientWidth)"
+)
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -59,6 +62,8 @@ def test_the_site_fits_the_screen(browser: Any, address: str, width: int) -> Non
         page.wait_for_selector("article h1")
         if page.evaluate("document.documentElement.scrollWidth") > width:
             problems.append(f"{name} is wider than {width} pixels")
+        if name != "performance" and page.evaluate(TABLES_THAT_SCROLL):
+            problems.append(f"{name} has a table that is wider than {width} pixels")
         if folder := os.environ.get("STROP_SCREENSHOTS"):
             Path(folder).mkdir(parents=True, exist_ok=True)
             page.screenshot(path=f"{folder}/site-{name.replace('/', '-')}-{width}.png")
