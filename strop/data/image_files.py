@@ -32,7 +32,10 @@ def read_image(value: object, *, where: str, folder: Path | None = None) -> Imag
     if isinstance(value, pil.Image):
         return _decoded(cast("Image", value), where)
     if isinstance(value, str):
-        value = file_content(value, where, folder)
+        content = file_content(value, where, folder)
+        if not value.startswith("data:"):
+            where = f"{where} ({value})"
+        value = content
     if not isinstance(value, bytes | bytearray):
         raise UnusableImages(
             f"{where} is of the type {type(value).__name__}; an image is a path, bytes, {{'bytes': ...}}, a "
@@ -40,6 +43,10 @@ def read_image(value: object, *, where: str, folder: Path | None = None) -> Imag
         )
     try:
         opened = pil.open(io.BytesIO(value))
+    except pil.UnidentifiedImageError as error:  # its own text has the address of an object
+        raise UnusableImages(
+            f"{where} cannot be read ({len(value)} bytes): it is no image of a known format."
+        ) from error
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise UnusableImages(f"{where} cannot be read ({len(value)} bytes): {error}") from error
     return _decoded(opened, where)

@@ -122,13 +122,15 @@ class PromptDataset(Sequence[Prompt]):
         already."""
         stem = "custom"
         folder = None
+        columns: list[str] = []
         if isinstance(self.rows, FileRows):
             file = self.rows.place(row)[0]
             stem = file.stem
             folder = file.path.parent
+            columns = file.columns
         if content is None:
             content = self.rows[row]
-        return parse_row(content, self.keys, where=self.where(row), stem=stem, folder=folder)
+        return parse_row(content, self.keys, where=self.where(row), stem=stem, folder=folder, columns=columns)
 
     def lengths(self, indices: Sequence[int] | None = None) -> list[int]:
         """Return the number of tokens of prompts, before truncation."""

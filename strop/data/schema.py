@@ -14,7 +14,7 @@ file name replaces the missing data_source.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,16 @@ def require_column(columns: Sequence[str], name: str, *, setting: str, where: st
 
 
 def parse_row(
-    row: Row, keys: ColumnKeys, *, where: str, stem: str = "custom", folder: Path | None = None
+    row: Row,
+    keys: ColumnKeys,
+    *,
+    where: str,
+    stem: str = "custom",
+    folder: Path | None = None,
+    columns: Collection[str] = (),
 ) -> RowFields:
-    """Parse one row; `where` names it in errors, `stem` is its data_source if the file has no such column."""
+    """Parse one row; `where` names it in errors, `stem` is its data_source if the file has no such column.
+    `columns`: those of its file, of which a row of JSON may lack some."""
     row = {name: to_plain(value) for name, value in row.items()}
     if row.get(keys.prompt) is None:
         raise ValueError(
@@ -115,7 +122,8 @@ def parse_row(
     images = _list(row, keys.images, where)
     videos = _list(row, keys.videos, where)
     for column, found, mark in ((keys.images, images, "<image>"), (keys.videos, videos, "<video>")):
-        if column in row and not found and any(mark in str(one["content"]) for one in messages):
+        known = column in row or column in columns
+        if known and not found and any(mark in str(one["content"]) for one in messages):
             raise UnusableImages(f"{where}: the prompt has {mark} but its column {column!r} is empty.")
     messages = split_placeholders(messages, {"image": len(images), "video": len(videos)}, where=where)
     ground_truth = reward.get("ground_truth")
@@ -139,7 +147,14 @@ def parse_row(
 def read_row(rows: FileRows, index: int, keys: ColumnKeys) -> RowFields:
     """Return row `index` of files, parsed."""
     file = rows.place(index)[0]
-    return parse_row(rows[index], keys, where=rows.where(index), stem=file.stem, folder=file.path.parent)
+    return parse_row(
+        rows[index],
+        keys,
+        where=rows.where(index),
+        stem=file.stem,
+        folder=file.path.parent,
+        columns=file.columns,
+    )
 
 
 def as_messages(value: object, *, where: str, input_template: str | None = None) -> list[Message]:

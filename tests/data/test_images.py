@@ -18,6 +18,7 @@ from PIL import Image
 from strop.config.schema.data import DataConfig
 from strop.config.schema.supervised import DpoDataConfig, SftDataConfig
 from strop.data.chat import Chat, Rendered
+from strop.data.files import open_rows
 from strop.data.image_files import UnusableImages, read_image
 from strop.data.images import ImageProcessor
 from strop.data.prompts import PromptDataset, build_prompts
@@ -69,7 +70,7 @@ def test_every_way_to_store_an_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value, problem",
     [
-        (b"no image", "row 3, images cannot be read"),
+        (b"no image", r"row 3, images cannot be read \(8 bytes\): it is no image of a known format\.$"),
         (png()[:60], "row 3, images is damaged"),
         ("missing.png", "row 3, images: the file 'missing.png' cannot be read"),
         ("https://example.com/a.png", "is an address"),
@@ -103,6 +104,17 @@ def test_damaged_bytes_of_every_format_are_named() -> None:
     assert refused > 200
 
 
+def test_a_damaged_file_and_a_row_of_json_without_the_column_are_named(tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(png()[:60])
+    lacking = row(prompt="<image>what")
+    del lacking["images"]
+    lines = [row("cut.png"), lacking]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts = dataset(open_rows(str(tmp_path / "rows.jsonl")))
+    assert "row 0, column 'images' (cut.png) is damaged" in prompts[0].unusable
+    assert "row 1: the prompt has <image> but its column 'images' is empty" in prompts[1].unusable
+
+
 def test_a_row_with_a_damaged_image_has_no_prompt() -> None:
     good, broken, lacking = row(png()), row(png()[:60]), row(prompt="<image>what")
     prompts = dataset([good, broken, lacking])
@@ -123,6 +135,8 @@ def test_placeholders_and_images_must_match() -> None:
             parse_row(bad, ColumnKeys(), where="row 0")
     text = {"prompt": "<image> is a tag of HTML", "data_source": "x"}
     assert parse_row(text, ColumnKeys(), where="row 0").messages[0]["content"].startswith("<image>")
+    with pytest.raises(ValueError, match="has <image> but its column 'images' is empty"):
+        parse_row(text, ColumnKeys(), where="row 0", columns=["prompt", "images"])  # other rows have images
     with pytest.raises(ValueError, match="0 <video> placeholders but the row has 1 videos"):
         parse_row({**row(png()), "videos": ["a.mp4"]}, ColumnKeys(), where="row 0")
 

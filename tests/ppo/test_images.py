@@ -33,8 +33,8 @@ from tests.models.vision.tiny_vlm import picture, processor_of, save_vlm, tokeni
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 2\n"
 
 
-def run_of(tmp_path: Path, *changes: str) -> list[str]:
-    folder = save_vlm("qwen2_5_vl", tmp_path / "model")
+def run_of(tmp_path: Path, *changes: str, family: str = "qwen2_5_vl") -> list[str]:
+    folder = save_vlm(family, tmp_path / "model")
     rows = []
     for number in range(4):
         shown = row(url_of(picture((60 * number, 0, 90))), prompt="<image>what")
@@ -83,6 +83,15 @@ def test_a_run_trains_the_tower_or_not(tmp_path: Path, frozen: bool) -> None:
     towers = {name for name in before if "visual" in name}
     assert bool(changed & towers) != frozen
     assert changed - towers
+
+
+def test_a_run_of_gemma3_samples_what_it_trains(tmp_path: Path) -> None:
+    """With the default engine."""
+    changes = run_of(tmp_path, "trainer.save_freq=-1", family="gemma3")
+    build_ppo(load("ppo_trainer", changes)).fit()
+    steps = metrics_of(tmp_path, "training/rollout_logprobs_diff_max")
+    drift = [step["training/rollout_logprobs_diff_max"] for step in steps]
+    assert len(drift) == 2 and max(drift) < 1e-5, drift
 
 
 def metrics_of(tmp_path: Path, name: str) -> list[dict[str, float]]:

@@ -137,7 +137,13 @@ def build_processor(
         raise ValueError(
             f"{kind} of transformers needs torchvision, also for PIL images. Install torchvision."
         ) from error
-    made: ProcessorMixin = processor(image_processor=images_of_pil, tokenizer=tokenizer, **arguments)
+    try:
+        made: ProcessorMixin = processor(image_processor=images_of_pil, tokenizer=tokenizer, **arguments)
+    except AttributeError as error:
+        raise ValueError(
+            f"{name} does not get what it needs from its tokenizer: {error}. The tokenizer files must be "
+            "those of the model."
+        ) from error
     return made
 
 

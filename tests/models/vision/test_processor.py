@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,12 @@ def test_models_with_other_masks_are_refused_before_their_weights(tmp_path: Path
     (tmp_path / "config.json").write_text('{"model_type": "paligemma", "vision_config": {}}')
     with pytest.raises(ValueError, match="is of the type paligemma, whose image tokens attend to others"):
         load_processor(str(tmp_path), str(tmp_path))
+
+
+def test_a_tokenizer_of_another_model_is_named(tmp_path: Path) -> None:
+    folder = save_vlm("gemma3", tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["extra_special_tokens"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"Gemma3Processor does not get what it needs .* boi_token"):
+        load_processor(str(folder), str(folder))

@@ -205,6 +205,10 @@ def save_vlm(family: str, folder: Path, seed: int = 0) -> Path:
     tiny_vlm(family, seed).save_pretrained(folder)
     tokenizer_of(family).save_pretrained(folder)
     facts = FAMILIES[family]
+    words = {name: word for name, word in facts.get("special", {}).items() if isinstance(word, str)}
+    if words:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "extra_special_tokens": words}))
     (folder / "preprocessor_config.json").write_text(json.dumps(facts["images"]))
     if "processor" in facts:
         (folder / "processor_config.json").write_text(json.dumps(facts["processor"]))
