@@ -50,8 +50,6 @@ from strop.types import Batch
 class ModuleBackend(ABC):
     """A module with its master weights, optimizer and schedule. Without `settings.optim` it is frozen."""
 
-    trains_adapters = True
-    """Whether a model may have LoRA adapters."""
     weights: MasterWeights
     optimizer: Optimizer | None = None
     schedule: LambdaLR | None = None

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,11 @@ def only_adapter(layer: Any) -> str | None:
     return name
 
 
+def without_adapter(module: Any) -> Any:
+    """The module of Hugging Face inside a layer of peft, or the module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
 def compute_with_adapter(model: Any, layers: Sequence[Any], name: str) -> None:
     """From now on the model computes with this adapter; which weights have gradients is the caller's.
 
@@ -240,6 +245,28 @@ def with_adapter_name(weight: str, adapter: str) -> str:
     'base_model.model.q_proj.lora_A.other.weight'
     """
     return _ADAPTER_WEIGHT.sub(rf".\1.{adapter}", weight)
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Whether a parameter of a peft model belongs to an adapter."""
+    return _ADAPTER_WEIGHT.search(name) is not None
+
+
+def base_name(name: str) -> str:
+    """The Hugging Face name of a module or weight of a peft model.
+
+    >>> base_name("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")
+    'model.layers.0.self_attn.q_proj.weight'
+    """
+    return re.sub(r"(\.base_layer)+(?=\.|$)", "", name.removeprefix("base_model.model."))
+
+
+def adapted_weight(paths: Mapping[nn.Module, str], layer: Any) -> str:
+    """The name in a peft model of the weight that an adapted layer adds to. `paths` are the names of all
+    modules. A layer of experts has several weights, each with a layer of peft around the others'."""
+    if hasattr(layer, "parameter_name"):
+        return f"{paths[layer.get_base_layer()]}.{layer.parameter_name}"
+    return f"{paths[layer]}.base_layer.weight"
 
 
 def adapter_scale(model: Any, name: str) -> float:
@@ -298,10 +325,11 @@ def merged_weights(
 
     Only those whose names in the model begin with `start`, and with none of `without`.
     """
+    paths = {part: name for name, part in model.named_modules()}
     layers: dict[str, Any] = {}
-    for name, module in model.named_modules():
+    for module in paths:
         if hasattr(module, "get_delta_weight"):
-            layers[name] = module
+            layers[adapted_weight(paths, module)] = module
     dtype = next(model.parameters()).dtype
     quantized = {
         f"{name}.weight": part for name, part in model.named_modules() if isinstance(part, Nf4Linear)
@@ -312,11 +340,11 @@ def merged_weights(
         weight: Tensor = parameter
         if name in quantized:
             weight = dense_weight(quantized[name], dtype)
-        if re.search(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)\.", name):
+        if is_adapter_weight(name):
             continue
-        plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        owner = layers.get(name.removesuffix(".base_layer.weight"))
-        if owner is not None and name.endswith(".base_layer.weight"):
+        plain = base_name(name)
+        owner = layers.get(name)
+        if owner is not None:
             delta = sum(owner.get_delta_weight(adapter).float() for adapter in owner.active_adapters)
             yield plain, (weight.float() + delta).to(weight.dtype)
         else:

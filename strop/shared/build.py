@@ -192,7 +192,7 @@ class BackendMaker:
             lambda: build(model, dtype=stored_dtype(model)),
             self.ranks,
             self.device,
-            new=build is build_critic,
+            new=build is build_critic or bool(model.lora_rank or model.lora_adapter_path),
         )
         if megatron.use_dist_checkpointing:
             load_weights = checkpoint_loader(partial(open_megatron, module, megatron), self.ranks)

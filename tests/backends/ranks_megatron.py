@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from strop.backends.base import MicroBatching
 from strop.backends.megatron.backend import MegatronBackend
 from strop.backends.megatron.stage import StageChunk
 from strop.config.megatron import devices_per_copy
 from strop.config.schema.megatron import MegatronConfig
+from strop.models.lora import add_adapters
 from strop.models.residual import widen_residual
 from tests.backends.make import make_backend, single
 from tests.backends.megatron_cpu import without_cuda
@@ -80,6 +83,61 @@ def test_families_answer_and_train_as_transformers_does(family, way):
         gap = (getattr(outputs[0], name) - getattr(outputs[1], name)).abs().max()
         assert gap <= 4e-6, (name, gap)  # log-probs of about 10: two units in the last place
     assert_trained_alike(one, many)
+
+
+ADAPTED = [
+    *[("qwen2", way) for way in ("data", "tensor", "pipeline", "virtual", "context", "tensor-pipeline")],
+    *[("qwen3_moe", way) for way in ("tensor", "expert", "tensor-expert", "pipeline-expert")],
+    *[("deepseek_v3", way) for way in ("tensor", "pipeline", "tensor-expert")],
+]
+
+
+def adapted(family: str, **changes: Any) -> Any:
+    """A model with adapters that are not 0, of two ranks."""
+    torch.manual_seed(5)
+    model = add_adapters(tiny_model(family, **changes), rank=4, alpha=8)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["sequence", "whole"])
+@pytest.mark.parametrize(("family", "way"), ADAPTED)
+def test_adapters_answer_train_and_merge_as_those_of_peft(family, way, shares):
+    """With and without sequence parallelism, where it makes a difference."""
+    sizes = fitting(way)
+    if not shares and (sizes.tensor_model_parallel_size == 1 or family != "qwen2"):
+        pytest.skip("only tensor-parallel ranks share tokens, and with experts they must")
+    plain = optim(optimizer="SGD", lr=0.5)
+    layers = {"num_hidden_layers": 4} if way == "virtual" else {}
+    one = single(adapted(family, **layers), optim=plain)
+    many = divided(adapted(family, **layers), optim=plain, megatron=replace(sizes, sequence_parallel=shares))
+    assert all(".lora_" in name for name in many.weights.masters)
+    micro = MicroBatching(rows=2)
+    off = []
+    for backend in (one, many):
+        with backend.reference():
+            off.append(backend.forward(tiny_batch(), ["log_probs"], micro).log_probs)
+    on = [b.forward(tiny_batch(), ["log_probs"], micro).log_probs for b in (one, many)]
+    assert (off[0] - off[1]).abs().max() <= 4e-6 and (on[0] - on[1]).abs().max() <= 4e-6
+    assert (on[0] - off[0]).abs().max() > 0.01
+    before = weights(one)
+    assert_trained_alike(one, many)
+    moved = max((weight - before[name]).abs().max() for name, weight in weights(many).items())
+    assert moved > 1e-3
+    ours, theirs = many.state_dict()["model"], one.state_dict()["model"]
+    assert list(ours) == list(theirs)
+    one.load_state_dict(one.state_dict())  # the names and shapes of one process
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_other_modules_are_refused(target):
+    model = add_adapters(
+        tiny_model("llama", tie_word_embeddings=False), rank=2, alpha=4, target_modules=["q_proj", target]
+    )
+    with pytest.raises(ValueError, match=rf"not for .*{target}\. Leave it out of model.target_modules"):
+        divided(model, optim=optim())
 
 
 def test_a_residual_stream_in_float32_stays_so_in_bf16():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -106,6 +108,46 @@ def test_a_reward_model_scores_as_in_one_process(settings, folder):  # noqa: F81
     if here().is_rank0:
         scores = {row["critic/score/mean"] for row in metrics(one).values() if "critic/score/mean" in row}
         assert len(scores) > 1, "the model tells responses apart"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("way", ["tensor", "pipeline", "tensor-pipeline"])
+def test_adapters_are_trained_as_by_one_process(way, algorithm, settings, folder):  # noqa: F811
+    """The reference is the actor without them; they are resumed with other sizes and by one process, and merged."""
+    fitting(way)
+    lora = ["actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"]
+    common = [*settings, *ALGORITHMS[algorithm], *lora, "actor_rollout_ref.actor.use_kl_loss=true"]
+    if algorithm == "ppo":  # Adam makes full steps of roundings, which is all that a B of 0 would have
+        for role in ("actor_rollout_ref.actor", "critic"):
+            common += [f"{role}.optim.optimizer=SGD", f"{role}.optim.lr=0.05"]
+    one = by_one(("lora", algorithm), common, folder)
+    many = fit([*common, *KEYS, *words(way)], folder / "many", here())
+    report_gap(f"{way} {algorithm} with adapters", one, many)
+    assert_alike(one, many, 4)
+    if algorithm == "ppo" or way == "pipeline":
+        return
+    torn = fit([*common, *KEYS, *words(way), "trainer.total_training_steps=2"], folder / "torn", here())
+    fewer = copied(torn, folder / "fewer")
+    assert_alike(one, fit([*common, *KEYS, *words("pipeline")], torn, here()), 4)
+    assert_alike(one, alone(common, fewer), 4)
+    if here().is_rank0:
+        saved = many / "global_step_4" / "actor"
+        assert all(".lora_" in name for name in saved_weights(many, 4))
+        kept = load_file(
+            merge(str(saved), str(folder / "kept"), keep_lora=True) / "adapter_model.safetensors"
+        )
+        expected = merge(str(one / "global_step_4" / "actor"), str(folder / "expected"), keep_lora=True)
+        for name, weight in load_file(expected / "adapter_model.safetensors").items():
+            assert (kept[name] - weight).abs().max() <= 1e-5 * max(weight.abs().max(), 1e-3), name
+    here().all_gather_object(None)
+
+
+def copied(source, target):
+    """A copy of the folder of a run, for all ranks."""
+    if here().is_rank0:
+        shutil.copytree(source, target)
+    here().all_gather_object(None)
+    return target
 
 
 def save(folder, family, **changes):  # noqa: F811

@@ -291,21 +291,6 @@ def test_the_schedule_moves_once_per_trainer_step(make):
         make(tiny_model(), optim=optim(lr_warmup_steps_ratio=0.1))
 
 
-@pytest.fixture
-def adapters(make) -> Callable[..., Any]:
-    """Makes a backend for a model with adapters; one that does not train them must say so."""
-    kind = make.args[0]
-
-    def made(model: Any, **settings: Any) -> Any:
-        if kind.trains_adapters:
-            return make(model, **settings)
-        with pytest.raises(ValueError, match="does not train LoRA adapters"):
-            make(model, **settings)
-        return None
-
-    return made
-
-
 def checkpointed_model(kind: str, mode: Checkpointing) -> Any:
     model = tiny_model("mixtral" if kind == "experts" else "qwen3")
     torch.manual_seed(1)
@@ -324,15 +309,11 @@ def value_loss(outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", ["policy", "lora", "critic", "experts"])
-def test_gradient_checkpointing_changes_no_bit(make, adapters, kind, packed):
+def test_gradient_checkpointing_changes_no_bit(make, kind, packed):
     want = ["values"] if kind == "critic" else ["log_probs"]
     gradients = {}
     for mode in ("none", "full", "selective"):
-        backend = (adapters if kind == "lora" else make)(
-            checkpointed_model(kind, mode), optim=optim(), packed=packed
-        )
-        if backend is None:
-            return
+        backend = make(checkpointed_model(kind, mode), optim=optim(), packed=packed)
         backend.forward_backward(tiny_batch(), want, value_loss if want == ["values"] else policy_loss, ALL)
         gradients[mode] = flat_gradient(backend)
     assert gradients["none"].abs().sum() > 0
@@ -340,13 +321,13 @@ def test_gradient_checkpointing_changes_no_bit(make, adapters, kind, packed):
     assert torch.equal(gradients["selective"], gradients["none"])
 
 
-def test_lora_trains_adapters_only_exports_them_merged_and_is_its_own_reference(make, adapters):
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_lora_trains_adapters_only_exports_them_merged_and_is_its_own_reference(make, family):
+    """Experts and routers have adapters too."""
     batch = tiny_batch()
-    original = {name: weight.clone() for name, weight in make(tiny_model()).export_weights()}
-    before = make(tiny_model()).forward(batch, ["log_probs"], ALL).log_probs
-    backend = adapters(add_adapters(tiny_model(), rank=2, alpha=8), optim=optim())
-    if backend is None:
-        return
+    original = {name: weight.clone() for name, weight in make(tiny_model(family)).export_weights()}
+    before = make(tiny_model(family)).forward(batch, ["log_probs"], ALL).log_probs
+    backend = make(add_adapters(tiny_model(family), rank=2, alpha=8), optim=optim())
     assert all("lora_" in name for name in backend.weights.masters)
     train(backend, 4)
     trained = backend.forward(batch, ["log_probs"], ALL).log_probs
@@ -357,7 +338,7 @@ def test_lora_trains_adapters_only_exports_them_merged_and_is_its_own_reference(
         )
     merged = dict(backend.export_weights())
     assert merged.keys() == original.keys()
-    plain = tiny_model()
+    plain = tiny_model(family)
     plain.load_state_dict(merged)
     torch.testing.assert_close(
         make(plain).forward(batch, ["log_probs"], ALL).log_probs, trained, rtol=1e-5, atol=1e-5

@@ -12,7 +12,7 @@ from tests.runtime.started import SAVE_AT_ONCE, Started
 HERE = Path(__file__).parent
 CONFORMANCE, RANKS = str(HERE / "test_conformance.py"), str(HERE / "ranks_megatron.py")
 RUNS = str(HERE / "ranks_megatron_runs.py")
-FAST = "tensor-grpo or (balancing and tensor)"
+FAST = "tensor-grpo or (balancing and tensor) or qwen2-tensor-sequence"
 
 
 def test_two_ranks_train_as_one_process():

@@ -41,6 +41,9 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
     assert not list(problems(AutoConfig.for_model("llama", **SIZE), MegatronConfig()))
 
 
+RANK = "actor_rollout_ref.model.lora_rank=8"
+
+
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
@@ -53,7 +56,8 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
         ([f"{ACTOR}.tensor_parallel_size=2"], f"{ACTOR}.tensor_parallel_size", "strategy=fsdp"),
         ([f"{ACTOR}.aux_loss_coef=0.1"], f"{ACTOR}.aux_loss_coef", "load-balancing"),
         ([f"{OPTIONS}.moe_router_load_balancing_type=seq_aux_loss"], f"{OPTIONS}.moe_router_load_balancing_type", "aux_loss or none"),
-        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank", "does not train LoRA"),
+        ([RANK, "actor_rollout_ref.model.lora_dropout=0.1"], "actor_rollout_ref.model.lora_dropout", "drop different inputs"),
+        ([RANK, f"{ACTOR}.megatron.use_dist_checkpointing=true", f"{ACTOR}.megatron.dist_checkpointing_path=saved"], f"{ACTOR}.megatron.use_dist_checkpointing", "has no adapters"),
         (["algorithm.adv_estimator=gae", "critic.megatron.pipeline_model_parallel_size=3"], "critic.megatron.tensor_model_parallel_size", "[1, 2, 4]"),
     ],
 )  # fmt: skip

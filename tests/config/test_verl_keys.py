@@ -154,6 +154,13 @@ def test_keys_of_the_example_commands_compose(root):
             -1,
         ),
         ("ppo_trainer", "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_alpha", 0),
+        ("ppo_trainer", "actor_rollout_ref.model.lora.alpha=64", "actor_rollout_ref.model.lora_alpha", 64),
+        (
+            "ppo_trainer",
+            "critic.model.lora.target_modules=[linear_qkv,linear_fc2]",
+            "critic.model.target_modules",
+            ["q_proj", "k_proj", "v_proj", "down_proj"],
+        ),
         ("ppo_trainer", "model_engine=megatron", "actor_rollout_ref.actor.strategy", "megatron"),
         ("ppo_trainer", "rollout.nnodes=2", "actor_rollout_ref.rollout.nnodes", 2),
         ("sft_trainer", "engine.fsdp_size=4", "model.fsdp_config.fsdp_size", 4),

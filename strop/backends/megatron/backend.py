@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from strop.backends.base import BackendSettings, Loss, MicroBatching, Outputs
 from strop.backends.fsdp.sharded import RegionReader, fill
 from strop.backends.megatron.fits import problems
 from strop.backends.megatron.library import weigh_balance
-from strop.backends.megatron.names import places_of
+from strop.backends.megatron.load import to_meta
+from strop.backends.megatron.lora import StageAdapters, refuse_other_adapters
+from strop.backends.megatron.names import Place, places_of
 from strop.backends.megatron.options import transformer_options
 from strop.backends.megatron.passes import LastStage, Recorder, run_schedule
 from strop.backends.megatron.replay import routed_layers
@@ -37,7 +40,7 @@ from strop.config.schema.megatron import MegatronConfig
 from strop.models.build import persistent_buffers
 from strop.models.heads import HEAD
 from strop.models.layouts.routing import of_tokens
-from strop.models.lora import has_adapters
+from strop.models.lora import base_model, base_name, has_adapters, is_adapter_weight
 from strop.ranks import Ranks
 from strop.types import Batch
 
@@ -50,8 +53,8 @@ class MegatronBackend(RankedBackend):
     with `load_weights`."""
 
     needs_ranks = True
-    trains_adapters = False
     weights: StageWeights
+    adapters: StageAdapters | None = None
 
     def __init__(
         self,
@@ -65,24 +68,22 @@ class MegatronBackend(RankedBackend):
     ):
         """`fp32_residual`: residual sums are in float32, whatever the layers compute in."""
         settings = settings or BackendSettings()
-        if has_adapters(module):
-            raise ValueError(
-                "strategy=megatron does not train LoRA adapters. Set lora_rank=0, or strategy=fsdp."
-            )
         super().__init__(module, settings, ranks)
         self.megatron = megatron or MegatronConfig()
         for key, problem in problems(module.config, self.megatron):
             raise ValueError(f"{key}: {problem}")
+        refuse_other_adapters(module)
         self.topology = join(Sizes.of(self.megatron), ranks, self.device)
-        self.scalar = getattr(module, HEAD, None) is not None
+        skeleton = base_model(module)
+        self.scalar = getattr(skeleton, HEAD, None) is not None
         self.shapes = {name: weight.shape for name, weight in module.named_parameters()}
         given = None
         if load_weights is None:
             given = dict(module.named_parameters())
-        options = transformer_options(module, self.megatron)
+        options = transformer_options(skeleton, self.megatron)
         options["sequence_parallel"] = self.megatron.sequence_parallel and self.topology.sizes.tensor > 1
         self.chunks = build_chunks(
-            module,
+            skeleton,
             self.topology,
             dtype=settings.compute,
             head_dtype=settings.master,
@@ -93,11 +94,12 @@ class MegatronBackend(RankedBackend):
         )
         trains = settings.optim is not None
         self.weights = StageWeights(
-            places_of(self.chunks, self.topology, scalar=self.scalar),
+            self._places(),
             self.shapes,
             self.topology,
-            master=settings.master if trains else settings.compute,
+            master=settings.master,
             distributed=self.megatron.use_distributed_optimizer,
+            frozen=[name for name, weight in module.named_parameters() if not weight.requires_grad],
         )
         self._owners = self._owning_stages()
         if load_weights is not None:
@@ -105,17 +107,25 @@ class MegatronBackend(RankedBackend):
             self.weights.publish()
         elif given is not None:
             self.weights.load({name: weight.detach() for name, weight in given.items()})
-        _to_meta(module)
+        to_meta(module)
+        self.weights.forget_masters()
         if trains:
             self.weights.collect_gradients()
             self._make_optimizer()
-        else:
-            for chunk in self.chunks:
-                chunk.gpt.requires_grad_(False)
-            self.weights.forget_masters()
         self._offload_between_passes(
             model=self.megatron.param_offload, optimizer=self.megatron.optimizer_offload
         )
+
+    def _places(self) -> dict[str, Place]:
+        """Where this rank has its weights, those of adapters included, by their names in the module."""
+        names = {base_name(name): name for name in self.shapes}
+        found: dict[str, Place] = {}
+        for name, place in places_of(self.chunks, self.topology, scalar=self.scalar).items():
+            found[names.get(name, name)] = place
+        if has_adapters(self.module):
+            self.adapters = StageAdapters(self.module, self.chunks, found)
+            found |= self.adapters.places
+        return found
 
     def _make_optimizer(self) -> None:
         super()._make_optimizer()
@@ -268,36 +278,60 @@ class MegatronBackend(RankedBackend):
     # --- weights --------------------------------------------------------------------------------------------
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights by Hugging Face name, one at a time: every rank must go through all of them."""
+        """Weights by Hugging Face name, LoRA merged, one at a time: every rank must go through all of
+        them."""
         group = self.topology.pipeline_group
         for name in self.shapes:
+            if is_adapter_weight(name):
+                continue
             owner = self._owners[name]
             found: Tensor | None = None
             if owner == self.topology.pipeline_rank:
-                found = self.weights.whole(name)
+                found = self.weights.whole(name, self._added(name))
             if group.size() > 1:
                 if found is None:
                     found = torch.empty(self.shapes[name], dtype=self._dtype_of(name), device=self.device)
                 dist.broadcast(found, group=group, group_src=owner)
             assert found is not None
-            yield name, found
+            yield base_name(name), found
+
+    def _added(self, name: str) -> Tensor | None:
+        """What an adapter adds to this rank's share of a weight."""
+        adapter = None if self.adapters is None else self.adapters.by_weight.get(name)
+        return None if adapter is None else adapter.product()
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside it LoRA adapters are off: the model before training."""
+        with super().reference():
+            assert self.adapters is not None
+            self.adapters.switch.on = False
+            try:
+                yield
+            finally:
+                self.adapters.switch.on = True
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        if name.startswith(f"{HEAD}."):
+        if base_name(name).startswith(f"{HEAD}."):
             return self.settings.master
         return self.settings.compute
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer and schedule. Weights of other stages are empty DTensors over their ranks."""
+        """Model, optimizer and schedule; with adapters, only what is trained. Weights of other stages are
+        empty DTensors over their ranks."""
         held = self.weights.held()
         model: dict[str, Tensor] = {}
-        for name in self.shapes:
+        for name, parameter in self.module.named_parameters():
+            if self.adapters is not None and not parameter.requires_grad:
+                continue
             owner = self._owners[name]
             if owner == self.topology.pipeline_rank:
                 model[name] = held[name]
             else:
-                model[name] = self.weights.elsewhere(name, owner)
-        model |= persistent_buffers(self.module)
+                dtype = self.settings.master if parameter.requires_grad else self._dtype_of(name)
+                model[name] = self.weights.elsewhere(name, owner, dtype)
+        if self.adapters is None:
+            model |= persistent_buffers(self.module)
         state: dict[str, Any] = {"model": model}
         if self.optimizer is not None and self.schedule is not None:
             state["optimizer"] = self._whole_optimizer_state()
@@ -336,7 +370,9 @@ class MegatronBackend(RankedBackend):
         return found
 
     def _fill_weights(self, given: Mapping[str, Tensor | RegionReader]) -> None:
-        self.weights.load({name: given[name] for name in self.weights.places})
+        self.weights.load({name: given[name] for name in self.weights.masters})
+        if self.adapters is not None:
+            return
         for name, buffer in persistent_buffers(self.module).items():
             fill(buffer, given[name])
         for chunk in self.chunks:
@@ -354,13 +390,3 @@ def _described(value: object, shape: torch.Size) -> object:
     if isinstance(value, Tensor) and value.shape == shape:
         return value.dtype
     return value
-
-
-def _to_meta(module: nn.Module) -> None:
-    """Parameters keep their shapes and lose their memory. Buffers stay."""
-    made: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-                part._parameters[name] = made.setdefault(id(parameter), empty)

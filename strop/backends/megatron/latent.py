@@ -66,8 +66,9 @@ class LatentConfig(LayerConfig):
 class WholeLinear(nn.Module):
     """A matrix that every rank has."""
 
-    def __init__(self, config: LayerConfig, inputs: int, outputs: int):
+    def __init__(self, config: LatentConfig, inputs: int, outputs: int):
         super().__init__()
+        self.sequence_parallel = config.sequence_parallel
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **storage_of(config)))
 
     def forward(self, states: Tensor) -> Tensor:

@@ -90,3 +90,13 @@ def broadcast_parts(
             dist.broadcast(sent, src=0)
         if name in weights:
             fill(weights[name], sent)
+
+
+def to_meta(module: nn.Module) -> None:
+    """Parameters keep their shapes and lose their memory. Buffers stay."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                part._parameters[name] = made.setdefault(id(parameter), empty)

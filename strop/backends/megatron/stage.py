@@ -25,6 +25,7 @@ from strop.backends.megatron.replay import ChunkExperts
 from strop.backends.megatron.shape import padded_vocabulary, transformer_config
 from strop.backends.megatron.topology import Sizes, Topology
 from strop.config.megatron import FAMILIES
+from strop.models.lora import without_adapter
 from strop.models.packing import Inputs
 from strop.models.patches import patch_for_device
 
@@ -65,6 +66,10 @@ class StageChunk:
             if self.padding is not None:
                 own = ids.chunk(self.divisor, 1)[self.place] == self.padding
                 hidden = hidden.detach().where(own.T[..., None], hidden)
+            if torch.is_grad_enabled() and not hidden.requires_grad:
+                # Frozen embeddings (LoRA): layers that are computed again pass gradients on only if their
+                # input has one, and so do stages without adapters.
+                hidden.requires_grad_()
         cos, sin = self._angles(inputs.positions)
         states: Tensor = self.gpt.decoder(
             hidden_states=hidden,
@@ -126,8 +131,10 @@ def build_chunks(
         gpt = _gpt(config, settings, topology, virtual, tied=config.tie_word_embeddings and not scalar)
         gpt.to(device)  # megatron-core makes routers on the CPU and moves them in their first pass
         if scalar and gpt.post_process:
-            gpt.output_layer = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
-            gpt.output_layer.to(device=device, dtype=head_dtype)
+            # Random numbers are drawn only for weights that are used, as on one device.
+            with torch.device("meta"):
+                head = nn.Linear(config.hidden_size, 1, bias=skeleton.score.bias is not None)
+            gpt.output_layer = head.to(dtype=head_dtype).to_empty(device=device)
         patch_for_device(gpt, device, dtype, only=("rms_norm",))
         use_routing_biases(gpt, skeleton, device)
         chunks.append(StageChunk(gpt, skeleton, topology))
@@ -161,7 +168,7 @@ def use_routing_biases(gpt: Any, skeleton: Any, device: torch.device) -> None:
         router = getattr(layer.mlp, "router", None)
         if router is None or router.expert_bias is None:
             continue
-        gate = skeleton.model.layers[layer.layer_number - 1].mlp.gate
+        gate = without_adapter(skeleton.model.layers[layer.layer_number - 1].mlp.gate)
         gate.e_score_correction_bias = gate.e_score_correction_bias.to(device, torch.float32)
         router.expert_bias = gate.e_score_correction_bias
 

@@ -7,7 +7,7 @@ master is a DTensor over the ranks of its pipeline stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ class StageWeights(MasterWeights):
         *,
         master: torch.dtype,
         distributed: bool,
+        frozen: Collection[str] = (),
     ):
-        """`shapes` are the whole shapes of all weights of the model, by Hugging Face name. `distributed`:
-        masters are divided over data-parallel ranks too (ZeRO-1)."""
+        """`shapes` are the whole shapes of all weights of the model, by Hugging Face name. `frozen` ones have
+        masters in the precision of their parameters, until `forget_masters`. `distributed`: masters are
+        divided over data-parallel ranks too (ZeRO-1)."""
         self.places = dict(places)
         self.shapes = shapes
         self.topology = topology
@@ -48,8 +50,10 @@ class StageWeights(MasterWeights):
         self._pending: dict[int, Tensor] = {}
         self._last_names: dict[int, str] = {}
         """Of the weights that are parts of a parameter, the last one."""
+        self.frozen = frozenset(frozen) & self.places.keys()
         for name, place in self.places.items():
-            self.masters[name] = self._as_master(name, place.read().to(master, copy=True)).requires_grad_()
+            dtype = place.part.parameter.dtype if name in self.frozen else master
+            self.masters[name] = self._as_master(name, place.read().to(dtype, copy=True)).requires_grad_()
             self._last_names[id(place.part.parameter)] = name
 
     @property
@@ -59,19 +63,19 @@ class StageWeights(MasterWeights):
 
     # --- distribution ---------------------------------------------------------------------------------------
 
-    def _layout(self, name: str, stage: int) -> DTensorSpec:
+    def _layout(self, name: str, stage: int, dtype: torch.dtype) -> DTensorSpec:
         """How the master of a weight is divided over the ranks of a stage."""
         place = self.places[name]
         mesh = (self.topology.expert_stages if place.expert else self.topology.stages)[stage]
         divided: Placement = Replicate() if place.dim is None else Shard(place.dim)
         rest: Placement = Shard(0) if self.distributed else Replicate()
-        return _spec(mesh, (Replicate(), divided, rest), self.shapes[name], self.master)
+        return _spec(mesh, (Replicate(), divided, rest), self.shapes[name], dtype)
 
     def _as_master(self, name: str, share: Tensor) -> Tensor:
         """This rank's share of a weight as a master."""
-        spec = self._layout(name, self.topology.pipeline_rank)
         if self.alone:
             return share
+        spec = self._layout(name, self.topology.pipeline_rank, share.dtype)
         return DTensor(self._own_rows(spec, share), spec, requires_grad=False)
 
     def _own_rows(self, spec: DTensorSpec, share: Tensor) -> Tensor:
@@ -87,8 +91,8 @@ class StageWeights(MasterWeights):
     def collect_gradients(self) -> None:
         """From now on gradients of Megatron's parameters are summed in the master precision."""
         seen: set[int] = set()
-        for place in self.places.values():
-            parameter = place.part.parameter
+        for name in self.masters:
+            parameter = self.places[name].part.parameter
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
@@ -105,7 +109,8 @@ class StageWeights(MasterWeights):
     @torch.no_grad()
     def reduce_gradients(self) -> None:
         """Add what the last passes left on all ranks to the gradients of the masters; every rank calls it."""
-        for name, place in self.places.items():
+        for name, master in self.masters.items():
+            place = self.places[name]
             share = self._pending_share(name)
             if place.partial_gradient and self.topology.sizes.tensor > 1:
                 dist.all_reduce(share, group=self.topology.tensor_group)
@@ -115,7 +120,6 @@ class StageWeights(MasterWeights):
                 group = self.topology.expert_gradient_group
             if group.size() > 1:
                 dist.all_reduce(share, group=group)
-            master = self.masters[name]
             if isinstance(master, DTensor):
                 share = DTensor(self._own_rows(master._spec, share), master._spec, requires_grad=False)
             if master.grad is None:
@@ -196,9 +200,10 @@ class StageWeights(MasterWeights):
         """Round the masters into Megatron's parameters."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for name, place in self.places.items():
-            targets.append(place.part.view(place.part.parameter.data))
-            sources.append(self._gathered(self.masters[name]))
+        for name, master in self.masters.items():
+            part = self.places[name].part
+            targets.append(part.view(part.parameter.data))
+            sources.append(self._gathered(master))
             if self.distributed:  # not all gathered weights at once
                 torch._foreach_copy_(targets, sources)
                 targets, sources = [], []
@@ -228,14 +233,16 @@ class StageWeights(MasterWeights):
             dist.broadcast(piece, group=group, group_src=source)
         return torch.cat(sent)
 
-    def whole(self, name: str) -> Tensor:
+    def whole(self, name: str, added: Tensor | None = None) -> Tensor:
         """A whole weight in the precision of the parameters, gathered from the ranks of its stage: all of
-        them must call it."""
-        share = self.places[name].read()
+        them must call it. `added`: of an adapter, to this rank's share."""
         place = self.places[name]
-        spec = self._layout(name, self.topology.pipeline_rank)
+        share = place.read()
+        if added is not None:
+            share = (share.float() + added).to(share.dtype)
         if place.dim is None or self.alone:
             return share
+        spec = self._layout(name, self.topology.pipeline_rank, share.dtype)
         gathered = (Replicate(), Shard(place.dim), Replicate())
         plain = _spec(spec.mesh, gathered, self.shapes[name], share.dtype)
         return DTensor(share, plain, requires_grad=False).full_tensor()
@@ -250,17 +257,17 @@ class StageWeights(MasterWeights):
                 found[name] = self._as_master(name, place.read())
         return found
 
-    def elsewhere(self, name: str, stage: int, dtype: torch.dtype | None = None) -> Tensor:
+    def elsewhere(self, name: str, stage: int, dtype: torch.dtype) -> Tensor:
         """A weight of another stage, of which this rank has nothing."""
         mesh = self.topology.stages[stage]
-        if dtype is None:
-            dtype = self.master
         spec = _spec(mesh, (Replicate(),) * mesh.ndim, self.shapes[name], dtype)
         return DTensor(torch.empty(0, dtype=dtype), spec, requires_grad=False)
 
     def forget_masters(self) -> None:
-        """For a frozen model, whose parameters are all it needs."""
-        self.masters = {}
+        """Of frozen weights, whose parameters are all they need."""
+        for name in self.frozen:
+            self.places[name].part.parameter.requires_grad_(False)
+            del self.masters[name]
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor | RegionReader]) -> None:

@@ -17,6 +17,39 @@ def _adapter(name: str) -> Translation:
     return lambda prefix, value: {f"{prefix}.lora_{name}": value} if value else {}
 
 
+_MEGATRON_MODULES = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Linear modules of Megatron by the names of Hugging Face."""
+
+
+def _adapted_modules(name: str) -> Translation:
+    """Modules of Megatron in a list of modules with (or without) adapters."""
+
+    def translate(prefix: str, value: object) -> dict[str, object]:
+        if not isinstance(value, list):
+            return {f"{prefix}.{name}": value} if value else {}
+        found: list[str] = []
+        for module in value:
+            found += _MEGATRON_MODULES.get(str(module), (str(module),))
+        return {f"{prefix}.{name}": found} if found else {}
+
+    return translate
+
+
 NSYS = "global_profiler.global_tool_config.nsys."
 
 VERL_0_7: tuple[Alias, ...] = (
@@ -47,6 +80,10 @@ VERL_0_7: tuple[Alias, ...] = (
     ),
     Alias("*.lora.rank", _adapter("rank"), "one name for every strategy"),
     Alias("*.lora.adapter_path", _adapter("adapter_path"), "one name for every strategy"),
+    Alias("*.lora.alpha", _adapter("alpha"), "one name for every strategy"),
+    Alias("*.lora.dropout", _adapter("dropout"), "one name for every strategy"),
+    Alias("*.lora.target_modules", _adapted_modules("target_modules"), "one name for every strategy"),
+    Alias("*.lora.exclude_modules", _adapted_modules("exclude_modules"), "one name for every strategy"),
     Alias("optim.warmup_steps_ratio", ("optim.lr_warmup_steps_ratio",), "renamed"),
     Alias("*.optim.warmup_steps_ratio", ("{prefix}.optim.lr_warmup_steps_ratio",), "renamed"),
     Alias("optim.warmup_style", ("optim.lr_scheduler",), "renamed"),

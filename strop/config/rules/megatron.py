@@ -173,10 +173,7 @@ def _sizes(role: MegatronRole, sizes: MegatronConfig) -> Findings:
 def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
     """What the backend does not do."""
     if role.model.lora_rank or role.model.lora_adapter_path:
-        yield error(
-            f"{role.model_key}.lora_rank",
-            f"{role.key}.strategy=megatron does not train LoRA adapters. Set lora_rank=0, or strategy=fsdp.",
-        )
+        yield from _adapters(role, settings)
     if settings.use_dist_checkpointing and not settings.dist_checkpointing_path:
         yield error(
             f"{role.key}.megatron.use_dist_checkpointing",
@@ -197,6 +194,28 @@ def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
                 key,
                 f"{size} is for strategy=fsdp. Set 1, and {role.key}.megatron.tensor_model_parallel_size.",
             )
+
+
+def _adapters(role: MegatronRole, settings: MegatronConfig) -> Findings:
+    """LoRA: what the adapters of divided layers do not do."""
+    if role.model.lora_rank and role.model.lora_dropout:
+        yield error(
+            f"{role.model_key}.lora_dropout",
+            f"{role.model.lora_dropout:g} with {role.key}.strategy=megatron: tensor-parallel ranks would "
+            "drop different inputs. Set lora_dropout=0, or strategy=fsdp.",
+        )
+    if role.model.quantization is not None:
+        yield error(
+            f"{role.model_key}.quantization",
+            f"{role.model.quantization} with {role.key}.strategy=megatron: 4-bit weights are not divided. "
+            "Set null, or train on one device with strategy=fsdp.",
+        )
+    if settings.use_dist_checkpointing:
+        yield error(
+            f"{role.key}.megatron.use_dist_checkpointing",
+            f"true with LoRA ({role.model_key}.lora_rank): a Megatron checkpoint has no adapters. Merge it "
+            "with `strop merge`, set model.path to the result and use_dist_checkpointing=false.",
+        )
 
 
 def _balance(key: str, settings: MegatronConfig) -> Findings:

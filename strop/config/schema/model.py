@@ -124,8 +124,9 @@ class ModelConfig:
     """Tiled computation of the MLP."""
     mtp: MtpConfig = section(MtpConfig)
     """Multi-token prediction."""
-    lora: FreeForm = inert({}, "set lora_alpha, lora_dropout and target_modules")
-    """Megatron: adapters. Its rank and adapter_path are lora_rank and lora_adapter_path."""
+    lora: FreeForm = inert({}, "adapters are those of peft for every strategy; engines get merged weights")
+    """Megatron: adapters. Its rank, alpha, dropout, adapter_path, target_modules and exclude_modules are
+    lora_rank, lora_alpha, lora_dropout, lora_adapter_path, target_modules and exclude_modules."""
 
 
 @dataclass(eq=False)
