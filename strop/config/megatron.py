@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from strop.config.schema.critic import CriticConfig
     from strop.config.schema.megatron import MegatronConfig
     from strop.config.schema.model import OptimConfig
+    from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.roots import AnySupervisedConfig
 
 
@@ -31,6 +32,14 @@ def model_parallel_size(section: ActorConfig | CriticConfig) -> int:
 def devices_per_copy(sizes: MegatronConfig) -> int:
     """The product of the sizes that divide layers and rows."""
     return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
+def divides_reward_model(config: PpoConfig) -> bool:
+    """Whether ranks have parts of the reward model. Otherwise each of them has all of it."""
+    reward = config.reward_model
+    sizes = reward.megatron
+    divided = devices_per_copy(sizes) > 1 or sizes.expert_model_parallel_size > 1
+    return divided and reward.enable and not reward.remote_url and reward.strategy == "megatron"
 
 
 def ranks_per_row(config: AnySupervisedConfig) -> int:

@@ -139,10 +139,12 @@ def build_critic(
     return _finish(_scalar_model(settings, dtype, new_head=True, weights=weights), settings, weights)
 
 
-def build_reward_model(settings: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
+def build_reward_model(
+    settings: ModelConfig, *, dtype: torch.dtype = torch.float32, weights: bool = True
+) -> Any:
     """A frozen reward model; its folder must hold the scalar head. Adapters are merged into its weights."""
-    model = _scalar_model(settings, dtype, new_head=False)
-    if settings.lora_adapter_path:
+    model = _scalar_model(settings, dtype, new_head=False, weights=weights)
+    if settings.lora_adapter_path and weights:
         model = load_adapters(model, settings.lora_adapter_path).merge_and_unload()
     return model.requires_grad_(False).eval()
 

@@ -24,6 +24,7 @@ from strop.config.derived import (
     holds_weights,
     resource_pools,
 )
+from strop.config.megatron import divides_reward_model
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.data.loader import Loader, PromptLoader, build_loader
@@ -42,6 +43,7 @@ from strop.ppo.rank_sharing import RankSampler, RankScorer
 from strop.ppo.roles import (
     EngineMemory,
     build_roles,
+    divided_reward_model,
     make_reward_model,
     remote_reward_model,
     replica_engine,
@@ -59,6 +61,7 @@ from strop.rollout.base import Engine
 from strop.rollout.interruptible import Interruptible
 from strop.runtime.remote_models import RemoteTokenScorer
 from strop.shared.build import (
+    DividedRewardModel,
     device_of,
     engine_for,
     max_model_len,
@@ -255,7 +258,8 @@ def build_collector(
     if ranks.world > 1:
         rows = rows_at_once(rollout, ahead)
         shared_sampler = RankSampler(sampler, ranks, tensor_parallel_size(rollout), rows)
-        scorer = RankScorer(scorer, ranks)
+        if not divides_reward_model(config):
+            scorer = RankScorer(scorer, ranks)
     return Collector(
         sampler.engine,
         StepRollout(
@@ -304,9 +308,11 @@ def build_trajectory_scorer(
     judge = None
     if reward.judge.enable and not reward.judge.url:
         judge = local_judge(reward, device, prompt_length=2 * max_model_len(rollout) + TEMPLATE_TOKENS)
-    model: RemoteTokenScorer | HeadModel | None = None
+    model: RemoteTokenScorer | HeadModel | DividedRewardModel | None = None
     if "reward" in resource_pools(config):
         model = remote_reward_model(ranks)
+    elif divides_reward_model(config):
+        model = divided_reward_model(config, device, ranks)
     elif reward.enable and not reward.remote_url:
         model = make_reward_model(config, device)
     return build_scorer(

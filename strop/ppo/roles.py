@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from strop.backends.base import Backend, Roles, nothing_to_release
+from strop.backends.base import Backend, MicroBatching, Roles, nothing_to_release
 from strop.backends.single import ModuleBackend
 from strop.catalog import ENGINES
 from strop.compat import conventions
@@ -36,12 +36,19 @@ from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.model import OptimConfig
 from strop.config.schema.ppo import PpoConfig
-from strop.models.build import allocate, build_critic, build_policy, build_reference, compute_dtype
+from strop.models.build import (
+    allocate,
+    build_critic,
+    build_policy,
+    build_reference,
+    build_reward_model,
+    compute_dtype,
+)
 from strop.models.tensor_parallel import Divided, team_of
 from strop.ppo.teacher import build_teacher, local_teacher
 from strop.ranks import Ranks
 from strop.registry import load_plugins
-from strop.rewards.model import HeadModel, load_model
+from strop.rewards.model import HeadModel, load_model, pass_sizes
 from strop.rollout.base import Engine
 from strop.runtime.local import joined
 from strop.runtime.remote_backend import BackendFactory, RemoteBackend
@@ -56,6 +63,7 @@ from strop.runtime.weight_transports import (
 )
 from strop.shared.build import (
     BackendMaker,
+    DividedRewardModel,
     WithoutAdapters,
     device_of,
     engine_settings,
@@ -322,6 +330,17 @@ def make_reward_model(config: PpoConfig, device: torch.device | None = None) -> 
         dtype=compute_dtype(fsdp.dtype, device),
         offload=fsdp.param_offload or fsdp.offload_policy,
     )
+
+
+def divided_reward_model(config: PpoConfig, device: torch.device, ranks: Ranks) -> DividedRewardModel:
+    """The reward model over all ranks."""
+    reward = config.reward_model
+    make = backend_maker(config, device, 1, ranks)
+    backend = make(
+        build_reward_model, reward.model, reward.model.fsdp_config, "megatron", megatron=reward.megatron
+    )
+    rows, max_tokens = pass_sizes(reward)
+    return DividedRewardModel(backend, MicroBatching(rows=rows, max_tokens=max_tokens))
 
 
 def learning_models(config: PpoConfig) -> dict[str, BackendFactory]:

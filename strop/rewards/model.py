@@ -215,10 +215,7 @@ def load_model(
 
     module = build_reward_model(settings.model, dtype=dtype or torch.float32).to(device)
     patch_for_device(module, only=["flash_attention"])
-    rows = settings.micro_batch_size_per_gpu or settings.micro_batch_size or ROWS_PER_FORWARD
-    max_tokens = None
-    if settings.use_dynamic_bsz:
-        max_tokens = settings.forward_max_token_len_per_gpu
+    rows, max_tokens = pass_sizes(settings)
     onload_to = device if offload else None
     if offload:
         module = module.to("cpu")
@@ -229,6 +226,12 @@ def load_model(
         packed=settings.model.use_remove_padding,
         onload_to=onload_to,
     )
+
+
+def pass_sizes(settings: RewardModelConfig) -> tuple[int, int | None]:
+    """Sequences of a forward pass, and its tokens if it is filled by them."""
+    rows = settings.micro_batch_size_per_gpu or settings.micro_batch_size or ROWS_PER_FORWARD
+    return rows, settings.forward_max_token_len_per_gpu if settings.use_dynamic_bsz else None
 
 
 def build_reward_model_scorer(

@@ -37,7 +37,7 @@ from strop.models.build import (
 from strop.models.load import resolve
 from strop.ranks import Ranks
 from strop.rollout.base import Engine, Sampling, build_engine
-from strop.types import Batch
+from strop.types import Batch, Images
 
 if TYPE_CHECKING:
     from torch import nn
@@ -248,6 +248,30 @@ class WithoutAdapters:
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         with self.actor.reference():
             return self.actor.forward(batch, want, micro)
+
+
+@dataclass
+class DividedRewardModel:
+    """A reward model that ranks have parts of. All of them score the same sequences."""
+
+    backend: ModuleBackend
+    micro: MicroBatching
+
+    @property
+    def module(self) -> nn.Module:
+        """What the model is; its weights are elsewhere."""
+        return self.backend.module
+
+    def score(self, sequences: list[list[int]], images: Sequence[Images] | None = None) -> list[float]:
+        """Return the score of each sequence."""
+        assert images is None, "the families of strategy=megatron take no images"
+        if not sequences:
+            return []
+        lengths = torch.tensor([len(ids) for ids in sequences])
+        batch = Batch([torch.tensor(ids) for ids in sequences], lengths, torch.zeros(len(sequences), 0))
+        scores = self.backend.forward(batch, ["scores"], self.micro).scores
+        assert scores is not None
+        return [float(score) for score in scores]
 
 
 # --- rollout engines ----------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_ten_steps_with_four_tensor_parallel_ranks(settings, folder):  # noqa: F
 
 
 def test_a_reward_model_scores_as_in_one_process(settings, folder):  # noqa: F811
-    """Every rank holds all of it and scores its share of the samples."""
+    """Every rank holds all of it and scores its share of the samples, or a part of it and scores all."""
     if here().is_rank0:
         save(folder / "policy", "llama")
         judge = new_scalar_model(AutoConfig.from_pretrained(folder / "policy"))
@@ -105,6 +105,10 @@ def test_a_reward_model_scores_as_in_one_process(settings, folder):  # noqa: F81
     many = fit([*common, *KEYS, *words("tensor")], folder / "many", here())
     report_gap("reward model", one, many)
     assert_alike(one, many, 4)
+    parts = [f"reward_model.megatron.{size}=2" for size in SIZES["pipeline"]]
+    judged = fit([*common, *KEYS, *parts, "reward_model.megatron.dtype=float32"], folder / "judged", here())
+    report_gap("divided reward model", one, judged)
+    assert_alike(one, judged, 4)
     if here().is_rank0:
         scores = {row["critic/score/mean"] for row in metrics(one).values() if "critic/score/mean" in row}
         assert len(scores) > 1, "the model tells responses apart"

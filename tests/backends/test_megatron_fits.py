@@ -41,6 +41,11 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
     assert not list(problems(AutoConfig.for_model("llama", **SIZE), MegatronConfig()))
 
 
+JUDGED = [
+    "reward_model.enable=true",
+    "reward_model.model.path=judge",
+    "reward_model.megatron.pipeline_model_parallel_size=2",
+]
 RANK = "actor_rollout_ref.model.lora_rank=8"
 
 
@@ -58,6 +63,9 @@ RANK = "actor_rollout_ref.model.lora_rank=8"
         ([f"{OPTIONS}.moe_router_load_balancing_type=seq_aux_loss"], f"{OPTIONS}.moe_router_load_balancing_type", "aux_loss or none"),
         ([RANK, "actor_rollout_ref.model.lora_dropout=0.1"], "actor_rollout_ref.model.lora_dropout", "drop different inputs"),
         ([RANK, f"{ACTOR}.megatron.use_dist_checkpointing=true", f"{ACTOR}.megatron.dist_checkpointing_path=saved"], f"{ACTOR}.megatron.use_dist_checkpointing", "has no adapters"),
+        ([*JUDGED, "reward_model.megatron.tensor_model_parallel_size=3"], "reward_model.megatron.tensor_model_parallel_size", "4 devices"),
+        ([*JUDGED, "custom_reward_function.path=score.py"], "custom_reward_function.path", "every rank would call it"),
+        ([*JUDGED, "reward_model.enable_resource_pool=true"], "reward_model.enable_resource_pool", "a whole reward model"),
         (["algorithm.adv_estimator=gae", "critic.megatron.pipeline_model_parallel_size=3"], "critic.megatron.tensor_model_parallel_size", "[1, 2, 4]"),
     ],
 )  # fmt: skip

@@ -122,7 +122,7 @@ def test_explain_names_files_that_exist():
         "actor_rollout_ref.actor.optim.clip_grad=0.5",
         "actor_rollout_ref.rollout.stop=[a,b]",
         "global_profiler.global_tool_config.torch_memory.stack_depth=8",
-        "reward_model.strategy=fsdp2",
+        "reward_model.ulysses_sequence_parallel_size=2",
         "data.trust_remote_code=true",
     ],
 )

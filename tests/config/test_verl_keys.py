@@ -154,13 +154,6 @@ def test_keys_of_the_example_commands_compose(root):
             -1,
         ),
         ("ppo_trainer", "actor_rollout_ref.model.lora_alpha=0", "actor_rollout_ref.model.lora_alpha", 0),
-        ("ppo_trainer", "actor_rollout_ref.model.lora.alpha=64", "actor_rollout_ref.model.lora_alpha", 64),
-        (
-            "ppo_trainer",
-            "critic.model.lora.target_modules=[linear_qkv,linear_fc2]",
-            "critic.model.target_modules",
-            ["q_proj", "k_proj", "v_proj", "down_proj"],
-        ),
         ("ppo_trainer", "model_engine=megatron", "actor_rollout_ref.actor.strategy", "megatron"),
         ("ppo_trainer", "rollout.nnodes=2", "actor_rollout_ref.rollout.nnodes", 2),
         ("sft_trainer", "engine.fsdp_size=4", "model.fsdp_config.fsdp_size", 4),
@@ -197,6 +190,21 @@ def test_missing_features_are_refused_with_what_to_use_instead(override, message
 def test_a_missing_backend_is_refused_with_a_reason(engine):
     errors = [f for f in check(load("ppo_trainer", [f"model_engine={engine}"])) if f.level == "error"]
     assert any(f.key == "actor_rollout_ref.actor.strategy" and "not supported" in f.message for f in errors)
+
+
+def test_the_adapters_of_megatron_are_those_of_every_strategy():
+    """verl's section counts if it has a rank; its alpha is 32 where the key beside it is 16."""
+    model = "actor_rollout_ref.model"
+    modules = f"{model}.lora.target_modules=[linear_qkv,linear_fc2]"
+    given = load("ppo_trainer", [f"{model}.lora.rank=8", f"{model}.lora.alpha=64", modules]).config
+    found = given.actor_rollout_ref.model
+    assert (found.lora_rank, found.lora_alpha) == (8, 64)
+    assert found.target_modules == ["q_proj", "k_proj", "v_proj", "down_proj"]
+    alone = load("ppo_trainer", [f"{model}.lora.rank=8"]).config.actor_rollout_ref.model
+    assert (alone.lora_rank, alone.lora_alpha) == (8, 32)
+    beside = load("ppo_trainer", [f"{model}.lora.rank=0", f"{model}.lora.alpha=64", f"{model}.lora_rank=4"])
+    found = beside.config.actor_rollout_ref.model
+    assert (found.lora_rank, found.lora_alpha) == (4, 16)
 
 
 def test_adapters_need_a_scale():

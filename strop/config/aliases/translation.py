@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 
 from strop.config.aliases.row import Alias
 from strop.config.aliases.table import ALIASES, REFUSED_VALUES, VALUES
+from strop.config.aliases.verl_0_7 import adapter_sections
 from strop.config.typed import ConfigError
 
 
@@ -50,7 +51,7 @@ def translate(
     current: dict[str, object] = {}
     notices: list[str] = []
     renamed: dict[str, tuple[str, object]] = {}
-    for path, said in leaves.items():
+    for path, said in adapter_sections(leaves, overrides).items():
         value = _translate_links(_current_value(path, said), root)
         if value != said and not isinstance(said, bool) and (path, said) in VALUES:
             notices.append(f"{path}={said} is now {path}={value}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 from strop.config.aliases.row import SUPERVISED, Alias, Translation, under
 
 
@@ -48,6 +50,34 @@ def _adapted_modules(name: str) -> Translation:
         return {f"{prefix}.{name}": found} if found else {}
 
     return translate
+
+
+_ADAPTER_KEYS = {
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+}
+_ADAPTER_ALPHA = 32
+"""verl's default of lora.alpha, which is not that of lora_alpha."""
+
+
+def adapter_sections(leaves: Mapping[str, object], overrides: Container[str]) -> dict[str, object]:
+    """verl's files have two sections of adapters for one model: that of Megatron (lora.rank ...) counts if it
+    has a rank, and the keys beside it if not. Without a rank anywhere its other keys say nothing."""
+    found = dict(leaves)
+    for prefix in {path[: path.index(".lora.") + 1] for path in leaves if ".lora." in path}:
+        rank = leaves.get(f"{prefix}lora.rank") or leaves.get(f"{prefix}lora.adapter_path")
+        if rank and f"{prefix}lora_alpha" not in overrides:
+            found.setdefault(f"{prefix}lora.alpha", _ADAPTER_ALPHA)
+        if f"{prefix}lora.rank" not in leaves:
+            rank = rank or leaves.get(f"{prefix}lora_rank")
+        for own, other in _ADAPTER_KEYS.items():
+            if not rank:
+                found.pop(f"{prefix}lora.{own}", None)
+            elif f"{prefix}lora.{own}" in found and f"{prefix}{other}" not in overrides:
+                found.pop(f"{prefix}{other}", None)
+    return found
 
 
 NSYS = "global_profiler.global_tool_config.nsys."

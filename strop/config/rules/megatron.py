@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strop.config.derived import device_count, has_critic, has_reference, resource_pools
-from strop.config.megatron import megatron_schedule_keys
+from strop.config.derived import async_plan, device_count, has_critic, has_reference, resource_pools
+from strop.config.megatron import devices_per_copy, divides_reward_model, megatron_schedule_keys
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.megatron import MegatronConfig
 from strop.extras import install_command
@@ -50,6 +50,9 @@ def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
     if has_critic(config):
         own = device_count(config.critic) if "critic" in pools else devices
         found.append(("critic", config.critic, config.critic.model, "critic.model", own))
+    if divides_reward_model(config):
+        reward = config.reward_model
+        yield MegatronRole("reward_model", reward.megatron, reward.model, "reward_model.model", devices, ())
     for key, section, model, model_key, count in found:
         if section.strategy == "megatron":
             sizes = (
@@ -86,11 +89,38 @@ def megatron(loaded: Loaded[PpoConfig]) -> Findings:
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
             f"the megatron section has no effect with strategy={actor.strategy}. Set strategy=megatron.",
         )
+    yield from _reward_model(config)
+
+
+def _reward_model(config: PpoConfig) -> Findings:
+    """A reward model that is divided over the ranks: all of them score all samples together."""
     reward = config.reward_model
-    if reward.enable and reward.megatron.tensor_model_parallel_size > 1:
-        yield warning(
+    if not divides_reward_model(config):
+        if reward.enable and devices_per_copy(reward.megatron) > 1:
+            yield warning(
+                "reward_model.megatron.tensor_model_parallel_size",
+                f"no effect with reward_model.strategy={reward.strategy}: every process holds the whole "
+                "reward model. Set strategy=megatron.",
+            )
+        return
+    if reward.enable_resource_pool:
+        yield error(
+            "reward_model.enable_resource_pool",
+            "true: every device of the pool holds a whole reward model. Set reward_model.megatron."
+            "tensor_model_parallel_size=1 and pipeline_model_parallel_size=1, or enable_resource_pool=false.",
+        )
+    if config.custom_reward_function.path:
+        yield error(
+            "custom_reward_function.path",
+            f"{config.custom_reward_function.path} with a reward model that is divided over the ranks "
+            "(reward_model.megatron): every rank would call it for all samples. Leave it out, or set "
+            "reward_model.megatron.tensor_model_parallel_size=1 and pipeline_model_parallel_size=1.",
+        )
+    if async_plan(config).concurrent:
+        yield error(
             "reward_model.megatron.tensor_model_parallel_size",
-            "no effect: every process holds the whole reward model.",
+            "samples are scored while the model trains (trainer.async_training), and ranks cannot share a "
+            "divided reward model meanwhile. Set the sizes of reward_model.megatron to 1.",
         )
 
 

@@ -212,8 +212,9 @@ class RewardModelConfig:
     """Tokens per forward pass when use_dynamic_bsz is on."""
     ulysses_sequence_parallel_size: int = inert(1, _WHOLE, at_least=1)
     """Devices that split each sequence (Ulysses)."""
-    strategy: str = inert("${actor_rollout_ref.actor.strategy}", _WHOLE)
-    """Backend of the model."""
+    strategy: str = link("actor_rollout_ref.actor.strategy")
+    """Backend of the model. megatron, with parallel sizes above 1 in reward_model.megatron: the model is
+    divided over the ranks. Otherwise every rank holds the whole model and scores its share."""
     enable_resource_pool: bool = setting(False)
     """Dedicated devices for the reward model, with a full copy on each (trainer.runtime=ray)."""
     nnodes: int = setting(0, at_least=0)
@@ -237,7 +238,7 @@ class RewardModelConfig:
     rollout: FreeForm = setting({})
     """Engine of a judge that this run loads: {name: native, prompt_length: 4096, max_num_seqs: 64 ...}."""
     megatron: MegatronConfig = section(MegatronConfig)
-    """Settings of the Megatron backend."""
+    """Settings of the Megatron backend, with strategy=megatron."""
     use_reward_loop: bool = inert(True, _LOOP)
     """Score per sample inside the rollout."""
     launch_reward_fn_async: bool = inert(False, _LOOP)
