@@ -110,7 +110,7 @@ class PackedLinear:
             return
         kept = []
         for copied in self._frozen:
-            if copied.layer.weight.requires_grad:
+            if copied.layer.weight.requires_grad or not _worth_it(copied.layer):
                 continue
             copied.refresh()
             kept.append(copied)
