@@ -178,7 +178,7 @@ class HeadModel:
         packed = runs_packed(self.module, self.packed)
         scores = [0.0] * len(sequences)
         with torch.no_grad():
-            for rows in self._micro_batches([len(ids) for ids in sequences]):
+            for rows in self._micro_batches([len(ids) for ids in sequences], images is not None):
                 inputs = [torch.tensor(sequences[row], dtype=torch.long) for row in rows]
                 shown = None if images is None else [images[row] for row in rows]
                 row_scores = sequence_scores(self.module, inputs, shown, packed=packed)
@@ -186,16 +186,19 @@ class HeadModel:
                     scores[row] = score
         return scores
 
-    def _micro_batches(self, lengths: list[int]) -> list[list[int]]:
+    def _micro_batches(self, lengths: list[int], with_images: bool) -> list[list[int]]:
         if not lengths:
             return []
+        # Samples of a prompt are neighbours: in this order a pass computes its images once.
+        order = list(range(len(lengths)))
         if self.max_tokens is None:
-            by_length = sorted(
-                range(len(lengths)), key=lambda row: lengths[row]
-            )  # equal lengths need no padding
-            return [by_length[start : start + self.rows] for start in range(0, len(lengths), self.rows)]
-        from strop.data.balance import micro_batches
+            if not with_images:
+                order.sort(key=lambda row: lengths[row])  # equal lengths need no padding
+            return [order[start : start + self.rows] for start in range(0, len(lengths), self.rows)]
+        from strop.data.balance import micro_batches, neighbour_micro_batches
 
+        if with_images:
+            return neighbour_micro_batches(lengths, order, max(self.max_tokens, *lengths))
         return micro_batches(lengths, max(self.max_tokens, *lengths), light_ends=False)
 
 

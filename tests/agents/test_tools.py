@@ -573,7 +573,7 @@ def test_tools_survive_from_one_event_loop_to_the_next():
 
 VERL_TOOL = '''
 class Response:
-    def __init__(self, text=None, image=None): self.text, self.image, self.video = text, image, None
+    def __init__(self, text=None, image=None, video=None): self.text, self.image, self.video = text, image, video
 
 class Grader:
     """As verl's tools are written: config and schema, tuples of three."""
@@ -588,6 +588,8 @@ class Grader:
     async def execute(self, instance_id, parameters, **kwargs):
         if parameters["answer"] == "picture":
             return Response(image=["pixels"]), 0.0, {}
+        if parameters["answer"] == "film":
+            return Response(text="a film", video=[["frame", "frame"]]), 0.0, {}
         kwargs["agent_data"].extra_fields["asked"] = True
         right = parameters["answer"] == self.truths[instance_id]
         return Response(text=f"right={right}"), self.config["bonus"] if right else -0.05, {"right": right}
@@ -645,6 +647,8 @@ def test_verl_tools_and_functions_from_one_yaml(folder):
     assert results[3].images == ("pixels",) and results[3].text == ""
     assert len(box.tools["grade"].tool.released) == 1  # type: ignore[attr-defined]
     assert asyncio.run(session.rewards()) == {}  # closed
+    [film], _ = run(box, ToolCall("grade", {"answer": "film"}), kwargs=kwargs)
+    assert film.failed and "returned a video, and only text and images can be shown" in film.text
 
 
 def test_base_tool_can_take_the_place_of_verls(folder):

@@ -14,7 +14,7 @@ from tests.models.vision.tiny_vlm import tiny_vlm
 
 
 @pytest.mark.parametrize("micro", [8, 1])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3"])
 def test_two_ranks_train_as_one(family: str, micro: int) -> None:
     """One row has no image, so that one rank has micro-batches without any."""
     batch = batch_of_rows(rows_of(family))

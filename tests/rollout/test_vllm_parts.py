@@ -319,6 +319,9 @@ def test_images_reach_vllm_as_pictures_with_one_placeholder_each() -> None:
     cut = replace(request, ids=request.ids[2:])
     with pytest.raises(ValueError, match=r"4 tokens of an image are not one run .* set rollout.name=native"):
         engine_prompt(cut)
+    film = replace(request, images=(replace(request.images[0], video=True), *request.images[1:]))
+    with pytest.raises(ValueError, match="the prompt has a video, which vLLM is not given"):
+        engine_prompt(film)
 
 
 def test_the_driver_gives_images_to_vllm_and_refuses_bad_ones_alone() -> None:

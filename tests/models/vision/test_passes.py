@@ -22,6 +22,7 @@ from strop.models.vision.arguments import image_arguments
 from strop.models.vision.feature_cache import FeatureCache
 from strop.models.vision.passes import freeze_tower, images_in, lay_out_images, vision_part
 from strop.quickstart.tiny_model import tiny_model
+from strop.rewards.model import HeadModel
 from strop.rollout.base import Request
 from strop.rollout.native.images import image_problem
 from strop.types import Batch, ImageInput, Images
@@ -316,3 +317,26 @@ def test_values_and_scores_of_a_model_that_sees(family: str) -> None:
             swapped = batch.replace(images=[batch.images[1], *batch.images[1:]])
             other = response_outputs(model, swapped, ["values"])["values"]
             assert (other[0] - packed[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("limits", [{"rows": 4}, {"max_tokens": 80}], ids=str)
+def test_a_reward_model_computes_the_image_of_a_group_once(limits: dict[str, int]) -> None:
+    family = "qwen2_5_vl"
+    model = new_scalar_model(config_of(family, tokenizer_of(family))).eval()
+    first, second = rows_of(family)[0], rows_of(family)[3]
+    sequences = []
+    images = []
+    for prompt, shown, _ in (first, second):
+        for length in (1, 9, 2, 8):
+            sequences.append([*prompt, *range(10, 10 + length)])
+            images.append(shown)
+    patches = []
+    hook = vision_part(model).module.visual.register_forward_pre_hook(
+        lambda _, given: patches.append(len(given[0]))
+    )
+    scores = HeadModel(model, **limits).score(sequences, images)
+    hook.remove()
+    assert sum(patches) == 16 + 24, patches
+    for sequence, shown, score in zip(sequences, images, scores, strict=True):
+        [alone] = HeadModel(model).score([sequence], [shown])
+        assert score == pytest.approx(alone, abs=1e-5)
