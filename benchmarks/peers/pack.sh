@@ -3,8 +3,8 @@
 #   benchmarks/peers/pack.sh OUT [NAME ...]     NAME: ray common trl verl transformers openrlhf; default: all
 # writes OUT/NAME.tar.xz. There, unpack each into its own folder and put the folders on PYTHONPATH:
 #   trl: trl common      verl: transformers verl ray common      openrlhf: openrlhf ray common and stand_in
-# Not packed, because such a machine has them: torch, transformers 5.17, accelerate, peft, numpy, pandas, pyarrow;
-# and vLLM 0.24.0 with its dependencies.
+# Not packed, because such a machine has them: torch, transformers 5.17, accelerate, peft, numpy, pandas,
+# pyarrow, and vLLM 0.24.0 with its dependencies.
 set -euo pipefail
 
 out=$(mkdir -p "${1:?folder for the packed files}" && cd "$1" && pwd)
@@ -36,7 +36,8 @@ build() {
 }
 
 strip_and_pack() {
-  find "$work/$1" \( -name __pycache__ -o -name tests -o -name test -o -name '*.pyi' \) -prune -exec rm -rf {} +
+  find "$work/$1" \( -name __pycache__ -o -name tests -o -name test -o -name '*.pyi' \) -prune \
+    -exec rm -rf {} +
   rm -rf "$work/$1/bin" "$work/$1/share"
   tar cf - -C "$work/$1" . | xz -3 -T0 > "$out/$1.tar.xz"
   du -m "$out/$1.tar.xz"
@@ -52,7 +53,7 @@ for name in "${names[@]}"; do
       ;;
     common)
       get common datasets==5.2.0 multiprocess==0.70.19 xxhash==4.1.0 dill==0.4.1 torchdata==0.11.0 \
-        pylatexenc==2.11 psutil==7.2.2 einops==0.8.2 cloudpickle==3.1.2 uvloop==0.22.1
+        pylatexenc==2.11 psutil==7.2.2 einops==0.8.2 cloudpickle==3.1.2 uvloop==0.22.1 py-cpuinfo==9.0.0
       ;;
     trl) get trl trl==1.16.0 ;;
     verl)
