@@ -74,7 +74,6 @@ class Clock(TrainerCallback):
             self.watch(trainer, "_generate_single_turn", "rollout")
         self.watch(trainer, "_get_per_token_logps_and_entropies", "log_probs", only_without_gradient=True)
         self.watch(trainer, "_generate_and_score_completions", "experience")
-        self.watch(trainer, "training_step", "training_step")
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         # The first micro-batch of a step generates and scores the whole batch.
