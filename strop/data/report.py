@@ -343,7 +343,7 @@ def _measure_images(
 ) -> list[int]:
     """Lengths of prompts with images; unreadable images become findings, and count as one token."""
     lengths: list[int] = []
-    bad: list[str] = []
+    bad: dict[str, None] = {}  # what is wrong with the model is said once
     found: list[ImageInput] = []
     for row in rows:
         try:
@@ -351,9 +351,9 @@ def _measure_images(
             lengths.append(len(own.ids(row.messages, tools=listed_tools(listing, row))))
             found += images
         except ValueError as error:
-            bad.append(str(error))
+            bad[str(error)] = None
             lengths.append(1)
-    report.findings += [DataFinding("error", message) for message in bad[:MAX_NAMED_ROWS]]
+    report.findings += [DataFinding("error", message) for message in list(bad)[:MAX_NAMED_ROWS]]
     if len(bad) > MAX_NAMED_ROWS:
         message = f"{len(bad) - MAX_NAMED_ROWS} further rows with images cannot be used either."
         report.findings.append(DataFinding("error", message))
