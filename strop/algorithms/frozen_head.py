@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from strop.algorithms.logprobs import (
+    CHUNK,
     RowStatistics,
     TokenStatistics,
     cached_parts,
@@ -30,38 +31,41 @@ from strop.algorithms.logprobs import (
 )
 
 
-@dataclass(frozen=True)
-class HeadOptions:
-    """How `head_statistics` computes, and what."""
-
-    temperature: float
-    chunk: int
-    """Rows of logits that exist at a time."""
-    want_entropy: bool
-    entropy_gradient: bool
-    """Entropies have a gradient too."""
-
-
-def head_statistics(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, options: HeadOptions
+def frozen_head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int = CHUNK,
+    want_entropy: bool = False,
 ) -> TokenStatistics:
-    """`token_logprobs_from_hidden` of rows `hidden` [n, H], or, where it is faster, the same numbers as this
-    file computes them."""
+    """`token_logprobs_from_hidden` of rows `hidden` [n, H], whose entropies have no gradient. Where it is
+    faster, the same numbers as this file computes them."""
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     on_cpu = hidden.device.type == "cpu" and hidden.dtype == weight.dtype == torch.float32
-    kept = trained or options.entropy_gradient or len(hidden) <= options.chunk
-    if not on_cpu or not hidden.requires_grad or kept:
+    if trained or not on_cpu or not hidden.requires_grad or len(hidden) <= chunk:
         return token_logprobs_from_hidden(
             hidden,
             weight,
             labels,
             bias=bias,
-            temperature=options.temperature,
-            chunk=options.chunk,
-            want_entropy=options.want_entropy,
+            temperature=temperature,
+            chunk=chunk,
+            want_entropy=want_entropy,
         )
+    options = _Options(temperature, chunk, want_entropy)
     log_probs, entropy = _FromFrozenHead.apply(hidden, weight, bias, labels, options)
     return TokenStatistics(log_probs, entropy)
+
+
+@dataclass(frozen=True)
+class _Options:
+    temperature: float
+    chunk: int
+    """Rows of logits that exist at a time."""
+    want_entropy: bool
 
 
 class _FromFrozenHead(torch.autograd.Function):
@@ -72,7 +76,7 @@ class _FromFrozenHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        options: HeadOptions,
+        options: _Options,
     ) -> Any:
         temperature = options.temperature
         numbers = RowStatistics(hidden, options.want_entropy)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from strop.algorithms.frozen_head import HeadOptions, head_statistics
-from strop.algorithms.logprobs import head_logits
+from strop.algorithms.frozen_head import frozen_head_logprobs
+from strop.algorithms.logprobs import head_logits, token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import sum_pi_squared, token_statistics
 from strop.models.attention import PACKED, padded_attention, set_attention
 from strop.models.heads import scalar_head
@@ -280,9 +280,11 @@ class _LanguageHead(OutputHead):
             return picked[None]
         weight = self.module.weight
         bias = getattr(self.module, "bias", None)
-        slope = "entropy" in self.names
-        options = HeadOptions(self.temperature, self.chunk, self.want_entropy, entropy_gradient=slope)
-        log_probs, entropy = head_statistics(picked, weight, self.labels, bias, options)
+        asked: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "chunk": self.chunk}
+        compute = token_logprobs_from_hidden
+        if not weight.requires_grad and "entropy" not in self.names:
+            compute = frozen_head_logprobs
+        log_probs, entropy = compute(picked, weight, self.labels, want_entropy=self.want_entropy, **asked)
         squares = None
         if "sum_pi_squared" in self.names:
             parts = []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import _StopRecomputationError
 
 from strop.algorithms import frozen_head
-from strop.algorithms.frozen_head import HeadOptions, head_statistics
+from strop.algorithms.frozen_head import frozen_head_logprobs
 from strop.algorithms.logprobs import token_logprobs_from_hidden
 from strop.algorithms.logprobs_of_logits import (
     sum_pi_squared,
@@ -149,8 +149,9 @@ def test_a_frozen_head_computes_logits_once(
         return product(rows, *more)
 
     monkeypatch.setattr(frozen_head, "head_logits", counted)
-    options = HeadOptions(0.7, 4, want_entropy, entropy_gradient=False)
-    found = head_statistics(hidden, weight, p["labels"], bias, options)
+    found = frozen_head_logprobs(
+        hidden, weight, p["labels"], bias=bias, temperature=0.7, chunk=4, want_entropy=want_entropy
+    )
     logits = torch.nn.functional.linear(hidden, weight, bias)
     log_probs, entropy = plain(logits, p["labels"].clamp(min=0), 0.7)
     log_probs = log_probs.masked_fill(p["labels"] < 0, 0.0)
@@ -164,17 +165,6 @@ def test_a_frozen_head_computes_logits_once(
     if found.entropy is not None:
         torch.testing.assert_close(found.entropy, entropy)
         assert not found.entropy.requires_grad
-
-
-def test_an_entropy_with_a_gradient_takes_the_chunked_head() -> None:
-    p = problem(rows=9, dtype=torch.float32)
-    weight = p["weight"].detach()
-    options = HeadOptions(1.0, 4, want_entropy=True, entropy_gradient=True)
-    found = head_statistics(p["hidden"], weight, p["labels"], None, options)
-    assert found.entropy is not None
-    (ours,) = torch.autograd.grad(found.entropy.sum(), p["hidden"])
-    (theirs,) = torch.autograd.grad(plain(p["hidden"] @ weight.T, p["labels"])[1].sum(), p["hidden"])
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_leading_dimensions_are_kept_and_zero_rows_are_fine() -> None:

@@ -54,6 +54,23 @@ def test_outputs_and_gradients_equal_a_plain_forward(family, chunk, packed):
     torch.testing.assert_close(gradient(model) / scale, expected_gradient / scale, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("want", [("log_probs", "observed_entropy"), ("log_probs", "entropy")])
+def test_a_frozen_head_in_chunks_gives_the_same_gradients(want):
+    """Only entropies that are asked for with a gradient have one."""
+    found = []
+    for chunk in (7, None):
+        model, batch = tiny_model("llama", tie_word_embeddings=False), tiny_batch()
+        model.get_output_embeddings().requires_grad_(False)
+        outputs = response_outputs(model, batch, want, chunk=chunk)
+        loss = (outputs["log_probs"] * batch.advantages).sum()
+        if outputs[want[1]].requires_grad:
+            loss = loss + 0.1 * outputs[want[1]].sum()
+        loss.backward()
+        found.append((outputs[want[1]].requires_grad, gradient(model)))
+    assert found[0][0] == found[1][0] == (want[1] == "entropy")
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
+
+
 def test_long_and_short_sequences_are_grouped_without_changing_anything():
     model = tiny_model("mistral", max_position_embeddings=256, sliding_window=40)
     batch = tiny_batch([(100, 9), (2, 3), (60, 4), (5, 30), (90, 12), (1, 1)])

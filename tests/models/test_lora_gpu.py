@@ -1,4 +1,5 @@
-"""LoRA layers with kernels: a CPU keeps peft's own, names and undo hold, and on a GPU bits do not depend on rows."""
+"""LoRA layers with kernels: a CPU has none of them, names and undo hold, and on a GPU bits do not depend on
+rows."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_plain_layers(made: list[nn.Module], kind: str)
 
 
 def test_short_rollouts_are_not_worth_it(made: list[nn.Module]) -> None:
-    NativeEngine(tiny.make()).generate([Request(p) for p in PROMPTS], Sampling(max_tokens=packed._STEPS))
+    NativeEngine(tiny.make()).generate([Request(p) for p in PROMPTS], Sampling(max_tokens=packed.STEPS))
     assert not made
 
 
@@ -80,7 +80,7 @@ def test_frozen_weights_are_packed_once_before_the_first_step(made: list[nn.Modu
     model = tiny.with_lora()
     engine = NativeEngine(model)
     base = [layer for layer in model.modules() if type(layer) is nn.Linear and not layer.weight.requires_grad]
-    short = Sampling(temperature=0, max_tokens=packed._STEPS - 1)
+    short = Sampling(temperature=0, max_tokens=packed.STEPS - 1)
     for version in (1, 2, 3):
         answer = engine.generate([Request(PROMPTS[1], n=2)], short)[0][0]
         tiny.assert_log_probs(model, PROMPTS[1], answer.ids, answer.log_probs)

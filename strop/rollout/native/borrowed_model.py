@@ -10,7 +10,7 @@ place. They are applied when sampling begins and undone when it ends. So are qua
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,7 +25,8 @@ from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
-from strop.rollout.native.cpu.packed_linear import PackedLinear
+from strop.rollout.native.cpu.frozen_weights import FrozenLinear
+from strop.rollout.native.cpu.packed_linear import FEW, PACKED_LINEAR, STEPS, find_frozen, refreshed
 from strop.rollout.native.lora_bank import LoraBank
 from strop.rollout.native.meter import cache_memory
 from strop.rollout.native.quantization import QuantizedLayers
@@ -185,6 +186,63 @@ def _undone_on_error(changes: list[Change]) -> Iterator[None]:
     except BaseException:
         undo_changes(changes)
         raise
+
+
+# --- packed linear layers on a CPU --------------------------------------------------------------------------
+
+
+class PackedLinear:
+    """Copies of the weights of one model: of frozen ones from the first step on, of all others after some
+    decode steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._steps = 0
+        self._applied = False
+        self.changes: Sequence[Change] = ()
+        self._searched = False
+        self.frozen: list[FrozenLinear] = []
+        """The layers with copies of frozen weights."""
+        self._frozen_changes: Sequence[Change] = ()
+
+    def stepped(self, rows: int) -> None:
+        """Count a decode step of so many rows."""
+        if rows > FEW:
+            return
+        self._steps += 1
+        if self._steps == STEPS and is_chosen(self._model, PACKED_LINEAR):
+            self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
+            self._applied = bool(self.changes)
+
+    def apply(self) -> None:
+        """Use the copies again, in the next rollout under the same weights. Those of frozen weights are made
+        by the first call, and again if the weights changed all the same."""
+        if not self._searched:
+            self.frozen = find_frozen(self._model)
+            self._searched = True
+        if self.frozen and not self._frozen_changes:
+            self.frozen = refreshed(self.frozen)
+            self._frozen_changes = done(
+                SetAttribute(one.layer, "forward", one.forward) for one in self.frozen
+            )
+        if self.changes and not self._applied:
+            done(self.changes)
+            self._applied = True
+
+    def undo(self) -> None:
+        if self._applied:
+            PACKED_LINEAR.undo(self.changes)
+            self._applied = False
+        if self._frozen_changes:
+            undo_changes(self._frozen_changes)
+            self._frozen_changes = ()
+
+    def drop(self) -> None:
+        """Forget the copies of weights that may have changed; those of frozen weights are compared with
+        them by the next `apply`."""
+        self.undo()
+        self.changes = ()
+        self._steps = 0
 
 
 # --- borrowing ----------------------------------------------------------------------------------------------

@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strop.models.changes import Change, SetAttribute, done, undo_changes
+from strop.models.changes import Change, SetAttribute, done
 from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 
-_STEPS = 8
+STEPS = 8
 """Decode steps after which packing pays."""
-_FEW = 256
+FEW = 256
 """With more rows the plain product is as fast."""
 _SMALLEST = 1 << 16
 """Weights of the smallest layer that is worth it."""
@@ -55,78 +55,26 @@ def _fits(size: int) -> bool:
 PACKED_LINEAR = Patch("packed_linear", always, _packed_linear)
 
 
-class PackedLinear:
-    """Copies of the weights of one model: of frozen ones from the first step on, of all others after some
-    decode steps."""
+def find_frozen(model: nn.Module) -> list[FrozenLinear]:
+    """Layers whose weights are not trained, for copies that stay; none if the copies are too large."""
+    layers = []
+    if is_chosen(model, PACKED_LINEAR):
+        layers = [layer for layer in model.modules() if _is_frozen(layer)]
+    if not _fits(sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)):
+        return []
+    return [FrozenLinear(layer, _packed) for layer in layers]
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._steps = 0
-        self._applied = False
-        self.changes: Sequence[Change] = ()
-        self._frozen: list[FrozenLinear] | None = None
-        self._frozen_applied: Sequence[Change] = ()
 
-    def stepped(self, rows: int) -> None:
-        """Count a decode step of so many rows."""
-        if rows > _FEW:
-            return
-        self._steps += 1
-        if self._steps == _STEPS and is_chosen(self._model, PACKED_LINEAR):
-            self.changes = PACKED_LINEAR.apply(self._model, PatchContext())
-            self._applied = bool(self.changes)
+def refreshed(frozen: Iterable[FrozenLinear]) -> list[FrozenLinear]:
+    """Those that are still frozen, with copies of the weights that they have now."""
+    kept = [one for one in frozen if _is_frozen(one.layer)]
+    for one in kept:
+        one.refresh()
+    return kept
 
-    def apply(self) -> None:
-        """Use the copies again, in the next rollout under the same weights."""
-        self._apply_frozen()
-        if self.changes and not self._applied:
-            done(self.changes)
-            self._applied = True
 
-    def undo(self) -> None:
-        if self._applied:
-            PACKED_LINEAR.undo(self.changes)
-            self._applied = False
-        undo_changes(self._frozen_applied)
-        self._frozen_applied = ()
-
-    def drop(self) -> None:
-        """Forget the copies of weights that may have changed; those of frozen weights are compared with
-        them by the next `apply`."""
-        self.undo()
-        self.changes = ()
-        self._steps = 0
-
-    @property
-    def frozen(self) -> Sequence[FrozenLinear]:
-        """The layers with copies of frozen weights."""
-        return self._frozen or ()
-
-    def _apply_frozen(self) -> None:
-        """Frozen weights are copied once; copies whose weights changed all the same are made again."""
-        if self._frozen is None:
-            self._frozen = self._find_frozen()
-        if self._frozen_applied or not self._frozen:
-            return
-        kept = []
-        for copied in self._frozen:
-            if copied.layer.weight.requires_grad or not _worth_it(copied.layer):
-                continue
-            copied.refresh()
-            kept.append(copied)
-        self._frozen = kept
-        self._frozen_applied = done(SetAttribute(one.layer, "forward", one.forward) for one in kept)
-
-    def _find_frozen(self) -> list[FrozenLinear]:
-        if not is_chosen(self._model, PACKED_LINEAR):
-            return []
-        layers = []
-        for layer in self._model.modules():
-            if _worth_it(layer) and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad:
-                layers.append(layer)
-        if not _fits(sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)):
-            return []
-        return [FrozenLinear(layer, _packed) for layer in layers]
+def _is_frozen(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return _worth_it(layer) and layer.weight.dtype == torch.float32 and not layer.weight.requires_grad
 
 
 def _worth_it(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -149,7 +97,7 @@ def _faster(dtype: torch.dtype) -> bool:
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _FEW // 4)
+    weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FEW // 4)
 
     def forward(hidden: Tensor) -> Tensor:
         if hidden.numel() == hidden.shape[-1]:  # a single row reads the weights once either way
