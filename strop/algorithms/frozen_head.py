@@ -55,13 +55,13 @@ def frozen_head_logprobs(
             chunk=chunk,
             want_entropy=want_entropy,
         )
-    options = _Options(temperature, chunk, want_entropy)
+    options = _HeadOptions(temperature, chunk, want_entropy)
     log_probs, entropy = _FromFrozenHead.apply(hidden, weight, bias, labels, options)
     return TokenStatistics(log_probs, entropy)
 
 
 @dataclass(frozen=True)
-class _Options:
+class _HeadOptions:
     temperature: float
     chunk: int
     """Rows of logits that exist at a time."""
@@ -76,7 +76,7 @@ class _FromFrozenHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        options: _Options,
+        options: _HeadOptions,
     ) -> Any:
         temperature = options.temperature
         numbers = RowStatistics(hidden, options.want_entropy)
