@@ -28,6 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from strop.models.changes import subclass
 from strop.models.split_products import add_wide
+from strop.models.vision.passes import towers_of
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NARROW = (torch.bfloat16, torch.float16)
@@ -44,8 +45,9 @@ def widen_residual(model: nn.Module) -> list[RemovableHandle]:
 
     The hooks look at dtypes when they run: a model in float32 is left alone, also if it is rounded later.
     """
-    norms = [part for part in model.modules() if _is_norm(part)]
-    rotary = [part for part in model.modules() if type(part).__name__.endswith("RotaryEmbedding")]
+    parts = list(_language_parts(model))
+    norms = [part for part in parts if _is_norm(part)]
+    rotary = [part for part in parts if type(part).__name__.endswith("RotaryEmbedding")]
     # torch's own layer norm takes no float32 input with 16-bit weights, and a model without rotary angles has
     # learned positions.
     if not norms or not rotary or any(isinstance(part, nn.LayerNorm | nn.GroupNorm) for part in norms):
@@ -57,6 +59,12 @@ def widen_residual(model: nn.Module) -> list[RemovableHandle]:
     for part in rotary:
         handles.append(part.register_forward_hook(_angles_hook(embeddings)))
     return handles
+
+
+def _language_parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model without those of its vision tower, whose stream is its own."""
+    inside = {part for tower in towers_of(model) for part in tower.modules()}
+    return (part for part in model.modules() if part not in inside)
 
 
 class ResidualHooks:
@@ -157,7 +165,7 @@ def _written_as_llama(kind: type[nn.Module]) -> bool:
 
 
 def _body(kind: type[nn.Module]) -> str | None:
-    """What the forward of this class does, without names of types and comments."""
+    """What the forward of this class does, without names of types, comments and docstring."""
     if kind not in _bodies:
         _bodies[kind] = _parsed_body(kind)
     return _bodies[kind]
@@ -169,7 +177,8 @@ def _parsed_body(kind: type[nn.Module]) -> str | None:
     except (OSError, TypeError, SyntaxError):
         return None
     assert isinstance(function, ast.FunctionDef)
-    return ast.dump(ast.Module(function.body, []))
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return ast.dump(ast.Module(body, []))
 
 
 def adding_layer(own: type[nn.Module]) -> type[nn.Module]:
