@@ -233,6 +233,17 @@ class OutOfMemoryOnRanks(torch.OutOfMemoryError):
         self.ranks = ranks
 
 
+class OutOfMemoryInPlace(torch.OutOfMemoryError):
+    """A rank was out of memory, and it knows which part of the model it has and what may make room."""
+
+    def __init__(self, place: str, tokens: int, remedies: str):
+        """`tokens` of the largest micro-batch that it had begun."""
+        super().__init__(f"out of memory in {place}")
+        self.place = place
+        self.tokens = tokens
+        self.remedies = remedies
+
+
 class OomRetry:
     """Retries a pass that was out of memory: as it is after others released memory, else with micro-batches
     of half the size. Remembers the sizes that did not fit, so that a step fails once and not every time."""
@@ -288,8 +299,8 @@ class OomRetry:
             return micro
         smaller = halved(micro, lengths)
         if smaller is None or not may_retry:
-            raise ValueError(self._advice(micro, smaller, short)) from error
-        log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short))
+            raise ValueError(self._advice(micro, smaller, short, error)) from error
+        log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short, error))
         self.count += 1
         self._fits[wanted] = smaller
         return smaller
@@ -301,21 +312,33 @@ class OomRetry:
             log.info("Out of memory: the rollout engine released the KV cache that it had kept.")
         return released
 
-    def _advice(self, micro: MicroBatching, smaller: MicroBatching | None, short: Sequence[int]) -> str:
+    def _advice(
+        self,
+        micro: MicroBatching,
+        smaller: MicroBatching | None,
+        short: Sequence[int],
+        error: torch.OutOfMemoryError,
+    ) -> str:
         who = "The device"
         if self._ranks.world > 1:
             who = f"Rank {', '.join(map(str, short))} of {self._ranks.world}"
+        largest = ""
+        remedies = "model.enable_gradient_checkpointing, fsdp_config.optimizer_offload, or more devices"
+        if isinstance(error, OutOfMemoryInPlace):
+            who += f" ({error.place})"
+            largest = f" (the largest has {error.tokens} tokens)"
+            remedies = error.remedies
         if smaller is None:
             return (
-                f"{who} is out of memory with micro-batches of one row. Use shorter sequences, "
-                "model.enable_gradient_checkpointing, fsdp_config.optimizer_offload, or more devices."
+                f"{who} is out of memory with micro-batches of one row{largest}. Use shorter sequences, "
+                f"{remedies}."
             )
         if micro.max_tokens is not None:
             return (
-                f"{who} is out of memory with micro-batches of {micro.max_tokens} tokens. Set the "
+                f"{who} is out of memory with micro-batches of {micro.max_tokens} tokens{largest}. Set the "
                 f"*_max_token_len_per_gpu of this role to {smaller.max_tokens}."
             )
         return (
-            f"{who} is out of memory with micro-batches of {micro.rows} rows. Set the "
+            f"{who} is out of memory with micro-batches of {micro.rows} rows{largest}. Set the "
             f"*_micro_batch_size_per_gpu of this role to {smaller.rows}."
         )

@@ -278,8 +278,12 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
     if device.type == "cuda":
         _set_device(rank)
     _init_process_group(rank, world, device, timeout)
+    leave = dist.destroy_process_group
+    if device.type == "cuda":
+        leave = _abort
     try:
         yield Ranks(rank, world)
+        leave = dist.destroy_process_group
     except SharedFailure as failure:
         failure.reported_by_other_rank = rank != 0
         raise
@@ -289,7 +293,15 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
             raise
         raise lost from error
     finally:
-        dist.destroy_process_group()
+        leave()
+
+
+def _abort() -> None:
+    """Leave the process group after a failure. `destroy_process_group` would first wait for the exchanges of
+    NCCL that are under way, and the other ranks may be waiting for this one."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def _set_device(rank: int) -> None:

@@ -231,7 +231,8 @@ def test_out_of_memory_is_an_error_that_names_the_rank(way, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(StageChunk, "run", full)
-        own = f"Rank {here().rank} of {here().world} is out of memory with micro-batches of 2 rows"
+        ranks = rf"Rank {here().rank} of {here().world} \(pipeline stage 0 of 1, tensor-parallel rank .*\)"
+        own = rf"{ranks} is out of memory with micro-batches of 2 rows \(the largest has \d+ tokens\)"
         with pytest.raises(ValueError, match=own):
             many.forward_backward(tiny_batch(), ["log_probs"], policy_loss, MicroBatching(rows=2))
     assert many.out_of_memory == 0

@@ -32,7 +32,7 @@ from strop.backends.megatron.schedules import megatron_schedule
 from strop.backends.megatron.stage import StageChunk, build_chunks, use_routing_biases
 from strop.backends.megatron.topology import Sizes, join
 from strop.backends.megatron.weights import StageWeights
-from strop.backends.micro_batches import on_device, shard_rows, sum_reports
+from strop.backends.micro_batches import OutOfMemoryInPlace, on_device, shard_rows, sum_reports
 from strop.backends.optimizer import optimizer_state
 from strop.backends.output_tables import empty_tables, write_rows
 from strop.backends.ranked import RankedBackend, partition_rows
@@ -46,6 +46,11 @@ from strop.types import Batch
 
 Loader = Callable[[Mapping[str, Tensor], Mapping[str, torch.Size]], None]
 """(this rank's weights to fill, whole shapes of all weights), each by Hugging Face name."""
+_REMEDIES = (
+    "model.enable_gradient_checkpointing, megatron.optimizer_offload, or a larger "
+    "megatron.tensor_model_parallel_size, context_parallel_size or pipeline_model_parallel_size"
+)
+"""What makes room if micro-batches cannot be smaller."""
 
 
 class MegatronBackend(RankedBackend):
@@ -214,6 +219,8 @@ class MegatronBackend(RankedBackend):
         self.topology.activate()
         try:
             run_schedule(self.chunks, rows, finish, learn=learn, record=record)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryInPlace(self.topology.place, rows.largest, _REMEDIES) from error
         finally:
             for chunk in self.chunks:
                 chunk.experts.forget()

@@ -64,6 +64,11 @@ class MicroRows:
                 self._made[place] = make()
             yield self._made[place]
 
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest row that was laid out so far."""
+        return max((row.tokens for row in self._made.values()), default=0)
+
 
 def lay_out_row(
     piece: Batch, want: Sequence[str], device: torch.device, topology: Topology, number: int | None

@@ -80,6 +80,14 @@ class Topology:
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     @property
+    def place(self) -> str:
+        """Which part of the model and of the rows this rank has, for messages; counted from 0."""
+        return (
+            f"pipeline stage {self.pipeline_rank} of {self.sizes.pipeline}, tensor-parallel rank "
+            f"{self.tensor_rank} of {self.sizes.tensor}, data-parallel rank {self.data_rank} of {self.data}"
+        )
+
+    @property
     def reports(self) -> bool:
         """Of the ranks that work on the same rows, one reports the results."""
         return self.is_last and self.tensor_rank == 0 and self.context_rank == 0
