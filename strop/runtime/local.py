@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -278,7 +278,7 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
     if device.type == "cuda":
         _set_device(rank)
     _init_process_group(rank, world, device, timeout)
-    leave = dist.destroy_process_group
+    leave: Callable[[], object] = dist.destroy_process_group
     if device.type == "cuda":
         leave = _abort
     try:
