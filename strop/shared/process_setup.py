@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 
 class ToStderr(logging.Handler):
@@ -55,6 +56,7 @@ KEEP_MS = 60_000
 def prepare_process() -> None:
     configure_logging()
     keep_freed_memory()
+    use_huge_pages()
 
 
 def keep_freed_memory() -> None:
@@ -65,3 +67,21 @@ def keep_freed_memory() -> None:
     and mapped anew: a tenth of a step on a CPU. Read when torch is imported; what the user has set stays.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(KEEP_MS))
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def use_huge_pages(setting: Path = HUGE_PAGES) -> None:
+    """Let torch ask for pages of 2 MiB, where the system gives them to those who ask.
+
+    Matrix products on a CPU read gigabytes of weights and activations. With pages of 4 KiB they wait for
+    translations of addresses, and each page is mapped by an interrupt of its own. Where huge pages are given
+    to all or to nobody, nothing is set; read when torch is imported; what the user has set stays.
+    """
+    try:
+        given = setting.read_text()
+    except OSError:  # another system, or a kernel without huge pages
+        return
+    if "[madvise]" in given:
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -3,8 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from strop.shared.process_setup import HUGE_PAGES, use_huge_pages
 
 STEPS = """
 import resource, time
@@ -53,3 +56,48 @@ def test_memory_that_a_step_freed_is_there_for_the_next() -> None:
 def test_what_the_user_has_set_stays() -> None:
     _, said = faults("prepare_process()", MIMALLOC_PURGE_DELAY="25")
     assert "'purge_delay': 25" in said
+
+
+LARGE = """
+import resource
+from strop.shared.process_setup import prepare_process
+prepare_process()
+import torch
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(1 << 25)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_large_tensors_have_huge_pages() -> None:
+    """128 MiB are 32,768 small pages or 64 huge ones."""
+    if not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text():
+        pytest.skip("huge pages are for all or for nobody here")
+    own = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    mapped = []
+    for more in ({"THP_MEM_ALLOC_ENABLE": "0"}, {}):
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE], env={**own, **more}, capture_output=True, text=True, check=True
+        )
+        mapped.append(int(done.stdout))
+    # A fragmented machine may lack some huge pages.
+    assert mapped[0] >= 32_768 and mapped[1] < mapped[0] / 2, mapped
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [("always [madvise] never", "1"), ("[always] madvise never", None), (None, None)],
+)
+def test_huge_pages_are_asked_for_only_where_asking_helps(
+    setting: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    file = tmp_path / "enabled"
+    if setting is not None:
+        file.write_text(setting)
+    use_huge_pages(file)
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == expected
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    use_huge_pages(file)
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
