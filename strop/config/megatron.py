@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +58,13 @@ def row_ranks(section: ActorConfig | CriticConfig) -> int:
     return section.ulysses_sequence_parallel_size
 
 
+def supervised_row_ranks(config: AnySupervisedConfig) -> int:
+    """The same in sft, rm and dpo."""
+    if config.model.strategy == "megatron":
+        return config.model.megatron.context_parallel_size
+    return config.ulysses_sequence_parallel_size
+
+
 SCHEDULE = {
     "lr_warmup_init": 0.0,
     "lr_decay_steps": None,
@@ -93,3 +102,24 @@ FAMILIES = {
     "deepseek_v3": MegatronFamily(experts=True, latent=True),
 }
 """By `model_type` of config.json."""
+
+_OUTSIDE = ("model.embed_tokens", "lm_head")
+"""Linear modules and tables of all families that are outside the layers. A scalar head has no adapter."""
+
+
+def adapted_outside_layers(
+    targets: str | Sequence[str], excluded: str | Sequence[str] | None, *, scalar: bool
+) -> list[str]:
+    """Modules outside the layers that peft would adapt for these target_modules and exclude_modules.
+    `scalar`: the model has a scalar head and no lm_head."""
+    if targets == "all-linear":  # of the layers
+        return []
+    modules = _OUTSIDE[:1] if scalar else _OUTSIDE
+    return [name for name in modules if _matches(name, targets) and not _matches(name, excluded or ())]
+
+
+def _matches(name: str, modules: str | Sequence[str]) -> bool:
+    """As peft matches names: a pattern as a whole, names at their end."""
+    if isinstance(modules, str):
+        return re.fullmatch(modules, name) is not None
+    return any(name == module or name.endswith(f".{module}") for module in modules)

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from strop.catalog import PREFERENCE_LOSSES
 from strop.config.arithmetic import micro_batch_size, plan_ppo, plan_supervised
 from strop.config.derived import (
     async_plan,
@@ -21,7 +20,7 @@ from strop.config.derived import (
     uses_engine_log_probs,
     uses_lora,
 )
-from strop.config.megatron import row_ranks
+from strop.config.megatron import row_ranks, supervised_row_ranks
 from strop.config.schema.actor import ActorConfig, RefConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
@@ -31,8 +30,9 @@ from strop.config.schema.trainer import TrainerConfig
 from strop.planning.activations import Tokens
 from strop.planning.devices import PlannedCluster
 from strop.planning.megatron import frozen_role, trained_role
-from strop.planning.model_sections import frozen_model, trained_model
+from strop.planning.model_sections import frozen_model
 from strop.planning.rollout import PlannedSampler
+from strop.planning.supervised_models import supervised_models
 from strop.planning.training import TrainedModel
 
 Trainer = TypeVar("Trainer", bound=TrainerConfig)
@@ -344,30 +344,18 @@ def _sampler(config: PpoConfig, cluster: PlannedCluster, actor: TrainedModel) ->
 
 def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
     data = config.data
-    model = config.model
-    models = {
-        "model": trained_model(
-            model,
-            model.fsdp_config,
-            config.optim,
-            cluster,
-            config.tensor_parallel_size,
-            scalar=isinstance(config, RmConfig),
-        )
-    }
+    models = supervised_models(config, cluster)
     sequences_per_row = 1 if isinstance(config, SftConfig) else 2  # chosen and rejected
     sizes = _PassSizes(
         prompt=1,
         response=max(1, data.max_length - 1),
         step=sequences_per_row * data.train_batch_size,
         rank=sequences_per_row * plan_supervised(config).rows_per_device,
-        sequence_parallel=config.ulysses_sequence_parallel_size,
+        sequence_parallel=supervised_row_ranks(config),
     )
     keys = _MicroBatchKeys("data", data, "micro_batch_size", "max_token_len_per_gpu", data.use_dynamic_bsz)
     passes = [dataclasses.replace(_pass("update", "model", keys, sizes), learns=True)]
-    if isinstance(config, DpoConfig) and _has_reference_model(config):
-        reference = dataclasses.replace(model, path=config.ref.path)
-        models["reference"] = frozen_model(reference, model.fsdp_config, cluster, config.tensor_parallel_size)
+    if "reference" in models:
         passes.insert(0, _pass("ref", "reference", keys, sizes))
     return PlannedJob(
         cluster,
@@ -377,12 +365,3 @@ def _supervised(config: SupervisedRun, cluster: PlannedCluster) -> PlannedJob:
         model_paths={"model": "model"},
         slicing=dict.fromkeys(models, "ulysses_sequence_parallel_size"),
     )
-
-
-def _has_reference_model(config: DpoConfig) -> bool:
-    """Whether DPO has a second model on the device while it trains."""
-    needs = PREFERENCE_LOSSES.entry(config.loss.type).facts["needs"]
-    if config.loss.reference_free or "reference" not in needs or config.ref.param_offload:
-        return False
-    same = config.ref.path == config.model.path
-    return not (same and (config.model.lora_rank or config.loss.precompute_ref))

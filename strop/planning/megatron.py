@@ -3,8 +3,8 @@ pipeline, and its communication.
 
 A rank has the layers of its stage. Their matrices are divided over `tensor` ranks, their experts over
 `experts` ranks of the stage. Masters and moments are divided over data-parallel ranks
-(use_distributed_optimizer). Communication is not overlapped with computation here: megatron-core overlaps it
-only with Transformer Engine.
+(use_distributed_optimizer). With LoRA only adapters have masters, gradients and moments. Communication is not
+overlapped with computation here: megatron-core overlaps it only with Transformer Engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from strop.config.checkpointing import checkpointing_of
 from strop.config.schema.actor import ActorConfig, RefConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.megatron import MegatronConfig
-from strop.config.schema.model import FsdpConfig, ModelConfig
+from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.planning.activations import (
+    FLOAT32,
     Numbers,
     Tokens,
     end_kept,
@@ -26,10 +27,12 @@ from strop.planning.activations import (
     layers_kept,
     recomputed,
 )
+from strop.planning.adapters import dense_adapters, expert_adapters
 from strop.planning.devices import PlannedCluster
 from strop.planning.model_sections import (
     BYTES,
     frozen_model,
+    lora_rank_of,
     optimizer_moments,
     planned_shape,
     trained_model,
@@ -94,8 +97,12 @@ def dense_share(shape: Shape, division: Division) -> int:
 
 def expert_share(shape: Shape, division: Division) -> int:
     """Weights of one rank that are experts."""
-    sparse = min(shape.sparse_layers, stage_layers(shape, division))
-    return sparse * shape.expert_weights // division.experts
+    return stage_sparse_layers(shape, division) * shape.expert_weights // division.experts
+
+
+def stage_sparse_layers(shape: Shape, division: Division) -> int:
+    """Layers of a stage with experts, at most."""
+    return min(shape.sparse_layers, stage_layers(shape, division))
 
 
 @dataclass(frozen=True)
@@ -114,23 +121,56 @@ class MegatronModel(TrainedModel):
 
     @property
     def own(self) -> int:
-        """Weights that this rank computes with."""
+        """Weights that this rank computes with, without adapters."""
         return dense_share(self.shape, self.division) + expert_share(self.shape, self.division)
+
+    @property
+    def dense_trained(self) -> int:
+        """Weights of this rank that are trained and no experts."""
+        shape = self.shape
+        division = self.division
+        if self.frozen:
+            return 0
+        if not self.lora_rank:
+            return dense_share(shape, division)
+        sparse = stage_sparse_layers(shape, division)
+        return dense_adapters(shape, self.lora_rank, stage_layers(shape, division), sparse, division.tensor)
+
+    @property
+    def experts_trained(self) -> int:
+        """Weights of experts on this rank that are trained."""
+        if self.frozen:
+            return 0
+        if not self.lora_rank:
+            return expert_share(self.shape, self.division)
+        sparse = stage_sparse_layers(self.shape, self.division)
+        return sparse * expert_adapters(self.shape, self.lora_rank, self.division.experts)
+
+    @property
+    def trained_here(self) -> int:
+        """Weights of this rank that have gradients."""
+        return self.dense_trained + self.experts_trained
 
     @property
     def optimized(self) -> int:
         """Weights whose masters and moments this rank has."""
-        if self.frozen:
-            return 0
         if not self.divides_optimizer:
-            return self.own
+            return self.trained_here
         division = self.division
-        dense = dense_share(self.shape, division) // (division.data * division.context)
-        return dense + expert_share(self.shape, division) // division.expert_copies
+        dense = self.dense_trained // (division.data * division.context)
+        return dense + self.experts_trained // division.expert_copies
+
+    @property
+    def computes_with(self) -> int:
+        """Bytes of the weights that passes use, adapters included."""
+        weights = self.own
+        if self.lora_rank:
+            weights += self.trained_here
+        return self.numbers.compute * weights
 
     @property
     def weights(self) -> int:
-        return self.numbers.compute * self.own + self.numbers.master * self.optimized
+        return self.computes_with + self.numbers.master * self.optimized
 
     @property
     def optimizer(self) -> int:
@@ -139,13 +179,19 @@ class MegatronModel(TrainedModel):
     @property
     def gradients(self) -> int:
         """They are summed in the precision of the masters, and divided at the end of an update."""
-        if self.frozen:
+        return self.numbers.master * (self.trained_here + self.optimized)
+
+    @property
+    def adapted_experts(self) -> int:
+        """Bytes of this rank's experts of one layer with their adapters added, which exist while the layer
+        computes, and until its backward pass if it is not computed again."""
+        if self.frozen or not self.lora_rank or self.shape.experts is None or not self.shape.experts.adapted:
             return 0
-        return self.numbers.master * (self.own + self.optimized)
+        return self.numbers.compute * self.shape.expert_weights // self.division.experts
 
     @property
     def in_host(self) -> int:
-        waiting = self.numbers.compute * self.own * self.offloads_weights
+        waiting = self.computes_with * self.offloads_weights
         masters = self.numbers.master * self.optimized
         return waiting + (masters + self.optimizer) * self.offloads_moments
 
@@ -153,7 +199,7 @@ class MegatronModel(TrainedModel):
         weights = 0
         optimizer = 0
         if computes or learns or not self.offloads_weights:
-            weights += self.numbers.compute * self.own
+            weights += self.computes_with
         if learns or not self.offloads_moments:
             weights += self.numbers.master * self.optimized
             optimizer = self.optimizer
@@ -177,6 +223,8 @@ class MegatronModel(TrainedModel):
         )
         if self.checkpointing == "full" and self.divides_rows:
             kept //= division.tensor
+        if self.checkpointing == "none":
+            kept += self.adapted_experts * self.shape.sparse_layers
         if division.virtual > 1:
             kept += kept * (division.stages - 1) // (division.stages * division.virtual)
         return kept
@@ -188,8 +236,12 @@ class MegatronModel(TrainedModel):
         running += tokens.all * recomputed(
             shape, self.numbers, checkpointing=self.checkpointing, tensor=tensor, kernels=self.kernels
         )
+        running += 2 * self.adapted_experts  # and their gradient, of which those of A and B are made
         # Logits and the gradient of the head are those of this rank's share of the vocabulary.
-        head = head_backward(shape, tokens, self.numbers, entropy=entropy, trained=True, kernels=self.kernels)
+        whole = not self.lora_rank
+        head = head_backward(
+            shape, tokens, self.numbers, entropy=entropy, trained=whole, kernels=self.kernels
+        )
         head = head // tensor + end_kept(shape, tokens, self.numbers, kernels=self.kernels)
         kept = self.kept(tokens)
         last = kept // self.division.stages
@@ -200,9 +252,12 @@ class MegatronModel(TrainedModel):
 
     @property
     def syncing(self) -> int:
-        """Weights are sent one at a time, whole."""
+        """Weights are sent one at a time, whole. What an adapter adds is computed in float32."""
         biggest = max(self.shape.biggest_matrix, self.shape.expert_weights // 3)
-        return 2 * self.numbers.compute * biggest
+        added = 0
+        if self.lora_rank:
+            added = FLOAT32 * biggest
+        return 2 * self.numbers.compute * biggest + added
 
 
 # --- time ---------------------------------------------------------------------------------------------------
@@ -243,7 +298,7 @@ def expert_bytes(shape: Shape, numbers: Numbers, division: Division, tokens: int
 def update_bytes(model: MegatronModel) -> float:
     """Bytes that one rank sends in an update for data parallelism: gradients are reduced, and weights
     gathered."""
-    return (model.numbers.master + model.numbers.compute) * model.own
+    return (model.numbers.master + model.numbers.compute) * model.trained_here
 
 
 # --- from a configuration -----------------------------------------------------------------------------------
@@ -260,10 +315,22 @@ def trained_role(
 ) -> TrainedModel:
     """A model with an optimizer, by the strategy of its section."""
     if section.strategy == "megatron":
-        plain = _megatron_model(section.megatron, model, cluster, scalar=scalar)
-        return dataclasses.replace(plain, moments=optimizer_moments(section.optim))
+        return megatron_role(section.megatron, model, section.optim, cluster, scalar=scalar)
     parts = section.tensor_parallel_size
     return trained_model(model, fsdp, section.optim, cluster, parts, scalar=scalar, on_device=on_device)
+
+
+def megatron_role(
+    settings: MegatronConfig,
+    model: ModelConfig,
+    optim: OptimConfig,
+    cluster: PlannedCluster,
+    *,
+    scalar: bool = False,
+) -> MegatronModel:
+    """A model with an optimizer and strategy=megatron."""
+    plain = _megatron_model(settings, model, cluster, scalar=scalar)
+    return dataclasses.replace(plain, moments=optimizer_moments(optim), lora_rank=lora_rank_of(model))
 
 
 def frozen_role(
@@ -271,8 +338,13 @@ def frozen_role(
 ) -> TrainedModel:
     """A model that only runs forward passes, by the strategy of its section."""
     if section.strategy == "megatron":
-        return dataclasses.replace(_megatron_model(section.megatron, model, cluster), frozen=True)
+        return frozen_megatron(section.megatron, model, cluster)
     return frozen_model(model, fsdp, cluster, section.tensor_parallel_size)
+
+
+def frozen_megatron(settings: MegatronConfig, model: ModelConfig, cluster: PlannedCluster) -> MegatronModel:
+    """A model with strategy=megatron that only runs forward passes."""
+    return dataclasses.replace(_megatron_model(settings, model, cluster), frozen=True)
 
 
 def _megatron_model(

@@ -33,7 +33,7 @@ def trained_model(
         _placement(fsdp, cluster, tensor_parallel, on_device=on_device),
         checkpointing=checkpointing_of(model),
         offloads_activations=model.enable_activation_offload and not cluster.device.is_cpu,
-        lora_rank=_lora_rank(model),
+        lora_rank=lora_rank_of(model),
         four_bit=model.quantization is not None,
         kernels=not cluster.device.is_cpu,
         moments=optimizer_moments(optim),
@@ -111,7 +111,7 @@ def optimizer_moments(optim: OptimConfig) -> float:
     return known.get(optim.optimizer, 2 if "adam" in optim.optimizer.lower() else 1)
 
 
-def _lora_rank(model: ModelConfig) -> int:
+def lora_rank_of(model: ModelConfig) -> int:
     """The rank of new adapters, or of the adapter that training starts from."""
     if not model.lora_adapter_path:
         return int(model.lora_rank)

@@ -39,13 +39,15 @@ class Family:
     """Feed-forward layers are mixtures of experts."""
     ties: bool = False
     """The output head is the embedding unless config.json says otherwise."""
+    fused: bool = False
+    """Queries, keys and values are one linear layer, and so are gate and up."""
 
 
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(biased_inputs=False, biased_output=False),
     "granite": Family(),
-    "phi3": Family(biased_inputs=False, biased_output=False),
+    "phi3": Family(biased_inputs=False, biased_output=False, fused=True),
     "smollm3": Family(ties=True),
     "gemma": Family(ties=True),
     "gemma2": Family(norms=4, ties=True),
@@ -72,6 +74,8 @@ class Experts:
     """Inner size of the expert that every token visits; 0: there is none."""
     shared_gate: bool = True
     """A number per token weighs the shared expert."""
+    adapted: bool = True
+    """LoRA adapts experts and routers (planning/adapters.py)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class Shape:
     scalar: bool = False
     """A critic or reward model: one number per token instead of logits."""
     latents: Latents | None = None
+    fused: bool = False
+    """Queries, keys and values are one linear layer, and so are gate and up."""
 
     @property
     def queries(self) -> int:
@@ -241,17 +247,6 @@ class Shape:
             return self.layers * (self.latents.keys + self.latents.rotary) * bytes_per_number
         return 2 * self.layers * self.keys * bytes_per_number
 
-    def adapters(self, rank: int) -> int:
-        """Weights of LoRA adapters on all linear parts of the layers: (inputs + outputs) times the rank for
-        each.
-
-        Experts that transformers keeps as one tensor get none.
-        """
-        ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
-        dense = self.layers - self.sparse_layers
-        mlp = 3 * (self.hidden + self.width) * dense
-        return rank * (ends * self.layers + mlp)
-
 
 def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = False) -> Shape:
     """The shape that a config.json describes."""
@@ -308,6 +303,7 @@ def read_shape(config: ModelJson, *, where: str = "config.json", scalar: bool = 
         tower=tower_weights(config),
         scalar=scalar,
         latents=latents,
+        fused=family.fused,
     )
 
 
@@ -344,7 +340,8 @@ def _experts(values: ModelJson, kind: str, where: str) -> Experts:
             f"{where} does not say how many experts there are (num_experts), how wide, or how many a token "
             "visits."
         )
-    return Experts(count, chosen, width, shared_width, shared_gate=kind == "qwen2_moe")
+    alone = kind == "qwen2_moe"
+    return Experts(count, chosen, width, shared_width, shared_gate=alone, adapted=not alone)
 
 
 def _sparse_layers(values: ModelJson, layers: int) -> int:

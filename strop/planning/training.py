@@ -21,6 +21,7 @@ from strop.planning.activations import (
     layers_kept,
     recomputed,
 )
+from strop.planning.adapters import adapter_weights
 from strop.planning.shape import Shape
 
 Parts = dict[str, int]
@@ -82,7 +83,7 @@ class TrainedModel:
         if self.frozen:
             return 0
         if self.lora_rank:
-            return self.shape.adapters(self.lora_rank)
+            return adapter_weights(self.shape, self.lora_rank)
         return self.shape.parameters
 
     @property

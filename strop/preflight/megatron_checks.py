@@ -3,11 +3,15 @@ that they name."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.config.megatron import adapted_outside_layers
 from strop.config.rules import ConfigFinding, error
-from strop.config.rules.megatron import MegatronRole
+from strop.config.rules.megatron import MegatronRole, outside_message
 from strop.preflight.model_checks import local_model_config
 
 if TYPE_CHECKING:
@@ -27,6 +31,37 @@ def megatron_findings(roles: Iterable[MegatronRole]) -> list[ConfigFinding]:
         if model is not None:
             found += [error(f"{role.key}.{key}", text) for key, text in problems(model, role.settings)]
             found += _initial_weights(role, model)
+        found += _saved_adapters(role)
+    return found
+
+
+def _saved_adapters(role: MegatronRole) -> list[ConfigFinding]:
+    """Errors if the adapters of lora_adapter_path are others than the divided layers can have. A folder that
+    cannot be read is reported by the check of the model."""
+    if role.model.lora_adapter_path is None:
+        return []
+    key = f"{role.model_key}.lora_adapter_path"
+    file = Path(role.model.lora_adapter_path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return []
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        targets = said.get("target_modules") or []
+        outside = adapted_outside_layers(targets, said.get("exclude_modules"), scalar=role.scalar)
+    except (ValueError, re.error) as problem:
+        return [error(key, f"{file} cannot be read: {problem}")]
+    found = []
+    if outside:
+        found.append(error(key, f"{file}: target_modules {outside_message(role.key, outside)}"))
+    for option in ("lora_dropout", "use_dora", "lora_bias", "modules_to_save", "layer_replication"):
+        if said.get(option):
+            found.append(
+                error(
+                    key,
+                    f"{file} has {option}={said[option]!r}, which {role.key}.strategy=megatron does not "
+                    "have. Set strategy=fsdp.",
+                )
+            )
     return found
 
 
@@ -39,7 +74,7 @@ def _initial_weights(role: MegatronRole, config: PreTrainedConfig) -> list[Confi
         return []
     try:
         folder = saved_megatron(settings.dist_checkpointing_path)
-        shapes = weight_shapes(config, scalar=role.key == "critic")
+        shapes = weight_shapes(config, scalar=role.scalar)
         megatron_weights(folder, config, shapes, prefix=settings.dist_checkpointing_prefix)
     except ValueError as problem:
         return [error(f"{role.key}.megatron.dist_checkpointing_path", str(problem))]

@@ -17,6 +17,8 @@ from strop.config.megatron import devices_per_copy
 from strop.config.schema.megatron import MegatronConfig
 from strop.models.lora import add_adapters
 from strop.models.residual import widen_residual
+from strop.planning.megatron import MegatronModel, division_of
+from strop.planning.shape import read_shape
 from tests.backends.make import make_backend, single
 from tests.backends.megatron_cpu import without_cuda
 from tests.backends.ranks import here
@@ -114,6 +116,10 @@ def test_adapters_answer_train_and_merge_as_those_of_peft(family, way, shares):
     one = single(adapted(family, **layers), optim=plain)
     many = divided(adapted(family, **layers), optim=plain, megatron=replace(sizes, sequence_parallel=shares))
     assert all(".lora_" in name for name in many.weights.masters)
+    held = sum(place.part.parameter.numel() for place in many.adapters.places.values())
+    shape = read_shape(tiny_model(family, **layers).config.to_dict())
+    planned = MegatronModel(shape, division=division_of(sizes, here().world), lora_rank=4)
+    assert planned.trained_here == max(here().all_gather_object(held))
     micro = MicroBatching(rows=2)
     off = []
     for backend in (one, many):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -11,7 +12,9 @@ from strop.backends.megatron.fits import problems
 from strop.config.arithmetic import plan_supervised
 from strop.config.compose import load
 from strop.config.rules import check
+from strop.config.rules.megatron import megatron_roles
 from strop.config.schema.megatron import MegatronConfig
+from strop.preflight.megatron_checks import megatron_findings
 from tests.models.tiny import FAMILIES, OTHERS, SIZE
 
 ACTOR = "actor_rollout_ref.actor"
@@ -47,6 +50,7 @@ JUDGED = [
     "reward_model.megatron.pipeline_model_parallel_size=2",
 ]
 RANK = "actor_rollout_ref.model.lora_rank=8"
+TARGETS = "actor_rollout_ref.model.target_modules"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,10 @@ RANK = "actor_rollout_ref.model.lora_rank=8"
         ([f"{ACTOR}.aux_loss_coef=0.1"], f"{ACTOR}.aux_loss_coef", "load-balancing"),
         ([f"{OPTIONS}.moe_router_load_balancing_type=seq_aux_loss"], f"{OPTIONS}.moe_router_load_balancing_type", "aux_loss or none"),
         ([RANK, "actor_rollout_ref.model.lora_dropout=0.1"], "actor_rollout_ref.model.lora_dropout", "drop different inputs"),
+        ([RANK, f"{TARGETS}=[q_proj,lm_head]"], TARGETS, "includes lm_head with actor_rollout_ref.actor.strategy=megatron"),
+        ([RANK, f"{TARGETS}=[q_proj,embed_tokens]"], TARGETS, "includes model.embed_tokens"),
+        ([RANK, f"{TARGETS}='.*(q_proj|embed_tokens)|lm_head'"], TARGETS, "includes model.embed_tokens, lm_head"),
+        ([RANK, f"{TARGETS}='(q_proj'"], TARGETS, "is no regular expression"),
         ([RANK, f"{ACTOR}.megatron.use_dist_checkpointing=true", f"{ACTOR}.megatron.dist_checkpointing_path=saved"], f"{ACTOR}.megatron.use_dist_checkpointing", "has no adapters"),
         ([*JUDGED, "reward_model.megatron.tensor_model_parallel_size=3"], "reward_model.megatron.tensor_model_parallel_size", "4 devices"),
         ([*JUDGED, "custom_reward_function.path=score.py"], "custom_reward_function.path", "every rank would call it"),
@@ -88,6 +96,48 @@ def test_supervised_training_is_checked_in_the_same_way(words, key, said):
     loaded = load("sft_trainer", ["model.strategy=megatron", "trainer.n_gpus_per_node=4", *words])
     found = {finding.key: finding.message for finding in check(loaded) if finding.level == "error"}
     assert said in found[key]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [RANK],
+        [RANK, f"{TARGETS}=[q_proj,lm_head]", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
+        [RANK, f"{TARGETS}='model.layers.*(q_proj|v_proj)'"],
+        [f"{TARGETS}=[lm_head]"],  # without adapters it says nothing
+        [
+            "algorithm.adv_estimator=gae",
+            "critic.model.lora_rank=8",
+            "critic.model.target_modules=[q_proj,lm_head]",
+        ],
+    ],
+)
+def test_targets_inside_the_layers_pass(words):
+    loaded = load("ppo_trainer", [f"{ACTOR}.strategy=megatron", *words])
+    assert not [finding for finding in check(loaded) if "target_modules" in finding.key]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules includes lm_head"),
+        ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "lora_dropout=0.1, which actor_rollout_ref.actor"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, r"modules_to_save=['lm_head']"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora=True"),
+        ({"target_modules": ["q_proj"], "lora_dropout": 0.0, "modules_to_save": None}, None),
+    ],
+)  # fmt: skip
+def test_adapters_of_a_folder_are_checked_by_their_file(said, expected, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(said))
+    words = [
+        f"actor_rollout_ref.model.lora_adapter_path={tmp_path}",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B",
+    ]
+    config = load("ppo_trainer", [f"{ACTOR}.strategy=megatron", *words]).config
+    found = megatron_findings(megatron_roles(config))
+    assert bool(found) == (expected is not None)
+    for finding in found:
+        assert finding.level == "error" and expected in finding.message
 
 
 def test_rows_of_an_update_are_divided_over_copies_of_the_model():

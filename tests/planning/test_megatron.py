@@ -11,6 +11,7 @@ import pytest
 from strop.config.compose import load
 from strop.planning.activations import Numbers, Tokens
 from strop.planning.devices import GIB, SAFE, PlannedCluster, device_of
+from strop.planning.job import job_of
 from strop.planning.megatron import (
     Division,
     MegatronModel,
@@ -115,6 +116,49 @@ def test_masters_and_moments_are_divided_over_copies() -> None:
         model(Division(16, tensor=2), divides_optimizer=False).optimized == model(Division(16, tensor=2)).own
     )
     assert model(Division(4, tensor=4), frozen=True).weights == 2 * model(Division(4, tensor=4)).own
+
+
+def test_with_lora_only_adapters_have_masters_gradients_and_moments() -> None:
+    """Qwen2.5-72B, rank 32, on 16 ranks as TP 8 x PP 2: 421 million weights of adapters instead of 72.7 billion."""
+    division = Division(16, tensor=8, stages=2)
+    whole = MegatronModel(shape_of("qwen2.5-72b"), division=division)
+    adapted = MegatronModel(shape_of("qwen2.5-72b"), division=division, lora_rank=32)
+    hidden, keys, width = 8192, 1024, 29568
+    column = 32 * ((hidden + hidden // 8) + 2 * (hidden + keys // 8) + 2 * (hidden + width // 8))
+    row = 32 * ((hidden // 8 + hidden) + (width // 8 + hidden))
+    assert adapted.trained == 421_068_800
+    assert adapted.trained_here == adapted.optimized == 40 * (column + row)  # 40 layers of a stage
+    assert adapted.optimizer == 8 * adapted.optimized
+    assert adapted.gradients == 4 * 2 * adapted.optimized
+    assert adapted.weights == 2 * (adapted.own + adapted.optimized) + 4 * adapted.optimized
+    assert whole.own == adapted.own and whole.optimizer > 40 * adapted.optimizer
+    tokens = Tokens(4096, 2048)
+    peaks = [sum(m.update(tokens, accumulated=True).values()) for m in (whole, adapted)]
+    assert peaks[0] - peaks[1] >= whole.gradients - adapted.gradients
+
+
+def test_adapters_of_experts_are_divided_and_added_to_their_weights() -> None:
+    """A rank has A of its own experts and B of all; the sum of weight and adapter is a copy of the experts."""
+    full, none = (model(Division(4, experts=4), lora_rank=8, checkpointing=c) for c in ("full", "none"))
+    assert full.experts_trained == 48 * (32 * (16 * 2048 + 8 * 768) + 128 * (16 * 1536 + 8 * 2048))
+    assert full.optimized == full.experts_trained + full.dense_trained // 4
+    copies = 2 * 32 * 3 * 2048 * 768
+    assert full.adapted_experts == copies
+    plain = model(Division(4, experts=4), checkpointing="none")
+    tokens = Tokens(4096, 2048)
+    assert none.kept(tokens) - plain.kept(tokens) == 48 * copies
+
+
+def test_supervised_training_is_planned_by_its_strategy() -> None:
+    words = [
+        "model.path=qwen2.5-72b",
+        "model.strategy=megatron",
+        "model.megatron.tensor_model_parallel_size=8",
+    ]
+    config = load("sft_trainer", [*words, "model.lora_rank=32", "data.train_batch_size=64"]).config
+    planned = job_of(config, PlannedCluster(device_of("h100"), 1, 8)).models["model"]
+    assert isinstance(planned, MegatronModel)
+    assert planned.division == Division(8, tensor=8) and planned.lora_rank == 32
 
 
 def test_what_waits_in_host_memory_is_not_on_the_device() -> None:

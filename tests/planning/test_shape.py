@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from strop.planning.adapters import adapter_weights
 from strop.planning.shape import FAMILIES, KNOWN, plain_name, read_shape, shape_of
 
 SIZE = {
@@ -77,14 +78,19 @@ def test_tokens_meet_the_chosen_experts_only():
     assert 2.9e9 < shape.multiplied + shape.embedding < 3.4e9
 
 
-def test_adapters_are_counted_like_those_of_peft():
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_adapters_are_counted_like_those_of_peft(kind):
     pytest.importorskip("peft")
     from strop.models.lora import add_adapters
 
-    config = AutoConfig.for_model("qwen2", **SIZE)
-    model = add_adapters(AutoModelForCausalLM.from_config(config), rank=4, alpha=8)
+    config = AutoConfig.for_model(kind, **{**SIZE, **EXPERTS})
+    if kind == "deepseek_v3":
+        config.first_k_dense_replace = 1
+    with torch.device("meta"):
+        model = add_adapters(AutoModelForCausalLM.from_config(config), rank=4, alpha=8)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    assert read_shape(config.to_dict()).adapters(4) == trained
+    assert adapter_weights(read_shape(config.to_dict()), 4) == trained
 
 
 def test_names_of_hubs_are_understood():

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strop.config.derived import async_plan, device_count, has_critic, has_reference, resource_pools
-from strop.config.megatron import devices_per_copy, divides_reward_model, megatron_schedule_keys
+from strop.config.megatron import (
+    adapted_outside_layers,
+    devices_per_copy,
+    divides_reward_model,
+    megatron_schedule_keys,
+)
 from strop.config.rules.findings import Findings, error, warning
 from strop.config.schema.megatron import MegatronConfig
+from strop.config.schema.supervised import RmConfig
 from strop.extras import install_command
 
 if TYPE_CHECKING:
@@ -34,6 +41,8 @@ class MegatronRole:
     devices: int
     other_sizes: tuple[tuple[str, int], ...]
     """Keys of sizes by which the other backends divide a model, with their values."""
+    scalar: bool = False
+    """It has a scalar head: a critic or reward model."""
 
 
 def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
@@ -52,14 +61,16 @@ def megatron_roles(config: PpoConfig) -> Iterator[MegatronRole]:
         found.append(("critic", config.critic, config.critic.model, "critic.model", own))
     if divides_reward_model(config):
         reward = config.reward_model
-        yield MegatronRole("reward_model", reward.megatron, reward.model, "reward_model.model", devices, ())
+        yield MegatronRole(
+            "reward_model", reward.megatron, reward.model, "reward_model.model", devices, (), scalar=True
+        )
     for key, section, model, model_key, count in found:
         if section.strategy == "megatron":
             sizes = (
                 (f"{key}.tensor_parallel_size", section.tensor_parallel_size),
                 (f"{key}.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size),
             )
-            yield MegatronRole(key, section.megatron, model, model_key, count, sizes)
+            yield MegatronRole(key, section.megatron, model, model_key, count, sizes, key == "critic")
 
 
 def supervised_role(config: AnySupervisedConfig) -> Iterator[MegatronRole]:
@@ -70,7 +81,8 @@ def supervised_role(config: AnySupervisedConfig) -> Iterator[MegatronRole]:
             ("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size),
         )
         devices = device_count(config.trainer)
-        yield MegatronRole("model", config.model.megatron, config.model, "model", devices, sizes)
+        scalar = isinstance(config, RmConfig)
+        yield MegatronRole("model", config.model.megatron, config.model, "model", devices, sizes, scalar)
 
 
 def megatron(loaded: Loaded[PpoConfig]) -> Findings:
@@ -202,7 +214,8 @@ def _sizes(role: MegatronRole, sizes: MegatronConfig) -> Findings:
 
 def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
     """What the backend does not do."""
-    if role.model.lora_rank or role.model.lora_adapter_path:
+    adapted = bool(role.model.lora_rank or role.model.lora_adapter_path)
+    if adapted and role.key != "actor_rollout_ref.ref":  # the reference is the actor without adapters
         yield from _adapters(role, settings)
     if settings.use_dist_checkpointing and not settings.dist_checkpointing_path:
         yield error(
@@ -227,7 +240,10 @@ def _unsupported(role: MegatronRole, settings: MegatronConfig) -> Findings:
 
 
 def _adapters(role: MegatronRole, settings: MegatronConfig) -> Findings:
-    """LoRA: what the adapters of divided layers do not do."""
+    """LoRA: what the adapters of divided layers do not do. preflight/megatron_checks.py reads those of
+    lora_adapter_path."""
+    if role.model.lora_rank and not role.model.lora_adapter_path:
+        yield from _targets(role)
     if role.model.lora_rank and role.model.lora_dropout:
         yield error(
             f"{role.model_key}.lora_dropout",
@@ -246,6 +262,30 @@ def _adapters(role: MegatronRole, settings: MegatronConfig) -> Findings:
             f"true with LoRA ({role.model_key}.lora_rank): a Megatron checkpoint has no adapters. Merge it "
             "with `strop merge`, set model.path to the result and use_dist_checkpointing=false.",
         )
+
+
+def _targets(role: MegatronRole) -> Findings:
+    """Modules outside the layers."""
+    model = role.model
+    try:
+        outside = adapted_outside_layers(model.target_modules, model.exclude_modules, scalar=role.scalar)
+    except re.error as problem:
+        yield error(
+            f"{role.model_key}.target_modules",
+            f"{model.target_modules!r} (exclude_modules={model.exclude_modules!r}) is no regular expression: "
+            f"{problem}. Set all-linear, a list of names, or a pattern of whole names.",
+        )
+        return
+    if outside:
+        yield error(f"{role.model_key}.target_modules", outside_message(role.key, outside))
+
+
+def outside_message(key: str, modules: Sequence[str]) -> str:
+    """Why modules outside the layers cannot have adapters."""
+    return (
+        f"includes {', '.join(modules)} with {key}.strategy=megatron, which has adapters for the layers of "
+        "the decoder only. Leave them out (exclude_modules), or set strategy=fsdp."
+    )
 
 
 def _balance(key: str, settings: MegatronConfig) -> Findings:
