@@ -249,6 +249,7 @@ ENGINES.declare(
         "speculation",
         "quantization",
         "kv_cache_dtype",
+        "record_experts",
     ),
 )
 _outside = (

@@ -143,6 +143,9 @@ class Trajectory:
     """Number of the episode in the step, if episodes have several sequences; else every trajectory is one."""
     sample: int | None = None
     """Number of the sample in the step, if it has several sequences or players."""
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """[tokens, layers, k]: experts that tokens of prompt and response visited in the rollout engine, from the
+    first token on (router_replay.mode=R3). The last token is never an input and has none."""
 
     @property
     def reward(self) -> float | None:
@@ -162,11 +165,8 @@ class Trajectory:
         return TokenArrays.of(self.response, self.mask, self.log_probs)
 
     def __post_init__(self) -> None:
-        assert len(self.response) == len(self.mask) == len(self.log_probs), (
-            len(self.response),
-            len(self.mask),
-            len(self.log_probs),
-        )
+        lengths = (len(self.response), len(self.mask), len(self.log_probs))
+        assert len(set(lengths)) == 1, lengths
 
 
 # The role of a Batch field says how it is selected, concatenated and padded.
@@ -234,8 +234,8 @@ class Batch:
     samples: Tensor | None = rows()
     """Number of the sample of each sequence: the episodes of all its players. None: each row is one."""
     experts: Tensor | None = rows()
-    """[B, longest, layers, k]: numbers of the experts that tokens visited when the old log-probs were
-    computed (router replay); 0 behind the end of a sequence."""
+    """[B, longest, layers, k]: numbers of the experts that tokens visited in the rollout engine (R3), or when
+    the old log-probs were computed (R2); any behind the end of a sequence."""
     images: list[Images] | None = field(default=None, metadata={"role": LISTS})
     """The images of each sequence; None: none has any."""
 
@@ -363,5 +363,38 @@ def batch_of(trajectories: Sequence[Trajectory]) -> Batch:
         row_ids=torch.arange(len(trajectories)),
         episodes=None if None in episodes else torch.tensor(episodes),
         samples=None if None in samples else torch.tensor(samples),
+        experts=expert_table(trajectories, arrays),
         images=images if any(images) else None,
     )
+
+
+def expert_table(trajectories: Sequence[Trajectory], arrays: Sequence[TokenArrays]) -> Tensor | None:
+    """`Batch.experts` of what the engine recorded; None: nothing. Tokens after the last trained one may have
+    no experts: they get the first ones, which changes no log-prob that is trained."""
+    import numpy as np
+    import torch
+
+    recorded = [t.experts for t in trajectories if t.experts is not None]
+    if not recorded:
+        return None
+    longest = max(len(t.prompt.ids) + len(one.mask) for t, one in zip(trajectories, arrays))
+    first = np.arange(recorded[0].shape[2], dtype=recorded[0].dtype)
+    table = np.tile(first, (len(trajectories), max(1, longest - 1), recorded[0].shape[1], 1))
+    for row, t, one in zip(table, trajectories, arrays):
+        known = recorded[0][:0] if t.experts is None else t.experts[: len(row)]
+        row[: len(known)] = known
+        trained = np.flatnonzero(one.mask)
+        if len(trained) and len(known) < len(t.prompt.ids) + trained[-1]:
+            which = f"{len(known)} tokens of a sample of row {t.prompt.index}, too few for its trained ones"
+            raise ValueError(f"The engine returned the experts of {which}. Set router_replay.mode=R2.")
+    return torch.from_numpy(table)
+
+
+def join_experts(before: np.ndarray | None, after: np.ndarray | None) -> np.ndarray | None:
+    """The experts of a sequence in two parts, of which the second has all tokens again: each token keeps the
+    experts with which its successor was sampled."""
+    import numpy as np
+
+    if before is None or after is None:
+        return after if before is None else before
+    return np.concatenate([before, after[len(before) :]])

@@ -268,7 +268,10 @@ class Episode:
             raise EpisodeError(f"an answer without a single token (finish={completion.finish}).")
         cut = len(ids) < len(completion.ids)
         spans = truncate_spans(version_spans(completion), len(ids))
-        self._row.add_sampled(ids, completion.log_probs[: len(ids)], spans)
+        experts = completion.experts
+        if experts is not None:
+            experts = experts[: len(self.prompt.ids) + len(self) + len(ids)]
+        self._row.add_sampled(ids, completion.log_probs[: len(ids)], spans, experts)
         finish = "stop" if cut else completion.finish
         if finish != "stop" and not (finish == "length" and self.room > 0):
             self._finish = self.stopped = finish

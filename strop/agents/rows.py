@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from strop.rollout.base import merge_spans
-from strop.types import Prompt, Trajectory, Turn
+from strop.types import Prompt, Trajectory, Turn, join_experts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -23,13 +27,20 @@ class TokenRow:
     """By the last token of the turn that is rewarded."""
     player: str = ""
     """In episodes of several players: whose sequence it is."""
+    experts: np.ndarray | None = None
+    """Of prompt and response, where the engine records them: see Trajectory."""
 
     def add_sampled(
-        self, ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[tuple[int, int]]
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        versions: Sequence[tuple[int, int]],
+        experts: np.ndarray | None = None,
     ) -> None:
-        """Append an answer of the policy."""
+        """Append an answer of the policy. `experts`: of all tokens up to its last one, at most."""
         self._add("assistant", ids, log_probs, 1)
         self.versions = merge_spans([*self.versions, *versions])
+        self.experts = join_experts(self.experts, experts)
 
     def add_given(self, role: str, ids: Sequence[int]) -> None:
         """Append messages of the environment."""
@@ -67,6 +78,7 @@ class TokenRow:
             extras=dict(extras or {}),
             turns=self.turns,
             player=self.player,
+            experts=self.experts,
         )
         check_exact(sample)
         return sample

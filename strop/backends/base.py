@@ -90,8 +90,8 @@ class BackendSettings:
     """Attention function of the padded layout; None: sdpa, or eager where sdpa would leave something out."""
     offload_activations: bool = False
     """Activations wait for the backward pass in host memory."""
-    router_replay: bool = False
-    """Updates send tokens to the experts that the batch names."""
+    router_replay: str = "disabled"
+    """Which passes send tokens to the experts that the batch names. R2: updates; R3: `forward` too."""
     compat: Compat = None
     """The framework whose learning-rate schedules to follow."""
     on_out_of_memory: Callable[[], bool] = nothing_to_release

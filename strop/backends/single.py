@@ -97,7 +97,8 @@ class ModuleBackend(ABC):
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         """Outputs named in `want`, without gradients, on the CPU in fp32."""
-        batch = batch.replace(experts=None)  # routers choose: only an update replays
+        if self.settings.router_replay != "R3":
+            batch = batch.replace(experts=None)  # routers choose: only an update replays
         with self._model_on_device():
             return self.oom_retry.run(
                 micro, batch.lengths, lambda smaller: self._forward(batch, want, smaller)
@@ -108,7 +109,7 @@ class ModuleBackend(ABC):
     ) -> dict[str, float]:
         """Accumulate gradients of `loss` over all micro-batches; returns the reported sums."""
         assert self.optimizer is not None, "a frozen model has no gradients"
-        if not self.settings.router_replay:
+        if self.settings.router_replay == "disabled":
             batch = batch.replace(experts=None)
         if self.offloading is not None:
             self.offloading.begin_update()

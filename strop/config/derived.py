@@ -61,6 +61,11 @@ def needs_old_log_probs(config: PpoConfig, on_policy: bool) -> bool:
     )
 
 
+def records_experts(config: PpoConfig) -> bool:
+    """Whether the rollout engine returns the experts of tokens, which training replays."""
+    return config.actor_rollout_ref.actor.router_replay.mode == "R3"
+
+
 def has_critic(config: PpoConfig) -> bool:
     """Whether the run trains a value model: critic.enable, or the estimator's needs when that is null."""
     if config.critic.enable is None:

@@ -22,6 +22,7 @@ from strop.config.derived import (
     estimator_needs,
     has_task_reward,
     holds_weights,
+    records_experts,
     resource_pools,
 )
 from strop.config.megatron import divides_reward_model
@@ -103,7 +104,10 @@ def build_ppo(
     roles = build_roles(config, device, plan.total_steps, ranks, engine_memory.release)
     policies = build_policies(config, roles.actor)
     module = rollout_module(config, roles.actor, device)
-    engine = replica_engine(config, ranks) if rollout.nnodes else engine_for(rollout, module)
+    if rollout.nnodes:
+        engine = replica_engine(config, ranks)
+    else:
+        engine = engine_for(rollout, module, record_experts=records_experts(config))
     engine_memory.engine = engine
     loader = training_loader(config, build_loader(config.data, prompts))
     sampler = Sampler(engine, rollout_seed(config), max_model_len(rollout), agents)

@@ -126,7 +126,7 @@ def add_old_log_probs(
     record.add(rollout_drift(batch, outputs.log_probs))
     entropy = (outputs.entropy * batch.mask).sum() / batch.mask.sum().clamp(min=1)
     record.add({"actor/entropy": float(entropy)})
-    found = {"entropy": outputs.entropy, "sum_pi_squared": outputs.sum_pi_squared, "experts": outputs.experts}
+    found = {name: getattr(outputs, name) for name in want if name != "log_probs"}
     return batch.replace(old_log_probs=outputs.log_probs, **found)
 
 

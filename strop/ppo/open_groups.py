@@ -28,6 +28,8 @@ class PackedSamples:
     log_probs: np.ndarray
     rest: list[tuple[int, str, int, str | None, list[tuple[int, int]], int]]
     """Length, finish, version, error, versions and adapter version of each."""
+    experts: list[np.ndarray | None] = field(default_factory=list)
+    """Of each, where the engine records them (router replay)."""
 
     @staticmethod
     def pack(samples: Sequence[Completion]) -> PackedSamples:
@@ -38,12 +40,14 @@ class PackedSamples:
             ids += one.ids
             log_probs += one.log_probs
             rest.append((len(one.ids), one.finish, one.version, one.error, one.versions, one.adapter_version))
-        return PackedSamples(np.array(ids, np.int64), np.array(log_probs, np.float64), rest)
+        experts = [one.experts for one in samples]
+        return PackedSamples(np.array(ids, np.int64), np.array(log_probs, np.float64), rest, experts)
 
     def unpack(self) -> list[Completion]:
         samples = []
         start = 0
-        for length, finish, version, error, versions, adapter_version in self.rest:
+        experts = self.experts or [None] * len(self.rest)
+        for sample, (length, finish, version, error, versions, adapter_version) in enumerate(self.rest):
             part = slice(start, start + length)
             samples.append(
                 Completion(
@@ -54,6 +58,7 @@ class PackedSamples:
                     error,
                     [(number, count) for number, count in versions],
                     adapter_version,
+                    experts[sample],
                 )
             )
             start += length
@@ -120,9 +125,13 @@ class OpenGroup:
             "ids": torch.from_numpy(packed.ids),
             "log_probs": torch.from_numpy(packed.log_probs),
             "rest": packed.rest,
+            "experts": [None if one is None else torch.from_numpy(one) for one in packed.experts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.samples = PackedSamples(state["ids"].numpy(), state["log_probs"].numpy(), state["rest"]).unpack()
+        # Checkpoints of earlier versions have no experts.
+        experts = [None if one is None else one.numpy() for one in state.get("experts", [])]
+        packed = PackedSamples(state["ids"].numpy(), state["log_probs"].numpy(), state["rest"], experts)
+        self.samples = packed.unpack()
         self._packed = None

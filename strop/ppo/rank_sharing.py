@@ -235,7 +235,8 @@ class ReceivedTrajectory(Trajectory):  # noqa: PLW1641 -- like every trajectory 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trajectory):
             return False
-        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Trajectory))
+        compared = [field.name for field in fields(Trajectory) if field.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in compared)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from strop.config.derived import (
     has_critic,
     has_reference,
     holds_weights,
+    records_experts,
     replica_count,
     resource_pools,
     uses_lora,
@@ -138,7 +139,7 @@ def build_actor(
         tensor_parallel=actor.tensor_parallel_size,
         shared_with_engine=not holds_weights(config.actor_rollout_ref.rollout),
         megatron=actor.megatron,
-        router_replay=actor.router_replay.mode == "R2",
+        router_replay=actor.router_replay.mode,
     )
 
 
@@ -229,7 +230,7 @@ def replica_spec(config: PpoConfig) -> ReplicaSpec | None:
     return ReplicaSpec(
         engine=engine_name(rollout),
         model=config.actor_rollout_ref.model,
-        settings=engine_settings(rollout),
+        settings=engine_settings(rollout, record_experts=records_experts(config)),
         dtype=training_dtype(config.actor_rollout_ref.actor),
         device=config.trainer.device,
         holds_weights=bool(ENGINES.entry(engine_name(rollout)).facts["own_weights"]),

@@ -182,6 +182,7 @@ def single_turn_trajectory(prompt: Prompt, group: int, completion: Completion) -
         finish=completion.finish if usable else "error",
         version=completion.version,
         versions=list(completion.versions),
+        experts=completion.experts,
     )
 
 

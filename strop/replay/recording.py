@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +159,10 @@ def trajectories_as_json(trajectories: Sequence[Trajectory]) -> list[JsonRow]:
     for trajectory in trajectories:
         if trajectory.prompt.images:
             raise ValueError("trainer.record_steps cannot store prompts with images. Take it out.")
-        rows.append(dataclasses.asdict(trajectory))
+        row = dataclasses.asdict(trajectory)
+        if trajectory.experts is not None:
+            row["experts"] = trajectory.experts.tolist()
+        rows.append(row)
     return rows
 
 
@@ -172,6 +176,8 @@ def _trajectory_of(row: JsonRow) -> Trajectory:
     fields["prompt"] = Prompt(**row["prompt"])
     fields["turns"] = [Turn(**turn) for turn in row["turns"]]
     fields["turn_rewards"] = {int(place): reward for place, reward in row["turn_rewards"].items()}
+    if row.get("experts") is not None:
+        fields["experts"] = np.array(row["experts"], np.int16)
     return Trajectory(**fields)
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 from strop.catalog import ENGINES
 from strop.errors import CRASHED
 from strop.registry import did_you_mean
-from strop.types import Images
+from strop.types import Images, join_experts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
@@ -95,6 +96,8 @@ class Completion:
     """Which `load_adapter` call of the engine gave the adapter that sampled it, counted from 1; 0: no
     adapter. A request has one from its begin to its end; parts of a continued completion may have several,
     of which this is the newest."""
+    experts: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Those of prompt and completion, where the engine records them: see Trajectory."""
 
 
 class EngineDied(ChildProcessError):
@@ -350,14 +353,12 @@ def continuation(
 def join_completions(before: Completion, after: Completion) -> Completion:
     """Both parts as one completion, with the spans of weight versions."""
     spans = merge_spans([*version_spans(before), *version_spans(after)])
-    return Completion(
+    return replace(
+        after,
         ids=[*before.ids, *after.ids],
         log_probs=[*before.log_probs, *after.log_probs],
-        finish=after.finish,
-        version=after.version,
-        error=after.error,
         versions=spans if len(spans) > 1 else [],
-        adapter_version=after.adapter_version,
+        experts=join_experts(before.experts, after.experts),
     )
 
 

@@ -72,11 +72,11 @@ class BackendMaker:
         tensor_parallel: int = 1,
         shared_with_engine: bool = False,
         megatron: MegatronConfig | None = None,
-        router_replay: bool = False,
+        router_replay: str = BackendSettings.router_replay,
     ) -> ModuleBackend:
         """The backend of the module that `build` (of models/build.py) makes of the `model` section.
 
-        Without `optim` it is frozen. `router_replay`: updates take the experts of the batch.
+        Without `optim` it is frozen. `router_replay`: which passes take the experts of the batch.
         `shared_with_engine`: a rollout engine samples from the module, so its
         weights stay on the device.
         """
@@ -247,7 +247,7 @@ class WithoutAdapters:
 
     def forward(self, batch: Batch, want: Sequence[str], micro: MicroBatching) -> Outputs:
         with self.actor.reference():
-            return self.actor.forward(batch, want, micro)
+            return self.actor.forward(batch.replace(experts=None), want, micro)
 
 
 @dataclass
@@ -300,14 +300,16 @@ ENGINE_SETTINGS = (
 """Keys of the `rollout` section that engines take under the same name. Each engine takes a subset."""
 
 
-def engine_for(rollout: RolloutConfig, module: nn.Module) -> Engine:
+def engine_for(rollout: RolloutConfig, module: nn.Module, *, record_experts: bool = False) -> Engine:
     """The engine that the `rollout` section names."""
-    return build_engine(engine_name(rollout), module, **engine_settings(rollout))
+    settings = engine_settings(rollout, record_experts=record_experts)
+    return build_engine(engine_name(rollout), module, **settings)
 
 
-def engine_settings(rollout: RolloutConfig) -> dict[str, Any]:
-    """The arguments of `build_engine`."""
+def engine_settings(rollout: RolloutConfig, *, record_experts: bool = False) -> dict[str, Any]:
+    """The arguments of `build_engine`. `record_experts`: completions have the experts of their tokens."""
     return {
+        "record_experts": record_experts,
         "max_model_len": max_model_len(rollout),
         "bucket_megabytes": rollout.checkpoint_engine.update_weights_bucket_megabytes,
         "seed": rollout.seed or 0,

@@ -79,12 +79,12 @@ def assert_replays(make, backend_class, family, **settings):
     those of a model that is told the experts."""
     batch = tiny_batch([(3, 5), (7, 2), (4, 3), (12, 6)])
     plain = optim(optimizer="SGD", lr=0.1)
-    first = make(backend_class, tiny_model(family), optim=plain, router_replay=True, **settings)
+    first = make(backend_class, tiny_model(family), optim=plain, router_replay="R2", **settings)
     micro = MicroBatching(rows=2)
     experts = first.forward(batch, ["log_probs", "experts"], micro).experts
     again = first.forward(batch, ["log_probs", "experts"], MicroBatching(rows=4)).experts
     assert torch.equal(experts, again)
-    second = make(backend_class, moved(tiny_model(family), 1), optim=plain, router_replay=True, **settings)
+    second = make(backend_class, moved(tiny_model(family), 1), optim=plain, router_replay="R2", **settings)
     free = second.forward(batch, ["log_probs", "experts"], micro)
     assert not torch.equal(free.experts, experts), "other weights choose other experts"
     expected, gates = by_hand(moved(tiny_model(family), 1), batch, experts)

@@ -16,12 +16,13 @@ from strop.models.checkpointing import checkpoint_activations
 from strop.models.layouts.routing import routing_of
 from tests.backends.make import make_backend
 from tests.backends.ranks import pytest_as_ranks
-from tests.backends.replay_checks import FAMILIES, assert_replays
+from tests.backends.replay_checks import FAMILIES, assert_replays, by_hand, moved
 from tests.backends.test_conformance import optim
 from tests.config.verl_commands import INPUTS
 from tests.models.tiny import tiny_batch, tiny_model
 
 R2 = f"{MODE}=R2"
+R3 = f"{MODE}=R3"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,7 +42,7 @@ def test_layers_that_are_computed_again_take_them_too(mode):
 def test_without_replay_routers_choose_and_sampling_is_never_bound():
     """A backend that does not replay ignores the experts of the batch; after an update routers are free."""
     model = tiny_model("qwen3_moe")
-    backend = make_backend(SingleBackend, model, optim=optim(), router_replay=True)
+    backend = make_backend(SingleBackend, model, optim=optim(), router_replay="R2")
     batch = tiny_batch()
     found = backend.forward(batch, ["log_probs", "experts"], MicroBatching(rows=2))
     wrong = (found.experts + 1) % model.config.num_experts
@@ -50,8 +51,23 @@ def test_without_replay_routers_choose_and_sampling_is_never_bound():
     assert all(layer.given is None and not layer.records for layer in routing_of(model).layers)
 
 
+def test_old_log_probs_take_the_experts_of_the_engine_too():
+    """R3: a forward pass under other weights has the log-probs of a model that is told the experts."""
+    batch = tiny_batch([(3, 5), (7, 2), (4, 3), (12, 6)])
+    first = make_backend(SingleBackend, tiny_model("qwen3_moe"), optim=optim(), router_replay="R3")
+    experts = first.forward(batch, ["log_probs", "experts"], MicroBatching(rows=2)).experts
+    second = make_backend(SingleBackend, moved(tiny_model("qwen3_moe"), 1), optim=optim(), router_replay="R3")
+    expected, _ = by_hand(moved(tiny_model("qwen3_moe"), 1), batch, experts)
+    told = batch.replace(experts=experts.to(torch.uint8))
+    found = second.forward(told, ["log_probs"], MicroBatching(rows=2)).log_probs
+    free = second.forward(batch, ["log_probs"], MicroBatching(rows=2)).log_probs
+    for row, log_probs in enumerate(expected):
+        assert (found[row, : len(log_probs)] - log_probs).abs().max() <= 1e-5
+        assert (free[row, : len(log_probs)] - log_probs).abs().max() > 1e-3
+
+
 def test_a_dense_model_has_nothing_to_replay():
-    backend = make_backend(SingleBackend, tiny_model("llama"), optim=optim(), router_replay=True)
+    backend = make_backend(SingleBackend, tiny_model("llama"), optim=optim(), router_replay="R2")
     with pytest.raises(ValueError, match=r"no router of experts"):
         backend.forward(tiny_batch(), ["log_probs", "experts"], MicroBatching(rows=2))
 
@@ -65,7 +81,8 @@ def test_ranks_replay(world):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["actor_rollout_ref.actor.router_replay.mode=R3"], "no engine returns them"),
+        ([R3, "actor_rollout_ref.rollout.name=hf"], "rollout.name=hf does not return them"),
+        ([R3, "actor_rollout_ref.actor.aux_loss_coef=0.1"], "load-balancing loss"),
         ([R2, "actor_rollout_ref.actor.aux_loss_coef=0.1"], "load-balancing loss"),
         (
             [R2, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from strop.agents.endpoint.calls import MessageKey, message_key
 from strop.agents.interaction import ChatMessage
@@ -23,6 +24,9 @@ from strop.agents.rendering import Rendering
 from strop.agents.rows import TokenRow
 from strop.agents.tool_schema import JsonObject
 from strop.rollout.base import Completion, truncate_spans, version_spans
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PLACE = re.compile(r"RECORDEDx(\d+)xANSWER")
 
@@ -61,6 +65,8 @@ class RecordedCall:
     extended: bool = False
     reward: float = 0.0
     """Of this answer alone."""
+    experts: np.ndarray | None = None
+    """Of prompt and answer, where the engine records them: see Trajectory."""
 
     def __post_init__(self) -> None:
         self.key = message_key(self.answer)
@@ -85,7 +91,10 @@ class RecordedRow:
             between = call.prompt.ids[len(self.prompt) + len(row.response) :]
             if between:
                 row.add_given(call.prompt.role, between)
-            row.add_sampled(call.ids, call.log_probs, call.versions)
+            experts = call.experts
+            if experts is not None:
+                experts = experts[: len(call.sequence)]
+            row.add_sampled(call.ids, call.log_probs, call.versions, experts)
             if call.reward:
                 row.rewards[len(row.response) - 1] = call.reward
         return row
@@ -131,6 +140,7 @@ class Recording:
             log_probs=list(completion.log_probs[:kept]),
             versions=truncate_spans(version_spans(completion), kept),
             finish=completion.finish if kept == len(completion.ids) else "stop",
+            experts=completion.experts,
         )
         call.continues = self.parent(prompt.ids)
         if call.continues is not None:

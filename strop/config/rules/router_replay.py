@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from strop.config.derived import uses_engine_log_probs
+from strop.catalog import ENGINES
+from strop.config.derived import engine_name, records_experts, uses_engine_log_probs
 from strop.config.megatron import row_ranks
 from strop.config.rules.findings import Findings, error
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from strop.config.schema.ppo import PpoConfig
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
+RECORDS = "record_experts"
+"""The setting of engines that return the experts of tokens."""
 
 
 def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
@@ -20,25 +23,21 @@ def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
     config = loaded.config
     actor = config.actor_rollout_ref.actor
     mode = actor.router_replay.mode
-    if mode == "R3":
-        yield error(
-            MODE,
-            "R3 takes the experts that the rollout engine chose, and no engine returns them here: the native "
-            "engine keeps no list of them, and neither does the interface to vLLM and SGLang. Set R2: the "
-            "experts of the old log-probs, under the weights that were sampled from.",
-        )
-    if mode != "R2":
+    if mode == "disabled":
         return
-    if uses_engine_log_probs(config):
+    if records_experts(config):
+        yield from _engine(config)
+    elif uses_engine_log_probs(config):
         yield error(
             MODE,
             "R2 takes the experts of the pass that computes old log-probs, but they are those of the engine "
-            "(algorithm.rollout_correction.bypass_mode=true). Set bypass_mode=false, or mode=disabled.",
+            "(algorithm.rollout_correction.bypass_mode=true). Set bypass_mode=false, or mode=R3, which takes "
+            "the experts of the engine.",
         )
     if actor.aux_loss_coef > 0:
         yield error(
             MODE,
-            f"R2 with aux_loss_coef={actor.aux_loss_coef:g}: the load-balancing loss counts tokens whose "
+            f"{mode} with aux_loss_coef={actor.aux_loss_coef:g}: the load-balancing loss counts tokens whose "
             "experts are not recorded. Set aux_loss_coef=0, or mode=disabled.",
         )
     ranks = row_ranks(actor)
@@ -48,6 +47,20 @@ def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
             key = "megatron.context_parallel_size"
         yield error(
             MODE,
-            f"R2 with {key}={ranks}: the experts of a row that devices share are not recorded. Set {key}=1, "
-            "or mode=disabled.",
+            f"{mode} with {key}={ranks}: the experts of a row that devices share are not recorded. Set "
+            f"{key}=1, or mode=disabled.",
         )
+
+
+def _engine(config: PpoConfig) -> Findings:
+    """R3 needs an engine that returns the experts that it chose."""
+    name = engine_name(config.actor_rollout_ref.rollout)
+    if RECORDS in ENGINES.entry(name).facts["settings"]:
+        return
+    able = [other for other in ENGINES.names() if RECORDS in ENGINES.entry(other).facts["settings"]]
+    yield error(
+        MODE,
+        f"R3 takes the experts that the rollout engine chose, and rollout.name={name} does not return them. "
+        f"Set rollout.name to {' or '.join(able)}, or mode=R2: the experts of the old log-probs, under the "
+        "weights that were sampled from.",
+    )

@@ -62,8 +62,8 @@ class RouterReplayConfig:
 
     mode: str = setting("disabled", choices=("disabled", "R2", "R3"))
     """R2: updates send every token to the experts that it visited when the old log-probs were computed; the
-    weights of these experts are recomputed. With one update per step there is nothing to replay. R3, the
-    experts that the rollout engine chose, is not supported."""
+    weights of these experts are recomputed. With one update per step there is nothing to replay. R3: old
+    log-probs and updates send every token to the experts that it visited in the rollout engine."""
     record_file: str | None = inert(None, _NO_FILE)
     """File to record to."""
     replay_file: str | None = inert(None, _NO_FILE)

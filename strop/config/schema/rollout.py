@@ -369,7 +369,7 @@ class RolloutConfig:
     """Folder of saved rollouts."""
     skip_tokenizer_init: bool = inert(True, "engines take and give token ids")
     """Start the engine without tokenizer."""
-    enable_rollout_routing_replay: bool = inert(False, "no engine returns its experts")
+    enable_rollout_routing_replay: bool = inert(False, "actor.router_replay.mode=R3 decides")
     """Return the experts that the router selected."""
     quantization: str | None = setting(None)
     """Precision of the weights that the engine samples with: fp8 or int8 (native), or a name that vLLM or

@@ -2,7 +2,8 @@
 
 A small change of the weights, or another order of a sum, moves a token to another expert, and its log-prob
 jumps. With `router_replay.mode=R2` an update sends every token to the experts that it had when the old
-log-probs were computed. The weights of these experts in the sum are recomputed, so routers are trained.
+log-probs were computed; with R3 the old log-probs and the update send it to those that it had in the rollout
+engine. The weights of these experts in the sum are recomputed, so routers are trained.
 """
 
 from __future__ import annotations
@@ -88,13 +89,16 @@ class ModelRouting:
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[LayerExperts] = []
         self.count = 0
+        self.experts = 0
+        """Of the layer that has most."""
         for part in model.modules():
             if _is_router(part):
                 self.layers.append(_watch(part))
                 self.count = self.layers[-1].count
+                self.experts = max(self.experts, _experts_of(part) or 0)
         if not self.layers:
             raise ValueError(
-                f"router_replay.mode=R2: {type(model).__name__} has no router of experts that is known here. "
+                f"router_replay.mode: {type(model).__name__} has no router of experts that is known here. "
                 "Set router_replay.mode=disabled."
             )
 
@@ -128,7 +132,7 @@ def _watch(router: Any) -> LayerExperts:
             found = own(*args, **kwargs)
         if mode.calls != 1:
             raise ValueError(
-                f"router_replay.mode=R2: {type(router).__name__} chooses experts in a way that is not known "
+                f"router_replay.mode: {type(router).__name__} chooses experts in a way that is not known "
                 "here. Set router_replay.mode=disabled."
             )
         return found

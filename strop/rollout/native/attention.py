@@ -128,7 +128,7 @@ class Prefill:
             bounds.append(len(ids))
         self.ids = torch.tensor(ids, device=device)[None]
         self.positions = torch.tensor(positions, device=device)
-        self._slots = cache.slots(torch.tensor(rows, device=device), self.positions)
+        self.slots = cache.slots(torch.tensor(rows, device=device), self.positions)
         self.last = torch.tensor([end - 1 for end in bounds[1:]], device=device)
         """Index of the last token of each chunk."""
         self._bounds = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -156,7 +156,7 @@ class Prefill:
         q = query[0].transpose(0, 1)  # [T, heads, D]
         k = key[0].transpose(0, 1)
         v = value[0].transpose(0, 1)
-        k, v = self.cache.tensors.write(layer, self._slots, k, v)
+        k, v = self.cache.tensors.write(layer, self.slots, k, v)
         plain_heads = options.softcap is None and options.sinks is None and k.shape[2] == v.shape[2]
         if q.device.type in DEVICES and plain_heads and self._causal:
             out = self._in_one_kernel(layer, q, k, v, options)
@@ -250,7 +250,7 @@ class Decode:
                 **options.arguments,
             )
             return out
-        self.cache.tensors.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
+        self.cache.tensors.write(layer, self.slots, key[:, :, 0], value[:, :, 0])
         heads = query.shape[1] // key.shape[1]
         parts = []
         for span, (first, end, used) in enumerate(self.spans):
@@ -264,7 +264,7 @@ class Decode:
         return torch.cat(parts)
 
     @cached_property
-    def _slots(self) -> tuple[Tensor, Tensor]:
+    def slots(self) -> tuple[Tensor, Tensor]:
         return self.cache.slots(self.rows, self.positions)
 
     def _mask(self, span: int, window: int | None) -> Tensor:
@@ -283,7 +283,7 @@ class SharedDecode:
 
     def __init__(self, cache: Cache, rows: Tensor, positions: Tensor, used: int, shared: SharedRows) -> None:
         self.cache = cache
-        self._slots = cache.slots(rows, positions)
+        self.slots = cache.slots(rows, positions)
         self.positions = positions
         self.used = used
         self.shared = shared
@@ -297,7 +297,7 @@ class SharedDecode:
     ) -> Tensor:
         first = self.shared.first
         group = self.shared.group
-        self.cache.tensors.write(layer, self._slots, key[group, :, 0], value[group, :, 0])
+        self.cache.tensors.write(layer, self.slots, key[group, :, 0], value[group, :, 0])
         keys, values = self.cache.read(layer, first, self.used)
         folded = query[:, :, 0].unflatten(1, (key.shape[1], -1))
         mask = self._masks.get(options.window)

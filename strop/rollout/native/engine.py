@@ -66,6 +66,7 @@ class NativeEngine:
         speculation: SpeculationConfig | None = None,
         quantization: str | None = RolloutConfig.quantization,
         kv_cache_dtype: str = RolloutConfig.kv_cache_dtype,
+        record_experts: bool = False,
         seed: int = 0,
     ) -> None:
         """`cache_bytes`: memory of the KV cache; None: gpu_memory_utilization, or a quarter of the host."""
@@ -110,6 +111,7 @@ class NativeEngine:
             chunked=enable_chunked_prefill,
             cuda_graphs=not enforce_eager and self._tensor_parallel is None,
             fp8_cache=is_fp8(kv_cache_dtype, self.device),
+            record_experts=record_experts,
         )
         changed = self._weights_changed
         self.borrowed_model = BorrowedModel(model, self._lock, changed, self._lora, quantization)

@@ -147,7 +147,7 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        tensors: type[CacheTensors] = CacheTensors,
+        tensors: Callable[..., CacheTensors] = CacheTensors,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
         those of mixers, by row. `tensors`: how keys and values are stored."""

@@ -8,7 +8,7 @@ attention kernels take at a time, so they sum in the same order as training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class PagedKVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        tensors: type[CacheTensors] = CacheTensors,
+        tensors: Callable[..., CacheTensors] = CacheTensors,
     ) -> None:
         """`layers`: by layer, the number of key heads, the size of a key and the size of a value. `states`:
         those of mixers, by row. `tensors`: how keys and values are stored."""
@@ -321,9 +321,9 @@ class PagedKVCache:
         """For each shape: one tensor of that shape, and the addresses of all, so that one kernel copies
         all."""
         if self._groups is None:
-            shapes: dict[torch.Size, list[Tensor]] = {}
+            shapes: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
             for tensor in self.tensors.all:
-                shapes.setdefault(tensor.shape, []).append(tensor)
+                shapes.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
             self._groups = []
             for tensors in shapes.values():
                 addresses = [tensor.data_ptr() for tensor in tensors]

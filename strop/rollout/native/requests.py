@@ -151,6 +151,8 @@ class ScheduledSample:
     """Its number in the order of first admissions."""
     preempted: bool = False
     """It was preempted and not admitted since."""
+    experts: np.ndarray | None = None
+    """Of its tokens but the newest when they were last read, if the engine records them."""
 
     @property
     def length(self) -> int:

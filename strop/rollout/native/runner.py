@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +25,7 @@ from strop.rollout.native.attention import (
 )
 from strop.rollout.native.cuda_graphs import CudaGraphs
 from strop.rollout.native.decode_rows import RUNNING, DecodeRows, Features
+from strop.rollout.native.experts.recording import ExpertRecorder
 from strop.rollout.native.images import ImagePrefill
 from strop.rollout.native.kv_cache import CacheTensors, KVCache, kernels
 from strop.rollout.native.lora_bank import LoraBank
@@ -61,6 +62,7 @@ class Runner:
         chunked: bool,
         cuda_graphs: bool,
         fp8_cache: bool,
+        record_experts: bool = False,
     ) -> None:
         """`batch_tokens`: most prompt tokens of a pass; `chunked`: split a longer prompt, or run it alone;
         `cuda_graphs`: not if other ranks take part in a step, which a graph cannot record."""
@@ -70,6 +72,7 @@ class Runner:
         self.device = cast("nn.Embedding", model.get_input_embeddings()).weight.device
         self.rows = DecodeRows(self.device)
         self.images = ImagePrefill(model)
+        self.experts = ExpertRecorder(model) if record_experts else None
         self.cache = self._build_cache(fp8_cache)
         # A prompt in several passes would have its states summed in another order than in training.
         self.chunked = chunked and not self.cache.has_states
@@ -126,7 +129,9 @@ class Runner:
         if not probe.layers and not probe.states:
             raise self._refusal("does not take a registered attention function")
         kind = PagedKVCache if uses_pages(self.device) else KVCache
-        tensors = ShortTensors if fp8 else CacheTensors
+        tensors: Callable[..., CacheTensors] = ShortTensors if fp8 else CacheTensors
+        if self.experts is not None:
+            tensors = self.experts.tensors(short=fp8)
         return kind(probe.layers, probe.states, dtype=probe.dtype, device=self.device, tensors=tensors)
 
     def _refusal(self, problem: str) -> ValueError:
@@ -134,6 +139,8 @@ class Runner:
         return ValueError(f"{name} {problem}; set rollout.name=hf.")
 
     def _forward(self, ids: Tensor, positions: Tensor, step: Step, **more: Tensor) -> Tensor:
+        if self.experts is not None:
+            self.experts.begin()
         output = self.model(input_ids=ids, position_ids=positions, use_cache=False, rollout=step, **more)
         logits: Tensor = output.logits
         return logits
@@ -239,6 +246,8 @@ class Runner:
             logits = self.images.prefill(self._forward, step, batch, images, more)[0]
         else:
             logits = self._forward(step.ids, step.positions[None], step, **more)[0]
+        if self.experts is not None:
+            self.experts.store(self.cache, step.slots)
         if not complete:
             return
         if not self._selects_logits:
@@ -337,6 +346,8 @@ class Runner:
             running = self.rows.fields["state"][:count] == RUNNING if used["stops_states"] else None
             decode = Decode(self.cache, rows, positions, spans, running)
             logits = self._forward(ids[:, None], turns, decode)[:, -1]
+            if self.experts is not None:
+                self.experts.store(self.cache, decode.slots)
         else:
             first = shared.first
             if self.lora.hooks:
@@ -344,6 +355,8 @@ class Runner:
             shared_decode = SharedDecode(self.cache, rows, positions, longest, shared)
             logits = self._forward(ids[first, None], turns[first], shared_decode)[:, -1]
             logits = logits[shared.group]
+            if self.experts is not None:
+                self.experts.store(self.cache, shared_decode.slots, shared.group)
         self._sample(rows, logits, used, longest)
 
     def _sample(self, rows: Tensor, logits: Tensor, used: Features, longest: int) -> None:
@@ -363,6 +376,8 @@ class Runner:
         decode = AheadDecode(self.cache, index, positions, ahead, longest)
         turns = self.rows.rotary(index, positions, used)[:, None]
         logits = self._forward(ids[:, None], turns, decode)[:, -1]
+        if self.experts is not None:
+            self.experts.store(self.cache, decode.slots)
         sampled = drafts.sample(self.rows, index, drafted, logits, used, longest)
         before = self.rows.fields["length"][:count].clone()
         drafts.keep(self.rows, drafted, sampled)

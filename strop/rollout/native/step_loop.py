@@ -189,8 +189,7 @@ class StepLoop:
 
     def _release_unused(self) -> None:
         """Memory of sequences that neither run nor are kept is free."""
-        finished = self.scheduler.prefix_cache.finished
-        self.runner.cache.keep(len(self.scheduler.running), finished)
+        self.runner.cache.keep(len(self.scheduler.running), self.scheduler.prefix_cache.finished)
 
     def _fit_cache(self) -> None:
         """Make the cache large enough for the running rows, and for finished conversations if there is
@@ -341,7 +340,7 @@ class StepLoop:
     def _stream(self, rows: Sequence[int]) -> None:
         if not rows:
             return
-        self._read_tokens(rows)
+        self._read_tokens(rows, stay=True)
         for row in rows:
             self.scheduler.running[row].stream_new_tokens()
 
@@ -379,13 +378,13 @@ class StepLoop:
         if self._speculator is not None and error is None:
             self._speculator.remember(sample)
         versions = sample.versions if len(sample.versions) > 1 else []
-        completion = Completion(
-            sample.tokens, sample.log_probs, finish, self.version, error, versions, sample.adapter
-        )
+        completion = Completion(sample.tokens, sample.log_probs, finish, self.version, error, versions)
+        completion.adapter_version = sample.adapter
+        completion.experts = sample.experts
         self._on_finished(sample, completion)
 
-    def _read_tokens(self, rows: Iterable[int]) -> None:
-        """Copy the sampled tokens of these rows from the device to the host."""
+    def _read_tokens(self, rows: Iterable[int], *, stay: bool = False) -> None:
+        """Copy the sampled tokens of these rows to the host, and the experts of rows that do not `stay`."""
         samples = []
         places = []
         for row in rows:
@@ -397,3 +396,5 @@ class StepLoop:
             sample.versions = merge_spans([*sample.versions, (self.version, new)])
             sample.tokens, sample.packed = tokens.tolist(), tokens
             sample.log_probs = log_probs
+        if self.runner.experts is not None and not stay:
+            self.runner.experts.read(self.runner.cache, samples, [(row, end) for row, _, end in places])

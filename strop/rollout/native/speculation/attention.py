@@ -63,7 +63,7 @@ class AheadDecode:
                 **options.arguments,
             )
             return out
-        self.cache.tensors.write(layer, self._slots, key[:, :, 0], value[:, :, 0])
+        self.cache.tensors.write(layer, self.slots, key[:, :, 0], value[:, :, 0])
         count = len(self.rows) // self.ahead
         keys, values = self.cache.read(layer, slice(0, count), self.longest)
         queries = query[:, :, 0].unflatten(0, (count, self.ahead)).transpose(1, 2)
@@ -75,7 +75,7 @@ class AheadDecode:
         return attention_output(queries, keys, values, options, mask=mask).flatten(0, 1)[:, None]
 
     @cached_property
-    def _slots(self) -> tuple[Tensor, Tensor]:
+    def slots(self) -> tuple[Tensor, Tensor]:
         return self.cache.slots(self.rows, self.positions)
 
     @cached_property

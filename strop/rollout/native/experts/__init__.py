@@ -1,0 +1,1 @@
+"""Experts that tokens visit while the native engine samples (router replay)."""
