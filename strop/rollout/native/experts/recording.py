@@ -1,6 +1,6 @@
 """The experts of every token that the native engine computes (router_replay.mode=R3).
 
-They are stored in the KV cache, beside the keys of the token. What copies, shares, moves or replaces the keys
+They are stored in the KV cache, with the keys of the token. What copies, shares, moves or replaces the keys
 of a token does the same with its experts: prefix caching, prefill in chunks, rows with equal tokens, pages,
 drafts that were rejected, preemption. A decode step writes them at fixed addresses, so a CUDA graph records
 that too. They are copied to the host once, when a sample finishes or is preempted.
