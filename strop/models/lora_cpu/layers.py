@@ -36,7 +36,7 @@ def _make_lean_class(own: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         name = None
         if not args and not kwargs:
-            name = _plain_adapter(self, x)
+            name = plain_adapter(self, x)
         if name is None:
             result: Tensor = own.forward(self, x, *args, **kwargs)
             return result
@@ -53,7 +53,7 @@ def _make_lean_class(own: type[nn.Module]) -> type[nn.Module]:
     return subclass(own, forward, _LEAN)
 
 
-def _plain_adapter(layer: Any, x: Tensor) -> str | None:
+def plain_adapter(layer: Any, x: Tensor) -> str | None:
     """The adapter to add, if all is in one precision on the CPU."""
     name = only_adapter(layer)
     if name is None or x.device.type != "cpu" or torch.is_autocast_enabled("cpu"):

@@ -25,6 +25,7 @@ from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
+from strop.rollout.native.cpu.adapted_linear import adapted_changes
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 from strop.rollout.native.cpu.packed_linear import FEW, PACKED_LINEAR, STEPS, find_frozen, refreshed
 from strop.rollout.native.lora_bank import LoraBank
@@ -203,7 +204,7 @@ class PackedLinear:
         self._searched = False
         self.frozen: list[FrozenLinear] = []
         """The layers with copies of frozen weights."""
-        self._frozen_changes: Sequence[Change] = ()
+        self._frozen_changes: list[Change] = []
 
     def stepped(self, rows: int) -> None:
         """Count a decode step of so many rows."""
@@ -225,6 +226,7 @@ class PackedLinear:
             self._frozen_changes = done(
                 SetAttribute(one.layer, "forward", one.forward) for one in self.frozen
             )
+            self._frozen_changes += done(adapted_changes(self._model, self.frozen))
         if self.changes and not self._applied:
             done(self.changes)
             self._applied = True
@@ -235,7 +237,7 @@ class PackedLinear:
             self._applied = False
         if self._frozen_changes:
             undo_changes(self._frozen_changes)
-            self._frozen_changes = ()
+            self._frozen_changes = []
 
     def drop(self) -> None:
         """Forget the copies of weights that may have changed; those of frozen weights are compared with

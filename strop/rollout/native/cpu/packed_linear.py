@@ -1,7 +1,8 @@
 """Copies of linear weights for decode steps on a CPU.
 
 A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights into
-the layout of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has gone
+the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512, otherwise that
+of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has gone
 on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are copied
 before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone, never on
 a clock: a run must be repeatable to the bit.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from strop.models.changes import Change, SetAttribute, done
 from strop.models.nf4.layers import Nf4Linear, dense_weight
 from strop.models.patches import Patch, PatchContext, always, is_chosen
+from strop.rollout.native.cpu.few_rows import PackedWeight, packed_weight
 from strop.rollout.native.cpu.frozen_weights import FrozenLinear
 
 STEPS = 8
@@ -97,6 +99,9 @@ def _faster(dtype: torch.dtype) -> bool:
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    compiled = packed_weight(layer.weight)
+    if compiled is not None:
+        return CompiledLinear(layer, compiled)
     weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), FEW // 4)
 
     def forward(hidden: Tensor) -> Tensor:
@@ -106,6 +111,19 @@ def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         return out
 
     return forward
+
+
+class CompiledLinear:
+    """A linear layer computed with few_rows.c, if it has few rows."""
+
+    def __init__(self, layer: nn.Linear, packed_weight: PackedWeight) -> None:
+        self._layer = layer
+        self.packed_weight = packed_weight
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        if not self.packed_weight.takes(hidden):
+            return F.linear(hidden, self._layer.weight, self._layer.bias)
+        return self.packed_weight(hidden, self._layer.bias)
 
 
 def _dequantized(layer: Nf4Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

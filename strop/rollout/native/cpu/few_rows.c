@@ -1,0 +1,168 @@
+/* Linear layers of few rows in float32, for CPUs with AVX-512.
+
+   A decode step reads all weights and computes little with each, so a product must read memory without a
+   pause. Weights are packed in panels of 32 outputs: a panel has the 32 weights of one input side by side,
+   and is read once, in order. While a part of it (DEPTH inputs, 16 KiB) is in the L1 cache, all rows are
+   multiplied with it, in groups of 8 rows: 8 x 2 vectors of sums are in registers. Sums of DEPTH inputs
+   are added to the total in order, so a result does not depend on the number of threads or of rows.
+
+   A LoRA adapter is added in the same call: low = x A^T is computed before the panels, and B^T times the
+   scale is one more part of each panel. */
+
+#include <stddef.h>
+#include <string.h>
+
+typedef float vec __attribute__((vector_size(64), aligned(4)));
+typedef float half_vec __attribute__((vector_size(32), aligned(4)));
+
+enum {
+    LANES = 16,
+    VECTORS = 2,
+    WIDTH = LANES * VECTORS, /* outputs of a panel */
+    GROUP = 8,               /* rows of a group */
+    DEPTH = 128,             /* inputs that are summed at a time */
+    AHEAD = 1024,            /* weights between those in use and those that are prefetched */
+    MOST_ROWS = 512,
+    MOST_RANK = 256,
+};
+
+/* total[rows][WIDTH] += x[depth][GROUP]^T w[depth][WIDTH] */
+static inline __attribute__((always_inline)) void add_part(int rows, int prefetch, const float *x,
+                                                           const float *w, ptrdiff_t depth, float *total) {
+    vec sums[GROUP][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = (vec){0};
+    for (ptrdiff_t k = 0; k < depth; k++) {
+        vec weights[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; v++) {
+            weights[v] = *(const vec *)(w + k * WIDTH + v * LANES);
+            if (prefetch) __builtin_prefetch(w + k * WIDTH + v * LANES + AHEAD);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec state = x[k * GROUP + r] - (vec){0};
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * state;
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) *(vec *)(total + r * WIDTH + v * LANES) += sums[r][v];
+}
+
+typedef void part_function(const float *, const float *, ptrdiff_t, float *);
+
+#define PART(name, rows, prefetch)                                                                           \
+    static __attribute__((noinline)) void name(const float *x, const float *w, ptrdiff_t depth,              \
+                                               float *total) {                                               \
+        add_part(rows, prefetch, x, w, depth, total);                                                        \
+    }
+PART(first_4, 4, 1)
+PART(first_8, 8, 1)
+PART(more_4, 4, 0)
+PART(more_8, 8, 0)
+
+static inline part_function *part_of(ptrdiff_t rows, int is_first) {
+    if (is_first) return rows <= 4 ? first_4 : first_8;
+    return rows <= 4 ? more_4 : more_8;
+}
+
+/* w [outs][ins] -> packed [panels][ins][WIDTH], the last panel filled with zeros */
+void strop_pack(const float *w, float *packed, ptrdiff_t outs, ptrdiff_t ins, int threads) {
+    ptrdiff_t panels = (outs + WIDTH - 1) / WIDTH;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+        const float *from = w + panel * WIDTH * ins;
+        float *to = packed + panel * WIDTH * ins;
+        ptrdiff_t left = outs - panel * WIDTH;
+        for (ptrdiff_t k = 0; k < ins; k++)
+            for (int j = 0; j < WIDTH; j++) to[k * WIDTH + j] = j < left ? from[j * ins + k] : 0;
+    }
+}
+
+/* Rows x [rows][ins], a group side by side for each input: grouped [groups][ins][GROUP] */
+static void group_rows(const float *x, float *grouped, ptrdiff_t rows, ptrdiff_t ins) {
+    ptrdiff_t groups = (rows + GROUP - 1) / GROUP;
+#pragma omp for schedule(static) collapse(2)
+    for (ptrdiff_t g = 0; g < groups; g++)
+        for (ptrdiff_t from = 0; from < ins; from += DEPTH) {
+            ptrdiff_t end = from + DEPTH < ins ? from + DEPTH : ins;
+            for (int r = 0; r < GROUP; r++) {
+                const float *row = x + (g * GROUP + r) * ins;
+                int is_row = g * GROUP + r < rows;
+                for (ptrdiff_t k = from; k < end; k++)
+                    grouped[(g * ins + k) * GROUP + r] = is_row ? row[k] : 0;
+            }
+        }
+}
+
+/* low [groups][rank][GROUP] = grouped rows times a [rank][ins] */
+static void multiply_low(const float *grouped, const float *a, float *low, ptrdiff_t groups, ptrdiff_t ins,
+                         ptrdiff_t rank) {
+#pragma omp for schedule(static) collapse(2)
+    for (ptrdiff_t g = 0; g < groups; g++)
+        for (ptrdiff_t from = 0; from < rank; from += 4) {
+            const float *x = grouped + g * ins * GROUP;
+            int count = rank - from < 4 ? rank - from : 4;
+            half_vec total[4] = {{0}};
+            for (ptrdiff_t begin = 0; begin < ins; begin += DEPTH) {
+                ptrdiff_t end = begin + DEPTH < ins ? begin + DEPTH : ins;
+                half_vec sums[4] = {{0}};
+                if (count == 4) {
+                    const float *row = a + from * ins;
+                    for (ptrdiff_t k = begin; k < end; k++) {
+                        half_vec state = *(const half_vec *)(x + k * GROUP);
+#pragma GCC unroll 4
+                        for (int r = 0; r < 4; r++) sums[r] += state * row[r * ins + k];
+                    }
+                } else {
+                    for (int r = 0; r < count; r++)
+                        for (ptrdiff_t k = begin; k < end; k++)
+                            sums[r] += *(const half_vec *)(x + k * GROUP) * a[(from + r) * ins + k];
+                }
+                for (int r = 0; r < count; r++) total[r] += sums[r];
+            }
+            for (int r = 0; r < count; r++) *(half_vec *)(low + (g * rank + from + r) * GROUP) = total[r];
+        }
+}
+
+/* y [rows][outs] = x W^T + bias + scale (x A^T) B^T, with W packed, A [rank][ins] and B [outs][rank].
+   bias may be NULL; rank 0: no adapter. scratch: (ins + rank) * rows, rows rounded up to groups. */
+void strop_linear(const float *x, float *scratch, const float *packed, const float *bias, const float *a,
+                  const float *b, float scale, ptrdiff_t rank, float *y, ptrdiff_t rows, ptrdiff_t ins,
+                  ptrdiff_t outs, int threads) {
+    ptrdiff_t groups = (rows + GROUP - 1) / GROUP;
+    ptrdiff_t panels = (outs + WIDTH - 1) / WIDTH;
+    float *low = scratch + groups * GROUP * ins;
+#pragma omp parallel num_threads(threads)
+    {
+        group_rows(x, scratch, rows, ins);
+        if (rank) multiply_low(scratch, a, low, groups, ins, rank);
+        float total[MOST_ROWS * WIDTH] __attribute__((aligned(64)));
+        float adapter[MOST_RANK * WIDTH] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+        for (ptrdiff_t panel = 0; panel < panels; panel++) {
+            ptrdiff_t out = panel * WIDTH;
+            ptrdiff_t count = outs - out < WIDTH ? outs - out : WIDTH;
+            memset(total, 0, groups * GROUP * WIDTH * sizeof(float));
+            for (ptrdiff_t k = 0; k < ins; k += DEPTH) {
+                ptrdiff_t depth = ins - k < DEPTH ? ins - k : DEPTH;
+                const float *w = packed + (panel * ins + k) * WIDTH;
+                for (ptrdiff_t g = 0; g < groups; g++)
+                    part_of(rows - g * GROUP, g == 0)(scratch + (g * ins + k) * GROUP, w, depth,
+                                                      total + g * GROUP * WIDTH);
+            }
+            if (rank) {
+                for (ptrdiff_t j = 0; j < WIDTH; j++)
+                    for (ptrdiff_t r = 0; r < rank; r++)
+                        adapter[r * WIDTH + j] = j < count ? b[(out + j) * rank + r] * scale : 0;
+                for (ptrdiff_t g = 0; g < groups; g++)
+                    part_of(rows - g * GROUP, 0)(low + g * rank * GROUP, adapter, rank,
+                                                 total + g * GROUP * WIDTH);
+            }
+            for (ptrdiff_t m = 0; m < rows; m++)
+                for (ptrdiff_t j = 0; j < count; j++)
+                    y[m * outs + out + j] = total[m * WIDTH + j] + (bias ? bias[out + j] : 0);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+"""Products of few rows with packed float32 weights (few_rows.c), where they can be compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.rollout.native.cpu.compiler import load_library
+
+MOST_ROWS = 512
+MOST_RANK = 256
+_WIDTH = 32
+_GROUP = 8
+_LARGEST_ERROR = 1e-5
+"""Of the check of a compiled product, whose outputs are about 1."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Weights of a LoRA adapter, A [rank, in] and B [out, rank]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@cache
+def _functions() -> ctypes.CDLL | None:
+    library = load_library(Path(__file__).with_suffix(".c"))
+    if library is None:
+        return None
+    address = ctypes.c_void_p
+    size = ctypes.c_ssize_t
+    library.strop_pack.argtypes = [address, address, size, size, ctypes.c_int]
+    library.strop_pack.restype = None
+    library.strop_linear.argtypes = [address] * 6 + [ctypes.c_float, size, address, size, size, size]
+    library.strop_linear.argtypes += [ctypes.c_int]
+    library.strop_linear.restype = None
+    if not _computes_right(library):
+        return None
+    return library
+
+
+def _computes_right(library: ctypes.CDLL) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    weight = random(70, 300) / 300**0.5
+    adapter = Adapter(random(5, 300) / 300**0.5, random(70, 5) / 5**0.5, 0.5)
+    x = random(21, 300)
+    bias = random(70)
+    expected = F.linear(x, weight, bias) + F.linear(F.linear(x, adapter.a), adapter.b) * adapter.scale
+    error = (PackedWeight(library, weight)(x, bias, adapter) - expected).abs().max().item()
+    if not error < _LARGEST_ERROR:
+        _log.warning("few_rows.c is not used: its products differ by %.1e from those of torch", error)
+        return False
+    return True
+
+
+class PackedWeight:
+    """A copy of a weight [out, in] in the layout of few_rows.c."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
+        self._library = library
+        self.outs, self.ins = weight.shape
+        panels = -(-self.outs // _WIDTH)
+        source = weight.detach().contiguous()
+        self._packed = torch.empty(panels * _WIDTH * self.ins)
+        library.strop_pack(
+            source.data_ptr(), self._packed.data_ptr(), self.outs, self.ins, torch.get_num_threads()
+        )
+
+    def takes(self, states: Tensor, adapter: Adapter | None = None) -> bool:
+        """Whether it can multiply these states."""
+        rows = states.numel() // self.ins
+        plain = states.dtype == torch.float32 and 0 < rows <= MOST_ROWS
+        return plain and (adapter is None or len(adapter.a) <= MOST_RANK)
+
+    def __call__(self, states: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
+        """states W^T + bias + scale (states A^T) B^T."""
+        states = states.contiguous()
+        rows = states.numel() // self.ins
+        out = states.new_empty(*states.shape[:-1], self.outs)
+        rank = 0
+        scale = 0.0
+        addresses: list[int | None] = [None, None]
+        if adapter is not None:
+            rank = len(adapter.a)
+            scale = adapter.scale
+            addresses = [adapter.a.data_ptr(), adapter.b.data_ptr()]
+        scratch = states.new_empty((rows + _GROUP) * (self.ins + rank))
+        self._library.strop_linear(
+            states.data_ptr(),
+            scratch.data_ptr(),
+            self._packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            *addresses,
+            scale,
+            rank,
+            out.data_ptr(),
+            rows,
+            self.ins,
+            self.outs,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def packed_weight(weight: Tensor) -> PackedWeight | None:
+    """A packed copy of a float32 weight on the CPU; None where the functions cannot be compiled."""
+    library = _functions()
+    if library is None or weight.dtype != torch.float32:
+        return None
+    return PackedWeight(library, weight)
