@@ -20,13 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from strop.algorithms.logprobs import (
     CHUNK,
-    RowStatistics,
+    FLOOR,
     TokenStatistics,
     cached_parts,
     chunks,
-    head_logits,
-    scaled,
-    slope_of_rows,
     token_logprobs_from_hidden,
 )
 
@@ -68,6 +65,52 @@ class _HeadOptions:
     want_entropy: bool
 
 
+class _Rows:
+    """Numbers of all rows, and memory for the logits of one chunk: memory that a chunk gave back would have
+    to be mapped again for the next one."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, labels: Tensor, options: _HeadOptions) -> None:
+        self.labels = labels
+        self.temperature = options.temperature
+        self.logits = hidden.new_empty(min(len(hidden), options.chunk), len(weight))
+        self.log_probs = hidden.new_empty(len(hidden))
+        self.entropy: Tensor | None = None
+        if options.want_entropy:
+            self.entropy = torch.empty_like(self.log_probs)
+        self._powers = self.logits.new_empty(0)
+
+    def replace_by_slopes(self, z: Tensor, at: slice) -> None:
+        """Store the numbers of some rows, as RowStatistics.fill computes them, and turn their logits `z` into
+        the derivatives of their log-probs. Every pass over them works in place, in the cache."""
+        labels = self.labels[at]
+        chosen = labels.clamp(min=0)[:, None]
+        counts = (labels >= 0).to(z.dtype)
+        if self.temperature != 1.0:
+            z.div_(self.temperature)
+        z.sub_(z.amax(-1, keepdim=True))
+        log_probs = z.gather(-1, chosen).squeeze(-1)
+        if self.entropy is not None:
+            z.clamp_(min=FLOOR)
+        if self._powers.shape != z.shape:
+            self._powers = torch.empty_like(z)
+        powers = torch.exp(z, out=self._powers)
+        total = powers.sum(-1)
+        log_total = total.log()
+        if self.entropy is not None:
+            self.entropy[at] = log_total - z.mul_(powers).sum(-1) / total
+        self.log_probs[at] = (log_probs - log_total).masked_fill(labels < 0, 0.0)
+        up = counts / self.temperature
+        torch.mul(powers, -(up / total)[:, None], out=z)
+        z.scatter_add_(-1, chosen, up[:, None])
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    torch.mm(hidden, weight.t(), out=out)
+    if bias is not None:
+        out.add_(bias)
+    return out
+
+
 class _FromFrozenHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,25 +121,18 @@ class _FromFrozenHead(torch.autograd.Function):
         labels: Tensor,
         options: _HeadOptions,
     ) -> Any:
-        temperature = options.temperature
-        numbers = RowStatistics(hidden, options.want_entropy)
+        rows = _Rows(hidden, weight, labels, options)
         gradient = torch.empty_like(hidden)
-        one = hidden.new_ones(1)
         for at in chunks(len(hidden), options.chunk):
-            logits = head_logits(hidden[at], weight, bias)
+            logits = _logits(hidden[at], weight, bias, rows.logits[: at.stop - at.start])
             for part, row in cached_parts(logits, at):
-                z = scaled(logits[part], temperature)
-                numbers.fill(row, z, labels[row])
-                up = one.expand(len(z))
-                slope = slope_of_rows(z, labels[row], numbers.normaliser[row], None, up, None)
-                logits[part] = slope.div_(temperature)
+                rows.replace_by_slopes(logits[part], row)
             torch.mm(logits, weight, out=gradient[at])
-            del logits  # otherwise two chunks would exist at a time
         ctx.save_for_backward(gradient)
         ctx.set_materialize_grads(False)
-        if numbers.entropy is not None:
-            ctx.mark_non_differentiable(numbers.entropy)
-        return numbers.log_probs, numbers.entropy
+        if rows.entropy is not None:
+            ctx.mark_non_differentiable(rows.entropy)
+        return rows.log_probs, rows.entropy
 
     @staticmethod
     @once_differentiable

@@ -142,13 +142,13 @@ def test_a_frozen_head_computes_logits_once(
     hidden, weight = p["hidden"], p["weight"].detach()
     bias = p["bias"].detach() if with_bias else None
     calls = []
-    product = frozen_head.head_logits
+    product = frozen_head._logits
 
     def counted(rows: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         calls.append(len(rows))
         return product(rows, *more)
 
-    monkeypatch.setattr(frozen_head, "head_logits", counted)
+    monkeypatch.setattr(frozen_head, "_logits", counted)
     found = frozen_head_logprobs(
         hidden, weight, p["labels"], bias=bias, temperature=0.7, chunk=4, want_entropy=want_entropy
     )

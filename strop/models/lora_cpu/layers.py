@@ -41,14 +41,16 @@ def _make_lean_class(own: type[nn.Module]) -> type[nn.Module]:
             result: Tensor = own.forward(self, x, *args, **kwargs)
             return result
         b = self.lora_B[name].weight
-        base: Tensor = self.base_layer(x)
-        low = self.lora_A[name](x).view(-1, b.shape[1])
-        flat = base.view(-1, len(b))
-        if torch.is_grad_enabled():
+        rows = x.reshape(-1, x.shape[-1])
+        # Of rows [n, in] the frozen product is a tensor of its own, not a view: nobody keeps it, so the
+        # product of the adapter is added in place, with gradients too.
+        flat: Tensor = self.base_layer(rows)
+        low = self.lora_A[name](rows)
+        if torch.is_grad_enabled() and type(self.base_layer) is not nn.Linear:
             flat = torch.addmm(flat, low, b.t(), alpha=self.scaling[name])
         else:
             flat.addmm_(low, b.t(), alpha=self.scaling[name])
-        return flat.view(base.shape)
+        return flat.view(*x.shape[:-1], len(b))
 
     return subclass(own, forward, _LEAN)
 
