@@ -264,6 +264,7 @@ _outside = (
     "load_format",
     "quantization",
     "kv_cache_dtype",
+    "record_experts",
     "engine_kwargs",
 )
 ENGINES.declare(

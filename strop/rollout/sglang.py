@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch import multiprocessing as torch_sharing
 
 from strop.config.schema.rollout import CheckpointEngineConfig, RolloutConfig
+from strop.models.load import load_config, resolve
 from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
 from strop.rollout.external import CompletionsFuture, ExternalEngine, engine_dtype, model_source
 from strop.rollout.external_host import HostProcess, Json, JsonClient, ServerRefused
+from strop.rollout.routed_experts import decoded_experts, engine_experts
 
 _START_SECONDS = 900.0
 
@@ -46,6 +48,7 @@ class SglangEngine(ExternalEngine):
         bucket_megabytes: int = CheckpointEngineConfig.update_weights_bucket_megabytes,
         quantization: str | None = RolloutConfig.quantization,
         kv_cache_dtype: str = RolloutConfig.kv_cache_dtype,
+        record_experts: bool = False,
         engine_kwargs: Mapping[str, object] | None = None,
     ) -> None:
         """`model`: a module, whose weights are copied, or the folder of a model.
@@ -62,6 +65,12 @@ class SglangEngine(ExternalEngine):
         super().__init__(source)
         self._bucket_bytes = bucket_megabytes << 20
         self._tp_size = tensor_model_parallel_size
+        self._experts: tuple[int, int] | None = None
+        """Layers and experts of a token, in replies that have them."""
+        if record_experts:
+            known = load_config(resolve(source.folder)) if source.module is None else source.module.config
+            config = known.get_text_config()
+            self._experts = (config.num_hidden_layers, config.num_experts_per_tok)
         self._process: HostProcess | None = None
         self._client_or_none: JsonClient | None = None
         # The memory saver preloads a library that needs libcuda.so.1: without it the server exits with 127.
@@ -84,6 +93,7 @@ class SglangEngine(ExternalEngine):
                 "mem_fraction_static": gpu_memory_utilization,
                 "disable_radix_cache": not enable_prefix_caching,
                 "enable_memory_saver": self._frees_cache,
+                "enable_return_routed_experts": record_experts,
                 "quantization": quantization,
                 "kv_cache_dtype": "fp8_e4m3" if kv_cache_dtype == "fp8" else kv_cache_dtype,
                 **server_arguments,
@@ -125,7 +135,7 @@ class SglangEngine(ExternalEngine):
         def on_reply(done: Future[Json]) -> None:
             error = done.exception()
             if error is None:
-                future.set_result([read_completion(reply, self.version) for reply in done.result()])
+                future.set_result([self._completion(request, reply) for reply in done.result()])
             elif isinstance(error, ServerRefused):
                 future.set_result(error_completions(request, str(error), self.version))
             else:
@@ -133,6 +143,14 @@ class SglangEngine(ExternalEngine):
 
         self._client.send("POST", "/generate", self._body(request, sampling)).add_done_callback(on_reply)
         return future
+
+    def _completion(self, request: Request, reply: Mapping[str, Json]) -> Completion:
+        completion = read_completion(reply, self.version)
+        found = reply["meta_info"].get("routed_experts")
+        if self._experts is not None and found is not None:
+            length = len(request.ids) + len(completion.ids)
+            completion.experts = engine_experts(decoded_experts(found, *self._experts), length)
+        return completion
 
     def _body(self, request: Request, sampling: Sampling) -> dict[str, object]:
         """Each sample is a separate prompt; the server's prefix cache computes the prompt once."""
@@ -151,7 +169,9 @@ class SglangEngine(ExternalEngine):
         if self._seeded and request.seed is not None:
             for index, sample_parameters in enumerate(sampling_params):
                 sample_parameters["sampling_seed"] = (request.seed + request.first + index) % (1 << 31)
+        experts = {} if self._experts is None else {"return_routed_experts": True}
         return {
+            **experts,
             "input_ids": [list(request.ids)] * request.n,
             "sampling_params": sampling_params,
             "return_logprob": True,

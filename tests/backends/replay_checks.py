@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from strop.backends.base import MicroBatching
+from strop.models.attention import padded_attention, set_attention
+from strop.models.layouts.routing import end_routing, routing_of
 from tests.backends.test_conformance import optim
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -19,6 +21,19 @@ def moved(model, seed):
             if parameter.dim() > 1:
                 parameter.add_(0.5 * parameter.std() * torch.randn(parameter.shape, generator=draw))
     return model
+
+
+def chosen(model, ids):
+    """The experts that the routers choose in a plain pass over all tokens but the last, [n, layers, k]."""
+    set_attention(model, padded_attention(model))
+    layers = routing_of(model).layers
+    for layer in layers:
+        layer.records = True
+    with torch.no_grad():
+        model(torch.tensor([ids[:-1]]))
+    found = torch.stack([layer.noted for layer in layers], 1).numpy()
+    end_routing(model)
+    return found
 
 
 def by_hand(model, batch, experts):

@@ -23,6 +23,10 @@ from tests.models.tiny import tiny_batch, tiny_model
 
 R2 = f"{MODE}=R2"
 R3 = f"{MODE}=R3"
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.python=/usr/bin/python3",
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,6 +87,11 @@ def test_ranks_replay(world):
     [
         ([R3, "actor_rollout_ref.rollout.name=hf"], "rollout.name=hf does not return them"),
         ([R3, "actor_rollout_ref.actor.aux_loss_coef=0.1"], "load-balancing loss"),
+        (
+            [R3, *VLLM, "+actor_rollout_ref.rollout.engine_kwargs.vllm.url=http://127.0.0.1:1"],
+            "from a server",
+        ),
+        ([R3, *VLLM, "actor_rollout_ref.rollout.enable_prefix_caching=false"], "prefix cache"),
         ([R2, "actor_rollout_ref.actor.aux_loss_coef=0.1"], "load-balancing loss"),
         (
             [R2, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"],

@@ -20,9 +20,17 @@ import torch
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.hf import HfEngine
+from tests.backends.replay_checks import chosen
 
 RECORDING = Path(__file__).with_name("sglang_protocol.jsonl")
-DOCUMENTED = {"min_p", "repetition_penalty", "stop_token_ids", "sampling_seed", "abort_all"}
+DOCUMENTED = {
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "sampling_seed",
+    "abort_all",
+    "return_routed_experts",
+}
 
 
 @functools.cache
@@ -97,7 +105,13 @@ class Double:
             answers = self.engine.generate(requests, sampling)
         else:
             answers = [[c] for c in self.engine.generate([Request(prompts[0], n=len(prompts))], sampling)[0]]
-        return 200, [self._reply(prompts[0], group[0]) for group in answers]
+        replies = [self._reply(prompts[0], group[0]) for group in answers]
+        if body.get("return_routed_experts"):
+            for reply in replies:
+                # As SGLang 0.5.23: of all tokens but the last, in all layers of the model, int32 in base64.
+                found = chosen(self.module, [*prompts[0], *reply["output_ids"]]).astype("int32")
+                reply["meta_info"]["routed_experts"] = base64.b64encode(found.tobytes()).decode()
+        return 200, replies
 
     def _reply(self, prompt: list[int], completion: Completion) -> dict[str, Any]:
         """The recorded answer with other numbers in it."""

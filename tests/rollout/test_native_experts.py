@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.models.attention import padded_attention, set_attention
-from strop.models.layouts.routing import end_routing, routing_of
 from strop.rollout.base import Completion, Request, Sampling, continuation, join_completions
 from strop.rollout.native import NativeEngine, pages, runner, scheduler, step_loop
-from tests.backends.replay_checks import moved
+from tests.backends.replay_checks import chosen, moved
 from tests.models.tiny import tiny_model
 
 LONG = [(7 * i * i + 3 * i) % 50 + 4 for i in range(40)]
@@ -24,19 +21,6 @@ GROWING = [Request([3 + i], seed=i, max_tokens=100) for i in range(4)]
 SAMPLING = Sampling(temperature=0.7)
 PER_TOKEN = 2 * 2 * 2 * 8 * 4 + 2 * 2
 """Bytes: keys and values of two layers in float32, and two experts of each."""
-
-
-def chosen(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """The experts that the routers choose in a plain pass over all tokens but the last."""
-    set_attention(model, padded_attention(model))
-    layers = routing_of(model).layers
-    for layer in layers:
-        layer.records = True
-    with torch.no_grad():
-        model(torch.tensor([ids[:-1]]))
-    found = torch.stack([layer.noted for layer in layers if layer.noted is not None], 1).numpy()
-    end_routing(model)
-    return found
 
 
 def assert_own(model: Any, requests: Sequence[Request], found: Sequence[Sequence[Completion]]) -> None:

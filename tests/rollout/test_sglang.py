@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from strop.rollout.base import EngineDied, Request, Sampling
 from strop.rollout.external import named_weights
 from strop.rollout.sglang import SglangEngine, command_line, read_completion
+from tests.backends.replay_checks import chosen
+from tests.models.tiny import tiny_model
 from tests.rollout import tiny
 from tests.rollout.sglang_double import Double, recorded
 
@@ -171,3 +174,20 @@ def test_settings_become_flags() -> None:
         "cuda_graph_bs": [1, 2],
     }
     assert command_line(given) == ["--tp-size", "2", "--enable-memory-saver", "--cuda-graph-bs", "1", "2"]
+
+
+def test_experts_of_tokens_are_read(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    double = Double(model)
+    double.module.load_state_dict(model.state_dict())
+    engine = SglangEngine(tmp_path, record_experts=True, engine_kwargs={"url": double.url})
+    try:
+        request = Request([5, 9, 2], n=2)
+        [found] = engine.generate([request], Sampling(max_tokens=6))
+    finally:
+        engine.close()
+        double.close()
+    for completion in found:
+        expected = chosen(model, [*request.ids, *completion.ids])
+        assert completion.experts is not None and np.array_equal(completion.experts, expected)

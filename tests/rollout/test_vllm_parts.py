@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.buckets import Buckets, read_bucket
 from strop.rollout.external import model_source, named_weights
 from strop.rollout.external_host import HostProcess
-from strop.rollout.vllm.driver import Driver
+from strop.rollout.vllm.driver import Driver, _RequestState, _RunningSample
 from strop.rollout.vllm.engine import Remote
 from strop.rollout.vllm.extension import Extension
 from strop.rollout.vllm.images import engine_prompt
@@ -49,9 +50,15 @@ def test_requests_and_completions_survive_the_wire() -> None:
         Completion([], [], "error", 4, "why not"),
         Completion([70000] * 3, [float("-inf"), 0.0, -3.0], "length", 4),
     ]
+    completions[0].experts = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
+    completions[2].experts = np.arange(500, 524, dtype=np.int16).reshape(4, 3, 2)
     b.send(*pack_completions(completions))
     found = a.receive()
     assert found is not None and unpack_completions(*found) == completions
+    for one, sent in zip(unpack_completions(*found), completions):
+        assert (one.experts is None) == (sent.experts is None)
+        if one.experts is not None and sent.experts is not None:
+            assert one.experts.dtype == sent.experts.dtype and np.array_equal(one.experts, sent.experts)
     b.close()
     assert a.receive() is None
 
@@ -65,6 +72,30 @@ def test_a_long_message_arrives_whole_and_messages_of_threads_do_not_mix() -> No
     for _ in threads:
         found = b.receive()
         assert found is not None and found[1] == bytes([found[0]["id"]]) * 3_000_000
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["together", "prompt-apart"])
+def test_the_driver_returns_the_experts_of_layers_that_have_some(separate: bool) -> None:
+    """vLLM's table has all layers of a model, here a dense one and two with experts. Some versions return the
+    experts of the prompt apart, and those of the last token too."""
+    driver = Driver.__new__(Driver)
+    driver.version = 1
+    table = np.zeros((6, 3, 2), np.uint8)
+    table[:, 1:] = np.random.default_rng(0).permuted(np.tile(np.arange(5), (6, 2, 1)), axis=2)[:, :, :2]
+    future: Future[list[Completion]] = Future()
+    request = Request([5, 6, 7])
+    driver._running = {"0-0": _RunningSample(_RequestState(request, future), 0)}
+    log_probs = [{9: SimpleNamespace(logprob=-1.0)}] * 3
+    output = SimpleNamespace(token_ids=[9, 9, 9], logprobs=log_probs, finish_reason="stop")
+    answer = SimpleNamespace(request_id="0-0", outputs=[output])
+    if separate:
+        answer.prompt_routed_experts = table[:3]
+        output.routed_experts = table[3:]
+    else:
+        output.routed_experts = table[:5]
+    driver._finish(answer)  # type: ignore[arg-type]
+    [found] = future.result()
+    assert found.experts is not None and np.array_equal(found.experts, table[:5, 1:])
 
 
 @pytest.mark.parametrize("megabytes", [1, 64])

@@ -54,13 +54,27 @@ def router_replay(loaded: Loaded[PpoConfig]) -> Findings:
 
 def _engine(config: PpoConfig) -> Findings:
     """R3 needs an engine that returns the experts that it chose."""
-    name = engine_name(config.actor_rollout_ref.rollout)
-    if RECORDS in ENGINES.entry(name).facts["settings"]:
+    rollout = config.actor_rollout_ref.rollout
+    name = engine_name(rollout)
+    if RECORDS not in ENGINES.entry(name).facts["settings"]:
+        able = [other for other in ENGINES.names() if RECORDS in ENGINES.entry(other).facts["settings"]]
+        yield error(
+            MODE,
+            f"R3 takes the experts that the rollout engine chose, and rollout.name={name} does not return "
+            f"them. Set rollout.name to one of {', '.join(able)}, or mode=R2: the experts of the old "
+            "log-probs, under the weights that were sampled from.",
+        )
+    if name != "vllm":
         return
-    able = [other for other in ENGINES.names() if RECORDS in ENGINES.entry(other).facts["settings"]]
-    yield error(
-        MODE,
-        f"R3 takes the experts that the rollout engine chose, and rollout.name={name} does not return them. "
-        f"Set rollout.name to {' or '.join(able)}, or mode=R2: the experts of the old log-probs, under the "
-        "weights that were sampled from.",
-    )
+    if (rollout.engine_kwargs.get(name) or {}).get("url"):
+        yield error(
+            MODE,
+            "R3 with engine_kwargs.vllm.url: the experts of tokens are not read from a server of vLLM. Let "
+            "Strop start vLLM (engine_kwargs.vllm.python), or set mode=R2.",
+        )
+    if not rollout.enable_prefix_caching:
+        yield error(
+            MODE,
+            "R3 with rollout.enable_prefix_caching=false: vLLM keeps the experts of tokens in its prefix "
+            "cache. Set enable_prefix_caching=true, or mode=R2.",
+        )

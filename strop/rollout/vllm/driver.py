@@ -13,15 +13,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from strop.extras import require
 from strop.registry import did_you_mean
 from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
+from strop.rollout.routed_experts import engine_experts
 from strop.rollout.vllm.images import engine_prompt
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
 
+RETURN_EXPERTS = "enable_return_routed_experts"
+"""The argument of vLLM with which outputs have the experts of their tokens."""
 EXTENSION = "strop.rollout.vllm.extension.Extension"
 SLEEP_TAGS = frozenset({"weights", "kv_cache"})
 """Parts of vLLM's memory that sleep mode frees."""
@@ -33,6 +38,9 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same cores while the engine is idle
 }
 """Defaults of vLLM's environment variables."""
+
+
+_SoFar = tuple[list[int], list[float], list[np.ndarray]]
 
 
 class Host(Protocol):
@@ -78,12 +86,23 @@ class _RunningSample:
         return sum(count for _, count in self.spans)
 
     def finish(
-        self, ids: list[int], log_probs: list[float], finish: str, version: int, error: str | None = None
+        self,
+        ids: list[int],
+        log_probs: list[float],
+        finish: str,
+        version: int,
+        error: str | None = None,
+        experts: Sequence[np.ndarray] = (),
     ) -> None:
+        """`experts`: those of the first tokens of prompt and completion, in parts, as vLLM returns them."""
         spans = []
         if self.spans:
             spans = [*self.spans, (version, len(ids) - self.tokens_in_spans)]
-        self.state.add(self.index, Completion(ids, log_probs, finish, version, error, spans))
+        completion = Completion(ids, log_probs, finish, version, error, spans)
+        if experts:
+            length = len(self.state.request.ids) + len(ids)
+            completion.experts = engine_experts(np.concatenate(list(experts)), length)
+        self.state.add(self.index, completion)
 
 
 class Driver:
@@ -113,10 +132,17 @@ class Driver:
         known = {each.name for each in fields(engine_args)}
         for name in arguments:
             if name not in known:
+                if name == RETURN_EXPERTS:
+                    raise ValueError(
+                        f"router_replay.mode=R3: vLLM {self._vllm.__version__} cannot return the experts of "
+                        "tokens. Install a newer one, or set rollout.name=native or router_replay.mode=R2."
+                    )
                 raise ValueError(
                     f"rollout.engine_kwargs.vllm: vLLM {self._vllm.__version__} has no argument "
                     f"{name!r}.{did_you_mean(name, known)}"
                 )
+        if arguments.get(RETURN_EXPERTS) and "aux_output_config" in known:
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that returns them
         arguments.setdefault("worker_extension_cls", EXTENSION)
         if not self._platform.is_sleep_mode_available():
             arguments.pop("enable_sleep_mode", None)
@@ -180,7 +206,7 @@ class Driver:
                 if self._running:
                     for output in self._engine.step():
                         if output.finished:
-                            self._finish(output.request_id, output.outputs[0])
+                            self._finish(output)
             except Exception as error:  # noqa: BLE001 - all waiting callers must get the error
                 self._fail(error)
 
@@ -236,14 +262,19 @@ class Driver:
             parameters["flat_logprobs"] = True
         return module.SamplingParams(**parameters)
 
-    def _finish(self, name: str, output: CompletionOutput) -> None:
+    def _finish(self, answer: RequestOutput) -> None:
+        output = answer.outputs[0]
         finish = str(output.finish_reason)
         error = None
         if finish not in ("stop", "length", "abort"):
             error = f"vLLM ended it: {finish}"
             finish = "error"
         log_probs = _sampled_log_probs(output.token_ids, output.logprobs)
-        self._running.pop(name).finish(list(output.token_ids), log_probs, finish, self.version, error)
+        # Some versions return the experts of the prompt separately.
+        parts = [getattr(answer, "prompt_routed_experts", None), getattr(output, "routed_experts", None)]
+        experts = [part for part in parts if part is not None]
+        sample = self._running.pop(answer.request_id)
+        sample.finish(list(output.token_ids), log_probs, finish, self.version, error, experts)
 
     def _abort(self) -> None:
         outputs = self._outputs_so_far()
@@ -251,18 +282,19 @@ class Driver:
         self._running = {}
         self._engine.abort_request(list(samples))
         for name, sample in samples.items():
-            ids, log_probs = outputs.get(name, ([], []))
-            sample.finish(ids, log_probs, "abort", self.version)
+            ids, log_probs, experts = outputs.get(name, ([], [], []))
+            sample.finish(ids, log_probs, "abort", self.version, experts=experts)
 
-    def _outputs_so_far(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Tokens and log-probs of the running samples."""
+    def _outputs_so_far(self) -> dict[str, _SoFar]:
+        """Tokens, log-probs and experts of the running samples."""
         outputs = {}
         for state in self._engine.output_processor.request_states.values():
             name = getattr(state, "external_req_id", None) or state.request_id
             ids = list(state.detokenizer.output_token_ids)
             log_probs = _sampled_log_probs(ids, state.logprobs_processor.logprobs or [])
             length = min(len(ids), len(log_probs))
-            outputs[name] = (ids[:length], log_probs[:length])
+            experts = list(getattr(state, "routed_experts_chunks", ()))
+            outputs[name] = (ids[:length], log_probs[:length], experts)
         return outputs
 
     def _load(self, contents: str, version: int | None) -> None:
@@ -282,7 +314,7 @@ class Driver:
     def _set_version(self, version: int) -> None:
         outputs = self._outputs_so_far() if self._running else {}
         for name, sample in self._running.items():
-            ids, _ = outputs.get(name, ([], []))
+            ids, *_ = outputs.get(name, ([], [], []))
             sample.spans.append((self.version, len(ids) - sample.tokens_in_spans))
         self.version = version
 

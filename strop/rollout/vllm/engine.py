@@ -23,7 +23,7 @@ from strop.rollout.base import Completion, EngineDied, Request, Sampling
 from strop.rollout.buckets import Buckets
 from strop.rollout.external import CompletionsFuture, ExternalEngine, engine_dtype, model_source
 from strop.rollout.external_host import HostProcess
-from strop.rollout.vllm.driver import Driver, Host
+from strop.rollout.vllm.driver import RETURN_EXPERTS, Driver, Host
 from strop.rollout.vllm.server import VllmServer
 from strop.rollout.vllm.wire import Header, Wire, pack_request, unpack_completions
 
@@ -43,6 +43,7 @@ class VllmEngine(ExternalEngine):
         data_parallel_size: int = RolloutConfig.data_parallel_size,
         expert_parallel_size: int = RolloutConfig.expert_parallel_size,
         free_cache_engine: bool = RolloutConfig.free_cache_engine,
+        record_experts: bool = False,
         engine_kwargs: Mapping[str, object] | None = None,
         **settings: object,
     ) -> None:
@@ -73,6 +74,8 @@ class VllmEngine(ExternalEngine):
             **settings,
             **library_arguments,
         }
+        if record_experts:
+            arguments[RETURN_EXPERTS] = True
         self._host: Host | None = None
         try:
             if url is not None:

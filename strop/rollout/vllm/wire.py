@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import struct
 import threading
@@ -14,6 +15,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from strop.rollout.base import Completion, Request, Sampling
 from strop.rollout.vllm.images import pack_images, unpack_images
@@ -105,19 +108,29 @@ def pack_completions(completions: Sequence[Completion]) -> Message:
     for completion in completions:
         ids.extend(completion.ids)
         log_probs.extend(completion.log_probs)
-    return {"completions": table}, ids.tobytes() + log_probs.tobytes()
+    experts = [completion.experts for completion in completions if completion.experts is not None]
+    shapes = [None if c.experts is None else [c.experts.dtype.name, *c.experts.shape] for c in completions]
+    block = b"".join([ids.tobytes(), log_probs.tobytes(), *(one.tobytes() for one in experts)])
+    return {"completions": table, "experts": shapes}, block
 
 
 def unpack_completions(header: Header, numbers: bytes) -> list[Completion]:
     """The inverse of `pack_completions`."""
-    half = len(numbers) // 2  # an id and a log-prob have four bytes each
-    ids = array("i", numbers[:half]).tolist()
-    log_probs = array("f", numbers[half:]).tolist()
+    size = 4 * sum(row[0] for row in header["completions"])  # an id and a log-prob have four bytes each
+    ids = array("i", numbers[:size]).tolist()
+    log_probs = array("f", numbers[size : 2 * size]).tolist()
+    place = 2 * size
     completions = []
     start = 0
-    for length, finish, version, error, versions in header["completions"]:
+    for (length, finish, version, error, versions), shape in zip(header["completions"], header["experts"]):
         end = start + length
         spans = [(span_version, count) for span_version, count in versions]
-        completions.append(Completion(ids[start:end], log_probs[start:end], finish, version, error, spans))
+        completion = Completion(ids[start:end], log_probs[start:end], finish, version, error, spans)
+        if shape is not None:
+            kind, *sizes = shape
+            found = np.frombuffer(numbers, kind, math.prod(sizes), place)
+            place += found.nbytes
+            completion.experts = found.reshape(sizes).copy()
+        completions.append(completion)
         start = end
     return completions
