@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -51,6 +52,8 @@ def configure_logging() -> None:
 
 KEEP_MS = 60_000
 """How long the allocator keeps freed memory before the system gets it back."""
+_GLIBC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of malloc.h
 
 
 def prepare_process() -> None:
@@ -62,11 +65,19 @@ def prepare_process() -> None:
 def keep_freed_memory() -> None:
     """Let memory that one step frees be there for the next.
 
-    A training step frees and asks for the same gigabytes again and again. Where torch brings mimalloc (its
-    builds for Arm), freed memory goes back to the system after 10 ms, and every page of it has to be cleared
-    and mapped anew: a tenth of a step on a CPU. Read when torch is imported; what the user has set stays.
+    A training step frees and asks for the same gigabytes again and again. Memory that went back to the system
+    in between has to be cleared and mapped anew: a tenth of a step on a CPU. Where torch brings mimalloc (its
+    builds for Arm), it goes back after 10 ms; that is read when torch is imported. The allocator of glibc
+    gives back what is free at the end of its memory, and blocks larger than a limit at once; here only those
+    above 32 MiB, the largest limit that it takes. What the user has set stays.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(KEEP_MS))
+    if any(name in os.environ for name in _GLIBC_SETTINGS):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, -1)
 
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
