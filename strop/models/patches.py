@@ -33,8 +33,8 @@ from strop.models.lora_gpu.layers import fused_lora_layers
 from strop.models.residual import AddingLinear, ResidualHooks, adding_layer, fused_residual_adds
 from strop.models.self_check import refused
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
-from strop.models.vision.passes import towers_of
-from strop.models.vision.tower import tower_changes
+from strop.models.vision.passes import find_vision_part, towers_of
+from strop.models.vision.tower import divided_products, tower_changes
 from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
@@ -210,6 +210,9 @@ def _tower(model: nn.Module, context: PatchContext) -> list[Change]:
     changes: list[Change] = []
     for tower in towers_of(model):
         changes += done(tower_changes(tower, context.device, context.dtype))
+    part = find_vision_part(model)
+    if part is not None and on_gpu(model, context) and context.dtype != torch.float32:
+        changes += done(divided_products(part.module))
     return changes
 
 

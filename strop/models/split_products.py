@@ -13,14 +13,17 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from strop.extras import MissingExtra, require
 
-_LONG = 2048
+LONG = 2048
 """Inner dimension from which cuBLAS was seen to divide sums; 1,536 was not."""
 _WIDE = 8192
 """Outputs so wide have tiles for all multiprocessors with any number of rows."""
@@ -39,7 +42,7 @@ def _kernels() -> ModuleType | None:
 
 def divides(inner: int) -> bool:
     """Whether products with this inner dimension are computed as two."""
-    return inner >= _LONG and inner % 16 == 0
+    return inner >= LONG and inner % 16 == 0
 
 
 def divides_linear(weight: Tensor) -> bool:
@@ -61,6 +64,38 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(states, weight, bias)
     total = add_wide(start_of(weight, bias, len(rows)), rows, weight, in_place=True)
     return total.to(states.dtype).view(*states.shape[:-1], -1)
+
+
+class DividedLinear(nn.Linear):
+    """A linear layer of 16-bit weights on a GPU that is always computed as two products; trains."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        narrow = states.dtype == self.weight.dtype in (torch.bfloat16, torch.float16)
+        if isinstance(self.weight, DTensor) or not states.is_cuda or not narrow:
+            return super().forward(states)
+        rows = states.reshape(-1, states.shape[-1])
+        found: Tensor = _Divided.apply(rows, self.weight, self.bias)
+        return found.view(*states.shape[:-1], -1)
+
+
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        missing = -rows.shape[1] % 16  # zeros, so that both halves begin at multiples of 16 bytes
+        wide = (F.pad(rows, (0, missing)), F.pad(weight, (0, missing))) if missing else (rows, weight)
+        return add_wide(start_of(weight, bias, len(rows)), *wide, in_place=True).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        wants_rows, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            above @ weight if wants_rows else None,
+            above.t() @ rows if wants_weight else None,
+            above.sum(0) if wants_bias else None,
+        )
 
 
 def add_wide(stream: Tensor, rows: Tensor, weight: Tensor, *, in_place: bool = False) -> Tensor:

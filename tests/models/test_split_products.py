@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from strop.models.residual import add_product
-from strop.models.split_products import divides
+from strop.models.split_products import DividedLinear, divides
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,26 @@ def test_gradients_of_a_divided_product() -> None:
     exact = [above.double(), above.double() @ given[2].double(), above.double().t() @ given[1].double()]
     for gradient, expected in zip(found, exact, strict=True):
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner, outer", [(3420, 1280), (5120, 2048), (4096, 1024)])
+def test_a_divided_layer_has_the_same_bits_for_any_number_of_rows(inner: int, outer: int) -> None:
+    """3,420, of Qwen2.5-VL's tower, is filled up with zeros."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(inner, outer, device="cuda", dtype=torch.bfloat16)
+    layer.__class__ = DividedLinear
+    states = torch.randn(16384, inner, device="cuda", dtype=torch.bfloat16)
+    together = layer(states)
+    exact = layer.double()(states.double())
+    layer.bfloat16()
+    torch.testing.assert_close(together.double(), exact, rtol=1e-2, atol=1e-2)
+    for count in (1, 64, 256, 512, 513, 1024, 1536, 4096, 8192):
+        assert torch.equal(layer(states[-count:]), together[-count:]), count
+    rows = states[:300].clone().requires_grad_()
+    above = torch.randn(300, outer, device="cuda", dtype=torch.bfloat16)
+    found = torch.autograd.grad(layer(rows), (rows, layer.weight, layer.bias), above)
+    wide = above.double()
+    expected = (wide @ layer.weight.double(), wide.t() @ rows.double(), wide.sum(0))
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert (gradient.double() - wanted).norm() < 1e-2 * wanted.norm()

@@ -5,6 +5,9 @@ each of them: 450 calls per image and pass for Qwen2.5-VL. Here one call has the
 kernel on a GPU, and elsewhere one call per length. Patches are multiplied by the weight of the convolution
 over them as one matrix product: the convolution has one place per patch, for which convolution kernels,
 above all those of its gradient, are slow.
+
+On a GPU, long products of any tower and of the projector behind it are divided (split_products.py), so that
+the features of an image have the same bits whatever other images a pass has.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from strop.models.changes import Change, SetAttribute, SetClass, subclass
 from strop.models.self_check import same
+from strop.models.split_products import LONG, DividedLinear
 from strop.models.varlen import DEVICES, DTYPES, Kernel, both_ways_kernel
 
 TOWER = "strop_flash_tower"
@@ -116,6 +120,17 @@ def _project(self: nn.Conv3d, patches: Tensor) -> Tensor:
     assert patches.shape[2:] == self.kernel_size, (patches.shape, self.kernel_size)
     found = F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
     return found[:, :, None, None, None]
+
+
+def divided_products(part: nn.Module) -> Iterator[Change]:
+    """Divides the long products of all modules of `part` but the language model."""
+    embeddings = cast(PreTrainedModel, part).get_input_embeddings()
+    for child in part.children():
+        if embeddings in child.modules():
+            continue
+        for module in list(child.modules()):
+            if type(module) is nn.Linear and module.in_features >= LONG and "forward" not in vars(module):
+                yield SetClass(module, DividedLinear)
 
 
 def tower_changes(tower: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[Change]:

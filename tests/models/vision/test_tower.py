@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from strop.models.changes import done, undo_changes
 from strop.models.patches import applied_patches, patch_for_device, undo_patches
+from strop.models.split_products import DividedLinear
 from strop.models.vision import tower
-from strop.models.vision.passes import towers_of
-from tests.models.vision.tiny_vlm import tiny_vlm
+from strop.models.vision.passes import towers_of, vision_part
+from tests.models.vision.test_stream import log_probs
+from tests.models.vision.tiny_vlm import FAMILIES, tiny_vlm
 
 GRID = torch.tensor([[1, 4, 4], [1, 6, 4], [1, 10, 6], [1, 4, 4], [2, 4, 6]])
 """Windows of 4 x 4 patches of Qwen2.5-VL: whole ones, and smaller ones at the borders."""
@@ -58,6 +61,25 @@ def test_a_text_model_and_other_towers_are_left_alone() -> None:
     model = tiny_vlm("llava")
     patch_for_device(model)
     assert "tower" not in applied_patches(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_products_outside_of_the_language_model_are_divided(family: str) -> None:
+    """On a GPU; here with a smaller limit, and the numbers of a plain layer."""
+    model = tiny_vlm(family)
+    part = vision_part(model).module
+    expected = log_probs(model, family)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tower, "LONG", 16)
+        changes = done(tower.divided_products(part))
+    divided = {name for name, module in part.named_modules() if isinstance(module, DividedLinear)}
+    language = {name for name in divided if name.startswith(("language_model", "text_model"))}
+    (module,) = towers_of(model)
+    inside = [one for one in module.modules() if isinstance(one, nn.Linear) and one.in_features >= 16]
+    assert divided and not language and all(isinstance(one, DividedLinear) for one in inside)
+    assert torch.equal(log_probs(model, family), expected)
+    undo_changes(changes)
+    assert not any(isinstance(one, DividedLinear) for one in model.modules())
 
 
 @pytest.mark.gpu
