@@ -119,20 +119,44 @@ def command(options: argparse.Namespace, peer: str, out: Path, rest: list[str]) 
     return [*words, "--out", str(out), *rest]
 
 
+def processes_of(mark: str) -> list[int]:
+    """Processes with `PEERS_RUN=mark` in their environment: Ray starts some in sessions of their own."""
+    wanted = f"PEERS_RUN={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def end_all(mark: str) -> None:
+    """Ends all processes of a run, so that the next one has the whole GPU."""
+    while left := processes_of(mark):
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
+                os.kill(number, signal.SIGKILL)
+        time.sleep(0.2)
+
+
 def limited(words: list[str], env: dict[str, str], log: Path, limit: float) -> int:
-    """Runs with all output in `log`; what started with it ends with it."""
+    """Runs with all output in `log`; what started with it ends with it. At the limit the runner is asked to
+    end (SIGTERM) and writes the records of the steps that it has."""
+    mark = f"{os.getpid()}-{time.time_ns()}"
     with log.open("w") as file:
         process = subprocess.Popen(
-            words, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            words, env={**env, "PEERS_RUN": mark}, stdout=file, stderr=subprocess.STDOUT
         )
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             print(f"stopped after {limit:.0f} s: {log}", flush=True)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it did not answer: killed below
+                process.wait(timeout=15)
             return 124
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-                os.killpg(process.pid, signal.SIGKILL)
+            end_all(mark)
 
 
 def run(options: argparse.Namespace, peer: str, turn: int, rest: list[str]) -> dict[str, Any]:
@@ -148,11 +172,13 @@ def run(options: argparse.Namespace, peer: str, turn: int, rest: list[str]) -> d
     wall = time.perf_counter() - start
     line: dict[str, Any] = {"peer": peer, "turn": turn, "wall_seconds": wall, "memory_mib": memory.stop()}
     written = out / "records.jsonl"
-    if code or not written.exists():
+    head, *records = task.jsonl(written) if written.exists() else [{}]
+    if sum("seconds" in record for record in records) <= options.warm_up:
         tail = log.read_text(errors="replace").splitlines()[-15:]
         print("\n".join(tail), flush=True)
         return {**line, "failed": code, "last_lines": tail}
-    head, *records = task.jsonl(written)
+    if code:
+        line["ended_early"] = code
     return {**line, **summary(records, options.warm_up, options.goal), "versions": head["versions"]}
 
 

@@ -98,6 +98,8 @@ def environment() -> dict[str, str]:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # not packed
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
+        # DeepSpeed compiles its Adam and does not read names such as 9.0a.
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("a", ""),
     }
 
 
@@ -158,6 +160,16 @@ def main() -> None:
         check(options)
         return
     log = options.out / "openrlhf.log"
+    packages = ("openrlhf", "deepspeed", "vllm", "ray", "transformers", "torch")
+    task.end_on_sigterm()
+    try:
+        run(options, log)
+    finally:
+        found = records(log.read_text(), options.prompts * options.samples)
+        task.write_records(options.out, found, task.versions_of(*packages))
+
+
+def run(options: argparse.Namespace, log: Path) -> None:
     with log.open("w") as file:
         process = subprocess.Popen(
             command(options), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -167,9 +179,6 @@ def main() -> None:
             print(line, end="", flush=True)
     if process.wait():
         raise SystemExit(f"OpenRLHF ended with {process.returncode}: {log}")
-    found = records(log.read_text(), options.prompts * options.samples)
-    packages = ("openrlhf", "deepspeed", "vllm", "ray", "transformers", "torch")
-    task.write_records(options.out, found, task.versions_of(*packages))
 
 
 if __name__ == "__main__":

@@ -88,10 +88,14 @@ def main() -> None:
     if options.dry:
         print(" ".join(full))
         return
-    subprocess.run(full, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    lines = task.jsonl(options.out / "run" / "metrics.jsonl")
-    found = records(lines, options.prompts * options.samples)
-    task.write_records(options.out, found, task.versions_of("strop", "torch", "transformers"))
+    log = options.out / "run" / "metrics.jsonl"
+    task.end_on_sigterm()
+    try:
+        subprocess.run(full, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    finally:
+        if log.exists():
+            found = records(task.jsonl(log), options.prompts * options.samples)
+            task.write_records(options.out, found, task.versions_of("strop", "torch", "transformers"))
 
 
 if __name__ == "__main__":

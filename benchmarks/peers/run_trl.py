@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import task
@@ -27,6 +27,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
+PACKAGES = ("trl", "vllm", "transformers", "accelerate", "torch")
 LOGGED = {
     "difference_mean": "sampling/sampling_logp_difference/mean",
     "difference_max": "sampling/sampling_logp_difference/max",
@@ -196,7 +197,7 @@ def configuration(options: argparse.Namespace) -> trl.GRPOConfig:
     return trl.GRPOConfig(**settings)
 
 
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(options: argparse.Namespace) -> None:
     clock = Clock(options, task.jsonl(options.out / "data" / "test.jsonl"))
     rows = task.jsonl(options.out / "data" / "train.jsonl")
     table = [
@@ -211,10 +212,13 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         callbacks=[clock],
     )
     clock.attach(trainer)
-    if options.eval_every:
-        clock.evaluate(0)
-    trainer.train()
-    return iter(clock.records)
+    task.end_on_sigterm()
+    try:
+        if options.eval_every:
+            clock.evaluate(0)
+        trainer.train()
+    finally:
+        task.write_records(options.out, clock.records, task.versions_of(*PACKAGES))
 
 
 def main() -> None:
@@ -227,8 +231,7 @@ def main() -> None:
     if options.dry:
         print(configuration(options))
         return
-    packages = ("trl", "vllm", "transformers", "accelerate", "torch")
-    task.write_records(options.out, run(options), task.versions_of(*packages))
+    run(options)
 
 
 if __name__ == "__main__":

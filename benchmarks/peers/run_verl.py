@@ -54,7 +54,8 @@ def keys(options: argparse.Namespace) -> dict[str, Any]:
         f"{rollout}.max_num_batched_tokens": options.tokens_per_pass,
         f"{rollout}.max_model_len": options.prompt_tokens + options.tokens,
         f"{rollout}.enforce_eager": False,
-        f"{rollout}.free_cache_engine": False,
+        # Its vLLM process kept 101 GiB after the first rollout otherwise, and the update had no memory left.
+        f"{rollout}.free_cache_engine": True,
         f"{rollout}.calculate_log_probs": options.log_probs,
         f"{rollout}.temperature": 1.0,
         "algorithm.adv_estimator": "grpo",
@@ -146,10 +147,14 @@ def main() -> None:
         check(options)
         return
     log = options.out / "verl.jsonl"
-    subprocess.run(command(options), check=True, env=environment(options))
-    found = records(task.jsonl(log), options.prompts * options.samples)
     packages = ("verl", "vllm", "ray", "tensordict", "transformers", "torch")
-    task.write_records(options.out, found, task.versions_of(*packages))
+    task.end_on_sigterm()
+    try:
+        subprocess.run(command(options), check=True, env=environment(options))
+    finally:
+        if log.exists():
+            found = records(task.jsonl(log), options.prompts * options.samples)
+            task.write_records(options.out, found, task.versions_of(*packages))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -148,6 +149,15 @@ def write_records(out: Path, records: Iterable[dict[str, Any]], versions: dict[s
     lines = [json.dumps({"versions": versions, "written": time.time()})]
     lines += [json.dumps(record) for record in records]
     (out / "records.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends the process as `sys.exit` does, so that records of the steps so far are written."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def attention(options: argparse.Namespace) -> str:
