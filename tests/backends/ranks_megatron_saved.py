@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core itself, written by ranks in the layout of verl; started by test_megatron_saved.py."""
+"""Checkpoints of megatron-core itself, written by ranks in the layout of verl; started by test_merge_megatron.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.backends.fsdp.experts import expert_count
 from strop.backends.megatron.backend import MegatronBackend
 from strop.backends.megatron.library import megatron
 from strop.backends.megatron.load import checkpoint_loader
@@ -24,7 +25,8 @@ from tests.backends.ranks import here
 from tests.models.tiny import tiny_model
 
 DIVIDED = {1: Sizes(), 2: Sizes(tensor=2), 4: Sizes(tensor=2, pipeline=2)}
-FAMILIES = ("qwen2", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3")
+HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +36,31 @@ def on_cpu():
 
 def settings_of(config, sizes: Sizes):
     """The TransformerConfig of a tiny model, without any part of ours."""
-    experts = {}
-    if config.model_type == "qwen3_moe":
-        experts = {
-            "num_moe_experts": config.num_experts,
-            "moe_ffn_hidden_size": config.moe_intermediate_size,
+    kind, more = "TransformerConfig", {}
+    if expert_count(config):
+        more = {
+            "num_moe_experts": expert_count(config),
+            "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
             "moe_router_topk": config.num_experts_per_tok,
             "moe_token_dispatcher_type": "allgather",
         }
-    return megatron("transformer").TransformerConfig(
+    if config.model_type == "deepseek_v3":
+        kind = "MLATransformerConfig"
+        dense = config.first_k_dense_replace
+        more |= {
+            "q_lora_rank": config.q_lora_rank,
+            "kv_lora_rank": config.kv_lora_rank,
+            "qk_head_dim": config.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+            "v_head_dim": config.v_head_dim,
+            "rope_type": "rope",
+            "moe_layer_freq": [0] * dense + [1] * (config.num_hidden_layers - dense),
+            "moe_shared_expert_intermediate_size": config.moe_intermediate_size * config.n_shared_experts,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_dtype": "fp32",
+        }
+    return getattr(megatron("transformer"), kind)(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
@@ -52,7 +70,7 @@ def settings_of(config, sizes: Sizes):
         normalization="RMSNorm",
         add_bias_linear=False,
         add_qkv_bias=config.model_type == "qwen2",
-        qk_layernorm=config.model_type == "qwen3_moe",
+        qk_layernorm=config.model_type in (*HEAD_NORMS, "deepseek_v3"),
         gated_linear_unit=True,
         activation_func=F.silu,
         tensor_model_parallel_size=sizes.tensor,
@@ -62,7 +80,29 @@ def settings_of(config, sizes: Sizes):
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
-        **experts,
+        **more,
+    )
+
+
+def layers_of(settings, config):
+    """megatron-core's own specification of the layers."""
+    specs = megatron("models.gpt.gpt_layer_specs")
+    if config.model_type == "deepseek_v3":
+        # 0.16.1 sets it although the library is missing.
+        megatron("transformer.multi_latent_attention").HAVE_TE = False
+        block = specs.get_gpt_decoder_block_spec(
+            settings, use_transformer_engine=False, normalization="RMSNorm"
+        )
+        for layer in block.layer_specs:
+            # Has no weights; that of megatron-core cannot be built here without Transformer Engine.
+            layer.submodules.self_attention.submodules.core_attention = megatron(
+                "transformer.identity_op"
+            ).IdentityOp
+        return block
+    return specs.get_gpt_layer_local_spec(
+        num_experts=expert_count(config) or None,
+        qk_layernorm=config.model_type in HEAD_NORMS,
+        normalization="RMSNorm",
     )
 
 
@@ -70,14 +110,10 @@ def build(model, sizes: Sizes):
     """megatron-core's own GPTModel with the weights of a Hugging Face model."""
     topology = join(sizes, here(), torch.device("cpu"))
     config = model.config
-    specs = megatron("models.gpt.gpt_layer_specs")
+    settings = settings_of(config, sizes)
     gpt = megatron("models.gpt").GPTModel(
-        settings_of(config, sizes),
-        specs.get_gpt_layer_local_spec(
-            num_experts=getattr(config, "num_experts", None),
-            qk_layernorm=config.model_type == "qwen3_moe",
-            normalization="RMSNorm",
-        ),
+        settings,
+        layers_of(settings, config),
         vocab_size=PADDED,
         max_sequence_length=64,
         pre_process=topology.is_first,
@@ -91,6 +127,10 @@ def build(model, sizes: Sizes):
     for name, parameter in own.items():
         whole = whole_of(name, weights, first, config)
         parameter.data.copy_(share_of(whole, parameter, topology, gated="linear_fc1" in name))
+    for layer in gpt.decoder.layers:
+        if config.model_type == "deepseek_v3" and hasattr(layer.mlp, "router"):
+            gate = model.model.layers[layer.layer_number - 1].mlp.gate
+            layer.mlp.router.expert_bias.copy_(gate.e_score_correction_bias)
     return gpt
 
 
