@@ -16,7 +16,6 @@ from strop.algorithms.metrics.training import StepRecord, speed_metrics, step_me
 from strop.backends.base import MicroBatching, Roles
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.config.arithmetic import Plan
-from strop.config.derived import records_experts
 from strop.config.schema.ppo import PpoConfig
 from strop.data.balance import balanced_partitions, imbalance_metrics
 from strop.data.loader import PromptLoader
@@ -136,7 +135,8 @@ class PpoTrainer:
 
     def learn(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
         """From sampled rows to updated weights; returns the batch with its advantages."""
-        if records_experts(self.config) and batch.experts is None and bool(batch.mask.any()):
+        replays = self.config.actor_rollout_ref.actor.router_replay.mode == "R3"
+        if replays and batch.experts is None and bool(batch.mask.any()):
             raise ValueError(
                 "router_replay.mode=R3: the rollout engine returned no experts. Set router_replay.mode=R2."
             )

@@ -30,8 +30,8 @@ def chosen(model, ids):
     for layer in layers:
         layer.records = True
     with torch.no_grad():
-        model(torch.tensor([ids[:-1]]))
-    found = torch.stack([layer.noted for layer in layers], 1).numpy()
+        model(torch.tensor([ids[:-1]], device=model.device))
+    found = torch.stack([layer.noted for layer in layers], 1).cpu().numpy()
     end_routing(model)
     return found
 
