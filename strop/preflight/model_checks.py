@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from strop.config.derived import engine_name, has_critic
 from strop.config.policies import KEY, agent_policies, other_size
 from strop.config.rules import ConfigFinding, error, warning
+from strop.config.rules.router_replay import MODE
 from strop.config.schema.model import FsdpConfig, ModelConfig
 from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.trainer import TrainerConfig
@@ -115,10 +116,26 @@ def expert_findings(model: ModelConfig, fsdp: FsdpConfig, key: str) -> list[Conf
     return [] if refusal is None else [error(f"{key}.expert_parallel_size", refusal)]
 
 
+def replay_findings(config: PpoConfig) -> list[ConfigFinding]:
+    """An error if router replay is set and the model on this machine has no experts."""
+    from strop.backends.fsdp.experts import expert_count
+
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "disabled":
+        return []
+    try:
+        known = local_model_config(config.actor_rollout_ref.model)
+    except ValueError as problem:
+        return [error(MODE, str(problem))]
+    if known is None or expert_count(known):
+        return []
+    return [error(MODE, f"{mode}, but {known.model_type} has no experts. Set disabled.")]
+
+
 def ppo_expert_findings(config: PpoConfig) -> list[ConfigFinding]:
-    """The same for actor, reference and critic."""
+    """The same for actor, reference and critic, and what router replay needs."""
     group = config.actor_rollout_ref
-    found: list[ConfigFinding] = []
+    found = replay_findings(config)
     for name, section in (("actor", group.actor), ("ref", group.ref)):
         key = f"actor_rollout_ref.{name}.fsdp_config"
         found += expert_findings(group.model, section.fsdp_config, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from strop.agents.episode import Episode
 from strop.backends.base import MicroBatching
 from strop.backends.single import SingleBackend
 from strop.ppo.rank_sharing import PackedTrajectories
+from strop.replay.recording import trajectories_as_json, trajectories_of
 from strop.rollout.base import Sampling
 from strop.rollout.native import NativeEngine
 from strop.types import Trajectory, batch_of
@@ -61,6 +63,8 @@ def test_a_conversation_has_the_experts_of_exactly_its_tokens() -> None:
     wrong = (batch.experts + 1) % model.config.num_experts  # type: ignore[operator]
     other = backend.forward(batch.replace(experts=wrong), ["log_probs"], MicroBatching(rows=2)).log_probs
     assert other is not None and ((found - other) * batch.mask).abs().max() > 1e-2
+    [restored] = trajectories_of(json.loads(json.dumps(trajectories_as_json([cut]))))  # trainer.record_steps
+    assert np.array_equal(restored.experts, cut.experts)  # type: ignore[arg-type]
     [received] = PackedTrajectories.pack([cut], {0: cut.prompt}).unpack({0: cut.prompt})
     assert received.experts is not None and np.array_equal(received.experts, cut.experts)  # type: ignore[arg-type]
     assert torch.equal(batch_of([received]).experts, batch_of([cut]).experts)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from strop.config.rules import check
 from strop.config.rules.router_replay import MODE
 from strop.models.checkpointing import checkpoint_activations
 from strop.models.layouts.routing import routing_of
+from strop.preflight.model_checks import replay_findings
 from tests.backends.make import make_backend
 from tests.backends.ranks import pytest_as_ranks
 from tests.backends.replay_checks import FAMILIES, assert_replays, by_hand, moved
@@ -104,3 +105,14 @@ def test_what_it_does_not_go_together_with(words, said):
     loaded = load("ppo_trainer", [*INPUTS["ppo_trainer"], *words])
     refused = [finding for finding in check(loaded) if finding.key == MODE]
     assert len(refused) == 1 and said in refused[0].message
+
+
+def test_a_dense_model_is_refused_at_check_time(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "dense")
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "experts")
+    for name, refused in {"dense": 1, "experts": 0}.items():
+        words = [*INPUTS["ppo_trainer"], R3, f"actor_rollout_ref.model.path={tmp_path}/{name}"]
+        found = replay_findings(load("ppo_trainer", words).config)
+        assert [finding.message for finding in found] == [
+            "R3, but llama has no experts. Set disabled."
+        ] * refused
