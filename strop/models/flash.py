@@ -33,16 +33,21 @@ _QUERIES = 64
 
 
 @triton.jit
-def absorb(scores, v, top, total, mixed, scale):
+def absorb(scores, v, top, total, mixed, scale, powers=None):
     """Take one block of keys into the running softmax of each row: `top` is its largest score so far, `total`
     the sum of exp2((score - top) · scale), `mixed` that sum weighted with the values. Hidden keys have a
-    score of -inf."""
+    score of -inf. The values are times `powers`, if there are any."""
     higher = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen nothing yet keeps zeros.
     safe = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(tl.fma(scores, scale, -(safe * scale)[:, None]))
     fade = tl.exp2((top - safe) * scale)
     total = tl.fma(total, fade, tl.sum(p, 1))
+    if powers is not None:
+        if v.dtype == tl.float16:  # small weights would lose digits in its range
+            v *= powers.to(v.dtype)[:, None]
+        else:
+            p *= powers[None, :]
     mixed = tl.dot(p.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
     return higher, total, mixed
 
@@ -61,10 +66,13 @@ def joined(top, total, mixed, next_top, next_total, next_mixed, scale):
 
 
 @triton.jit
-def widened(x, exponent, dtype: tl.constexpr):
-    """8-bit numbers of a cache times 2^(exponent - 127), exactly."""
-    power = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return x.to(dtype) * power.to(dtype)
+def power_of_two(exponent):
+    """2^(exponent - 127), by which 8-bit numbers of a cache are multiplied.
+
+    A product with a power of two changes no digit. So scores are multiplied in place of keys, and in bf16 the
+    weights of values in place of values, with the same bits and fewer products.
+    """
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -90,16 +98,16 @@ def _segment(
             k_from += page * key_page - block // PAGE * PAGE * key_token
             v_from += page * value_page - block // PAGE * PAGE * value_token
         k = tl.load(k_from + place[None, :] * key_token + d[:, None], mask=real[:, None], other=0.0)
+        v_powers = None
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if SHORT:
-            powers = page * exponents_page + place % PAGE
-            k = widened(k, tl.load(key_exponents + powers)[None, :], q.dtype)
-        scores = tl.dot(q, k, input_precision="ieee")
+            exponents = page * exponents_page + place % PAGE
+            scores *= power_of_two(tl.load(key_exponents + exponents))[None, :]
+            v_powers = power_of_two(tl.load(value_exponents + exponents))
         if WINDOW:
             scores = tl.where(row[:, None] - place[None, :] < window, scores, float("-inf"))
         v = tl.load(v_from + place[:, None] * value_token + d[None, :], mask=real[None, :], other=0.0)
-        if SHORT:
-            v = widened(v, tl.load(value_exponents + powers)[:, None], q.dtype)
-        top, total, mixed = absorb(scores, v, top, total, mixed, scale)
+        top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, scale, v_powers)
     for block in range(tl.maximum(first, border), end, BLOCK):
         place = block + tl.arange(0, BLOCK)
         there = place < length
@@ -112,19 +120,20 @@ def _segment(
         k = tl.load(
             k_from + place[None, :] * key_token + d[:, None], mask=there[None, :] & real[:, None], other=0.0
         )
+        v_powers = None
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
         if SHORT:
-            powers = page * exponents_page + place % PAGE
-            k = widened(k, tl.load(key_exponents + powers, mask=there, other=0)[None, :], q.dtype)
+            exponents = page * exponents_page + place % PAGE
+            scores *= power_of_two(tl.load(key_exponents + exponents, mask=there, other=0))[None, :]
+            v_powers = power_of_two(tl.load(value_exponents + exponents, mask=there, other=0))
         seen = place[None, :] <= row[:, None]
         if WINDOW:
             seen &= row[:, None] - place[None, :] < window
-        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee"), float("-inf"))
+        scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(
             v_from + place[:, None] * value_token + d[None, :], mask=there[:, None] & real[None, :], other=0.0
         )
-        if SHORT:
-            v = widened(v, tl.load(value_exponents + powers, mask=there, other=0)[:, None], q.dtype)
-        top, total, mixed = absorb(scores, v, top, total, mixed, scale)
+        top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, scale, v_powers)
     return top, total, mixed
 
 

@@ -105,6 +105,45 @@ def test_pages_and_segments_give_the_bits_of_one_page(window, size):
         assert torch.equal(alone[:, 0], together[positions])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_cache_of_8_bits_gives_the_bits_of_a_wide_one_with_the_same_numbers(size, dtype):
+    """A decode step, and a prefill that goes on."""
+    from strop.models.flash import continued_attention, packed_attention
+    from strop.rollout.native.kernels import decode_attention
+    from strop.rollout.native.quantization.cache import from_8_bits, in_8_bits
+
+    torch.manual_seed(0)
+    length, pages = 3000, 47
+    q, k, v = (torch.randn(length, n, size, device=DEVICE, dtype=dtype) for n in (6, 2, 2))
+    k *= torch.logspace(-3, 2, length, device=DEVICE, dtype=dtype)[:, None, None]
+    short = [in_8_bits(x) for x in (k, v)]
+    wide = [from_8_bits(*pair, dtype) for pair in short]
+    bounds = torch.tensor([0, length], device=DEVICE, dtype=torch.int32)
+    together = packed_attention(q, *wide, bounds, length)
+    table = torch.randperm(pages, device=DEVICE)[None].to(torch.int32)
+
+    def held(x, count):
+        found = torch.zeros(pages, 2, 64, x.shape[-1], device=DEVICE, dtype=torch.uint8)
+        for page, part in zip(table[0].tolist(), x[:count].split(64)):
+            found[page, :, : len(part)] = part.transpose(0, 1)
+        return found
+
+    for position in (2999, 1500):
+        numbers = [held(pair[0], position).view(torch.float8_e4m3fn) for pair in short]
+        exponents = tuple(held(pair[1], position) for pair in short)
+        new = [x[position, None, :, None] for x in (q, k, v)]
+        at = torch.tensor([position], device=DEVICE)
+        alone = decode_attention(*new, *numbers, at, table, length, exponents=exponents)
+        assert torch.equal(alone[:, 0], together[position, None]), position
+    numbers = [held(pair[0], length).view(torch.float8_e4m3fn) for pair in short]
+    exponents = tuple(held(pair[1], length) for pair in short)
+    mine = torch.tensor([0, 2000], device=DEVICE, dtype=torch.int32)
+    origins = torch.tensor([1000], device=DEVICE)
+    later = continued_attention(q[1000:], *numbers, mine, 2000, origins, table, exponents)
+    assert torch.equal(later, together[1000:])
+
+
 @pytest.mark.parametrize("vocabulary", [11, 4096, 151_936])
 @pytest.mark.parametrize(
     "used",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, widened
+from strop.models.flash import BLOCK, LARGEST, LOG2E, SEGMENT, absorb, joined, power_of_two
 from strop.rollout.native.draw_kernels import draw
 from strop.rollout.native.quantization.kernels import shortened
 
@@ -95,18 +95,20 @@ def _decode(
             v_from = v_cache + page.to(tl.int64) * values_page - at // PAGE * (PAGE * value_size)
             k_at = k_from + place[None, :] * key_size + dk[:, None]
             k = tl.load(k_at, mask=there[None, :] & in_key[:, None], other=0.0)
+            k_powers = None
+            v_powers = None
             if SHORT:
-                powers = page.to(tl.int64) * exponents_page + place % PAGE
-                k = widened(k, tl.load(k_exponents + powers, mask=there, other=0)[None, :], q.dtype)
+                exponents = page.to(tl.int64) * exponents_page + place % PAGE
+                k_powers = power_of_two(tl.load(k_exponents + exponents, mask=there, other=0))
+                v_powers = power_of_two(tl.load(v_exponents + exponents, mask=there, other=0))
             seen = there
             if WINDOW:
                 seen &= position - place < window
-            scores = tl.where(seen[None, :], _scored(q, k, scale, softcap, SOFTCAP), float("-inf"))
+            scores = _scored(q, k.to(q.dtype), k_powers, scale, softcap, SOFTCAP)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
             v_at = v_from + place[:, None] * value_size + dv[None, :]
             v = tl.load(v_at, mask=there[:, None] & in_value[None, :], other=0.0)
-            if SHORT:
-                v = widened(v, tl.load(v_exponents + powers, mask=there, other=0)[:, None], q.dtype)
-            top, total, mixed = absorb(scores, v, top, total, mixed, power)
+            top, total, mixed = absorb(scores, v.to(q.dtype), top, total, mixed, power, v_powers)
             page = next_page
         lane = (row * heads + head) * group + i
         if (start == first) & (border < end):  # the row has no other segment
@@ -123,8 +125,11 @@ def _decode(
 
 
 @triton.jit
-def _scored(q, k, scale, softcap, SOFTCAP: tl.constexpr):
+def _scored(q, k, powers, scale, softcap, SOFTCAP: tl.constexpr):
+    """Scores of keys that are times `powers`, if there are any."""
     scores = tl.dot(q, k, input_precision="ieee")
+    if powers is not None:
+        scores *= powers[None, :]
     if SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which is right at both ends
         scores = softcap * (1 - 2 / (tl.exp(2 * scores * scale / softcap) + 1))
