@@ -3,6 +3,7 @@ that they name."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterable
@@ -32,7 +33,19 @@ def megatron_findings(roles: Iterable[MegatronRole]) -> list[ConfigFinding]:
             found += [error(f"{role.key}.{key}", text) for key, text in problems(model, role.settings)]
             found += _initial_weights(role, model)
         found += _saved_adapters(role)
+        found += _options(role)
     return found
+
+
+def _options(role: MegatronRole) -> list[ConfigFinding]:
+    """Errors if override_transformer_config names options that megatron-core does not have."""
+    from strop.backends.megatron.options import unknown_options
+
+    given = role.settings.override_transformer_config or role.settings.override_mcore_model_config
+    if not given or importlib.util.find_spec("megatron") is None:
+        return []
+    key = f"{role.key}.megatron.override_transformer_config"
+    return [error(f"{key}.{name}", problem) for name, problem in unknown_options(role.settings)]
 
 
 def _saved_adapters(role: MegatronRole) -> list[ConfigFinding]:

@@ -21,12 +21,18 @@ ACTOR = "actor_rollout_ref.actor"
 OPTIONS = f"+{ACTOR}.megatron.override_transformer_config"
 
 
+FIRST = "num_layers_in_first_pipeline_stage"
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "key", "said"),
     [
         ("llama", {"tensor_model_parallel_size": 4}, "tensor_model_parallel_size", r"4 .*2 key-value heads.*\[1, 2\]"),
         ("llama", {"tensor_model_parallel_size": 3}, "tensor_model_parallel_size", r"3 .*4 attention heads.*\[1, 2\]"),
-        ("llama", {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size", r"2 layers.*\[1, 2\].*first"),
+        ("llama", {"pipeline_model_parallel_size": 3}, "pipeline_model_parallel_size", r"2 layers.*\[1, 2\]\.$"),
+        ("deepseek_v3", {"pipeline_model_parallel_size": 3}, "pipeline", r"4 layers.*\[1, 2, 4\], or .*last_pipeline_stage to one of \[2\]"),
+        ("deepseek_v3", {"pipeline_model_parallel_size": 2, "override_transformer_config": {FIRST: 5}}, "pipeline", r"=5 and .*=None do not take the 4 layers.* one of \[1, 2, 3\]"),
+        ("deepseek_v3", {"pipeline_model_parallel_size": 3, "override_transformer_config": {FIRST: 1}}, "pipeline", "do not take the 4 layers"),
         ("llama", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "pipeline", "2 part"),
         ("llama", {"expert_model_parallel_size": 2}, "expert_model_parallel_size", "no experts"),
         ("qwen3_moe", {"expert_model_parallel_size": 3}, "expert_model_parallel_size", r"4 experts.*\[1, 2, 4\]"),
@@ -42,6 +48,23 @@ def test_a_model_that_does_not_divide_is_refused_with_the_sizes_that_work(family
     assert key in found
     assert re.search(said, message), message
     assert not list(problems(AutoConfig.for_model("llama", **SIZE), MegatronConfig()))
+
+
+@pytest.mark.parametrize(
+    ("stages", "uneven"),
+    [(2, {FIRST: 1}), (3, {FIRST: 2}), (3, {FIRST: 1, "num_layers_in_last_pipeline_stage": 1})],
+)
+def test_uneven_stages_that_take_all_layers_pass(stages, uneven):
+    config = AutoConfig.for_model("deepseek_v3", **{**SIZE, **OTHERS["deepseek_v3"]})
+    sizes = MegatronConfig(pipeline_model_parallel_size=stages, override_transformer_config=uneven)
+    assert not list(problems(config, sizes))
+
+
+def test_options_that_megatron_core_does_not_have_are_named():
+    words = [f"{OPTIONS}.num_layerz=5", f"{OPTIONS}.moe_enable_deepep=true", f"{ACTOR}.strategy=megatron"]
+    config = load("ppo_trainer", [*words, "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B"]).config
+    [found] = [f for f in megatron_findings(megatron_roles(config)) if f.key.startswith(ACTOR)]
+    assert found.key.endswith(".num_layerz") and "Did you mean 'num_layers'" in found.message
 
 
 JUDGED = [

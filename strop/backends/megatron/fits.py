@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _PLAIN_ROPE = ("default", "linear", "llama3", "yarn")
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
+_FIRST = "num_layers_in_first_pipeline_stage"
+_LAST = "num_layers_in_last_pipeline_stage"
+_OTHER_LAYOUTS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
@@ -90,18 +90,63 @@ def _divisions(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[P
             f"{settings.context_parallel_size} does not divide the {heads} attention heads of each "
             f"tensor-parallel device. Set one of {_divisors(heads)}.",
         )
+    yield from _stages(config.num_hidden_layers, settings)
+
+
+def _stages(layers: int, settings: MegatronConfig) -> Iterator[Problem]:
+    """Layers over stages, and parts of them."""
+    key = "megatron.pipeline_model_parallel_size"
     stages = settings.pipeline_model_parallel_size
-    parts = stages * (settings.virtual_pipeline_model_parallel_size or 1)
-    layers = config.num_hidden_layers
-    uneven = [name for name in _UNEVEN if settings.override_transformer_config.get(name)]
-    if layers % parts and not uneven:
+    virtual = settings.virtual_pipeline_model_parallel_size or 1
+    given = settings.override_transformer_config
+    first = given.get(_FIRST)
+    last = given.get(_LAST)
+    if any(given.get(name) for name in _OTHER_LAYOUTS):
+        return
+    if first or last:
+        if not _fits_uneven(layers, stages, virtual, first, last):
+            yield (
+                key,
+                f"{stages} stages of {virtual} part(s) with {_FIRST}={first} and {_LAST}={last} do not take "
+                f"the {layers} layers of the model: the other stages must have equal numbers of the "
+                f"remaining layers. {_uneven_advice(layers, stages, virtual)}",
+            )
+        return
+    if layers % (stages * virtual):
         yield (
-            "megatron.pipeline_model_parallel_size",
-            f"{stages} stages of {settings.virtual_pipeline_model_parallel_size or 1} part(s) do not divide "
-            f"the {layers} layers of the model. Set one of {_divisors(layers)}, or "
-            "override_transformer_config.num_layers_in_first_pipeline_stage and "
-            "num_layers_in_last_pipeline_stage.",
+            key,
+            f"{stages} stages of {virtual} part(s) do not divide the {layers} layers of the model. Set one "
+            f"of {_divisors(layers)}{_uneven_hint(layers, stages, virtual)}.",
         )
+
+
+def _fits_uneven(layers: int, stages: int, virtual: int, first: int | None, last: int | None) -> bool:
+    """Whether the stages between the first and the last one get equal numbers of layers."""
+    rest = layers - (first or 0) - (last or 0)
+    between = stages - bool(first) - bool(last)
+    for own in (first, last):
+        if own and own % virtual:
+            return False
+    if between <= 0:
+        return between == 0 and rest == 0
+    return rest > 0 and rest % (between * virtual) == 0
+
+
+def _uneven_sizes(layers: int, stages: int, virtual: int) -> list[int]:
+    """Numbers of layers that the last stage may have."""
+    return [last for last in range(1, layers) if _fits_uneven(layers, stages, virtual, None, last)]
+
+
+def _uneven_advice(layers: int, stages: int, virtual: int) -> str:
+    sizes = _uneven_sizes(layers, stages, virtual)
+    if not sizes:
+        return f"Set pipeline_model_parallel_size to one of {_divisors(layers)}."
+    return f"Leave out {_FIRST}, and set {_LAST} to one of {sizes}."
+
+
+def _uneven_hint(layers: int, stages: int, virtual: int) -> str:
+    sizes = _uneven_sizes(layers, stages, virtual)
+    return f", or override_transformer_config.{_LAST} to one of {sizes}" if sizes else ""
 
 
 def _experts(config: PreTrainedConfig, settings: MegatronConfig) -> Iterator[Problem]:

@@ -56,11 +56,18 @@ def transformer_options(module: Any, settings: MegatronConfig) -> dict[str, Any]
             }
         elif mode == "selective":
             options |= {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
-    known = {field.name for field in dataclasses.fields(megatron("transformer").TransformerConfig)}
-    for name in options:
-        if name not in known:
-            raise ValueError(
-                f"override_transformer_config.{name} is no field of megatron-core's TransformerConfig."
-                f"{did_you_mean(name, known)}"
-            )
+    for name, problem in unknown_options(settings):
+        raise ValueError(f"override_transformer_config.{name} {problem}")
     return options
+
+
+def unknown_options(settings: MegatronConfig) -> list[tuple[str, str]]:
+    """Names in override_transformer_config that megatron-core does not have, each with what is wrong."""
+    known = {field.name for field in dataclasses.fields(megatron("transformer").TransformerConfig)}
+    found = []
+    for name in {**settings.override_mcore_model_config, **settings.override_transformer_config}:
+        if name not in known and name not in KERNELS:
+            found.append(
+                (name, f"is no field of megatron-core's TransformerConfig.{did_you_mean(name, known)}")
+            )
+    return found
