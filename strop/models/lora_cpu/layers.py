@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from strop.models.changes import subclass
@@ -40,19 +42,65 @@ def _make_lean_class(own: type[nn.Module]) -> type[nn.Module]:
         if name is None:
             result: Tensor = own.forward(self, x, *args, **kwargs)
             return result
+        first = self.lora_A[name]
         b = self.lora_B[name].weight
         rows = x.reshape(-1, x.shape[-1])
-        # Of rows [n, in] the frozen product is a tensor of its own, not a view: nobody keeps it, so the
-        # product of the adapter is added in place, with gradients too.
-        flat: Tensor = self.base_layer(rows)
-        low = self.lora_A[name](rows)
-        if torch.is_grad_enabled() and type(self.base_layer) is not nn.Linear:
+        if torch.is_grad_enabled() and _is_simple(self.base_layer, first):
+            base = self.base_layer
+            flat = _AdaptedLinear.apply(rows, base.weight, base.bias, first.weight, b, self.scaling[name])
+            return flat.view(*x.shape[:-1], len(b))
+        flat = self.base_layer(rows)
+        low = first(rows)
+        if torch.is_grad_enabled():
             flat = torch.addmm(flat, low, b.t(), alpha=self.scaling[name])
         else:
             flat.addmm_(low, b.t(), alpha=self.scaling[name])
         return flat.view(*x.shape[:-1], len(b))
 
     return subclass(own, forward, _LEAN)
+
+
+def _is_simple(base: nn.Module, first: nn.Linear) -> bool:
+    """Whether the products of a layer are nothing else: a frozen linear layer, and no hooks."""
+    if type(base) is not nn.Linear or base.weight.requires_grad or "forward" in base.__dict__:
+        return False
+    if base.bias is not None and base.bias.requires_grad:
+        return False
+    hooks = (base._forward_hooks, base._forward_pre_hooks, first._forward_hooks, first._forward_pre_hooks)
+    return not any(hooks) and first.bias is None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """x W^T + bias + scale (x A^T) B^T with frozen W and bias. Forward and backward add the part of the
+    adapter in place; autograd would write it, and its gradient, to memory of their own first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        out = F.linear(x, weight, bias)
+        low = x @ a.t()
+        out.addmm_(low, b.t(), alpha=scale)
+        ctx.save_for_backward(x, low, weight, a, b)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, low, weight, a, b = ctx.saved_tensors
+        needs_x, _, _, needs_a, needs_b, _ = ctx.needs_input_grad
+        grad_low = (gradient @ b).mul_(ctx.scale)
+        grad_x = None
+        grad_a = None
+        grad_b = None
+        if needs_x:
+            grad_x = (gradient @ weight).addmm_(grad_low, a)
+        if needs_a:
+            grad_a = grad_low.t() @ x
+        if needs_b:
+            grad_b = (low.t() @ gradient).mul_(ctx.scale).t().contiguous()
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def plain_adapter(layer: Any, x: Tensor) -> str | None:

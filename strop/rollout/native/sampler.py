@@ -144,7 +144,8 @@ def _weights(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocabulary = scaled.shape
     top = scaled.amax(-1)
     block = min(_BLOCK, vocabulary)
-    weights = scaled.new_zeros(rows, -(-vocabulary // block) * block)
+    weights = scaled.new_empty(rows, -(-vocabulary // block) * block)
+    weights[:, vocabulary:] = 0
     torch.sub(scaled, top[:, None], out=weights[:, :vocabulary]).exp_()
     total = weights.view(rows, -1, block).sum(-1).double().sum(-1)
     return weights, top, total

@@ -33,27 +33,43 @@ def adapted_changes(model: nn.Module, frozen: Iterable[FrozenLinear]) -> Iterato
 
 
 def _forward(layer: Any, weight: PackedWeight) -> Callable[..., Tensor]:
-    base = layer.base_layer
+    usual = _Usual(layer)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        adapter = None
-        if not args and not kwargs and not torch.is_grad_enabled():
-            adapter = _adapter(layer, x)
-        if adapter is None or not weight.takes(x, adapter):
+        plain = not args and not kwargs and not torch.is_grad_enabled() and usual.holds(x)
+        if not plain or not weight.takes(x, usual.rank):
             result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
             return result
-        return weight(x, base.bias, adapter)
+        return weight(x, usual.base_weights["bias"], usual.adapter)
 
     return forward
 
 
-def _adapter(layer: Any, x: Tensor) -> Adapter | None:
-    """The adapter to add, if nothing else wants the outputs of the products."""
-    name = plain_adapter(layer, x)
-    if name is None or layer.base_layer._forward_hooks or layer.lora_A[name]._forward_hooks:
-        return None
-    a = layer.lora_A[name].weight
-    b = layer.lora_B[name].weight
-    if layer.lora_A[name].bias is not None or not a.is_contiguous() or not b.is_contiguous():
-        return None
-    return Adapter(a, b, layer.scaling[name])
+class _Usual:
+    """What a LoRA layer adds, and whether it still does. A decode step calls so many layers that looking it
+    up in the way of peft takes longer than a small product: it is looked up once per rollout, and each call
+    sees whether anything changed."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._active = list(layer.active_adapters)
+        self.base_weights = layer.base_layer._parameters
+        name = plain_adapter(layer, layer.base_layer.weight)
+        self._known = name is not None
+        if name is None:
+            return
+        self.adapter = Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+        self.rank = len(self.adapter.a)
+        self._name = name
+        parts = (layer.base_layer, layer.lora_A[name], layer.lora_B[name])
+        self._hooks = [part._forward_hooks for part in parts] + [part._forward_pre_hooks for part in parts]
+        whole = self.adapter.a.is_contiguous() and self.adapter.b.is_contiguous()
+        self._known = whole and layer.lora_A[name].bias is None
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether the layer adds this adapter alone, and nothing else wants the outputs of its products."""
+        layer = self._layer
+        if not self._known or layer.disable_adapters or layer.merged or any(self._hooks):
+            return False
+        same = layer.active_adapters == self._active and layer.scaling[self._name] == self.adapter.scale
+        return same and not torch.is_autocast_enabled("cpu")

@@ -81,11 +81,10 @@ class PackedWeight:
             source.data_ptr(), self._packed.data_ptr(), self.outs, self.ins, torch.get_num_threads()
         )
 
-    def takes(self, states: Tensor, adapter: Adapter | None = None) -> bool:
-        """Whether it can multiply these states."""
+    def takes(self, states: Tensor, rank: int = 0) -> bool:
+        """Whether it can multiply these states, and add an adapter of this rank."""
         rows = states.numel() // self.ins
-        plain = states.dtype == torch.float32 and 0 < rows <= MOST_ROWS
-        return plain and (adapter is None or len(adapter.a) <= MOST_RANK)
+        return states.dtype == torch.float32 and 0 < rows <= MOST_ROWS and rank <= MOST_RANK
 
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""
