@@ -14,9 +14,7 @@ from tests.backends.make import make_backend
 from tests.backends.megatron_cpu import without_cuda
 from tests.backends.ranks import here
 from tests.backends.ranks_megatron import fitting
-from tests.backends.ranks_megatron_runs import KEYS, report_gap, save_experts, words
 from tests.backends.replay_checks import assert_replays
-from tests.runtime.ranks_loop import alone, assert_alike, fit, folder, settings  # noqa: F401
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 AGAIN_IN_PART = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -34,30 +32,6 @@ def test_megatron(way, options):
     sizes = replace(fitting(way), override_transformer_config=options)
     family = "deepseek_v3" if way == "data" else "qwen3_moe"
     assert_replays(partial(make_backend, ranks=here()), MegatronBackend, family, megatron=sizes)
-
-
-RUNS = {
-    "fsdp": [],
-    "tensor": [*KEYS, *words("tensor")],
-    "expert": [*KEYS, *words("expert")],
-    "tensor-expert": [*KEYS, *words("tensor-expert")],
-    "tensor-pipeline": [*KEYS, *words("tensor-pipeline")],
-}
-
-
-@pytest.mark.parametrize("way", RUNS)
-def test_runs_with_the_experts_of_the_engine(way, settings, folder):  # noqa: F811
-    """R3, with two epochs per step: the numbers of one process."""
-    if way != "fsdp":
-        fitting(way)
-    if here().is_rank0:
-        save_experts(folder)
-    common = [*settings, f"actor_rollout_ref.model.path={folder}/experts"]
-    common += ["actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.router_replay.mode=R3"]
-    one = alone(common, folder / "one")
-    many = fit([*common, *RUNS[way]], folder / "many", here())
-    report_gap(f"{way} R3", one, many)
-    assert_alike(one, many, 4)
 
 
 @pytest.mark.parametrize("experts", [1, 2])

@@ -83,6 +83,12 @@ def test_ranks_replay(world):
     pytest_as_ranks(world, [str(Path(__file__).with_name("ranks_router_replay.py"))], timeout=900)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_train_with_the_experts_of_the_engine(world):
+    pytest_as_ranks(world, [str(Path(__file__).with_name("ranks_routed_runs.py"))], timeout=1500)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

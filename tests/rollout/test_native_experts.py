@@ -35,6 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted": {"cache_bytes": 260 * PER_TOKEN},
     "drafts": {"speculation": SpeculationConfig(enable=True, num_tokens=3)},
     "no-prefixes": {"enable_prefix_caching": False},
+    "decode-prefill": {"max_num_seqs": 4},
 }
 
 
@@ -46,6 +47,16 @@ def test_experts_are_those_of_a_plain_pass(way: str, paged: bool, monkeypatch: p
         for module in (pages, scheduler, step_loop):
             monkeypatch.setattr(module, "PAGE", 8)
         monkeypatch.setattr(step_loop, "_HEADROOM", 8)
+    if way == "decode-prefill":  # as on a GPU: few tokens after a cached prefix join decode steps
+        monkeypatch.setattr(step_loop, "_MAX_DECODE_PREFILL", {"cpu": 64})
+    own = scheduler.Scheduler._in_decode_steps
+    joined: list[bool] = []
+
+    def in_decode_steps(*arguments: Any) -> bool:
+        joined.append(own(*arguments))
+        return joined[-1]
+
+    monkeypatch.setattr(scheduler.Scheduler, "_in_decode_steps", in_decode_steps)
     model = tiny_model("qwen3_moe")
     engine = NativeEngine(model, record_experts=True, **WAYS[way])
     requests = GROWING if way == "preempted" else REQUESTS
@@ -53,6 +64,7 @@ def test_experts_are_those_of_a_plain_pass(way: str, paged: bool, monkeypatch: p
     stats = engine.stats()
     if way == "preempted":
         assert stats["preemptions"] > 0
+    assert any(joined) == (way == "decode-prefill")
     if way == "drafts":
         assert stats["speculation/wasted"] > 0 and stats["speculation/accepted"] > 0
     assert_own(model, requests, found)
