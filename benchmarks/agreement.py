@@ -4,8 +4,9 @@
 
 Products: rows of a matrix product with few rows against the same rows of one with many, for the layers of
 six models; a JSON line per layer names the numbers of rows at which some entry differs, and the share that
-does. Attention: strop/models/flash.py against torch's variable-length flash attention, microseconds of a
-forward pass, and against the decode kernel of the engine.
+does. The same for queries, keys and values by three products, as training computes them, against one, as the
+engine does. Attention: strop/models/flash.py against torch's variable-length flash attention, microseconds of
+a forward pass, and against the decode kernel of the engine.
 """
 
 from __future__ import annotations
@@ -71,6 +72,21 @@ def products(model: str, layer: str) -> dict[str, Any]:
     return {"part": "products", "model": model, "layer": layer, "rows_that_differ": other}
 
 
+def apart(model: str) -> dict[str, Any]:
+    """Queries, keys and values by three products, as training computes them, in micro-batches of some size,
+    against one product of many rows, as the engine computes them."""
+    stream, _, joined = MODELS[model]
+    narrow = (joined - stream) // 2
+    states = torch.randn(MANY, stream, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(joined, stream, device="cuda", dtype=torch.bfloat16) * stream**-0.5
+    together = (states @ weight.t()).split((stream, narrow, narrow), 1)
+    other: dict[str, dict[int, float]] = {}
+    for name, part, whole in zip(("q", "k", "v"), weight.split((stream, narrow, narrow)), together):
+        shares = {count: float((states[:count] @ part.t() != whole[:count]).float().mean()) for count in ROWS}
+        other[name] = {count: round(share, 4) for count, share in shares.items() if share}
+    return {"part": "three products", "model": model, "rows_that_differ": other}
+
+
 def attention(model: str, lengths: list[int]) -> dict[str, Any]:
     from strop.models.flash import packed_attention
     from strop.models.varlen import plain_kernel
@@ -133,6 +149,7 @@ def main() -> None:
     torch.manual_seed(0)
     ragged = torch.randint(60, 500, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     found = [products(model, layer) for model in MODELS for layer in layers(model)]
+    found += [apart(model) for model in MODELS]
     long = [min(8192, round(random.Random(i).lognormvariate(7.3, 0.8))) for i in range(256)]
     works = ([2048] * 8, [8192] * 4, [7400, 5200, 4100, 3900], ragged, long)
     found += [attention(model, lengths) for model in HEADS for lengths in works]
