@@ -6,10 +6,12 @@ watches the ranks: when one fails, the others are stopped, since they would wait
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
 
+from strop.errors import exit_code
 from strop.ranks import Ranks, SharedFailure
 from strop.run.heartbeat import read_worker_states, worker_log_file
 from strop.run.watchdog import HUNG
@@ -266,8 +269,6 @@ def _end(ranks: Sequence[RankProcess]) -> None:
 def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ranks]:
     """Join the process group of `devices` ranks while the block lasts; a rank that does not answer for
     `timeout` seconds is an error."""
-    import torch.distributed as dist
-
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
     if world != devices:
@@ -278,30 +279,45 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
     if device.type == "cuda":
         _set_device(rank)
     _init_process_group(rank, world, device, timeout)
-    leave: Callable[[], object] = dist.destroy_process_group
-    if device.type == "cuda":
-        leave = _abort
-    try:
-        yield Ranks(rank, world)
-        leave = dist.destroy_process_group
-    except SharedFailure as failure:
-        failure.reported_by_other_rank = rank != 0
-        raise
-    except RuntimeError as error:
-        lost = _lost_rank(rank, world, error)
-        if lost is None:
+    with _leaving(device):
+        try:
+            yield Ranks(rank, world)
+        except SharedFailure as failure:
+            failure.reported_by_other_rank = rank != 0
             raise
-        raise lost from error
+        except RuntimeError as error:
+            lost = _lost_rank(rank, world, error)
+            if lost is None:
+                raise
+            raise lost from error
+
+
+@contextlib.contextmanager
+def _leaving(device: torch.device) -> Iterator[None]:
+    """Leave the process group after the block. After a failure NCCL is left alone: both ways to leave it may
+    wait for the other ranks, which may wait for this one."""
+    import torch.distributed as dist
+
+    failed = False
+    try:
+        yield
+    except Exception as error:
+        failed = True
+        if device.type == "cuda":
+            atexit.register(end_at_once, exit_code(error))
+        raise
     finally:
-        leave()
+        if not failed or device.type != "cuda":
+            dist.destroy_process_group()
 
 
-def _abort() -> None:
-    """Leave the process group after a failure. `destroy_process_group` would first wait for the exchanges of
-    NCCL that are under way, and the other ranks may be waiting for this one."""
-    from torch.distributed.distributed_c10d import _abort_process_group
-
-    _abort_process_group()
+def end_at_once(code: int) -> None:
+    """End this process, after everything was reported, without the destructors of libraries."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _set_device(rank: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from strop.backends.fsdp.shard import make_mesh
+from strop.errors import REFUSED
 from strop.run.heartbeat import Heartbeat
 from strop.runtime import local
 from tests.backends.ranks import pytest_as_ranks
@@ -138,3 +139,38 @@ def test_ranks_that_start_slowly_say_where_they_are(tmp_path, monkeypatch, caplo
     report.poll()
     report.poll()
     assert caplog.text == "", "from the first step on the steps are logged"
+
+
+FAILS = """
+import atexit, multiprocessing, sys, time, torch
+import torch.distributed as dist
+from strop.runtime import local
+
+def sleep():
+    time.sleep(600)
+
+if __name__ == "__main__":
+    local._set_device = lambda rank: None
+    local._init_process_group = lambda *_: None
+    dist.destroy_process_group = lambda: time.sleep(600)  # as NCCL may, where other ranks do not answer
+    atexit.register(time.sleep, 600)
+    child = multiprocessing.get_context("fork").Process(target=sleep)
+    child.start()
+    print(child.pid, flush=True)
+    with local.joined(1, torch.device("cuda"), timeout=10):
+        raise ValueError("out of memory")
+"""
+
+
+def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(tmp_path):
+    """Neither for its process group nor for what comes at the end of a program; its children end with it."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "fails.py"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == REFUSED and "ValueError: out of memory" in ended.stderr
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{ended.stdout.strip()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{ended.stdout.strip()}").exists()
