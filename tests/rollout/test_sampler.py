@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.rollout.base import Sampling
+from strop.rollout.native import sampler
 from strop.rollout.native.sampler import ALL, SamplingTensors, apply_penalty, sample, stream, uniforms
 from tests.rollout.test_conformance import allowed
 
@@ -151,3 +152,25 @@ def test_every_combination_of_settings_draws_from_its_own_distribution(
     if rest >= 5:
         chi, freedom = chi + float(seen[~often].sum() - rest) ** 2 / rest, freedom + 1
     assert chi < freedom + 5 * (2 * max(1, freedom)) ** 0.5, (chi, freedom)
+
+
+def test_rows_in_parts_are_sampled_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    rows, size = 11, 1300
+    logits = torch.randn(rows, size) * 3
+    uniform = torch.rand(rows, dtype=torch.float64)
+    given = SamplingTensors(
+        temperature=torch.rand(rows) + 0.5,
+        greedy=torch.arange(rows) % 4 == 0,
+        top_k=torch.where(torch.arange(rows) % 3 == 0, 7, ALL),
+        max_top_k=ALL,
+        top_p=torch.linspace(0.5, 1, rows),
+        min_p=torch.linspace(0, 0.1, rows),
+    )
+    penalised = logits * 0.9
+    whole = sample(logits, uniform, given, penalised)
+    for at_a_time in (1, 4):
+        monkeypatch.setattr(sampler, "_HOST_NUMBERS", at_a_time * size)
+        parts = sample(logits, uniform, given, penalised)
+        assert torch.equal(parts.tokens, whole.tokens) and torch.equal(parts.valid, whole.valid)
+        torch.testing.assert_close(parts.log_probs, whole.log_probs, rtol=0, atol=1e-6)

@@ -23,6 +23,9 @@ _BITS = (1 << 64) - 1
 _BLOCK = 512
 _CANDIDATES = 256
 ALL = (1 << 31) - 1
+_HOST_NUMBERS = 1 << 22
+"""Weights of tokens that are computed at a time on a CPU. They stay in its cache, and memory for more would
+be mapped anew in every step (shared/process_setup.py)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class SamplingTensors:
     """The largest entry of top_k; 0 if top_k is None."""
     top_p: Tensor | None = None
     min_p: Tensor | None = None
+
+    def rows(self, at: slice) -> SamplingTensors:
+        """The settings of some rows."""
+        found = {}
+        for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
+            setting = getattr(self, name)
+            if setting is not None:
+                found[name] = setting[at]
+        return replace(self, **found)
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,22 @@ def sample(
     logits: Tensor, uniform: Tensor, settings: SamplingTensors, penalised: Tensor | None = None
 ) -> SampledTokens:
     """One token per row of [rows, vocabulary]; `penalised`: the logits to sample from, if they differ."""
+    rows, vocabulary = logits.shape
+    at_a_time = max(1, _HOST_NUMBERS // vocabulary)
+    if logits.device.type != "cpu" or rows <= at_a_time:
+        return _sample(logits, uniform, settings, penalised)
+    parts = []
+    for start in range(0, rows, at_a_time):
+        at = slice(start, start + at_a_time)
+        source = None if penalised is None else penalised[at]
+        parts.append(_sample(logits[at], uniform[at], settings.rows(at), source))
+    columns = zip(*((part.tokens, part.log_probs, part.valid) for part in parts))
+    return SampledTokens(*(torch.cat(column) for column in columns))
+
+
+def _sample(
+    logits: Tensor, uniform: Tensor, settings: SamplingTensors, penalised: Tensor | None
+) -> SampledTokens:
     scaled = logits.float()
     if settings.temperature is not None:
         scaled = scaled / settings.temperature[:, None]
