@@ -90,7 +90,8 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, low, weight, a, b = ctx.saved_tensors
         needs_x, _, _, needs_a, needs_b, _ = ctx.needs_input_grad
-        grad_low = (gradient @ b).mul_(ctx.scale)
+        # A wide product with few outputs reads its weights in order only if they are [few, wide] in memory.
+        grad_low = F.linear(gradient, b.t().contiguous()).mul_(ctx.scale)
         grad_x = None
         grad_a = None
         grad_b = None
