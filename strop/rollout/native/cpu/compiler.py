@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -32,10 +33,10 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
+    if not compiler:
         return None
-    key = hashlib.sha256("\0".join([*_FLAGS, compiler, source.read_text()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([*_FLAGS, *compiler, source.read_text()]).encode()).hexdigest()[:16]
     library = cache_root() / "kernels" / f"{source.stem}-{key}.so"
     try:
         if not library.exists():
@@ -47,14 +48,14 @@ def load_library(source: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: list[str], source: Path, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         half = Path(folder) / "half.o"
         whole = Path(folder) / "whole.so"
         for command in (
-            [compiler, *_FLAGS, "-c", str(source), "-o", str(half)],
-            [compiler, "-shared", str(half), "-o", str(whole)],
+            [*compiler, *_FLAGS, "-c", str(source), "-o", str(half)],
+            [*compiler, "-shared", str(half), "-o", str(whole)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
         whole.replace(library)  # other processes may compile it too
