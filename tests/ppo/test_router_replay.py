@@ -72,7 +72,8 @@ def test_with_an_engine_of_the_same_precision_it_is_r2(words, tmp_path):
 
 
 def test_with_a_quantised_engine_old_log_probs_are_closer_to_the_sampled_ones(words, tmp_path):
-    """An engine in 8 bits sends tokens to other experts. Measured: 0.155 without and 0.036 with R3."""
+    """An engine in 8 bits sends some tokens to other experts. With R3 about a quarter of the difference is
+    left."""
     drift = {}
     for mode in ("disabled", "R3"):
         more = [f"{MODE}={mode}", f"trainer.default_local_dir={tmp_path}/{mode}"]
