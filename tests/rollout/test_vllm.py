@@ -66,6 +66,12 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest_name() 
         build_engine("vllm", engines.model("vllm"), engine_kwargs={"vllm": own})
 
 
+def test_experts_of_tokens_are_refused_on_a_cpu() -> None:
+    own = {"python": engines.vllm_python()}
+    with pytest.raises(ValueError, match=r"router_replay.mode=R3: vLLM's CPU build cannot return"):
+        build_engine("vllm", engines.model("vllm"), engine_kwargs={"vllm": own}, record_experts=True)
+
+
 def test_an_interpreter_without_vllm_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"needs the package 'vllm'.*pip install .*\[vllm\]'"):
         build_engine("vllm", tiny.make(), engine_kwargs={"vllm": {"python": sys.executable}})

@@ -141,6 +141,11 @@ class Driver:
                     f"rollout.engine_kwargs.vllm: vLLM {self._vllm.__version__} has no argument "
                     f"{name!r}.{did_you_mean(name, known)}"
                 )
+        if arguments.get(RETURN_EXPERTS) and self._platform.is_cpu():
+            raise ValueError(
+                "router_replay.mode=R3: vLLM's CPU build cannot return the experts of tokens, which needs "
+                "Triton. Set rollout.name=native, or router_replay.mode=R2."
+            )
         if arguments.get(RETURN_EXPERTS) and "aux_output_config" in known:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that returns them
         arguments.setdefault("worker_extension_cls", EXTENSION)
