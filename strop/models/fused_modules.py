@@ -1,5 +1,4 @@
-"""Fused kernels for RMS norms, rotary embeddings and gated MLPs on a GPU with Triton (models/kernels.py), and
-fused q/k/v projections.
+"""Fused kernels for RMS norms, rotary embeddings and gated MLPs on a GPU with Triton (models/kernels.py).
 
 Most decoders share these formulas. A module that has one gets a subclass whose forward is the kernel, but
 only where a self-check saw that kernel and module give the same numbers and gradients. Weights, names and the
@@ -11,14 +10,12 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -263,113 +260,3 @@ def _fused_rotate(own: Rotate) -> Rotate:
 
     apply.replaced = own  # type: ignore[attr-defined] # functions take attributes; the stubs do not say so
     return apply
-
-
-# --- fused q/k/v and gate/up projections --------------------------------------------------------------------
-#
-# Products of the same states with several weights as one product. A GPU computes one wide matrix product
-# faster than three narrow ones. It needs the weights side by side in memory: each parameter becomes a view
-# into one tensor, and stays a parameter of its own for the optimizer, checkpoints and weight sync. Weights
-# are copied once, when they are not side by side yet. The rollout engine uses it (borrowed_model.py).
-
-_QKV = ("q_proj", "k_proj", "v_proj")
-_GATE_UP = ("gate_proj", "up_proj")
-Forward = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class FusedForward:
-    """A module, the forward that it is to have, and the product behind it: `lay_out` comes before use."""
-
-    module: nn.Module
-    forward: Forward
-    product: FusedProjection
-
-
-def fused_forwards(model: nn.Module) -> Iterator[FusedForward]:
-    """The forwards of all modules of `model` that can take part in a fused projection."""
-    for part in model.modules():
-        children = dict(part.named_children())
-        layers = _fusible([children.get(name) for name in _QKV])
-        if not layers and runs_as_kernel(part):  # it calls gate_proj before up_proj
-            layers = _fusible([children.get(name) for name in _GATE_UP])
-        if not layers:
-            continue
-        product = FusedProjection(layers)
-        yield FusedForward(layers[0], product.first, product)
-        for place, layer in enumerate(layers[1:], 1):
-            yield FusedForward(layer, product.later(place), product)
-
-
-def _fusible(parts: Sequence[nn.Module | None]) -> list[nn.Linear]:
-    """These modules, if they are plain layers that take the same states, with whole weights on this
-    device."""
-    layers = [part for part in parts if type(part) is nn.Linear]
-    if len(layers) < len(parts):
-        return []
-    first = layers[0]
-    for layer in layers:
-        same_inputs = layer.in_features == first.in_features
-        same_bias = (layer.bias is None) == (first.bias is None)
-        if not _is_whole(layer) or not same_inputs or not same_bias:
-            return []
-    return layers
-
-
-def _is_whole(layer: nn.Linear) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks
-    whole = type(layer.weight) is nn.Parameter and type(layer.weight.data) is Tensor
-    return "forward" not in layer.__dict__ and not hooked and whole
-
-
-class FusedProjection:
-    """Several linear layers as one matrix product."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = list(layers)
-        self._sizes = [layer.out_features for layer in layers]
-        self._weight: Tensor = layers[0].weight.data
-        self._bias: Tensor | None = None
-        self.waiting: dict[int, Tensor] = {}
-        """Outputs of later layers, from the call of the first layer until they are called themselves."""
-        self.multiply: Callable[[Tensor, Tensor | None], Tensor] | None = None
-        """Multiplies states with the weights and adds the bias; None: with the weights as they are."""
-
-    def lay_out(self) -> None:
-        """Put the weights side by side, unless they are."""
-        self._weight = _side_by_side([layer.weight for layer in self.layers])
-        biases = [layer.bias for layer in self.layers if layer.bias is not None]
-        self._bias = _side_by_side(biases) if biases else None
-
-    def __call__(self, hidden: Tensor) -> Sequence[Tensor]:
-        if self.multiply is None:
-            return F.linear(hidden, self._weight, self._bias).split(self._sizes, -1)
-        return self.multiply(hidden, self._bias).split(self._sizes, -1)
-
-    def first(self, hidden: Tensor) -> Tensor:
-        """The output of the first layer; the outputs of the others wait for their calls."""
-        first, *others = self(hidden)
-        self.waiting = dict(enumerate(others, 1))
-        return first
-
-    def later(self, place: int) -> Forward:
-        """The forward of a later layer: it takes the output that waits."""
-        return lambda hidden: self.waiting.pop(place)
-
-
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """All weights as one tensor over their memory."""
-    first = weights[0].data
-    address = first.data_ptr()
-    adjacent = True
-    for weight in weights:
-        adjacent &= weight.data_ptr() == address and weight.is_contiguous()
-        address += weight.numel() * weight.element_size()
-    size = (sum(len(weight) for weight in weights), *first.shape[1:])
-    storage = first.untyped_storage()
-    if adjacent and storage.data_ptr() + storage.nbytes() >= address:
-        return first.as_strided(size, first.stride(), first.storage_offset())
-    whole = torch.cat([weight.data for weight in weights])
-    for weight, piece in zip(weights, whole.split([len(weight) for weight in weights])):
-        weight.data = piece
-    return whole

@@ -30,6 +30,7 @@ from strop.models.layouts.delta_rule import DELTA_RULE
 from strop.models.lora import base_model
 from strop.models.lora_cpu.layers import lean_lora_layers
 from strop.models.lora_gpu.layers import fused_lora_layers
+from strop.models.projections.fused import fused_qkv_layers
 from strop.models.residual import AddingLinear, ResidualHooks, adding_layer, fused_residual_adds
 from strop.models.self_check import refused
 from strop.models.varlen import UseFlash, checked_flash, head_shapes
@@ -196,6 +197,11 @@ def _lora_linear(model: nn.Module, context: PatchContext) -> list[Change]:
     return done(SetClass(layer, faster) for layer, faster in list(find(model)))
 
 
+def _fused_qkv(model: nn.Module, context: PatchContext) -> list[Change]:
+    narrow = context.dtype in (torch.bfloat16, torch.float16)
+    return done(list(fused_qkv_layers(model))) if narrow else []
+
+
 def _shapes(model: nn.Module, context: PatchContext) -> list[Any]:
     found = head_shapes(model, context.device, context.dtype, context.sequence_parallel)
     return sorted(found, key=lambda shape: (shape.group, shape.size))
@@ -227,6 +233,7 @@ DEVICE_PATCHES = (
     Patch("rms_norm", _with_kernels, _rms_norm),
     Patch("gated_mlp", _with_kernels, _gated_mlp),
     Patch("rotary", _with_kernels, _rotary),
+    Patch("fused_qkv_training", on_gpu, _fused_qkv),
     Patch("lora_linear", always, _lora_linear),
     Patch("flash_attention", lambda model, context: bool(_shapes(model, context)), _flash_attention),
     Patch("tower", always, _tower),

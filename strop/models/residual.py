@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from strop.models.changes import subclass
-from strop.models.split_products import add_wide
+from strop.models.projections.divided import add_wide
 from strop.models.vision.passes import towers_of
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}

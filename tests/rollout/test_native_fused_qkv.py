@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.patches import PatchContext
+from strop.models.projections.fused import FusedProjection, fused_forwards
 from strop.rollout.native.borrowed_model import ROLLOUT_PATCHES
 from tests.rollout import tiny
 

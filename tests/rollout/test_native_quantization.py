@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.models.fused_modules import fused_forwards
+from strop.models.projections.fused import fused_forwards
 from strop.rollout.base import Request, Sampling
 from strop.rollout.native import NativeEngine
 from strop.rollout.native.quantization.formats import (

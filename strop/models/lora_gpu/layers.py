@@ -21,8 +21,8 @@ from strop.extras import MissingExtra, require
 from strop.models.changes import subclass
 from strop.models.fused_modules import RUNS_AS_KERNEL
 from strop.models.lora import adapted_layers, only_adapter
+from strop.models.projections.divided import divides_linear, start_of
 from strop.models.residual import add_product
-from strop.models.split_products import divides_linear, start_of
 
 _NARROW = (torch.bfloat16, torch.float16)
 _MAX_RANK = 256
@@ -85,7 +85,7 @@ def _plain_adapter(layer: Any, x: Tensor) -> str | None:
 
 
 def _base(linear: Any, x: Tensor) -> Tensor:
-    """The frozen product. Long inner dimensions as models/split_products.py computes them."""
+    """The frozen product. Long inner dimensions as models/projections/divided.py computes them."""
     weight = linear.weight
     is_plain = type(linear) is nn.Linear and not isinstance(weight, DTensor) and not weight.requires_grad
     if not is_plain or weight.dtype != x.dtype or not divides_linear(weight):

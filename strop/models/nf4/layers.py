@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from strop.extras import MissingExtra, require
-from strop.models import split_products
 from strop.models.nf4.format import LEVELS, dequantize, fits, quantize
+from strop.models.projections import divided
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         ctx.scales = scales  # a buffer, which must not be offloaded as an activation
         weight = _dense(packed, scales, states.dtype)
         if states.is_cuda and states.dtype in (torch.bfloat16, torch.float16):
-            return split_products.linear(states, weight, bias)
+            return divided.linear(states, weight, bias)
         return F.linear(states, weight, bias)
 
     @staticmethod

@@ -6,8 +6,8 @@ kernel on a GPU, and elsewhere one call per length. Patches are multiplied by th
 over them as one matrix product: the convolution has one place per patch, for which convolution kernels,
 above all those of its gradient, are slow.
 
-On a GPU, long products of any tower and of the projector behind it are divided (split_products.py), so that
-the features of an image have the same bits whatever other images a pass has.
+On a GPU, long products of any tower and of the projector behind it are divided (projections/divided.py), so
+that the features of an image have the same bits whatever other images a pass has.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from strop.models.changes import Change, SetAttribute, SetClass, subclass
+from strop.models.projections.divided import LONG, DividedLinear
 from strop.models.self_check import same
-from strop.models.split_products import LONG, DividedLinear
 from strop.models.varlen import DEVICES, DTYPES, Kernel, both_ways_kernel
 
 TOWER = "strop_flash_tower"

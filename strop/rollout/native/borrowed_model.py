@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from strop.models import fused_modules
 from strop.models.attention import SetAttention
 from strop.models.changes import Change, SetAttribute, done, undo_changes
-from strop.models.fused_modules import FusedProjection, fused_forwards
 from strop.models.layouts.state_space import wide_steps
 from strop.models.lora import base_model
 from strop.models.patches import Patch, PatchContext, always, is_chosen, patch_for_device, record_sampling
+from strop.models.projections.fused import FusedProjection, fused_forwards
 from strop.models.residual import AddingLinear
 from strop.rollout.native.attention import NAME
 from strop.rollout.native.cpu.adapted_linear import adapted_changes

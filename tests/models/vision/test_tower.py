@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from strop.models.changes import done, undo_changes
 from strop.models.patches import applied_patches, patch_for_device, undo_patches
-from strop.models.split_products import DividedLinear
+from strop.models.projections.divided import DividedLinear
 from strop.models.vision import tower
 from strop.models.vision.passes import towers_of, vision_part
 from tests.models.vision.test_stream import log_probs

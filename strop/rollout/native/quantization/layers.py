@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strop.models.changes import Change, SetAttribute
-from strop.models.fused_modules import Forward, FusedProjection
 from strop.models.lora import base_model
+from strop.models.projections.fused import Forward, FusedProjection
 from strop.models.residual import AddingLinear
 from strop.rollout.native.quantization.formats import Format, format_for, product, quantize_rows
 

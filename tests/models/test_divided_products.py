@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from strop.models.projections.divided import DividedLinear, divides
 from strop.models.residual import add_product
-from strop.models.split_products import DividedLinear, divides
 
 
 @pytest.mark.parametrize(
