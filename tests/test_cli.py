@@ -118,3 +118,9 @@ def test_the_module_form_answers_like_the_verb():
         timeout=120,
     )
     assert done.returncode == 1 and "data.train_files" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "strop", "chek"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode and "Did you mean 'check'?" in done.stderr, done.stderr
