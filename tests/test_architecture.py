@@ -40,6 +40,7 @@ FLOORS = [
     {"quickstart", "board", "api"},
     {"trainer"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 
