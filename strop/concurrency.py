@@ -1,19 +1,22 @@
 """Run blocking calls in a few threads, each with a timeout, and coroutines on a background event loop.
 
 A thread cannot be killed. A call that exceeds its timeout keeps its thread: its item gets a TimeoutError, a
-new thread replaces the blocked one, and the late result is discarded. Code that never releases the GIL (a
-catastrophic regular expression) needs a process instead: `rewards/timelimit.py`.
+new thread replaces the blocked one, and the late result is discarded. The number of blocked threads is logged
+as it grows. Code that never releases the GIL (a catastrophic regular expression) needs a process instead:
+`rewards/timelimit.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
+log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -37,6 +40,31 @@ def call_each(
     return _CallRound(function, items, timeout, before).run(workers)
 
 
+class BlockedCalls:
+    """The number of calls of this process that timed out and have not returned."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._next_warning = 10
+
+    def add(self, change: int) -> None:
+        with self._lock:
+            self.count += change
+            if self.count < self._next_warning:
+                return
+            self._next_warning *= 10
+        log.warning(
+            "%d calls exceeded their time limit and have not returned; each keeps a thread of this process. "
+            "If it is a reward function that hangs, set reward_model.reward_manager=prime, which runs it in "
+            "processes and kills them.",
+            self.count,
+        )
+
+
+blocked_calls = BlockedCalls()
+
+
 class _CallRound(Generic[Item, Result]):
     """The calls of one `call_each`; all fields below `changed` are read and written while holding it."""
 
@@ -56,16 +84,24 @@ class _CallRound(Generic[Item, Result]):
         self.next_index = 0
         self.started: dict[int, float] = {}
         """Start time of each running call."""
+        self.late: set[int] = set()
+        """Calls that timed out."""
 
     def run(self, workers: int) -> list[Result | Exception]:
         count = len(self.items)
-        for _ in range(min(workers, count)):
-            self._start_thread()
-        with self.changed:
-            while len(self.results) < count:
-                self.changed.wait(self._seconds_to_next_deadline())
-                self._time_out_late_calls()
-        return [self.results[index] for index in range(count)]
+        try:
+            for _ in range(min(workers, count)):
+                self._start_thread()
+            with self.changed:
+                while len(self.results) < count:
+                    self.changed.wait(self._seconds_to_next_deadline())
+                    self._time_out_late_calls()
+            return [self.results[index] for index in range(count)]
+        finally:
+            # A blocked thread keeps this object, which must not keep the samples of the whole step. If a
+            # signal ends the wait, no further call starts.
+            self.items = ()
+            self.results = {}
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="strop-call", daemon=True).start()
@@ -73,23 +109,25 @@ class _CallRound(Generic[Item, Result]):
     def _work(self) -> None:
         while True:
             with self.changed:
-                if self.next_index == len(self.items):
+                if self.next_index >= len(self.items):
                     return
                 index = self.next_index
+                item = self.items[index]
                 self.next_index += 1
-            result = self._call(index)
+            result = self._call(index, item)
             with self.changed:
-                if index in self.results:
-                    return  # this call timed out, and another thread replaced this one
+                if index in self.late:
+                    blocked_calls.add(-1)
+                    return  # another thread replaced this one
                 self._finish(index, result)
 
-    def _call(self, index: int) -> Result | Exception:
+    def _call(self, index: int, item: Item) -> Result | Exception:
         try:
             if self.before is not None:
                 self.before()
             with self.changed:
                 self.started[index] = time.monotonic()
-            return self.function(self.items[index])
+            return self.function(item)
         except Exception as error:  # noqa: BLE001 - an error belongs to its item and must not end the round
             return error
         except BaseException as error:  # noqa: BLE001 - sys.exit() in a call must not end the thread silently
@@ -116,6 +154,8 @@ class _CallRound(Generic[Item, Result]):
         now = time.monotonic()
         for index, start in list(self.started.items()):
             if now - start >= self.timeout:
+                self.late.add(index)
+                blocked_calls.add(1)
                 self._finish(index, TimeoutError(_timeout_message(f"{self.timeout:g}")))
                 self._start_thread()
 

@@ -16,13 +16,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 from strop.errors import STOPPED
 
 log = logging.getLogger(__name__)
 
+Handler = Callable[[int, FrameType | None], object] | int | None
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEAT_SECONDS = 1.0
 """Signals within this time count as one: a terminal and Slurm signal every process of a run, and the
@@ -86,6 +87,7 @@ class StopSignals:
         self.saved = False
         """Whether the state of the run is in a checkpoint, so that late closing does no harm."""
         self._pid = os.getpid()
+        self._before: dict[int, Handler] = {}
         self._asked = threading.Event()
         self._finished = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="strop-grace-period", daemon=True)
@@ -106,6 +108,23 @@ class StopSignals:
         self._asked.set()
         if self.droppable or not self.deferred:
             raise StopRequested(number)
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self.receive)
+
+    def uninstall(self) -> None:
+        """Restore the handlers from before the run. If a signal stopped it, a repeat of that signal is still
+        ignored: it would end the process with another exit code while it closes."""
+        stopped = self.ends_process and self.signals.first is not None
+        for number, handler in self._before.items():
+            signal.signal(number, self._ignore_repeat if stopped else handler)
+
+    def _ignore_repeat(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid and not self.signals.add(number):
+            return
+        signal.signal(number, self._before[number])
+        os.kill(os.getpid(), number)
 
     def close(self) -> None:
         self._finished.set()
@@ -151,13 +170,12 @@ def handle_stop_signals(grace: float, *, ends_process: bool = True) -> Iterator[
         yield
         return
     handlers = StopSignals(grace, ends_process)
-    before = {number: signal.signal(number, handlers.receive) for number in SIGNALS}
+    handlers.install()
     _active.append(handlers)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        handlers.uninstall()
         _active.remove(handlers)
         handlers.close()
 

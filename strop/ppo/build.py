@@ -60,6 +60,7 @@ from strop.rewards.managers import build_scorer
 from strop.rewards.model import HeadModel
 from strop.rollout.base import Engine
 from strop.rollout.interruptible import Interruptible
+from strop.run.checkpoint.contents import seed_random_states
 from strop.runtime.remote_models import RemoteTokenScorer
 from strop.shared.build import (
     DividedRewardModel,
@@ -89,7 +90,7 @@ def build_ppo(
     ranks = ranks or Ranks()
     rollout = config.actor_rollout_ref.rollout
     load_plugins(config.plugins)
-    torch.manual_seed(config.trainer.seed)
+    seed_random_states(config.trainer.seed)
     device = device_of(config.trainer.device)
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
     load_processor = processor_loader(config.actor_rollout_ref.model)

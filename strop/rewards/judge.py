@@ -22,6 +22,7 @@ from strop.concurrency import call_each
 from strop.config.schema.reward import JudgeConfig
 from strop.rewards.base import RewardSample
 from strop.rewards.http import get_json, post_json
+from strop.rewards.reply_cache import ReplyCache
 from strop.rewards.rubric import (
     RUBRIC_TEMPLATE,
     combine_votes,
@@ -81,7 +82,8 @@ class Judge:
         votes = self.settings.votes
         asked = [(self._prompt(sample), vote) for sample in samples for vote in range(votes)]
         keys = [self._cache_key(prompt, vote) for prompt, vote in asked]
-        uncached = {key: prompt for key, (prompt, _) in zip(keys, asked) if key not in self.cache}
+        cached = self.cache.find(dict.fromkeys(keys))
+        uncached = {key: prompt for key, (prompt, _) in zip(keys, asked) if key not in cached}
         replies = self._complete(uncached)
         self._count(len(uncached), len(keys) - len(uncached))
         results: dict[str, dict[str, float] | Exception] = {}
@@ -93,7 +95,7 @@ class Judge:
             if key in replies:
                 reply = replies[key]
             else:
-                reply = self.cache[key]
+                reply = cached[key]
             results[key] = self._parse_mark(reply)
             # A reply without a mark is not cached: the judge may give one at the next try.
             if key in replies and not isinstance(results[key], Exception):
@@ -180,45 +182,6 @@ class Judge:
                 f"The judge gave {mark:g}, outside reward_model.judge.score_range=[{self.low:g}, "
                 f"{self.high:g}]."
             )
-
-
-class ReplyCache:
-    """Replies of the judge, in memory and, if there is a path, in a JSONL file that later runs read."""
-
-    def __init__(self, path: str | None):
-        self.path: Path | None = None
-        self._replies: dict[str, str] = {}
-        self._lock = threading.Lock()
-        if path:
-            self.path = Path(path).expanduser()
-            self._load(self.path)
-
-    def _load(self, path: Path) -> None:
-        if not path.is_file():
-            return
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-                self._replies[entry["key"]] = entry["reply"]
-            except (ValueError, KeyError, TypeError):
-                continue  # an incomplete last line, of a run that was killed
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._replies
-
-    def __getitem__(self, key: str) -> str:
-        return self._replies[key]
-
-    def add(self, replies: Mapping[str, str]) -> None:
-        """Keep replies, and append them to the file."""
-        with self._lock:
-            self._replies.update(replies)
-            if self.path is None or not replies:
-                return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps({"key": key, "reply": reply}) + "\n" for key, reply in replies.items()]
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(lines))
 
 
 class ChatCompletionsClient:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from strop.algorithms.ema import EMA
 from strop.backends.base import MicroBatching, Outputs
 from strop.backends.single import ModuleBackend
@@ -28,7 +26,7 @@ from strop.models.lora import has_adapters
 from strop.models.vision.processor import processor_loader
 from strop.ranks import Ranks
 from strop.registry import load_plugins
-from strop.run.checkpoint.contents import Stateful
+from strop.run.checkpoint.contents import Stateful, seed_random_states
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
 from strop.shared.build import BackendMaker, WithoutAdapters, device_of
@@ -69,7 +67,7 @@ def build_supervised_trainer(
     config = loaded.config
     ranks = ranks or Ranks()
     load_plugins(config.plugins)
-    torch.manual_seed(config.trainer.seed)
+    seed_random_states(config.trainer.seed)
     tokenizer = build_chat_tokenizer(config)
     task = build_task(config)
     train_rows, val_rows = open_datasets(config, tokenizer, datasets or {})

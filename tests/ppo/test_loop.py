@@ -105,6 +105,30 @@ def test_a_killed_run_goes_on_to_the_same_weights(overrides, tmp_path):
     assert same(weights(whole, 6), weights(killed, 6))
 
 
+CHANCE = """
+import random
+import numpy
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random() + numpy.random.rand()
+"""
+
+
+def test_user_code_draws_the_same_numbers_in_a_run_that_begins_again(overrides, tmp_path):
+    """A run that was killed before its first checkpoint: Python's and NumPy's generators are seeded too."""
+    (tmp_path / "chance.py").write_text(CHANCE)
+    short = [
+        *(f"custom_reward_function.path={tmp_path}/chance.py", "trainer.total_training_steps=1"),
+        *("trainer.test_freq=-1", "data.val_files=null"),
+    ]
+    scores = []
+    for attempt in ("first", "second", "other"):
+        seed = "trainer.seed=7" if attempt == "other" else "trainer.save_freq=-1"
+        steps = run(overrides, *short, seed, f"trainer.default_local_dir={tmp_path}/{attempt}")
+        scores.append(steps[1]["critic/score/mean"])
+    assert scores[0] == scores[1] != scores[2]
+
+
 RISE_IN_THE_QUICKSTART = [
     pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "reinforce_plus_plus", "remax")
 ]

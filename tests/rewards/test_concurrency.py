@@ -6,11 +6,12 @@ import asyncio
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 
-from strop.concurrency import BackgroundLoop, call_each
+from strop.concurrency import BackgroundLoop, blocked_calls, call_each
 
 
 def test_results_in_order_and_errors_as_results() -> None:
@@ -48,6 +49,57 @@ def test_late_calls_are_given_up_and_the_rest_goes_on() -> None:
     assert all(isinstance(found[i], TimeoutError) and "limit of 0.2 seconds" in str(found[i]) for i in (1, 3))
     time.sleep(0.05)
     assert isinstance(found[1], TimeoutError)  # an answer that comes later changes nothing
+
+
+class Sample:
+    """Something that a weak reference can point to."""
+
+
+def test_a_call_that_hangs_keeps_its_own_sample_only(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    kept: list[weakref.ref[Sample]] = []
+    threads = threading.active_count()
+    for _ in range(10):
+        samples = [Sample() for _ in range(20)]
+        hangs = samples[7]
+        kept += [weakref.ref(sample) for sample in samples]
+        call_each(lambda sample, hangs=hangs: gate.wait(30) if sample is hangs else 1, samples, timeout=0.02)
+        del samples, hangs
+    assert blocked_calls.count == 10 and threading.active_count() == threads + 10
+    assert sum(reference() is not None for reference in kept) == 10
+    assert caplog.text.count("calls exceeded their time limit and have not returned") == 1
+    gate.set()
+    deadline = time.monotonic() + 20
+    while blocked_calls.count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert blocked_calls.count == 0 and sum(reference() is not None for reference in kept) == 0
+
+
+def test_no_call_starts_after_the_wait_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal does it: scorers must not go on while the run saves its state."""
+    gate = threading.Event()
+    begun: list[int] = []
+
+    def score(number: int) -> int:
+        begun.append(number)
+        while not gate.is_set():
+            time.sleep(0.001)
+        return number
+
+    def interrupted(condition: threading.Condition, timeout: float | None = None) -> bool:
+        while not begun:
+            time.sleep(0.001)
+            condition.release()
+            condition.acquire()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Condition, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call_each(score, range(5))
+    gate.set()
+    time.sleep(0.1)
+    assert begun == [0]
 
 
 def test_workers_run_side_by_side_but_never_more() -> None:

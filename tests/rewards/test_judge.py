@@ -13,8 +13,10 @@ import pytest
 
 from strop.config.compose import load
 from strop.config.schema.reward import JudgeConfig
+from strop.rewards import reply_cache
 from strop.rewards.base import build_samples
-from strop.rewards.judge import ChatCompletionsClient, Judge, ReplyCache, check_judge
+from strop.rewards.judge import ChatCompletionsClient, Judge, check_judge
+from strop.rewards.reply_cache import ReplyCache
 from tests.http_servers import PatientServer
 from tests.rewards.scene import TOKENIZER, scorer, trajectory
 
@@ -251,4 +253,36 @@ def test_cache_is_shared_between_threads(tmp_path):
     for thread in threads:
         thread.join()
     again = ReplyCache(str(tmp_path / "c.jsonl"))
-    assert all(f"k{n}" in again for n in range(20))
+    assert again.find(f"k{n}" for n in range(25)) == {f"k{n}": "x" * 100 for n in range(20)}
+
+
+def test_a_cache_in_memory_keeps_the_replies_used_last(monkeypatch):
+    monkeypatch.setattr(reply_cache, "MAX_CHARACTERS", 1000)
+    cache = ReplyCache(None)
+    for number in range(50):
+        cache.add({f"k{number}": "x" * 100})
+        assert cache.find(["k0"]), "it is used in every step"
+    assert sorted(cache.find(f"k{n}" for n in range(50))) == sorted(["k0", *(f"k{n}" for n in range(41, 50))])
+    cache.add({"k0": "y" * 100})
+    assert cache.find(["k0", "k41"]) == {"k0": "y" * 100, "k41": "x" * 100}
+
+
+def test_a_cache_file_that_fails_costs_no_reply(serve, tmp_path, caplog):
+    """A full disk: the judge has answered, and the run must go on. Later replies reach the file again."""
+    path = tmp_path / "judged.jsonl"
+    double = serve(grade)
+    judge = judge_at(double, cache_path=str(path))
+    first = marks(judge, "4")
+    with path.open("ab") as file:
+        file.write(b'{"key": "cut o')  # another run was killed
+    path.rename(tmp_path / "away")
+    path.mkdir()
+    assert marks(judge, "4", "5")[0] == first[0]
+    assert marks(judge, "4", "5")[0] == first[0] and len(double.questions) == 3, "asked again once"
+    assert caplog.text.count("Replies stay in memory while it fails") == 1
+    path.rmdir()
+    (tmp_path / "away").rename(path)
+    marks(judge, "6")
+    later = judge_at(double, cache_path=str(path))
+    marks(later, "4", "6")
+    assert len(double.questions) == 4

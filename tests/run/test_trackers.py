@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,26 @@ def test_jsonl_writes_each_step_at_once(tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics.generations.jsonl")[0]["rows"] == [
         {"input": "2+2", "output": "4", "score": 1.0}
     ]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of the file size acts as a full disk does: the line that exceeds it is written in part."""
+    caplog.set_level("INFO")
+    file = tmp_path / "metrics.jsonl"
+    trackers = start("file", TrackedRun(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(8):
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, hard))
+        trackers.log({"a": step}, step)
+        if step == 5:
+            assert [line["step"] for line in lines(file)] == [0, 1], "and no half line"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trackers.close()
+    assert [(line["step"], line["data"]["a"]) for line in lines(file)] == [(step, step) for step in range(8)]
+    assert caplog.text.count("its lines wait in memory") == 1 and "written again, without gaps" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [JsonlTracker, CsvTracker])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -39,10 +38,17 @@ def send(number=signal.SIGTERM):
 # --- the handlers -------------------------------------------------------------------------------------------
 
 
-def test_where_a_signal_is_noted_and_where_it_raises(request):
-    # A shell starts background jobs with SIGINT ignored, and Python then leaves it so.
-    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+@pytest.fixture
+def interruptible():
+    """A shell starts background jobs with SIGINT ignored, and Python then leaves it so."""
+    before = {number: signal.getsignal(number) for number in stopping.SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_where_a_signal_is_noted_and_where_it_raises(interruptible, monkeypatch):
     with handle_stop_signals(60):
         with deferred():
             send()
@@ -55,8 +61,26 @@ def test_where_a_signal_is_noted_and_where_it_raises(request):
     assert requested() is None
     with handle_stop_signals(60), pytest.raises(StopRequested):  # outside of a loop
         send(signal.SIGINT)
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
     with handle_stop_signals(0), pytest.raises(KeyboardInterrupt):  # no grace: as ever
         send(signal.SIGINT)
+
+
+def test_a_repeat_after_the_end_does_not_change_the_exit_code(interruptible, monkeypatch):
+    with pytest.raises(StopRequested), handle_stop_signals(60):
+        send(signal.SIGINT)
+    send(signal.SIGINT)  # the process closes; this would end it as KeyboardInterrupt
+    send(signal.SIGTERM)  # and this by the signal
+    monkeypatch.setattr(stopping, "REPEAT_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt):  # later ones act as ever
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with handle_stop_signals(60):
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(StopRequested), handle_stop_signals(60, ends_process=False):
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the process of a caller goes on"
 
 
 def test_the_process_of_a_caller_goes_on(monkeypatch, caplog):

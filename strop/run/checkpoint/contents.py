@@ -83,6 +83,14 @@ def part_selector(contents: Mapping[str, Sequence[str]]) -> Callable[[str], bool
     return wanted
 
 
+def seed_random_states(seed: int) -> None:
+    """Seed the global generators. Strop draws from torch's; reward functions, tools, samplers and plugins may
+    draw from any: a run that is killed before its first checkpoint must draw the same numbers again."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def capture_random_states() -> dict[str, Tree]:
     """The states of the global generators. Other generators are saved through their `get_state()`."""
     state = np.random.get_state(legacy=False)

@@ -5,21 +5,28 @@
                   new column. Samples go to generations.csv in the same way.
 
 A resumed run removes what came after the step that it resumes from, then appends. A new run in the same
-folder renames an older file to metrics.1.jsonl.
+folder renames an older file to metrics.1.jsonl. Lines of metrics.jsonl wait in memory while the disk is full.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
+import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from strop.run.atomic_files import flush_file, replace_text, to_json
 from strop.run.trackers.base import Metrics, Rows, TrackedRun
+
+log = logging.getLogger(__name__)
+MAX_WAITING = 10_000
+"""Lines that wait for a disk that fails; older ones are dropped."""
 
 
 class JsonlTracker:
@@ -33,17 +40,48 @@ class JsonlTracker:
             begin(file, run.resumed_from)
         # A path that is not writable must fail now, not at the first step.
         self.path.open("a").close()
+        self._lines = WaitingLines(self.path)
 
     def log(self, metrics: Metrics, step: int) -> None:
-        append(self.path, {"step": step, "time": self.clock(), "data": metrics})
+        self._lines.add({"step": step, "time": self.clock(), "data": metrics})
 
     def log_generations(self, rows: Rows, step: int) -> None:
         append(self.samples, {"step": step, "time": self.clock(), "rows": list(rows)})
 
     def close(self) -> None:
+        self._lines.write()
         for file in (self.path, self.samples):
             if file.exists():
                 flush_file(file)
+
+
+class WaitingLines:
+    """Lines for a file. Those that cannot be written wait for the next one: a disk that is full for a while
+    must not cost the metrics of the run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: deque[Mapping[str, object]] = deque(maxlen=MAX_WAITING)
+        self._failed = False
+
+    def add(self, record: Mapping[str, object]) -> None:
+        self._waiting.append(record)
+        try:
+            self.write()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                log.warning("%s cannot be written (%s): its lines wait in memory.", self.path, error)
+            return
+        if self._failed:
+            self._failed = False
+            log.info("%s is written again, without gaps.", self.path)
+
+    def write(self) -> None:
+        """Write what waits."""
+        while self._waiting:
+            append(self.path, self._waiting[0])
+            self._waiting.popleft()
 
 
 def default_path(run: TrackedRun) -> Path:
@@ -65,9 +103,17 @@ def set_aside(path: Path) -> None:
 
 
 def append(path: Path, record: Mapping[str, object]) -> None:
-    """Append one line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(to_json(record) + "\n")
+    """Append one line, or nothing if that fails: the next line would continue half of one."""
+    line = memoryview((to_json(record) + "\n").encode())
+    with path.open("ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a pipe
+                file.truncate(end)
+            raise
 
 
 def begin(path: Path, resumed_from: int | None) -> None:
