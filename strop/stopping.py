@@ -10,6 +10,7 @@ KeyboardInterrupt, and the end of the grace period is only logged.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -119,6 +120,8 @@ class StopSignals:
         stopped = self.ends_process and self.signals.first is not None
         for number, handler in self._before.items():
             signal.signal(number, self._ignore_repeat if stopped else handler)
+        if stopped:  # the interpreter removes Python's handlers while it ends, but not SIG_IGN
+            atexit.register(_ignore_signals)
 
     def _ignore_repeat(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid and not self.signals.add(number):
@@ -154,6 +157,11 @@ class StopSignals:
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())
             os._exit(STOPPED if self.saved else SIGNALLED + number)
+
+
+def _ignore_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 _active: list[StopSignals] = []

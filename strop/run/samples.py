@@ -179,6 +179,17 @@ def set_folder_aside(folder: Path) -> None:
         folder.rename(other)
 
 
+def dump_trajectories(
+    folder: str | Path, step: int, trajectories: Sequence[Trajectory], *, decode: Decode
+) -> None:
+    """Write the samples of a step as rows and as transcripts. A disk that fails does not stop a run."""
+    try:
+        dump(folder, step, rollout_rows(trajectories, step=step, decode=decode))
+        write_transcripts(folder, step, trajectories, decode=decode)
+    except OSError as error:
+        log.warning("The samples of step %d are not in %s: %s. Training continues.", step, folder, error)
+
+
 def dump(folder: str | Path, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
     """Write the rows of a step; a file of an earlier attempt at this step is replaced."""
     target = Path(folder) / f"{step}.jsonl"

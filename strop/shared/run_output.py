@@ -37,10 +37,9 @@ from strop.run.samples import (
     SampleWriter,
     UpdateLogProbs,
     batch_rows,
-    dump,
+    dump_trajectories,
     rollout_rows,
     write_evidence,
-    write_transcripts,
 )
 from strop.run.trackers.base import TrackedRun, Tracker, Trackers, start
 from strop.runtime.remote_backend import RemoteBackend
@@ -205,7 +204,7 @@ class RunOutput:
         """The checkpoint to resume from. Rank 0 chooses and verifies it. With several ranks, or a model on
         another machine, the weights are read later, shard by shard."""
         settings = self.config.trainer
-        only = part_selector({role: self._load_contents(role) for role in self.contents})
+        only = part_selector(self._loaded_contents())
 
         def later(part: str) -> bool:
             model = self.models.get(part.partition("/")[0])
@@ -269,11 +268,13 @@ class RunOutput:
     def _restore(self, loop: Loop, found: ResumePoint) -> None:
         state = found.parts["trainer"]
         program = program_name(self.config)
+        contents = self._loaded_contents()
         try:
             if state.get("program", program) != program:
                 raise ValueError(f"It was saved by a {state['program']}, and this is a {program}.")
+            found.refuse_other_optimizers(self.tree, contents)
             for role, model in self.models.items():
-                model.load_state_dict(role_state(role, found.parts, self._load_contents(role)))
+                model.load_state_dict(role_state(role, found.parts, contents[role]))
         except ValueError as error:
             raise ValueError(
                 f"The run cannot go on from {found.path}: {error} A new run needs a "
@@ -291,8 +292,9 @@ class RunOutput:
         restore_random_states(state["random"])
         self.validation_dropped = bool(state.get("validation_dropped"))
 
-    def _load_contents(self, role: str) -> list[str]:
-        return list(self.contents[role].load_contents or self.contents[role].save_contents)
+    def _loaded_contents(self) -> dict[str, list[str]]:
+        """What is loaded of each model."""
+        return {role: list(own.load_contents or own.save_contents) for role, own in self.contents.items()}
 
     def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
         """Whether to save after this step; the same on all ranks, which also agree about a signal here."""
@@ -327,8 +329,7 @@ class RunOutput:
         if not self.ranks.is_rank0:
             return
         if trainer.validation_data_dir:
-            dump(trainer.validation_data_dir, step, rollout_rows(samples, step=step, decode=self.decode))
-            write_transcripts(trainer.validation_data_dir, step, samples, decode=self.decode)
+            dump_trajectories(trainer.validation_data_dir, step, samples, decode=self.decode)
         self._show_samples("validation", step, samples)
         if self.samples is not None:
             self.samples.submit("validation", step, samples)
@@ -371,8 +372,7 @@ class RunOutput:
         folder = self.config.trainer.rollout_data_dir
         if folder and self.ranks.is_rank0:
             with record.phase("dump_rollout_generations"):
-                dump(folder, step, rollout_rows(trajectories, step=step, decode=self.decode))
-                write_transcripts(folder, step, trajectories, decode=self.decode)
+                dump_trajectories(folder, step, trajectories, decode=self.decode)
 
     def keep_samples(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.run.samples import dump, rollout_rows, write_transcripts
+from strop.run.samples import dump, dump_trajectories, rollout_rows, write_transcripts
 from strop.types import Prompt, Trajectory, Turn
 
 
@@ -45,6 +46,20 @@ def test_rows_have_the_known_columns_and_ours(tmp_path: Path) -> None:
     }
     ours |= {"prompt_tokens": 2, "response_tokens": 3, "sampled_tokens": 2, "mean_log_prob": -1.5}
     assert {key: first[key] for key in ours} == ours
+
+
+def test_a_full_disk_costs_the_file_of_a_step_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a write beyond it fails as on a full disk
+    try:
+        dump_trajectories(tmp_path / "said", 1, [trajectory(1.0)], decode=decode)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"The samples of step 1 are not in {tmp_path}/said: [Errno 27]" in caplog.text
+    dump_trajectories(tmp_path / "said", 2, [trajectory(1.0)], decode=decode)
+    assert [path.name for path in (tmp_path / "said").iterdir()] == ["2.jsonl"]
 
 
 def test_a_second_attempt_replaces_the_file_and_a_failed_one_does_not(tmp_path: Path) -> None:

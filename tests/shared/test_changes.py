@@ -52,6 +52,20 @@ def test_a_folder_of_another_program_or_model_is_told(tmp_path):
         train("sft", base, f"model.path={task}/wide")
 
 
+def test_the_state_of_another_optimizer_is_refused_or_left_out(tmp_path):
+    """AdamW has no use for the momentum of SGD: its first update was a KeyError."""
+    base = settings(make_task(tmp_path), tmp_path / "run", "sft")
+    momentum = ["optim.optimizer=SGD", "optim.override_optimizer_config.momentum=0.9"]
+    train("sft", base, *momentum, "trainer.total_training_steps=1")
+    more = "trainer.total_training_steps=2"
+    with pytest.raises(
+        ValueError, match=r"optim\.optimizer was 'SGD' and is 'AdamW'.*trainer\.checkpoint\.load_contents"
+    ):
+        train("sft", base, more)
+    train("sft", base, more, "trainer.checkpoint.load_contents=[model,extra]")
+    assert (tmp_path / "run" / "global_step_2").is_dir()
+
+
 def test_a_checkpoint_that_was_named_is_taken_as_it_is(tmp_path, caplog):
     base = settings(make_task(tmp_path), tmp_path / "run", "sft")
     train("sft", base, "trainer.total_training_steps=1")

@@ -83,6 +83,25 @@ def test_a_repeat_after_the_end_does_not_change_the_exit_code(interruptible, mon
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the process of a caller goes on"
 
 
+CLOSES = """
+import os, signal, sys
+from strop.stopping import StopRequested, handle_stop_signals
+class Last:
+    def __del__(self, kill=os.kill, me=os.getpid()):  # when the interpreter has removed the handlers
+        kill(me, 15)
+sys.modules["last"] = Last()
+try:
+    with handle_stop_signals(60):
+        os.kill(os.getpid(), signal.SIGTERM)
+except StopRequested as stop:
+    sys.exit(stop.exit_code)
+"""
+
+
+def test_a_repeat_while_the_interpreter_ends_does_not_change_the_exit_code():
+    assert subprocess.run([sys.executable, "-c", CLOSES]).returncode == STOPPED
+
+
 def test_the_process_of_a_caller_goes_on(monkeypatch, caplog):
     """A run from Python never ends the process: not by a second signal, not after the grace period."""
     monkeypatch.setattr(os, "_exit", pytest.fail)

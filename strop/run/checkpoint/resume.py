@@ -6,7 +6,7 @@ Also logs which settings differ from those that the checkpoint was saved with.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 
 Reader = Callable[[Path], dict[str, Tree]]
 MODES = ("auto", "disable", "resume_path")
+OPTIMIZER_KEYS = {
+    "actor": ("actor_rollout_ref.actor.optim.optimizer", "actor_rollout_ref.actor.checkpoint"),
+    "critic": ("critic.optim.optimizer", "critic.checkpoint"),
+    "model": ("optim.optimizer", "trainer.checkpoint"),
+}
+"""By role: the key of its optimizer, and the section of what its checkpoints contain."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,21 @@ class ResumePoint:
     path: Path
     step: int
     parts: dict[str, Tree]
+
+    def refuse_other_optimizers(
+        self, now: Mapping[str, object], loaded: Mapping[str, Collection[str]]
+    ) -> None:
+        """Refuse to load the state of another optimizer than that of the configuration `now`; `loaded` are
+        the contents that each model loads."""
+        changed = changed_values(self.parts.get("config", {}), now)
+        for role, contents in loaded.items():
+            key, checkpoint = OPTIMIZER_KEYS.get(role, ("", ""))
+            if key in changed and "optimizer" in contents:
+                was, value = changed[key]
+                raise ValueError(
+                    f"{key} was {was!r} and is {value!r}, whose state is another one. Set {was!r} again, or "
+                    f"leave the state out with {checkpoint}.load_contents=[model,extra]."
+                )
 
 
 def resume(
