@@ -58,7 +58,7 @@ prepare
   convert       strop convert openrlhf -- COMMAND ... | strop convert verl --to openrlhf key=value ...
                 | strop convert trl SCRIPT.py
   data          write ready-made data sets:
-                strop data gsm8k|math|math500|aime|hh_rlhf|arithmetic --out DIR [--from FILES]
+                strop data gsm8k|math|math500|aime|geo3k|hh_rlhf|arithmetic --out DIR [--from FILES]
 
 Keys are verl's; `strop config explain KEY` explains one. STROP_DEBUG=1 shows tracebacks.
 """
