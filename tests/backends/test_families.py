@@ -57,13 +57,13 @@ def row(family: str, native: bool) -> str:
         "yes" if family in MEGATRON else "no",
         "yes" if native else "no",
     ]
-    return "| " + " | ".join([*cells, "by their own lists"]) + " |"
+    return "| " + " | ".join(cells) + " |"
 
 
 def table() -> str:
     lines = [
-        "| family | fsdp | its tensor parallelism | its expert parallelism | megatron | native engine | vLLM, SGLang |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| family | fsdp | its tensor parallelism | its expert parallelism | megatron | native engine |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     rows = [row(family, native_obstacle(AutoConfig.for_model(family)) is None) for family in FAMILIES]
     return "\n".join([*lines, *rows]) + "\n\n"
@@ -78,7 +78,7 @@ def test_the_page_shows_every_family_and_how_it_is_divided() -> None:
     lines = shown()
     assert sorted(lines) == FAMILIES
     for family, line in lines.items():
-        assert line == row(family, native=line.split(" | ")[5] == "yes"), family
+        assert line == row(family, native=line.endswith(" | yes |")), family
 
 
 @pytest.mark.slow
