@@ -67,8 +67,7 @@ class SupervisedDataset(Sequence[Any]):
         self._warnings = 0
         if isinstance(rows, FileRows):
             for file in rows.files:
-                for setting, name in self.required_columns().items():
-                    require_column(file.columns, name, setting=setting, where=file.address)
+                self.require_columns(file.columns, file.address)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -128,6 +127,11 @@ class SupervisedDataset(Sequence[Any]):
     def required_columns(self) -> dict[str, str]:
         """Return the columns that every file must have, by the setting that names them."""
         raise NotImplementedError
+
+    def require_columns(self, columns: Sequence[str], where: str) -> None:
+        """Raise ValueError if a file lacks a column."""
+        for setting, name in self.required_columns().items():
+            require_column(columns, name, setting=setting, where=where)
 
     def render(self, row: Row, where: str) -> Example:
         """Return a row as token ids with a loss mask."""
@@ -192,6 +196,16 @@ class SftDataset(SupervisedDataset):
         if self.config.response_key:
             columns["data.response_key"] = self.config.response_key
         return columns
+
+    def require_columns(self, columns: Sequence[str], where: str) -> None:
+        conversation = self.config.multiturn.messages_key
+        if not self.config.multiturn.enable and self.config.prompt_key not in columns:
+            if conversation in columns:
+                raise ValueError(
+                    f"{where} has no column {self.config.prompt_key!r} (data.prompt_key), but "
+                    f"{conversation!r}. If its rows are whole conversations, set data.multiturn.enable=true."
+                )
+        super().require_columns(columns, where)
 
     def render(self, row: Row, where: str) -> Rendered:
         config = self.config

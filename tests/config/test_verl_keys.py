@@ -160,6 +160,8 @@ def test_keys_of_the_example_commands_compose(root):
         ("sft_trainer", "engine.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size", 2),
         ("sft_trainer", "engine=veomni", "model.strategy", "veomni"),
         ("sft_trainer", "checkpoint.save_contents=[model]", "trainer.checkpoint.save_contents", ["model"]),
+        ("sft_trainer", "data.messages_key=talk", "data.multiturn.messages_key", "talk"),
+        ("sft_trainer", "data.messages_key=talk", "data.multiturn.enable", True),
         ("sft_trainer", "trainer.test_freq=False", "trainer.test_freq", -1),
         ("sft_trainer", 'optim.betas="[0.9,0.98]"', "optim.betas", [0.9, 0.98]),
         ("generation", "actor_rollout_ref.rollout.n=3", "data.n_samples", 3),
@@ -173,7 +175,7 @@ def test_names_of_newer_versions_reach_their_place(root, override, path, value):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("distillation.enabled=true", "algorithm.distillation.enable"),
+        ("distillation.enabled=true", "loss_mode=k1"),
         ("actor_rollout_ref.actor.qat.enable=true", "quantization-aware"),
         ("actor_rollout_ref.rollout.disaggregation.enabled=true", "one engine"),
         ("actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py", "tool_config_path"),
@@ -253,3 +255,33 @@ def test_the_command_line_wins_over_a_file_under_another_name(tmp_path):
     (tmp_path / "both.yaml").write_text("reward_model: {num_workers: 2}\nreward: {num_workers: 5}\n")
     with pytest.raises(ConfigError, match="two names of one setting"):
         load("ppo_trainer", config=str(tmp_path / "both.yaml"))
+
+
+TEACHER = "distillation.teacher_models.teacher_model.model_path=big"
+BY_REWARD = [
+    "distillation.distillation_loss.loss_mode=k1",
+    "distillation.distillation_loss.use_policy_gradient=True",
+]
+
+
+def test_distillation_with_a_policy_gradient_is_that_of_strop():
+    words = [*BY_REWARD, TEACHER, "distillation.nnodes=1", "distillation.distillation_loss.topk=64"]
+    words += [
+        "distillation.distillation_loss.use_task_rewards=False",
+        "distillation.distillation_loss.loss_max_clamp=10.0",
+    ]
+    loaded = load("ppo_trainer", ["distillation.enabled=True", *words])
+    found = loaded.config.algorithm.distillation
+    assert (found.enable, found.path, found.task_reward, found.max_log_ratio) == (True, "big", False, 10.0)
+    assert found.nnodes == 0 and [notice[:14] for notice in loaded.notices] == ["distillation.*"]
+    assert not load("ppo_trainer", words).config.algorithm.distillation.enable
+    named = "distillation.teacher_models.math.model_path=m"
+    found = load(
+        "ppo_trainer", ["distillation.enabled=True", *BY_REWARD, TEACHER, named]
+    ).config.algorithm.distillation
+    assert (found.path, found.task_reward) == ("m", True)  # verl drops teacher_model beside a named one
+    with pytest.raises(ConfigError, match="one teacher"):
+        load(
+            "ppo_trainer",
+            ["distillation.enabled=True", *BY_REWARD, named, "distillation.teacher_models.geo.model_path=g"],
+        )

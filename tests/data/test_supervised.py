@@ -43,6 +43,11 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     assert "Q: 2+2?" in decoded(TOKENIZER, sft(tmp_path, row, input_template="Q: {}").ids)
 
 
+def test_a_file_of_conversations_says_which_key_to_set(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no column 'prompt'.*'messages'.*data.multiturn.enable=true"):
+        sft(tmp_path, {"messages": [{"role": "user", "content": "2+2?"}]})
+
+
 def test_nested_columns(tmp_path: Path) -> None:
     row = {"extra_info": {"question": "2+2?", "answer": "4"}}
     keys = {"prompt_key": "extra_info", "response_key": "extra_info"}

@@ -156,8 +156,10 @@ def test_the_short_line_has_the_first_numbers_and_the_time_left() -> None:
 
 def test_the_short_line_of_a_run_without_rewards() -> None:
     stream = io.StringIO()
-    ConsoleTracker(TrackedRun(Path(".")), stream=stream).log({"train/loss": 1.25, "train/lr": 1e-5}, 3)
-    assert stream.getvalue() == "step:3 - loss:1.25\n"
+    tracker = ConsoleTracker(TrackedRun(Path(".")), stream=stream)
+    tracker.log({"train/loss": 1.25, "train/lr": 1e-5}, 3)
+    tracker.log({"train/loss": 1.0, "val/loss": 1.5}, 4)
+    assert stream.getvalue() == "step:3 - loss:1.25\nstep:4 - loss:1 - val/loss:1.5\n"
 
 
 METRICS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Mapping
 
+from strop.config.aliases.distillation import teacher_section
 from strop.config.aliases.row import Alias
 from strop.config.aliases.table import ALIASES, REFUSED_VALUES, VALUES
 from strop.config.aliases.verl_0_7 import adapter_sections
@@ -49,7 +50,7 @@ def translate(
     the command line, and the other one comes from a file.
     """
     current: dict[str, object] = {}
-    notices: list[str] = []
+    leaves, notices = teacher_section(leaves)
     renamed: dict[str, tuple[str, object]] = {}
     for path, said in adapter_sections(leaves, overrides).items():
         value = _translate_links(_current_value(path, said), root)

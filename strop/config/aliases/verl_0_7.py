@@ -136,7 +136,12 @@ VERL_0_7: tuple[Alias, ...] = (
         "a section of its own",
     ),
     Alias("model.partial_pretrain", ("model.path",), "one name for every trainer", SUPERVISED),
-    Alias("data.messages_key", ("data.multiturn.messages_key",), "moved", SUPERVISED),
+    Alias(
+        "data.messages_key",
+        lambda _, value: {"data.multiturn.enable": True, "data.multiturn.messages_key": value},
+        "rows are whole conversations",
+        SUPERVISED,
+    ),
     Alias("data.tools_key", ("data.multiturn.tools_key",), "moved", SUPERVISED),
     Alias("data.enable_thinking_key", ("data.multiturn.enable_thinking_key",), "moved", SUPERVISED),
 )

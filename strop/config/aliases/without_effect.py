@@ -53,18 +53,14 @@ _SKIP = "use trainer.record_steps and strop replay"
 _HOOKS = "traces are written to global_profiler.save_path; run your command after the run"
 _SCHEDULE = "global_profiler.steps chooses the steps"
 _FUNCTION_TOOLS = "functions are not read as tools; define a tool class in multi_turn.tool_config_path"
-_DISTILLATION = (
-    "on-policy distillation has keys of its own: set algorithm.distillation.enable=true and "
-    "algorithm.distillation.path or url"
-)
+_DISTILLATION = "distillation.enabled is not true"
 _ONE_POOL = "async training has one engine pool: actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
 _OTHER_OPTIMIZER = "an option of the Megatron, torchtitan, VeOmni or AutoModel optimizer"
 _ASYNC_BOUND = "trainer.async_training.max_policy_age limits how far sampling runs ahead"
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
+    WithoutEffect("distillation.*", _DISTILLATION),  # aliases/distillation.py reads the section
     # Switches of features that do not exist.
-    WithoutEffect("distillation.enabled", _DISTILLATION, _OFF),
-    WithoutEffect("distillation.*", _DISTILLATION),
     WithoutEffect("*qat.enable", _QAT, _OFF),
     WithoutEffect("*qat.*", _QAT),
     WithoutEffect("*rollout.qat", _QAT),

@@ -41,6 +41,7 @@ IN_A_LINE = ("reward", "loss", "response length", "KL")
 """The labels of SHOWN that a short line has."""
 SECONDS = "timing_s/step"
 VALIDATION = ("val-core/", "val/")
+"""Prefixes of validation metrics. Only the first is left out of labels: `val/loss` is not `loss`."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -104,6 +105,8 @@ def shown(metrics: Mapping[str, float | str]) -> dict[str, float]:
 
     >>> shown({"actor/ppo_kl": 0.01, "actor/kl_loss": 0.2, "actor/lr": 1e-6, "val-core/gsm8k/acc": 0.5})
     {'KL': 0.2, 'gsm8k/acc': 0.5}
+    >>> shown({"train/loss": 0.3, "val/loss": 0.5})
+    {'loss': 0.3, 'val/loss': 0.5}
     """
     found = {}
     for label, keys in SHOWN.items():
@@ -111,9 +114,8 @@ def shown(metrics: Mapping[str, float | str]) -> dict[str, float]:
         if isinstance(value, int | float):
             found[label] = float(value)
     for key, value in metrics.items():
-        prefix = next((prefix for prefix in VALIDATION if key.startswith(prefix)), None)
-        if prefix and isinstance(value, int | float):
-            found[key.removeprefix(prefix)] = float(value)
+        if key.startswith(VALIDATION) and isinstance(value, int | float):
+            found[key.removeprefix(VALIDATION[0])] = float(value)
     return found
 
 
