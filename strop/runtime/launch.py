@@ -25,6 +25,14 @@ TAIL_LINES = 20
 """Output lines that are kept for error messages."""
 
 
+def torchrun_sizes() -> list[str]:
+    """Return what torchrun started as settings; empty in other processes, and in ranks that Strop started."""
+    if "WORLD_SIZE" not in os.environ or "LOCAL_WORLD_SIZE" not in os.environ or LAUNCHED in os.environ:
+        return []
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return [f"trainer.nnodes={int(os.environ['WORLD_SIZE']) // local}", f"trainer.n_gpus_per_node={local}"]
+
+
 def free_port() -> int:
     """Return a TCP port that no process of this machine uses now."""
     with socket.socket() as probe:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
+from strop.runtime.launch import torchrun_sizes
 from strop.shared.process_setup import prepare_process
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     root = "ppo_trainer"
     if (options.config or "").startswith("ppo_megatron_trainer"):
         root = "ppo_megatron_trainer"
-    loaded = load(root, options.overrides, options.config, options.search)
+    loaded = load(root, [*torchrun_sizes(), *options.overrides], options.config, options.search)
     from strop.preflight.examine import examine, require
     from strop.shared.start import TrainingProgram, start
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from strop.config.commandline import parse
 from strop.config.compose import load
 from strop.errors import answer
+from strop.runtime.launch import torchrun_sizes
 from strop.shared.process_setup import prepare_process
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
 def run_supervised(root: str, arguments: Sequence[str]) -> int:
     """Run the program of `root`: sft_trainer, rm_trainer or dpo_trainer."""
     options = parse(arguments)
-    loaded = load(root, options.overrides, options.config, options.search)
+    loaded = load(root, [*torchrun_sizes(), *options.overrides], options.config, options.search)
     from strop.preflight.examine import examine, require
     from strop.shared.start import TrainingProgram, start
 

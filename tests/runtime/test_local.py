@@ -17,6 +17,7 @@ from strop.backends.fsdp.shard import make_mesh
 from strop.errors import REFUSED
 from strop.run.heartbeat import Heartbeat
 from strop.runtime import local
+from strop.runtime.launch import LAUNCHED, torchrun_sizes
 from tests.backends.ranks import pytest_as_ranks
 
 LOOP = str(Path(__file__).parent / "ranks_loop.py")
@@ -94,6 +95,15 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch):
         make_mesh(torch.device("cpu"), 6, 4)
 
 
+def test_the_ranks_of_torchrun_set_the_sizes(monkeypatch):
+    assert torchrun_sizes() == []
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert torchrun_sizes() == ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
+    monkeypatch.setenv(LAUNCHED, "1")
+    assert torchrun_sizes() == []
+
+
 @pytest.mark.slow
 def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
     from tests.ppo.runs import metrics, run
@@ -106,7 +116,6 @@ def test_torchrun_starts_the_same_run(task, tmp_path, overrides):
             "strop.trainer.main_ppo",
             *overrides,
             where,
-            "trainer.n_gpus_per_node=2",
             "trainer.device=cpu",
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -145,6 +154,7 @@ FAILS = """
 import atexit, multiprocessing, sys, time, torch
 import torch.distributed as dist
 from strop.runtime import local
+from strop.runtime.launch import LAUNCHED, torchrun_sizes
 
 def sleep():
     time.sleep(600)
