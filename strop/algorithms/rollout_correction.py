@@ -14,6 +14,7 @@ Both are constants for the gradient. `PRESETS` names common combinations.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -112,6 +113,31 @@ def importance_weights(
     return weights, metrics
 
 
+class RejectionTest(NamedTuple):
+    """One criterion of rejection, applied to every token [B, T]."""
+
+    name: str
+    value: Tensor
+    passes: Tensor
+    lower: float | None
+    upper: float
+
+
+def rejection_tests(
+    log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold: float | str | None
+) -> Iterator[RejectionTest]:
+    """The criteria of `rejection_mask`, one by one."""
+    require_same_shape(log_ratio=log_ratio, mask=mask)
+    d = masked_fill_zero(log_ratio.detach(), mask).clamp(-LIMIT, LIMIT)
+    for name, lower, upper in parse_criteria(criteria, threshold):
+        scope, _, kind = name.rpartition("_")
+        value = _statistic(d, mask.bool(), scope, kind)
+        passes = value <= upper
+        if lower is not None:
+            passes &= value >= lower
+        yield RejectionTest(name, value, passes, lower, upper)
+
+
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, *, criteria: str, threshold: float | str | None
 ) -> tuple[Tensor, Metrics]:
@@ -122,19 +148,14 @@ def rejection_mask(
     kept while log(lo) <= k1 <= log(hi) for a ratio band "lo_hi" (one number u means "1/u_u"), so the band
     bounds π_rollout / π_train; k2 = d² / 2 and k3 = exp(d) - 1 - d, kept up to the threshold.
     """
-    require_same_shape(log_ratio=log_ratio, mask=mask)
-    d = masked_fill_zero(log_ratio.detach(), mask).clamp(-LIMIT, LIMIT)
     on = mask.bool()
     kept = on.clone()
     metrics: Metrics = {}
-    for name, lower, upper in parse_criteria(criteria, threshold):
-        scope, _, kind = name.rpartition("_")
-        value = _statistic(d, on, scope, kind)
-        passes = value <= upper
-        if lower is not None:
-            passes &= value >= lower
-        metrics |= rejection_metrics(name, value, mask, passes, lower=lower, upper=upper)
-        kept &= passes
+    for test in rejection_tests(log_ratio, mask, criteria=criteria, threshold=threshold):
+        metrics |= rejection_metrics(
+            test.name, test.value, mask, test.passes, lower=test.lower, upper=test.upper
+        )
+        kept &= test.passes
     rejected = on & ~kept
     metrics["rollout_rs_masked_fraction"] = rejected.count_nonzero() / on.count_nonzero().clamp(min=1)
     metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).count_nonzero() / max(len(mask), 1)

@@ -199,12 +199,12 @@ class SftDataset(SupervisedDataset):
 
     def require_columns(self, columns: Sequence[str], where: str) -> None:
         conversation = self.config.multiturn.messages_key
-        if not self.config.multiturn.enable and self.config.prompt_key not in columns:
-            if conversation in columns:
-                raise ValueError(
-                    f"{where} has no column {self.config.prompt_key!r} (data.prompt_key), but "
-                    f"{conversation!r}. If its rows are whole conversations, set data.multiturn.enable=true."
-                )
+        lacks_prompts = not self.config.multiturn.enable and self.config.prompt_key not in columns
+        if lacks_prompts and conversation in columns:
+            raise ValueError(
+                f"{where} has no column {self.config.prompt_key!r} (data.prompt_key), but {conversation!r}. "
+                "If its rows are whole conversations, set data.multiturn.enable=true."
+            )
         super().require_columns(columns, where)
 
     def render(self, row: Row, where: str) -> Rendered:

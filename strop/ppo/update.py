@@ -191,7 +191,8 @@ class ActorUpdate:
         total = aggregate(found.per_token, micro.mask, self.aggregation, totals)
         metrics = {"actor/pg_loss": total.detach()}
         for name, values in found.metrics.items():
-            metrics[f"actor/{name}"] = token_mean(values, micro.mask, active_totals)
+            full_name = name if "/" in name else f"actor/{name}"
+            metrics[full_name] = token_mean(values, micro.mask, active_totals)
         return total, metrics
 
     def _kl_loss(self, outputs: Outputs, micro: Batch, totals: Totals) -> Tensor:

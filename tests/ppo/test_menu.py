@@ -79,8 +79,14 @@ CORRECTION = "algorithm.rollout_correction"
 )
 def test_every_correction_of_the_rollout(short, settings):
     steps = sound(run(short, *(f"{CORRECTION}.{setting}" for setting in settings)))
-    corrected = [name for name in steps[2] if name.startswith("rollout_corr/")]
-    assert corrected or "bypass_mode=true" in settings
+    wanted = (
+        "rollout_corr/rollout_rs_masked_fraction"
+        if "rollout_rs" in str(settings)
+        else "rollout_corr/rollout_is_mean"
+    )
+    if "rollout_is=sequence" in settings:
+        wanted = "rollout_corr/rollout_is_seq_mean"
+    assert wanted in steps[2]
 
 
 def test_bypass_mode_needs_no_pass_for_old_log_probs(short):

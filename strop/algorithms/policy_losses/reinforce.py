@@ -7,7 +7,7 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import require_same_shape
 from strop.algorithms.policy_losses.clipped import PolicyLoss, finish, inside, log_ratio, safe_factor, vanilla
-from strop.algorithms.rollout_correction import importance_weights, parse_band, rejection_mask
+from strop.algorithms.rollout_correction import importance_weights, parse_band, rejection_tests
 
 
 def gpg(
@@ -89,7 +89,7 @@ def bypass_mode(
     - reinforce: l = -w(d) A log π, with the importance weights of `rollout_correction`.
 
     Tokens that `rollout_rs` rejects have no loss but stay in the denominators. The metric `kept` is 1 for
-    tokens that were not rejected.
+    tokens that were not rejected; `rollout_corr/...` has verl's names of the criteria and the weights.
     """
     require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, mask=mask)
     if loss_type not in LOSS_TYPES:
@@ -98,18 +98,24 @@ def bypass_mode(
         )
     d = log_probs.detach() - old_log_probs
     kept = mask
+    metrics: dict[str, Tensor] = {}
     if rollout_rs:
-        kept, _ = rejection_mask(d, mask, criteria=rollout_rs, threshold=rollout_rs_threshold)
+        for test in rejection_tests(d, mask, criteria=rollout_rs, threshold=rollout_rs_threshold):
+            kept = kept * test.passes
+            metrics[f"rollout_corr/rollout_rs_{test.name}_mean"] = test.value
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = (mask != kept).to(d.dtype)
+    weights = None
+    if rollout_is and rollout_is_threshold is not None:
+        band = parse_band(rollout_is_threshold)
+        weights, _ = importance_weights(
+            d, mask, level=rollout_is, normalize=rollout_is_batch_normalize, **band._asdict()
+        )
+        metrics["rollout_corr/rollout_is_mean"] = weights
     if loss_type == "ppo_clip":
         loss = vanilla(
             log_probs, old_log_probs, advantages, kept, clip_low=clip_low, clip_high=clip_high, clip_c=clip_c
         )
     else:
-        weights = None
-        if rollout_is and rollout_is_threshold is not None:
-            band = parse_band(rollout_is_threshold)
-            weights, _ = importance_weights(
-                d, mask, level=rollout_is, normalize=rollout_is_batch_normalize, **band._asdict()
-            )
         loss = reinforce(log_probs, old_log_probs, advantages, kept, rollout_weights=weights)
-    return PolicyLoss(loss.per_token, {**loss.metrics, "kept": kept.to(loss.per_token.dtype)})
+    metrics["kept"] = kept.to(loss.per_token.dtype)
+    return PolicyLoss(loss.per_token, {**loss.metrics, **metrics})
