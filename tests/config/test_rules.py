@@ -204,6 +204,8 @@ def test_kl_switches():
         "use_kl_loss"
         in warnings("actor_rollout_ref.actor.kl_loss_coef=0.1")["actor_rollout_ref.actor.kl_loss_coef"]
     )
+    off = warnings("algorithm.kl_ctrl.kl_coef=0.0", "actor_rollout_ref.actor.kl_loss_coef=0.0")
+    assert not any("kl_" in key for key in off)
     both = ["algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
     assert "acts twice" in warnings(*both)["algorithm.use_kl_in_reward"]
     text = objective(load("ppo_trainer", [*GRPO, *both]).config)

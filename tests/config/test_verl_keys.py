@@ -145,6 +145,8 @@ def test_keys_of_the_example_commands_compose(root):
             True,
         ),
         ("ppo_trainer", "trainer.v1.trainer_mode=separate_async", "trainer.async_training.enable", True),
+        ("ppo_trainer", "actor_rollout_ref.hybrid_engine=False", "trainer.async_training.enable", True),
+        ("ppo_trainer", "actor_rollout_ref.hybrid_engine=True", "trainer.async_training.enable", False),
         ("ppo_trainer", "trainer.test_freq=False", "trainer.test_freq", -1),
         ("ppo_trainer", "custom_reward_function.name=null", "custom_reward_function.name", "compute_score"),
         (
@@ -218,6 +220,14 @@ def test_a_family_gives_one_notice():
     words = [f"actor_rollout_ref.actor.veomni.{name}=1" for name in ("a", "b", "c", "d")]
     notices = load("ppo_trainer", words).notices
     assert len(notices) == 1 and "and 2 more have no effect" in notices[0]
+    words = [
+        f"reward.reward_kwargs.overlong_buffer_cfg.{word}" for word in ("enable=true", "len=9", "log=true")
+    ]
+    [notice] = load("ppo_trainer", words).notices
+    assert notice == (
+        "reward.reward_kwargs.overlong_buffer_cfg.enable is now reward_model.overlong_buffer.enable (a section of its "
+        "own); 2 more of reward.reward_kwargs.overlong_buffer_cfg.* moved in the same way."
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def translate(
     """
     current: dict[str, object] = {}
     leaves, notices = teacher_section(leaves)
+    families: dict[Alias, list[str]] = {}
     renamed: dict[str, tuple[str, object]] = {}
     for path, said in adapter_sections(leaves, overrides).items():
         value = _translate_links(_current_value(path, said), root)
@@ -73,7 +74,8 @@ def translate(
                     continue
             renamed[name] = (path, moved)
         if new:
-            notices.append(f"{path} is now {' and '.join(new)} ({alias.why}).")
+            families.setdefault(alias, []).append(f"{path} is now {' and '.join(new)}")
+    notices += [_renamed_notice(alias, said) for alias, said in families.items()]
     for name, (old, value) in renamed.items():
         if current.get(name) is not None and current[name] != value:
             if (old in overrides) == (name in overrides):
@@ -82,6 +84,14 @@ def translate(
                 continue
         current[name] = value
     return current, notices
+
+
+def _renamed_notice(alias: Alias, said: list[str]) -> str:
+    """One notice for all keys of an alias."""
+    others = ""
+    if len(said) > 1:
+        others = f"; {len(said) - 1} more of {alias.old} moved in the same way"
+    return f"{said[0]} ({alias.why}){others}."
 
 
 def _clash(old: str, value: object, name: str, other: object) -> ConfigError:

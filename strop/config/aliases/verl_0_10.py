@@ -18,6 +18,12 @@ def _trainer_mode(_: str, mode: object) -> dict[str, object]:
     return {}
 
 
+def _separate_engine(_: str, hybrid: object) -> dict[str, object] | None:
+    """actor_rollout_ref.hybrid_engine=False: only verl's asynchronous trainers (fully_async_policy,
+    one_step_off_policy) set it."""
+    return {f"{ASYNC}enable": True} if hybrid is False else None
+
+
 def _model_engine(_: str, engine: object) -> dict[str, object]:
     """The group `model_engine`: dp is FSDP, which is the default."""
     return {} if engine in ("dp", "fsdp") else {"actor_rollout_ref.actor.strategy": engine}
@@ -104,6 +110,7 @@ VERL_0_10: tuple[Alias, ...] = (
     Alias("actor_rollout_ref.actor.policy_loss.tau_neg", ("actor_rollout_ref.actor.tau_neg",), "moved", PPO),
     Alias("trainer.worker_env.*", under("ray_kwargs.ray_init.runtime_env.env_vars.{prefix}"), "moved", PPO),
     # Asynchronous training.
+    Alias("actor_rollout_ref.hybrid_engine", _separate_engine, "verl's asynchronous trainers set it", PPO),
     Alias("trainer.v1.trainer_mode", _trainer_mode, "a section of its own", PPO),
     Alias(
         "trainer.v1.separate_async.parameter_sync_step",

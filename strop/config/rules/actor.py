@@ -58,14 +58,13 @@ def kl_terms(loaded: Loaded[PpoConfig]) -> Findings:
     actor = loaded.config.actor_rollout_ref.actor
     algorithm = loaded.config.algorithm
     if not algorithm.use_kl_in_reward:
-        for key in sorted(set_by_user):
-            if key.startswith("algorithm.kl_ctrl.") or key == "algorithm.kl_penalty":
-                yield warning(
-                    key, f"{set_by_user[key]} has no effect without algorithm.use_kl_in_reward=true."
-                )
+        for key, value in sorted(set_by_user.items()):
+            of_kl = key.startswith("algorithm.kl_ctrl.") or key == "algorithm.kl_penalty"
+            if of_kl and value != 0:  # a coefficient of 0 says the same as the switch
+                yield warning(key, f"{value} has no effect without algorithm.use_kl_in_reward=true.")
     if not actor.use_kl_loss:
         for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
-            if key in set_by_user:
+            if set_by_user.get(key, 0) != 0:
                 yield warning(key, f"{set_by_user[key]} has no effect without {ACTOR}.use_kl_loss=true.")
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield warning(
