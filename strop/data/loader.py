@@ -109,6 +109,10 @@ class Loader(Generic[Item]):
             yield batch
         self._next_epoch()
 
+    def rewind(self) -> None:
+        """Go back to the beginning of the first epoch."""
+        self._seek(0, 0)
+
     def draw(self) -> list[Item]:
         """Return the next batch, of the next epoch if this one has ended."""
         batch = self._draw()

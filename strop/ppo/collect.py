@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -184,22 +184,14 @@ class Collector:
     def collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         """The scored samples of `prompts` prompts, with all their sequences, in the order of the prompts."""
         self._reports = []
-        if self.run_ahead is None:
-            with self.awake():
-                trajectories = self._collect(draw, prompts, step, record)
-            record.add(self.episode_metrics())
-            return self._rows(trajectories)
-        with self.awake(), self.run_ahead.sampling_allowed():
+        ahead = self.run_ahead
+        with self.awake(), nullcontext() if ahead is None else ahead.sampling_allowed():
             trajectories = self._collect(draw, prompts, step, record)
         record.add(self.episode_metrics())
-        record.add(staleness(trajectories, step))
-        record.add(self.run_ahead.metrics())
-        return self._rows(trajectories)
-
-    def _rows(self, episodes: list[Trajectory]) -> list[Trajectory]:
-        if any(episode.branches for episode in episodes):
-            return rows_of_episodes(episodes, self.credit)
-        return episodes
+        if ahead is not None:
+            record.add(staleness(trajectories, step))
+            record.add(ahead.metrics())
+        return rows_of_episodes(trajectories, self.credit)
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
@@ -233,11 +225,7 @@ class Collector:
             drawn += count
         record.add({"train/num_gen_batches": draws, "train/filtered_groups": drawn - len(groups)})
         chosen = set(list(groups)[:prompts])
-        found = []
-        for t in kept:
-            if t.group in chosen:
-                found.append(t)
-        return found
+        return [t for t in kept if t.group in chosen]
 
     def _sample_and_score(
         self, draw: Draw, prompts: int, step: int, first: int, record: StepRecord
@@ -374,6 +362,7 @@ class Validator:
 
     def run(self, step: int, record: StepRecord) -> list[Trajectory]:
         """Answer every validation prompt and add val-core/... and val-aux/... to the record."""
+        self.loader.rewind()  # the random stream of a sample depends on its place in the order
         trajectories: list[Trajectory] = []
         groups = 0
         with self.collector.awake():

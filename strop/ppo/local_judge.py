@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from strop.config.schema.reward import RewardModelConfig
 from strop.data.chat import Chat, stop_ids
 from strop.models.build import build_reference, build_tokenizer, compute_dtype
 from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
@@ -42,33 +43,26 @@ class EngineChat:
         return str(self.chat.tokenizer.decode(completion.ids, skip_special_tokens=True))
 
 
-# A judge in this process: the language model of reward_model.model.path, in a separate engine.
-
-
-TEMPLATE_TOKENS = 512  # of the judge's instructions
+TEMPLATE_TOKENS = 512
+"""Tokens of the judge's instructions, at most."""
 LENGTHS = ("prompt_length", "response_length", "max_model_len")
+"""Keys of reward_model.rollout that together say how long a conversation of the judge may be."""
 
 
-def local_judge(reward: Any, device: torch.device, *, prompt_length: int) -> EngineChat:
-    """The judge of the `reward_model` section; its prompts hold question and answer, at most `prompt_length`
-    tokens."""
-    module = build_reference(reward.model, dtype=compute_dtype(reward.model.fsdp_config.dtype, device)).to(
-        device
-    )
+def local_judge(reward: RewardModelConfig, device: torch.device, *, prompt_length: int) -> EngineChat:
+    """The model of reward_model.model.path in an engine of its own. Its prompts have at most `prompt_length`
+    tokens, unless reward_model.rollout says otherwise."""
+    dtype = compute_dtype(reward.model.fsdp_config.dtype, device)
+    module = build_reference(reward.model, dtype=dtype).to(device)
     tokenizer = build_tokenizer(reward.model)
-    settings = dict(reward.rollout)
+    settings = {key: value for key, value in reward.rollout.items() if key not in LENGTHS}
     name = settings.pop("name", None) or "native"
-    longest = (
-        settings.get("max_model_len")
-        or (settings.get("prompt_length") or prompt_length) + reward.judge.max_tokens
-    )
-    if "max_model_len" not in settings:
-        longest = min(
-            longest, getattr(module.config.get_text_config(), "max_position_embeddings", None) or longest
-        )
-    engine = build_engine(
-        name, module, max_model_len=longest, **{k: v for k, v in settings.items() if k not in LENGTHS}
-    )
+    longest = reward.rollout.get("max_model_len")
+    if longest is None:
+        longest = (reward.rollout.get("prompt_length") or prompt_length) + reward.judge.max_tokens
+        limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        longest = min(longest, limit or longest)
+    engine = build_engine(name, module, max_model_len=longest, **settings)
     generation = getattr(module, "generation_config", None)
     sampling = Sampling(
         temperature=reward.judge.temperature,

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
+from strop.algorithms.metrics.training import StepRecord
+from strop.data.loader import Loader
+from strop.ppo.collect import Validator
+from strop.rewards.scorer import ScoreReport
+from strop.rollout.base import Sampling
+from strop.types import Prompt
 from tests.ppo.runs import run
 
 VOTES = """
@@ -59,6 +66,31 @@ def test_validation_alone_of_a_checkpoint(overrides, tmp_path):
         else "val-core/arithmetic/acc/mean@1"
     )
     assert again[4][name] == trained[4][name]
+
+
+def test_every_validation_has_the_same_order():
+    """The place of a prompt in the order is part of its random stream, and a resumed run validates less."""
+    prompts = [Prompt(index, [index], [], "test") for index in range(16)]
+    orders = []
+
+    class Answering:
+        awake = staticmethod(nullcontext)
+
+        def generate(self, prompts, sampling, n, step, first):
+            orders[-1] += [prompt.index for prompt in prompts]
+            return []
+
+        def score(self, trajectories):
+            return ScoreReport(0, 0, 0, 0, 0.0, {})
+
+        def episode_metrics(self):
+            return {}
+
+    validator = Validator(Loader(prompts, 5, drop_last=False), Answering(), Sampling(), 1)
+    for step in (0, 2):
+        orders.append([])
+        validator.run(step, StepRecord())
+    assert orders[0] == orders[1] and sorted(orders[0]) == list(range(16)) != orders[0]
 
 
 def test_samples_reach_the_trackers(overrides, tmp_path):

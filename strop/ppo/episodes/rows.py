@@ -13,7 +13,7 @@ one value per episode, the sum of its rewards, and all its rows get its advantag
     shared   every row has the advantage of the episode
     split    every row has that advantage divided by the number of rows
     last     only the row with the last answer is trained
-        turn     every turn has the advantage of the rewards from this turn on (turn_credit.py)
+    turn     every turn has the advantage of the rewards from this turn on (turn_credit.py)
 
 Token-level estimators (gae, reinforce ...) treat each row separately. Its last token has the score of the
 episode, and turn rewards are on the last tokens of their turns.
