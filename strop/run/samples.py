@@ -307,12 +307,10 @@ def write_evidence(
     tensor of the batch, and rows.json, with the text of all rows and which of them are suspect."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / "batch.safetensors", tensors_of(batch))
-    rows: list[dict[str, object]] = [
-        {"row": row, "suspect": row in suspects, **text, "prompt_ids": prompt, "response_ids": response}
-        for row, (text, (prompt, response)) in enumerate(
-            zip(texts, _prompts_and_responses(batch), strict=True)
-        )
-    ]
+    rows: list[dict[str, object]] = []
+    for row, (text, (prompt, response)) in enumerate(zip(texts, _prompts_and_responses(batch), strict=True)):
+        ids = {"prompt_ids": prompt, "response_ids": response}
+        rows.append({"row": row, "suspect": row in suspects, **text, **ids})
     content = {
         "step": step,
         "message": message,
@@ -338,12 +336,13 @@ def _prompts_and_responses(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def tensors_of(batch: Batch) -> dict[str, Tensor]:
-    """The tensors of a batch by name; token ids are concatenated, with the length of each sequence."""
-    tables = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "sequences"}
+    """The tensors of a batch by name, without images; token ids are concatenated, with the length of each
+    sequence."""
     import torch
 
-    return {
-        "token_ids": torch.cat(batch.sequences),
-        "lengths": torch.tensor(batch.lengths),
-        **{name: table for name, table in tables.items() if table is not None},
-    }
+    tensors = {"token_ids": torch.cat(batch.sequences), "lengths": torch.tensor(batch.lengths)}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, torch.Tensor):
+            tensors[field.name] = value
+    return tensors

@@ -99,12 +99,11 @@ def _watch(
 
 
 def _write_stacks(worker: WorkerState, seconds: float, stacks: TextIO) -> None:
-    stacks.write(f"\n--- {worker} for {seconds:.0f} s\n")
-    stacks.flush()
-    faulthandler.dump_traceback(stacks, all_threads=True)
-    if threading.active_count() >= MAX_DUMPED_THREADS:
-        stacks.write(_main_stack())
-        stacks.flush()
+    with contextlib.suppress(OSError):  # a full disk must not end this thread: nobody would reset the timer
+        os.write(stacks.fileno(), f"\n--- {worker} for {seconds:.0f} s\n".encode())
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        if threading.active_count() >= MAX_DUMPED_THREADS:
+            os.write(stacks.fileno(), _main_stack().encode())
 
 
 def _main_stack() -> str:

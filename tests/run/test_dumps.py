@@ -8,9 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from strop.run.samples import dump, dump_trajectories, rollout_rows, write_transcripts
-from strop.types import Prompt, Trajectory, Turn
+from strop.run.samples import (
+    batch_rows,
+    dump,
+    dump_trajectories,
+    rollout_rows,
+    write_evidence,
+    write_transcripts,
+)
+from strop.types import ImageInput, Prompt, Trajectory, Turn, batch_of
 
 
 def trajectory(score: float | None, /, **extras: Any) -> Trajectory:
@@ -60,6 +68,16 @@ def test_a_full_disk_costs_the_file_of_a_step_and_not_the_run(
     assert f"The samples of step 1 are not in {tmp_path}/said: [Errno 27]" in caplog.text
     dump_trajectories(tmp_path / "said", 2, [trajectory(1.0)], decode=decode)
     assert [path.name for path in (tmp_path / "said").iterdir()] == ["2.jsonl"]
+
+
+def test_a_batch_with_images_is_written_as_evidence(tmp_path: Path) -> None:
+    prompt = Prompt(0, [1, 2], [], "test", images=(ImageInput("digest", {}, 1),))
+    batch = batch_of([Trajectory(prompt, 0, [3, 4], [1, 1], [0.0, 0.0], score=1.0)])
+    texts = batch_rows(batch, decode)
+    write_evidence(tmp_path, batch, texts, step=1, message="NaN", suspects=[0], not_finite=["values"])
+    assert load_file(tmp_path / "batch.safetensors")["token_ids"].tolist() == [1, 2, 3, 4]
+    [row] = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["suspect"] and row["response_ids"] == [3, 4]
 
 
 def test_a_second_attempt_replaces_the_file_and_a_failed_one_does_not(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strop.run.checkpoint.layout import DamagedCheckpoint, SaveError
-from strop.run.checkpoint.resume import resume
+from strop.run.checkpoint.resume import delete_checkpoint, resume
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Checkpoints, layout, remote, save
 from tests.run.test_checkpoint import contents
@@ -128,14 +128,13 @@ def test_wrong_requests_say_what_to_set(tmp_path: Path) -> None:
         resume(tmp_path, mode="always")
 
 
-def test_a_loaded_checkpoint_is_deleted_when_asked(tmp_path: Path) -> None:
+def test_the_checkpoint_before_a_deleted_one_is_the_latest(tmp_path: Path) -> None:
     saves(tmp_path, 1, 2)
-    found = resume(tmp_path, mode="auto", delete_after_load=True)
-    assert found is not None and found.step == 2 and found.parts["actor/model"]["w"].tolist() == [2.0] * 50
+    delete_checkpoint(tmp_path / "global_step_2")
     assert [path.name for path in layout.step_folders(tmp_path)] == ["global_step_1"] and layout.read_latest(
         tmp_path
     ) == 1
-    resume(tmp_path, mode="auto", delete_after_load=True)
+    delete_checkpoint(tmp_path / "global_step_1")
     assert resume(tmp_path, mode="auto") is None and list(tmp_path.iterdir()) == []
 
 

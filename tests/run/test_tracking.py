@@ -72,6 +72,16 @@ def test_a_run_that_failed_is_marked_before_trackers_close(
     assert ending.seen == reasons and ending.closed and plain.closed
 
 
+def test_one_whose_service_is_away_is_closed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Away(Ending):
+        def mark_failed(self, reason: str) -> None:
+            raise ConnectionError("no route")
+
+    away = Away()
+    Trackers({"away": away}).close(ValueError("no rows"))
+    assert away.closed and "no route" in caplog.text
+
+
 def test_one_that_fails_is_reported_once_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = Memory(), Memory(breaks=True)
     trackers = Trackers({"bad": bad, "good": good})

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -173,6 +174,21 @@ def test_a_slow_phase_is_told_once_and_goes_on(tmp_path, caplog, monkeypatch):
         time.sleep(0.6)
     assert caplog.text.count("in phase 'testing' of step 2 for 0 s: what it does is written in") == 1
     assert "test_a_slow_phase_is_told_once" in stacks_file(tmp_path, 0).read_text()
+
+
+def test_a_full_disk_does_not_end_the_watchdog(tmp_path, caplog, monkeypatch):
+    from strop.run import watchdog
+
+    monkeypatch.setattr(watchdog, "CHECK_INTERVAL", 0.05)
+    monkeypatch.setattr(watchdog, "stacks_file", lambda *_: Path("/dev/full"))
+    with (
+        start_heartbeat(tmp_path) as heart,
+        watchdog.start_watchdog(heart, watchdog.WatchdogLimits(warning=0.1, timeout=0.0)),
+    ):
+        for phase in ("gen", "testing"):
+            heart.beat(2, phase)
+            time.sleep(0.6)
+    assert "in phase 'gen' of step 2" in caplog.text and "in phase 'testing' of step 2" in caplog.text
 
 
 def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch):

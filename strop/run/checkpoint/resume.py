@@ -61,7 +61,6 @@ def resume(
     copied_to: str | None = None,
     only: Callable[[str], bool] = lambda part: True,
     later: Callable[[str], bool] = lambda part: False,
-    delete_after_load: bool = False,
 ) -> ResumePoint | None:
     """The checkpoint that a run starts from; None for the beginning.
 
@@ -75,14 +74,9 @@ def resume(
     if mode == "disable":
         return None
     read = partial(load, only=only, later=later)
-    found: ResumePoint | None
     if mode == "resume_path":
-        found = _resume_named(home, path, read)
-    else:
-        found = _resume_latest(home, copied_to, read)
-    if found is not None and delete_after_load:
-        delete_checkpoint(found.path)
-    return found
+        return _resume_named(home, path, read)
+    return _resume_latest(home, copied_to, read)
 
 
 def _resume_named(home: Path, path: str | None, read: Reader) -> ResumePoint:

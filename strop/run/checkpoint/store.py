@@ -1,7 +1,7 @@
 """Saves and loads checkpoints: the whole state of a run, exact, atomic, and without anything that could run
 code.
 
-    with Checkpoints("checkpoints/gsm8k/grpo", keep=Keep(newest=3)) as checkpoints:
+    with Checkpoints("checkpoints/gsm8k/grpo", keep=RetentionPolicy(newest=3)) as checkpoints:
         ...
         checkpoints.save(20, {"data": loader.state_dict(), "trainer": {...}, "actor/model": weights})
 

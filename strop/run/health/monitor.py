@@ -1,6 +1,6 @@
 """Alerts about a run: rules over its metrics, reported once per episode with a message and what to try.
 
-    health = Health(directory)
+    health = HealthMonitor(directory)
     metrics |= health.examine(metrics, step)
 
 An episode begins when a rule finds something and ends when it has found nothing for QUIET_STEPS steps. It

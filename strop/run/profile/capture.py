@@ -238,7 +238,7 @@ def _captured_phases(
 
 
 def nsys_options(given: Mapping[str, object], captures: int) -> list[str]:
-    """nsys nsys_options as arguments; without a capture-range-end, nsys stops after the last capture.
+    """The options as arguments of nsys; without a capture-range-end, nsys stops after the last capture.
 
     >>> nsys_options({"trace": "cuda", "capture-range-end": None, "kill": None}, 2)
     ['--trace=cuda', '--capture-range-end=repeat-shutdown:2']

@@ -96,10 +96,16 @@ class Trackers:
 
     def close(self, error: BaseException | None = None) -> None:
         """Close all; `error` is what ended the run. A run that a signal ended in order did not fail."""
-        if error is not None and not isinstance(error, StopRequested):
-            reason = f"{type(error).__name__}: {error}"
-            self._each(lambda tracker: _mark_failed(tracker, reason))
-        self._each(lambda tracker: tracker.close())
+        failed = error is not None and not isinstance(error, StopRequested)
+
+        def end(tracker: Tracker) -> None:
+            try:
+                if failed and isinstance(tracker, MarksFailure):
+                    tracker.mark_failed(f"{type(error).__name__}: {error}")
+            finally:
+                tracker.close()
+
+        self._each(end)
         self.active = {}
 
     def __enter__(self) -> Trackers:
@@ -122,11 +128,6 @@ class Trackers:
                     type(error).__name__,
                     error,
                 )
-
-
-def _mark_failed(tracker: Tracker, reason: str) -> None:
-    if isinstance(tracker, MarksFailure):
-        tracker.mark_failed(reason)
 
 
 def start(names: str | Sequence[str], run: TrackedRun, more: Mapping[str, Tracker] | None = None) -> Trackers:
