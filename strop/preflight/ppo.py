@@ -43,7 +43,6 @@ from strop.preflight.report import PreflightReport
 from strop.rewards.base import RewardSample, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import check_judge
-from strop.rewards.managers import one_per_sample
 from strop.shared.in_process import NOTHING_GIVEN, InProcess
 from strop.types import Prompt, Trajectory
 
@@ -305,7 +304,7 @@ def _call_reward(
 
     def call(one: RewardSample) -> object:
         if isinstance(function, RewardFunction) and function.takes_lists:
-            return one_per_sample(function.call_with_lists([one]), 1, function.name)[0]
+            return function.call_with_lists([one])[0]
         return function(one)
 
     [answer] = call_each(call, [sample], timeout=timeout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -129,9 +130,12 @@ def parse_verdict(value: object) -> Verdict:
 
 
 def plain_value(value: object) -> object:
-    """Return a numpy or torch scalar as a Python number and an array as lists; other values unchanged."""
+    """Return a numpy or torch scalar as a Python number, an array as lists, and an integer that no float can
+    hold as infinity; other values unchanged."""
     if hasattr(value, "tolist") and hasattr(value, "shape"):
         return value.tolist()
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return math.inf if value > 0 else -math.inf
     return value
 
 

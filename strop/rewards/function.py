@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from strop.catalog import SCORERS
 from strop.concurrency import BackgroundLoop
@@ -245,11 +245,22 @@ class RewardFunction:
         return self._call(SAMPLE_ARGUMENTS, values)
 
     def call_with_lists(self, samples: Sequence[RewardSample]) -> Sequence[object]:
-        """Call the function once for all samples; the reward manager checks that it returned a list."""
+        """Call the function once for all samples; ValueError if it does not return one value for each."""
         timeout = None
         if self.timeout is not None:
             timeout = self.timeout * len(samples)
-        return cast(Sequence[object], self.run(self._list_call(samples), timeout))
+        values = self.run(self._list_call(samples), timeout)
+        if hasattr(values, "tolist"):
+            values = values.tolist()
+        returned = f"a {type(values).__name__}"
+        if isinstance(values, list | tuple):
+            if len(values) == len(samples):
+                return values
+            returned = f"{len(values)} values"
+        raise ValueError(
+            f"{self.name} was called with {len(samples)} samples and returned {returned}; it must return a "
+            f"list of {len(samples)}."
+        )
 
     @property
     def takes_columns(self) -> bool:

@@ -116,25 +116,7 @@ class BatchRewardManager:
             return NaiveRewardManager(self.function, self.settings).score(samples)
         timeout = self.settings.timeout * len(samples) + LOOP_GRACE
         [values] = call_each(self.function.call_with_lists, [samples], timeout=timeout)
-        if isinstance(values, Exception):
-            return [values] * len(samples)
-        return one_per_sample(values, len(samples), self.function.name)
-
-
-def one_per_sample(values: object, count: int, name: str) -> Sequence[object]:
-    """Return the values as a list of `count`, or `count` errors."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()
-    if not isinstance(values, list | tuple):
-        returned = f"a {type(values).__name__}"
-    elif len(values) != count:
-        returned = f"{len(values)} values"
-    else:
-        return values
-    error = ValueError(
-        f"{name} was called with {count} samples and returned {returned}; it must return a list of {count}."
-    )
-    return [error] * count
+        return [values] * len(samples) if isinstance(values, Exception) else values
 
 
 class RateLimitedRewardManager:

@@ -1,8 +1,7 @@
 """A reward model in the training loop: it reads the whole conversation and returns one number per response.
 
-Anything with `score(list of token-id lists) -> list of numbers` can be the model (it is given images as the
-second argument where prompts have some); `HeadModel` wraps a torch
-module.
+Anything with `score(list of token-id lists) -> list of numbers` can be the model. Images of prompts are its
+second argument. `HeadModel` wraps a torch module.
 """
 
 from __future__ import annotations
@@ -76,9 +75,8 @@ class RewardModelScorer:
         return self._scores(self._truncate(sequences))
 
     def _score_images(self, sequences: list[list[int]], images: Sequence[Images]) -> list[float | Exception]:
-        """Scores where some sequences have images, which are never cut: those that are too long have
-        none."""
-        found: list[float | Exception] = []
+        """Scores where some sequences have images, which are never cut: a sequence that is too long has no
+        score."""
         if self.own_tokenizer is not None:
             raise ValueError(
                 "The prompt has images, and the tokenizer or chat template of the reward model is not that "
@@ -88,6 +86,7 @@ class RewardModelScorer:
         fits = [self.max_length is None or len(ids) <= self.max_length for ids in sequences]
         chosen = [row for row, fit in enumerate(fits) if fit]
         scores = iter(self._scores([sequences[row] for row in chosen], [images[row] for row in chosen]))
+        found: list[float | Exception] = []
         for ids, fit in zip(sequences, fits, strict=True):
             if fit:
                 found.append(next(scores))

@@ -81,24 +81,12 @@ class Several(ListScorer):
 
 def _scores(call: RewardFunction, samples: Sequence[RewardSample]) -> Sequence[object]:
     """What one function says of each sample."""
-    if not call.takes_lists:
-        workers = MAX_ASYNC_CALLS if call.is_async else 1
-        # In a list, because `call_each` takes None for a forgotten return.
-        answers = call_each(lambda sample: [call(sample)], samples, workers=workers)
-        return [answer[0] if isinstance(answer, list) else answer for answer in answers]
-    values: object = call.call_with_lists(samples)
-    tolist = getattr(values, "tolist", None)
-    if callable(tolist):
-        values = tolist()
-    if isinstance(values, list | tuple) and len(values) == len(samples):
-        return values
-    returned = f"a {type(values).__name__}"
-    if isinstance(values, list | tuple):
-        returned = f"{len(values)} values"
-    raise ValueError(
-        f"{call.name} was called with {len(samples)} samples and returned {returned}; it must return a list "
-        f"of {len(samples)}."
-    )
+    if call.takes_lists:
+        return call.call_with_lists(samples)
+    workers = MAX_ASYNC_CALLS if call.is_async else 1
+    # In a list, because `call_each` takes None for a forgotten return.
+    answers = call_each(lambda sample: [call(sample)], samples, workers=workers)
+    return [answer[0] if isinstance(answer, list) else answer for answer in answers]
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -193,6 +193,12 @@ def test_validation_groups_by_source_and_prompt_and_skips_text() -> None:
     assert "pass@2" not in metrics["b"]["reward"], "0.5 is no pass or fail"
 
 
+def test_a_variable_with_texts_and_numbers_counts_as_text() -> None:
+    variables = {"reward": [1.0, 0.0, 1.0], "pred": [42, "none", 7]}
+    found = validation_metrics(["a", "a", "a"], ["p", "p", "q"], variables)
+    assert set(found["a"]) == {"reward"} and "maj@2/mean" in found["a"]["reward"]
+
+
 def test_core_names() -> None:
     metrics = {
         "gsm8k": {

@@ -108,6 +108,7 @@ def test_extras_become_plain() -> None:
     ).extras
     assert extras == {"score": 1.0, "acc": True, "parts": [1, 2], "7": 2.5, "pred": "a"}
     assert type(extras["acc"]) is bool
+    assert parse_verdict({"score": 1, "pred": 10**400}).extras["pred"] == float("inf")  # no float holds it
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_extras_become_plain() -> None:
     [
         (float("nan"), "nan, which is not a finite number"),
         (np.float32("inf"), "inf, which is not a finite number"),
+        (-(10**400), "-inf, which is not a finite number"),
         ("1.0", "'1.0' of type str"),
         ([1.0], "of type list"),
         (np.array([1.0, 2.0]), "of type ndarray"),

@@ -38,10 +38,10 @@ def validation_metrics(
     """Metrics of every numeric variable per data source, averaged over its prompts.
 
     Every argument has one entry per response; `variables` holds scores and all values that the scorer
-    reported. Variables of strings are skipped; the variable `pred` holds the votes of the responses. A
-    missing value (None) excludes the response from that variable. `expected_acc_counts` is the number of
-    responses that a prompt should have: missing ones count as `acc` 0, and the accuracy of the others is kept
-    as `acc_success_only`.
+    reported. Variables with a string among their values are skipped; the variable `pred` holds the votes of
+    the responses. A missing value (None) excludes the response from that variable. `expected_acc_counts` is
+    the number of responses that a prompt should have: missing ones count as `acc` 0, and the accuracy of the
+    others is kept as `acc_success_only`.
     """
     if estimator not in ("exact", "bootstrap"):
         raise ValueError(f"The estimator of best@n is 'exact' or 'bootstrap', not {estimator!r}.")
@@ -57,9 +57,12 @@ def validation_metrics(
     metrics: Metrics = {}
     for source, prompts_of_source in prompts.items():
         collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        texts: set[str] = set()
+        for prompt in prompts_of_source.values():
+            texts.update(name for name, values in prompt.items() if any(isinstance(v, str) for v in values))
         for prompt in prompts_of_source.values():
             for variable, values in prompt.items():
-                if values and not isinstance(values[0], str):
+                if values and variable not in texts:
                     votes = prompt.get("pred")
                     found = prompt_metrics(values, votes, estimator=estimator, seed=seed)
                     for metric, value in found.items():
