@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from strop.agents.endpoint.program import PROGRAM_AGENT, ProgramAgent
@@ -144,37 +145,53 @@ class EpisodeRunner:
         self.context = context
         self.loops = loops
         self.max_concurrency = max_concurrency
-        self._running: list[asyncio.Future[Episode]] = []
+        self._running: set[asyncio.Future[Episode]] = set()
         self._event_loop = BackgroundLoop("strop-agents")  # one for the run: connections of tools live in it
 
     def run(self, requests: Sequence[EpisodeRequest], *, all_may_fail: bool = False) -> list[Episode]:
         """Return all episodes, ended, in the order of `requests`."""
         try:
             episodes: list[Episode] = self._event_loop.start(self._run_all(requests)).result()
-        except KeyboardInterrupt:
-            self._event_loop.run(self._cancel(), timeout=CLOSING_SECONDS)
+        except BaseException:  # a signal, or a row whose loop does not exist
+            self._cancel_episodes()
             raise
         _report_failures(episodes, all_may_fail)
         return episodes
 
     def close(self) -> None:
         """Close the loops, the endpoint, and the tools and their connections."""
-        self._event_loop.run(self.loops.close(), timeout=CLOSING_SECONDS)
-        if self.context.endpoint is not None:
-            self._event_loop.run(self.context.endpoint.close(), timeout=CLOSING_SECONDS)
-        self.context.tools.close()
-        self._event_loop.close()
+        with ExitStack() as stack:  # the last one first, each also if another one fails
+            stack.callback(self._event_loop.close)
+            stack.callback(self.context.tools.close)
+            if self.context.endpoint is not None:
+                stack.callback(self._finish, self.context.endpoint.close)
+            stack.callback(self._finish, self.loops.close)
+            stack.callback(self._cancel_episodes)
+
+    def _finish(self, close: Callable[[], Coroutine[object, None, None]]) -> None:
+        self._event_loop.run(close(), timeout=CLOSING_SECONDS)
+
+    def _cancel_episodes(self) -> None:
+        """Cancel the running episodes, and wait a while until they have released tools and interactions, and
+        killed their programs."""
+        try:
+            self._finish(self._cancel)
+        except TimeoutError:
+            log.warning("Episodes did not release their tools within %g s.", CLOSING_SECONDS)
 
     async def _run_all(self, requests: Sequence[EpisodeRequest]) -> list[Episode]:
         semaphore = asyncio.Semaphore(self.max_concurrency)
-        self._running = [asyncio.ensure_future(self._run_one(request, semaphore)) for request in requests]
-        return list(await asyncio.gather(*self._running))
+        tasks = [asyncio.ensure_future(self._run_one(request, semaphore)) for request in requests]
+        self._running.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._running.discard)
+        return list(await asyncio.gather(*tasks))
 
     async def _cancel(self) -> None:
-        """Cancel the running episodes, and wait until they have released tools and interactions."""
-        for task in self._running:
+        running = list(self._running)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
     async def _run_one(self, request: EpisodeRequest, semaphore: asyncio.Semaphore) -> Episode:
         loop = self.loops.get(request.prompt.agent_name)

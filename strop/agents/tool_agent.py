@@ -66,8 +66,6 @@ class ToolAgent:
 
 
 MessageFormat = Callable[[ToolCall | Malformed, str], ChatMessage]
-
-
 """From a call and its result to the message that the model reads."""
 
 

@@ -246,7 +246,7 @@ def fit_arguments(arguments: Mapping[str, object], schema: JsonSchema) -> JsonOb
     required = schema.get("required") or []
     problems = [f"argument {name!r} is missing" for name in required if name not in arguments]
     result: JsonObject = {}
-    open_ended = schema.get("additionalProperties", not properties)
+    open_ended = schema.get("additionalProperties", not properties) is not False  # {} allows anything
     for name, value in arguments.items():
         if name in properties:
             try:
@@ -277,7 +277,7 @@ def _fit(value: object, schema: object, where: str) -> object:
     kinds = _kinds(schema)
     if kinds and not any(_has_type(value, kind) for kind in kinds):
         raise ValueError(f"{where} must be {_with_article(kinds)}, not {kind_of(value)} ({_shown(value)})")
-    if "integer" in kinds and isinstance(value, float):
+    if "integer" in kinds and isinstance(value, float) and value.is_integer():
         value = int(value)
     if schema.get("enum") and value not in schema["enum"]:
         raise ValueError(

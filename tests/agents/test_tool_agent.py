@@ -29,6 +29,7 @@ from strop.data.images import ImageProcessor
 from strop.models.forward import response_outputs
 from strop.ppo.rank_sharing import PackedTrajectories
 from strop.rollout.base import Sampling, build_engine, stream_seed
+from strop.stopping import StopRequested
 from strop.types import Prompt, Trajectory, batch_of
 from tests.agents.stage import SAMPLING, STOP, ScriptedEngine, episode_context, play, prompt, text, tool_set
 from tests.models.vision.tiny_vlm import picture, processor_of, tiny_vlm
@@ -279,7 +280,10 @@ def test_a_late_interaction_fails_its_episode() -> None:
     assert "the interaction late did not answer within 0.05 seconds" in str(late.error) and fine.error is None
 
 
-def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), StopRequested(15)])
+def test_an_interrupted_run_lets_go_of_everything(
+    stop: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interaction, scene = counting()
     scene.engine.latency = 30.0  # type: ignore[attr-defined]
     runner = EpisodeRunner(scene, AgentLoops("single_turn_agent"), max_concurrency=4)
@@ -288,13 +292,13 @@ def test_an_interrupted_run_lets_go_of_everything(monkeypatch: pytest.MonkeyPatc
         def result(self) -> None:
             while not interaction.open:
                 time.sleep(0.001)
-            raise KeyboardInterrupt
+            raise stop
 
     start = BackgroundLoop.start
     monkeypatch.setattr(BackgroundLoop, "start", lambda self, work: (start(self, work), Interrupted())[1])
     row = prompt("x", interaction_kwargs={"name": "countdown", "first": 0})
     begun = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(stop)):
         runner.run([EpisodeRequest(row, SAMPLING, (i,)) for i in range(8)])
     assert not interaction.open and time.perf_counter() - begun < 5, "finalized, and nobody was waited for"
     runner.close()

@@ -165,6 +165,11 @@ def test_arguments_that_fit():
     assert type(fit_arguments(given, OBJECT)["n"]) is int
 
 
+def test_a_fraction_stays_one_where_both_kinds_of_numbers_are_allowed():
+    schema = {"properties": {"x": {"type": ["integer", "number"]}}, "additionalProperties": {}}
+    assert fit_arguments({"x": 3.5, "more": 1}, schema) == {"x": 3.5, "more": 1}
+
+
 def test_raw_text_gets_the_type_of_the_schema():
     raw = {
         "n": "3",

@@ -3,13 +3,14 @@
     reset(seed=..., options=...) -> observation, info
     step(text) -> observation, reward, terminated, truncated, info
 
-The older form with one `done` works too. Calls run in a thread each, so a slow step delays no other episode.
+The older form with one `done` works too. Calls run in daemon threads: a step that is slow or hangs delays
+neither other episodes nor the end of the program.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import AsyncIterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 from strop.agents.environments.text import Observed, TextEnvironmentAgent, text_of
 from strop.agents.episode import EpisodeError
+from strop.agents.tools import AbandonableThreads
 from strop.extras import require
 from strop.registry import load_attribute
 
@@ -26,16 +28,17 @@ KEY = "rollout.environment"
 def gym_agent(place: str, arguments: Mapping[str, object]) -> TextEnvironmentAgent:
     """The loop of gym:MODULE:CLASS, gym:FILE.py:CLASS or gym:ID (a registered environment of Gymnasium)."""
     make = _maker(place)
+    threads = AbandonableThreads("strop-environment")
 
     @contextlib.asynccontextmanager
     async def opened() -> AsyncIterator[GymEnvironment]:
-        made = await asyncio.to_thread(make, **arguments)
+        made = await threads.call(make, dict(arguments))
         try:
-            yield GymEnvironment(made, place)
+            yield GymEnvironment(made, place, threads)
         finally:
             close = getattr(made, "close", None)
             if close is not None:
-                await asyncio.to_thread(close)
+                await threads.call(close, {})
 
     return TextEnvironmentAgent(opened, f"{KEY}=gym:{place}")
 
@@ -70,17 +73,18 @@ def _imported(path: str, name: str) -> Any:
 class GymEnvironment:
     """One episode."""
 
-    def __init__(self, environment: Any, name: str) -> None:
+    def __init__(self, environment: Any, name: str, threads: AbandonableThreads) -> None:
         self.environment = environment
         self.name = name
+        self.threads = threads
 
     async def reset(self, seed: int, options: dict[str, object]) -> Observed:
-        found = await asyncio.to_thread(self.environment.reset, seed=seed, options=options)
+        found = await self.threads.call(self.environment.reset, {"seed": seed, "options": options})
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         return Observed(text_of(observation))
 
     async def step(self, action: str) -> Observed:
-        found = await asyncio.to_thread(self.environment.step, action)
+        found = await self.threads.call(functools.partial(self.environment.step, action), {})
         if not isinstance(found, tuple) or len(found) not in (4, 5):
             raise EpisodeError(
                 f"{self.name}.step returned {type(found).__name__}; expected (observation, reward, "
