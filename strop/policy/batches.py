@@ -153,11 +153,11 @@ def _batch_of_data(data: Sequence[Datum]) -> Batch:
     return Batch(
         sequences=[torch.tensor([*datum.prompt, *datum.response]) for datum in data],
         prompt_lengths=torch.tensor([len(datum.prompt) for datum in data]),
-        mask=rows_of([_mask(datum) for datum in data], width),
         groups=torch.arange(len(data)),
         weights=_table(data, "weights", width),
         advantages=_table(data, "advantages", width),
         rollout_log_probs=_table(data, "log_probs", width),
+        mask=rows_of(_checked("mask values", data, [_mask(datum) for datum in data]), width),
         row_ids=torch.arange(len(data)),
     )
 
@@ -180,13 +180,20 @@ def _table(data: Sequence[Datum], name: str, width: int) -> Tensor | None:
         raise ValueError(
             f"Row {missing[0]} has no {name}, but other rows of the batch have. Give it to all or none."
         )
+    return rows_of(_checked(name, data, values), width)
+
+
+def _checked(
+    name: str, data: Sequence[Datum], values: Sequence[Sequence[float]]
+) -> Sequence[Sequence[float]]:
+    """The values of all rows, if every response token has one."""
     for row, (datum, value) in enumerate(zip(data, values, strict=True)):
         if len(value) != len(datum.response):
             raise ValueError(
                 f"Row {row} has {len(value)} {name} for {len(datum.response)} response tokens; each token "
                 "needs one."
             )
-    return rows_of(values, width)
+    return values
 
 
 def check_batch(batch: Batch, vocabulary: int, longest: int) -> Batch:

@@ -147,7 +147,11 @@ class PolicyCore:
         self.adapters.add(name, rank=rank, alpha=alpha, seed=0)
         self.adapters.activate(name)
         names = {without_adapter_name(own): own for own in self.backend.weights.masters}
-        load_weights({names.get(own, own): value for own, value in weights.items()}, self.backend)
+        try:
+            load_weights({names.get(own, own): value for own, value in weights.items()}, self.backend)
+        except ValueError:  # weights of another model
+            self.adapters.remove(name)
+            raise
         self._changed(name)
 
     def remove_adapter(self, name: str) -> None:

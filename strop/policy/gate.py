@@ -28,9 +28,13 @@ class Gate:
         with self._changed:
             self._refuse_own_loop()
             self._trainers_waiting += 1
-            self._changed.wait_for(lambda: not self._training and not self._sampling.total())
-            self._trainers_waiting -= 1
-            self._training = True
+            try:
+                self._changed.wait_for(lambda: not self._training and not self._sampling)
+                self._training = True
+            finally:
+                self._trainers_waiting -= 1
+                if not self._training:  # interrupted: samples that waited for this operation may begin
+                    self._wake()
         try:
             yield
         finally:
@@ -55,7 +59,9 @@ class Gate:
         finally:
             with self._changed:
                 self._sampling[loop] -= 1
-                if not self._sampling.total():
+                if not self._sampling[loop]:
+                    del self._sampling[loop]  # a closed event loop must not be kept
+                if not self._sampling:
                     self._wake()
 
     def _wake(self) -> None:
@@ -71,7 +77,7 @@ class Gate:
             loop = asyncio.get_running_loop()
         except RuntimeError:  # this thread runs no event loop
             return
-        if self._sampling[loop]:
+        if loop in self._sampling:
             raise ValueError(
                 "A training operation was called in an event loop whose samples are still running: they "
                 "could never finish. Await them first, or await the operation in another thread: "

@@ -85,5 +85,4 @@ def find_tokenizer(settings: ModelConfig, module: PreTrainedModel | None) -> Pre
         if not path:
             raise ValueError("Policy(model, tokenizer): a loaded model needs its tokenizer; none was given.")
         settings = dataclasses.replace(settings, tokenizer_path=path)
-    found: PreTrainedTokenizerBase = tokenizer_of(settings)
-    return found
+    return tokenizer_of(settings)

@@ -173,10 +173,8 @@ class Policy:
         `seed`: the same seed gives the same responses; without one, each call draws others. `adapter`: an
         adapter, a published name, or None for the model without adapter.
         """
-        sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
-        numbered = []
-        for place, prompt in enumerate(prompts):
-            numbered.append((place, prompt_of(prompt, self.tokenizer, place)))
+        sampling = self._sampling(n, max_tokens, temperature, top_k, top_p, stop)
+        numbered = [(place, self._rendered(prompt, place)) for place, prompt in enumerate(prompts)]
         with self._gate.training():
             base, call = self._stream(seed)
             found = self._core.sample(numbered, sampling, n, base, call, adapter)
@@ -199,8 +197,8 @@ class Policy:
         adapter: str | None = DEFAULT,
     ) -> list[Trajectory]:
         """n responses to one prompt. The samples of concurrent coroutines share batches."""
-        sampling = self._sampling(max_tokens, temperature, top_k, top_p, stop)
-        rendered = prompt_of(prompt, self.tokenizer, 0)
+        sampling = self._sampling(n, max_tokens, temperature, top_k, top_p, stop)
+        rendered = self._rendered(prompt, 0)
         base, call = self._stream(seed)
         room = self._facts.longest - len(rendered.ids)
         request = Request(
@@ -231,9 +229,20 @@ class Policy:
         self.calls += 1
         return self.seed, self.calls
 
+    def _rendered(self, given: PromptLike, place: int) -> Prompt:
+        found = prompt_of(given, self.tokenizer, place)
+        if len(found.ids) >= self._facts.longest:
+            raise ValueError(
+                f"Prompt {place} has {len(found.ids)} tokens, which leaves no room for a response: the model "
+                f"takes {self._facts.longest} tokens of both together."
+            )
+        return found
+
     def _sampling(
-        self, max_tokens: int, temperature: float | None, top_k: int, top_p: float, stop: Stops
+        self, n: int, max_tokens: int, temperature: float | None, top_k: int, top_p: float, stop: Stops
     ) -> Sampling:
+        if n < 1 or max_tokens < 1:
+            raise ValueError(f"n={n} and max_tokens={max_tokens} must both be at least 1.")
         if temperature is None:
             temperature = self.config.actor_rollout_ref.rollout.temperature
         ends = stop_ids(self.tokenizer, self._facts.end_ids)

@@ -40,7 +40,7 @@ class Samplers:
         self._changes: Counter[str] = Counter()
         """How often the weights of each adapter changed."""
         self._loaded: dict[str, int] = {}
-        """Adapters in the engine, with the number of changes they had when they were copied."""
+        """By their names in the engine: the changes that adapters had when they were copied into it."""
         self.snapshots: dict[str, int] = {}
         """Published names, with the updates that the adapter had then."""
 
@@ -50,7 +50,7 @@ class Samplers:
 
     def removed(self, adapter: str) -> None:
         """An adapter does not exist any more."""
-        if self._loaded.pop(adapter, None) is not None:
+        if self._loaded.pop(_OWN + adapter, None) is not None:
             self._engine.unload_adapter(_OWN + adapter)
 
     def name_of(self, adapter: str | None, adapters: list[str]) -> str | None:
@@ -70,10 +70,11 @@ class Samplers:
                     f"{', '.join(known)}."
                 )
             self._refuse()
-            if self._loaded.get(adapter) != self._changes[adapter]:
-                self._engine.load_adapter(_OWN + adapter, *self._weights(adapter))
-                self._loaded[adapter] = self._changes[adapter]
-            return _OWN + adapter
+            name = _OWN + adapter
+            if self._loaded.get(name) != self._changes[adapter]:
+                self._engine.load_adapter(name, *self._weights(adapter))
+                self._loaded[name] = self._changes[adapter]
+            return name
 
     def publish(self, name: str, adapter: str, adapters: list[str], updates: int) -> None:
         """Keep the weights that an adapter has now under a name of their own."""

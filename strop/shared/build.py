@@ -76,9 +76,8 @@ class BackendMaker:
     ) -> ModuleBackend:
         """The backend of the module that `build` (of models/build.py) makes of the `model` section.
 
-        Without `optim` it is frozen. `router_replay`: which passes take the experts of the batch.
-        `shared_with_engine`: a rollout engine samples from the module, so its
-        weights stay on the device.
+        Without `optim` it is frozen. `shared_with_engine`: a rollout engine samples from the module, so its
+        weights stay on the device. `router_replay`: which passes take the experts of the batch.
         """
         if fsdp.full_determinism:
             use_deterministic_kernels()
@@ -230,7 +229,7 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-def tokenizer_of(model: Any) -> Any:
+def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, with the chat template that was asked for: a text, or the content of a .jinja
     file."""
     tokenizer = build_tokenizer(model)

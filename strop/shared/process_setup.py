@@ -1,4 +1,5 @@
-"""What a command says on the side: Strop's own notes and everybody's warnings, one line each, on stderr."""
+"""Setup of every process of Strop, before torch is imported: logging to stderr, one line per record, and
+settings of the memory allocator."""
 
 from __future__ import annotations
 
@@ -10,28 +11,28 @@ from pathlib import Path
 
 
 class ToStderr(logging.Handler):
-    """Writes to what sys.stderr is at that moment: the live view of a run puts its own stream there."""
+    """Writes to the current sys.stderr, which the live view of a run replaces by its own stream."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(self.format(record) + "\n")
-        except (OSError, ValueError):  # the stream is closed or full; a note is not worth a run
+        except (OSError, ValueError):  # the stream is closed, or its disk is full: the run goes on
             self.handleError(record)
 
 
 class OneLine(logging.Formatter):
-    """`strop: warning: ...`, in the form that errors have; other libraries are named."""
+    """`strop: warning: ...`, the form of error messages; records of other libraries begin with their name."""
 
     def format(self, record: logging.LogRecord) -> str:
-        room = record.name.partition(".")[0]
+        package = record.name.partition(".")[0]
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        text = f"{room}: {level}{record.getMessage()}"
+        text = f"{package}: {level}{record.getMessage()}"
         return text if not record.exc_info else f"{text}\n{self.formatException(record.exc_info)}"
 
 
 def configure_logging() -> None:
-    """Once per process: Strop from INFO on, others from WARNING on; STROP_DEBUG=1 lets transformers tell all
-    it does."""
+    """Set up logging, once per process: Strop from INFO on, other libraries from WARNING on. With
+    STROP_DEBUG=1, transformers keeps its own verbosity."""
     root = logging.getLogger()
     if any(isinstance(handler, ToStderr) for handler in root.handlers):
         return
@@ -47,9 +48,6 @@ def configure_logging() -> None:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-# What a process of Strop does before anything large is imported.
-
-
 KEEP_MS = 60_000
 """How long the allocator keeps freed memory before the system gets it back."""
 _GLIBC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
@@ -63,13 +61,13 @@ def prepare_process() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let memory that one step frees be there for the next.
+    """Keep memory that a step frees for the next step.
 
-    A training step frees and asks for the same gigabytes again and again. Memory that went back to the system
-    in between has to be cleared and mapped anew: a tenth of a step on a CPU. Where torch brings mimalloc (its
-    builds for Arm), it goes back after 10 ms; that is read when torch is imported. The allocator of glibc
-    gives back what is free at the end of its memory, and blocks larger than a limit at once; here only those
-    above 32 MiB, the largest limit that it takes. What the user has set stays.
+    A training step frees gigabytes and allocates them again. Memory that was returned to the system in
+    between must be cleared and mapped again, which takes a tenth of a step on a CPU. mimalloc, which torch
+    uses in its builds for Arm, returns memory after 10 ms; it reads its settings when torch is imported.
+    glibc returns free memory at the end of its heap, and every block above a limit at once; here the limit is
+    32 MiB, the largest that it accepts. Settings of the user are kept.
     """
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(KEEP_MS))
     if any(name in os.environ for name in _GLIBC_SETTINGS):
@@ -84,11 +82,11 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def use_huge_pages(setting: Path = HUGE_PAGES) -> None:
-    """Let torch ask for pages of 2 MiB, where the system gives them to those who ask.
+    """Let torch ask for pages of 2 MiB, if the system gives them on request (madvise).
 
     Matrix products on a CPU read gigabytes of weights and activations. With pages of 4 KiB they wait for
-    translations of addresses, and each page is mapped by an interrupt of its own. Where huge pages are given
-    to all or to nobody, nothing is set; read when torch is imported; what the user has set stays.
+    address translation, and every page costs a page fault. Nothing is set where the system gives huge pages
+    always or never. torch reads the setting when it is imported. A setting of the user is kept.
     """
     try:
         given = setting.read_text()

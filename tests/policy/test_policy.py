@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strop.backends.base import Outputs
 from strop.backends.micro_batches import NonFiniteLoss
 from strop.policy.batches import Datum, StepOutput
+from strop.policy.gate import Gate
 from strop.policy.policy import Policy
 from strop.types import Batch, Trajectory
 
@@ -106,6 +109,25 @@ def test_a_training_operation_in_the_loop_of_its_samples_is_refused(policy: Poli
         await sampling
 
     asyncio.run(both())
+
+
+def test_samples_go_on_after_a_training_operation_was_interrupted() -> None:
+    gate = Gate()
+
+    async def sample() -> None:
+        async with gate.sampling():
+            with pytest.raises(KeyboardInterrupt):
+                await asyncio.to_thread(interrupted)
+
+    def interrupted() -> None:
+        def wait_for(_: object) -> None:
+            raise KeyboardInterrupt  # in a notebook, while the samples are running
+
+        with unittest.mock.patch.object(gate._changed, "wait_for", wait_for), gate.training():
+            raise AssertionError("samples are running")
+
+    asyncio.run(asyncio.wait_for(sample(), 10))
+    asyncio.run(asyncio.wait_for(sample(), 10))
 
 
 def test_texts_and_tokens_end_a_response(policy: Policy) -> None:
@@ -337,6 +359,24 @@ def test_a_resumed_policy_has_the_numbers_of_one_that_went_on(
         assert same(masters(resumed), end)
 
 
+def test_an_adapter_may_have_the_name_that_the_engine_has_for_no_adapter(adapted: Policy) -> None:
+    plain = adapted.sample(PROMPTS, max_tokens=4, seed=1, adapter=None)
+    adapted.add_adapter("base")
+    assert adapted.sample(PROMPTS, max_tokens=4, seed=1, adapter="base") == plain
+    assert adapted.sample(PROMPTS, max_tokens=4, seed=1, adapter=None) == plain
+
+
+def test_an_adapter_of_another_model_leaves_nothing_behind(adapted: Policy, tmp_path: Path) -> None:
+    adapted.save_for_sampling(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    save_file({name: weight[:1].clone() for name, weight in weights.items()}, file)
+    with pytest.raises(ValueError):
+        adapted.load_adapter("b", tmp_path)
+    save_file(weights, file)
+    adapted.load_adapter("b", tmp_path)
+
+
 def test_another_adapter_can_load_a_state(adapted: Policy, tmp_path: Path) -> None:
     trained(adapted, "default", 2)
     adapted.save_state(tmp_path / "state")
@@ -437,7 +477,10 @@ BAD_CALLS = {
     "needs advantages": lambda p: p.forward_backward([Datum([1], [2])], "vanilla"),
     "needs the log-probs": lambda p: p.forward_backward([Datum([1], [2], advantages=[1.0])], "ppo"),
     "1 weights for 2": lambda p: p.forward_backward([Datum([1], [2, 3], weights=[1.0])], "cross_entropy"),
+    "1 mask values for 2": lambda p: p.forward_backward([Datum([1], [2, 3], mask=[1])], "cross_entropy"),
     "mask is 0": lambda p: p.forward_backward([Datum([1], [2], weights=[0.0])], "cross_entropy"),
+    "must both be at least 1": lambda p: p.sample(PROMPTS, n=0, max_tokens=2),
+    "leaves no room": lambda p: p.sample([[1] * 999], max_tokens=2),
     "without gradients": lambda p: p.optim_step(),
     "no adapter 'defalt'. Did you mean 'default'": lambda p: p.sample(PROMPTS, max_tokens=2, adapter="defalt"),
     "lora_rank > 0": lambda p: p.add_adapter("b"),
