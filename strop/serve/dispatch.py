@@ -4,6 +4,7 @@ loop, where all of them share the batches of the engine."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from strop.serve.store import ModelRecord, Stored
 from strop.serve.trainer import ModelTrainer
 from strop.serve.turns import FairQueue, ModelTurns
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 JOBS_PER_TURN = 16
 """Training requests that one turn carries out before samples may start again."""
+DISK_PAUSE = 5.0
+"""Seconds before a request whose answer could not be stored is carried out again."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,16 @@ class Dispatcher:
                 self._work.clear()
 
     async def _answer(self, job: TrainingJob) -> None:
-        answer = await self._in_thread(lambda: self._trainer.answer(job.model, job.seq, job.request))
-        self._on_answer(job, answer)
+        """Carry out a request. It is stored, so where the disk fails it is carried out again."""
+        while True:
+            try:
+                answer = await self._in_thread(lambda: self._trainer.answer(job.model, job.seq, job.request))
+                self._on_answer(job, answer)
+                return
+            except OSError as error:
+                log.error("Request %d of %s waits for the disk: %s", job.seq, job.model.model_id, error)
+                await self._in_thread(lambda: self._trainer.release(job.model.model_id))
+                await asyncio.sleep(DISK_PAUSE)
 
     async def _score_all(self) -> None:
         """Score the prompts that wait, all prompts of one sampler together."""

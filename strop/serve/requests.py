@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from strop.rewards.server_requests import RequestRefused, printable
@@ -258,8 +258,3 @@ def read_adam(fields: Fields) -> AdamStep:
         weight_decay=params.number("weight_decay", 0.0),
         grad_clip=clip if clip > 0 else None,
     )
-
-
-def check_token_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
-    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise RequestRefused(400, f"{where} has a token id outside 0 to {vocabulary - 1}.")

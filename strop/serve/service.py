@@ -359,10 +359,14 @@ class TrainingService:
 
     async def _retrieve_sample(self, request_id: str) -> Stored | None:
         task = self._samples.get(request_id)
-        if task is None:  # samples do not survive a restart; on 410 the client sends the request again
-            raise RequestRefused(410, f"The sample {printable(request_id)} is not known; send it again.")
-        done, _ = await asyncio.wait([task], timeout=POLL_SECONDS)
-        return task.result() if done else None
+        if task is not None:
+            done, _ = await asyncio.wait([task], timeout=POLL_SECONDS)
+            if not done:
+                return None
+            if not task.cancelled():
+                return task.result()
+        # Samples do not survive a restart or `cancel_sample`; on 410 the client sends the request again.
+        raise RequestRefused(410, f"The sample {printable(request_id)} is not known; send it again.")
 
     def cancel_sample(self, user: str, request_id: str) -> None:
         owner_id = request_id.rpartition(":")[0]

@@ -22,12 +22,9 @@ class FairQueue(Generic[Job]):
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, deque[Job]] = OrderedDict()
-        self.arrived = asyncio.Event()
-        """Set while a job waits."""
 
     def put(self, session: str, job: Job) -> None:
         self._lines.setdefault(session, deque()).append(job)
-        self.arrived.set()
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
@@ -40,8 +37,6 @@ class FairQueue(Generic[Job]):
         job = line.popleft()
         if line:
             self._lines[session] = line  # at the end: the others come first
-        if not self._lines:
-            self.arrived.clear()
         return job
 
 

@@ -262,7 +262,7 @@ class SupervisedTrainer:
 
     def report(self, record: StepRecord, batch: Batch | None) -> None:
         """Add the metrics of a step to its record."""
-        lengths = [0] if batch is None else batch.lengths
+        lengths = [] if batch is None else batch.lengths
         tokens = sum(lengths)
         seconds = record.seconds["step"]
         rows = len(lengths) // self.task.rows_per_item

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from strop.rewards.server_requests import RequestRefused
 from strop.serve.requests import Fields
 from strop.serve.service import TrainingService
 from strop.serve.start import build_service
@@ -152,6 +153,30 @@ def test_a_failed_request_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_requests_wait_for_a_disk_that_is_full(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("strop.serve.dispatch.DISK_PAUSE", 0.0)
+    write = StateStore.write_answer
+    failures = iter([False, False, True, True])
+
+    def sometimes(store: StateStore, *given: Any) -> None:
+        if next(failures, False):
+            raise OSError(28, "No space left on device")
+        write(store, *given)
+
+    monkeypatch.setattr(StateStore, "write_answer", sometimes)
+
+    async def scene() -> None:
+        service, host = open_service(tmp_path)
+        async with service.running():
+            model = new_model(service)
+            await answered(service, send(service, model, 1, "pass", pass_body(model, 1)))
+            step = send(service, model, 2, "optim_step", b'{"adam_params": {}}')
+            await asyncio.wait_for(answered(service, step), 10)
+            assert host.adapters[model]["w"] == pytest.approx(-4 + 3 * 1e-4)  # one step, not three
+
+    asyncio.run(scene())
+
+
 class _Raises:
     def wait(self, seconds: float) -> bool:
         raise RuntimeError("no memory")
@@ -216,6 +241,21 @@ def test_samples_after_a_restart_are_asked_for_again(tmp_path: Path) -> None:
             await answered(again, again.sample(USER, Fields(request)))
 
     asyncio.run(scene())
+
+
+def test_a_sample_that_is_cancelled_while_somebody_waits_is_gone(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service, _ = open_service(tmp_path)
+        task = asyncio.create_task(asyncio.Event().wait())
+        service._samples["s:sample:0:1"] = task  # type: ignore[assignment]
+        waiting = asyncio.create_task(service._retrieve_sample("s:sample:0:1"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(RequestRefused) as refusal:
+            await waiting
+        assert refusal.value.status == 410
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
 
 
 def test_a_state_folder_belongs_to_one_model(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ def test_rows_that_are_too_long(small, tmp_path):
         "data.val_files=null",
     )
     assert nothing[1]["train/skipped_rows"] == 16 and nothing[1]["train/empty_updates"] == 1
+    assert nothing[1]["train/total_rows"] == 0
 
 
 def test_a_file_without_a_usable_row(small, tmp_path):
