@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,6 @@ from strop.types import Images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -218,27 +215,12 @@ class Chat:
             )
         return Rendered(ids, mask)
 
-    def later_turn(
-        self,
-        messages: Sequence[Message],
-        *,
-        last_id: int | None = None,
-        tools: Tools | None = None,
-        history: Sequence[Message] | None = None,
-    ) -> list[int]:
-        """Return the ids after a sampled answer: the end of its turn, the new messages, the generation
-        prompt.
-
-        `last_id` is the last sampled id. If it is the end-of-turn token, it is not repeated; if the answer
-        was truncated by a length limit, the turn is closed first. Earlier turns keep their sampled ids.
-        `history` are the messages up to the answer, for templates that count turns or look back (default: a
-        placeholder).
-        """
-        return self.ids_after(self.later_text(messages, history=history, tools=tools), last_id)
-
     def ids_after(self, text: str, last_id: int | None) -> list[int]:
-        """Return the ids of a text that follows a sampled answer; its end-of-turn token is not repeated if
-        `last_id`, the last sampled id, is that token."""
+        """Return the ids of `later_text`, to be appended to a sampled answer, whose ids are kept.
+
+        `last_id` is the last sampled id. If it is the end-of-turn token, that token is not repeated; if the
+        answer was cut at a length limit, the turn is closed first.
+        """
         ids = _cached_ids(self.tokenizer, text)
         for position, token in enumerate(ids):
             if token == last_id:
@@ -254,7 +236,9 @@ class Chat:
         history: Sequence[Message] | None = None,
         tools: Tools | None = None,
     ) -> str:
-        """Return what the template writes after an answer, up to and including the next generation prompt."""
+        """Return what the template writes after an answer: the end of its turn, the new messages and the next
+        generation prompt. `history`: the messages before the answer, for templates that look back (default: a
+        placeholder)."""
         before = [*(history or [{"role": "user", "content": "?"}]), {"role": "assistant", "content": ANSWER}]
         _, found, tail = self.text([*before, *messages], generate=True, tools=tools).rpartition(ANSWER)
         if not found:
@@ -310,32 +294,12 @@ class Chat:
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
 
-def ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the pad token; a tokenizer without one gets its EOS token."""
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"The tokenizer {tokenizer.name_or_path or 'of the model'} has neither a pad token nor an "
-                "end-of-text token. Set eos_token in its tokenizer_config.json."
-            )
-        tokenizer.pad_token = tokenizer.eos_token
-        _warn_once(
-            f"The tokenizer has no pad token; {tokenizer.eos_token!r} pads batches (masked, without loss)."
-        )
-    return int(tokenizer.pad_token_id)
-
-
 def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | None = None) -> set[int]:
     """Return the ids that end a generation: the EOS token and `further` ones, from a generation config."""
     if isinstance(further, int):
         further = [further]
     tokens = [tokenizer.eos_token_id, *(further or [])]
     return {int(token) for token in tokens if token is not None}
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Split = Literal["train", "val"]
 CACHED_PROMPTS = 1024
+UNUSABLE_LENGTH = 1
+"""Tokens of the prompt of a row whose images cannot be read; its samples are masked."""
 
 
 def truncate(
@@ -68,9 +70,7 @@ class ToolListing:
 
     def for_agent(self, agent_name: str | None) -> Tools | None:
         """Return the schemas if the agent's prompts list them, else None."""
-        if agent_name in self.agents:
-            return self.schemas
-        return None
+        return self.schemas if agent_name in self.agents else None
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -145,8 +145,11 @@ class PromptDataset(Sequence[Prompt]):
             content = self.rows[row]
             if isinstance(content, Prompt):
                 lengths[row] = len(content.ids)
-            else:
+                continue
+            try:
                 unrendered[row] = self.fields(row, content)
+            except UnusableImages:
+                lengths[row] = UNUSABLE_LENGTH
         measured = prompt_lengths(list(unrendered.values()), self.chat, self.listing)
         lengths.update(zip(unrendered, measured))
         return [lengths[int(row)] for row in chosen]
@@ -233,8 +236,11 @@ def prompt_lengths(rows: Sequence[RowFields], chat: Chat, listing: ToolListing |
     lengths = [0] * len(rows)
     for index, row in enumerate(rows):
         if row.images or row.videos:
-            shown, _ = chat_of(chat, row)
-            lengths[index] = len(shown.ids(row.messages, tools=listed_tools(listing, row)))
+            try:
+                shown, _ = chat_of(chat, row)
+                lengths[index] = len(shown.ids(row.messages, tools=listed_tools(listing, row)))
+            except UnusableImages:
+                lengths[index] = UNUSABLE_LENGTH
         elif listed_tools(listing, row) is None:
             without_tools.append(index)
         else:
@@ -257,9 +263,7 @@ def chat_of(chat: Chat, fields: RowFields) -> tuple[Chat, Images]:
 
 def listed_tools(listing: ToolListing | None, fields: RowFields) -> Tools | None:
     """Return the tools that the prompt of a row lists."""
-    if listing is None:
-        return None
-    return listing.for_agent(fields.agent_name)
+    return None if listing is None else listing.for_agent(fields.agent_name)
 
 
 def build_chat(
@@ -380,10 +384,7 @@ def load_custom_dataset(
             "file."
         )
     rows = load_attribute(path, name)(files, tokenizer, config)
-    missing = []
-    for method in ("__len__", "__getitem__"):
-        if not hasattr(rows, method):
-            missing.append(method)
+    missing = [method for method in ("__len__", "__getitem__") if not hasattr(rows, method)]
     if missing:
         raise ValueError(f"{name} in {path} has no {' and no '.join(missing)}; a data set needs both.")
     if not len(rows):
@@ -393,6 +394,4 @@ def load_custom_dataset(
 
 def order_seed(config: DataConfig | SupervisedDataConfig) -> int:
     """Return data.seed, which follows trainer.seed; 0 if neither is set."""
-    if isinstance(config.seed, int):
-        return config.seed
-    return 0
+    return config.seed if isinstance(config.seed, int) else 0

@@ -13,17 +13,19 @@ from hypothesis import strategies as st
 
 from strop.data.balance import (
     balanced_partitions,
-    first_fit_count,
-    greedy_partition,
-    group_balanced_partitions,
     imbalance_metrics,
-    inverse_permutation,
     karmarkar_karp,
     light_ends_order,
     micro_batches,
     neighbour_micro_batches,
-    restore_order,
     workload,
+)
+from tests.algorithms.reference.partitions import (
+    first_fit_count,
+    greedy_partition,
+    group_balanced_partitions,
+    inverse_permutation,
+    restore_order,
 )
 
 lengths_strategy = st.lists(st.integers(0, 5000), min_size=1, max_size=40)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data import chat as chat_module
-from strop.data.chat import Chat, ensure_pad_token, stop_ids
+from strop.data.chat import Chat, stop_ids
 from strop.data.report import probe_template
 from tests.data.tokens import CHATML, REWRITING, UNENDING, character_tokenizer, decoded
 
@@ -95,21 +93,20 @@ def test_later_turns_continue_what_was_sampled() -> None:
     chat = Chat(TOKENIZER)
     end = TOKENIZER.eos_token_id
     sampled = chat.ids(TALK[:1]) + chat.encode("yo") + [end]
-    whole = sampled + chat.later_turn(TALK[2:3], last_id=end)
+    whole = sampled + chat.ids_after(chat.later_text(TALK[2:3]), end)
     assert whole == chat.ids(TALK[:3]), (
         "the newline behind the end-of-turn token is there, the token itself once"
     )
     cut = chat.ids(TALK[:1]) + chat.encode("yo")
-    assert cut + chat.later_turn(TALK[2:3], last_id=cut[-1]) == chat.ids(TALK[:3]), (
+    assert cut + chat.ids_after(chat.later_text(TALK[2:3]), cut[-1]) == chat.ids(TALK[:3]), (
         "a turn cut by length is closed first"
     )
 
 
 def test_later_turns_do_not_depend_on_rewriting_templates() -> None:
     chat = Chat(TOKENIZER, template=REWRITING)
-    text = decoded(
-        TOKENIZER, chat.later_turn([{"role": "tool", "content": "7"}], last_id=TOKENIZER.eos_token_id)
-    )
+    later = chat.later_text([{"role": "tool", "content": "7"}])
+    text = decoded(TOKENIZER, chat.ids_after(later, TOKENIZER.eos_token_id))
     assert text == "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -187,19 +184,6 @@ def test_a_rewriting_template_cannot_train_conversations() -> None:
     assert learned(Chat(TOKENIZER, template=REWRITING), TALK[:2]) == ["<think></think>yo<|im_end|>"], (
         "one turn is fine"
     )
-
-
-def test_the_end_of_text_token_pads_where_none_is_set(caplog: pytest.LogCaptureFixture) -> None:
-    chat_module._warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        first = character_tokenizer(pad=None)
-        assert ensure_pad_token(first) == first.eos_token_id
-        ensure_pad_token(first)
-        ensure_pad_token(character_tokenizer(pad=None))
-    assert len([r for r in caplog.records if "no pad token" in r.message]) == 1, "said once"
-    assert ensure_pad_token(TOKENIZER) == TOKENIZER.pad_token_id
-    with pytest.raises(ValueError, match="neither a pad token nor an end-of-text token"):
-        ensure_pad_token(character_tokenizer(pad=None, eos=None))
 
 
 def test_stop_ids_collect() -> None:

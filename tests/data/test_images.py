@@ -121,6 +121,7 @@ def test_a_row_with_a_damaged_image_has_no_prompt() -> None:
     assert not prompts[0].unusable
     assert "row 1, column 'images'" in prompts[1].unusable and len(prompts[1].ids) == 1
     assert "row 2" in prompts[2].unusable and prompts[2].data_source == "x"
+    assert len(prompts.without_overlong()) == 3
 
 
 def test_an_enormous_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,17 @@ from typing import Any
 
 from strop.data.balance import (
     balanced_partitions,
+    imbalance_metrics,
+    karmarkar_karp,
+    micro_batches,
+    workload,
+)
+from tests.algorithms.reference.partitions import (
     first_fit_count,
     greedy_partition,
     group_balanced_partitions,
-    imbalance_metrics,
     inverse_permutation,
-    karmarkar_karp,
-    micro_batches,
     restore_order,
-    workload,
 )
 from tests.golden.harness import Case, adapts
 
