@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import logging
 import os
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -36,9 +34,8 @@ from strop.rewards.signatures import (
     style_of,
     without_facts,
 )
+from strop.rewards.standard_streams import reopen_streams
 from strop.rewards.timelimit import shared_pool
-
-log = logging.getLogger(__name__)
 
 TIME_LIMIT = 10.0  # seconds for one response, in scorers that can hang
 
@@ -347,46 +344,6 @@ class RewardFunction:
             f"{self.name} requires {', '.join(names)}, which it is not given by keyword. Arguments: "
             f"{', '.join(sorted(given))}; add your own with custom_reward_function.reward_kwargs.{hint}"
         )
-
-
-STREAMS = {"stdout": 1, "stderr": 2}
-"""Names in `sys` and file descriptors."""
-
-
-def reopen_streams(function: str) -> None:
-    """Open stdout and stderr again if a reward function closed them: the run writes to both, and a file that
-    is opened later would get the free descriptor and be written over."""
-    reopened: list[str] = []
-    for name, number in STREAMS.items():
-        stream = getattr(sys, name)
-        lost = _reopen_descriptor(number)
-        if stream is not None and stream.closed:
-            again = getattr(sys, f"__{name}__")
-            if again is None or again.closed:
-                again = os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False)
-            setattr(sys, name, again)
-            lost = True
-        if lost:
-            reopened.append(name)
-    for name in reopened:  # only now: logging writes to stderr, which may be the second stream
-        log.warning("The reward function %s closed %s, which was opened again.", function, name)
-
-
-def _reopen_descriptor(number: int) -> bool:
-    """Point a closed descriptor to the other stream, or to nothing; returns whether it was closed."""
-    try:
-        os.fstat(number)
-        return False
-    except OSError:
-        pass
-    try:
-        os.dup2(3 - number, number)
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
-    return True
 
 
 def load_function(

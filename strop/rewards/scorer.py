@@ -7,7 +7,6 @@ A failure is never a silent zero. A sample whose scorer raises, times out or ret
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -134,10 +133,6 @@ class Scorer:
         """What a judge has counted so far: requests, tokens, cost. Empty for other scorers."""
         usage: Mapping[str, float] = getattr(self.model, "usage", {})
         return usage
-
-    async def score_async(self, trajectories: Sequence[Trajectory]) -> ScoreReport:
-        """Run `score` in a thread, so that the caller's event loop is not blocked."""
-        return await asyncio.to_thread(self.score, trajectories)
 
     def close(self) -> None:
         """Stop worker processes and close connections."""

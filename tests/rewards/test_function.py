@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from strop.rewards.base import build_samples, parse_verdict
-from strop.rewards.function import RewardFunction, load_function, reopen_streams
+from strop.rewards.function import RewardFunction, load_function
+from strop.rewards.standard_streams import reopen_streams
 from tests.rewards.scene import TOKENIZER, ids, trajectory
 
 

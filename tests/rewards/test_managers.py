@@ -181,7 +181,7 @@ def test_scoring_inside_a_running_loop(tmp_path: Path) -> None:
         assert direct.score == 2
         awaited, slow = trajectory("abc"), trajectory("slow")
         before = ticks
-        report = await made.score_async([awaited, slow])
+        report = await asyncio.to_thread(made.score, [awaited, slow])
         clock.cancel()
         assert awaited.score == 3 and slow.score is None and report.timed_out == 1
         return ticks - before, report

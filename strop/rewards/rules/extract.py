@@ -85,9 +85,3 @@ def to_number(text: str) -> Decimal | None:
     if not NUMBER.fullmatch(plain):
         return None
     return Decimal(plain.replace(",", ""))
-
-
-def same_number(left: str, right: str) -> bool:
-    """Whether both are plain numbers of the same value: 18, 18.00 and 18. are."""
-    value = to_number(left)
-    return value is not None and value == to_number(right)
