@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ class Fields:
         wanted = f"a finite number from {low:g} to {high:g}"
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._refuse(name, value, wanted)
-        if not math.isfinite(value) or not low <= value <= high:
+        if not abs(value) <= sys.float_info.max or not low <= value <= high:  # also false for NaN
             raise self._refuse(name, str(value), wanted)
         return float(value)
 

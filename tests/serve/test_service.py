@@ -258,6 +258,12 @@ def test_a_sample_that_is_cancelled_while_somebody_waits_is_gone(tmp_path: Path)
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
+@pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), -1, True, "1"])
+def test_what_is_no_finite_number_is_refused(value: object) -> None:
+    with pytest.raises(RequestRefused, match="must be a finite number"):
+        Fields({"learning_rate": value}).number("learning_rate", 1e-4)
+
+
 def test_a_state_folder_belongs_to_one_model(tmp_path: Path) -> None:
     open_service(tmp_path)
     with pytest.raises(ValueError, match="belong to the model tiny/base, not to other"):
