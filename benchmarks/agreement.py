@@ -1,12 +1,13 @@
 """What must hold, on a GPU, for sampling and training to agree to the last bit in bf16, and what it costs.
 
-    python benchmarks/agreement.py [--save FILE]
+    python benchmarks/agreement.py [--models 7B 14B] [--save FILE]
 
 Products: rows of a matrix product with few rows against the same rows of one with many, for the layers of
-six models; a JSON line per layer names the numbers of rows at which some entry differs, and the share that
-does. The same for queries, keys and values by three products, as training computes them, against one, as the
-engine does. Attention: strop/models/flash.py against torch's variable-length flash attention, microseconds of
-a forward pass, and against the decode kernel of the engine.
+published models; a JSON line per layer names the numbers of rows at which some entry differs, and the share
+that does. The same for queries, keys and values by three products against one, as the engine computes them
+(training too where their inputs are as wide as in models of 3B and more). Attention: strop/models/flash.py
+against torch's variable-length flash attention, microseconds of a forward pass, and against the decode kernel
+of the engine.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ MODELS = {
     "3B": (2048, 11008, 2560),
     "7B": (3584, 18944, 4608),
     "Qwen3-8B": (4096, 12288, 6144),
+    "14B": (5120, 13824, 7168),
+    "72B": (8192, 29568, 10240),
 }
 """Width of the stream, of the feed-forward part, and of queries, keys and values together."""
 ROWS = (
@@ -73,8 +76,7 @@ def products(model: str, layer: str) -> dict[str, Any]:
 
 
 def apart(model: str) -> dict[str, Any]:
-    """Queries, keys and values by three products, as training computes them, in micro-batches of some size,
-    against one product of many rows, as the engine computes them."""
+    """Queries, keys and values by three products of some rows against one product of many rows."""
     stream, _, joined = MODELS[model]
     narrow = (joined - stream) // 2
     states = torch.randn(MANY, stream, device="cuda", dtype=torch.bfloat16)
@@ -145,20 +147,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--save", type=Path, help="JSON-lines file to which the lines are added")
-    save = parser.parse_args().save
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    asked = parser.parse_args()
     torch.manual_seed(0)
     ragged = torch.randint(60, 500, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    found = [products(model, layer) for model in MODELS for layer in layers(model)]
-    found += [apart(model) for model in MODELS]
+    found = [products(model, layer) for model in asked.models for layer in layers(model)]
+    found += [apart(model) for model in asked.models]
     long = [min(8192, round(random.Random(i).lognormvariate(7.3, 0.8))) for i in range(256)]
     works = ([2048] * 8, [8192] * 4, [7400, 5200, 4100, 3900], ragged, long)
-    found += [attention(model, lengths) for model in HEADS for lengths in works]
+    found += [attention(model, lengths) for model in HEADS if model in asked.models for lengths in works]
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     for line in found:
         text = json.dumps({**line, **machine})
         print(text, flush=True)
-        if save is not None:
-            with save.open("a") as file:
+        if asked.save is not None:
+            with asked.save.open("a") as file:
                 file.write(text + "\n")
 
 
