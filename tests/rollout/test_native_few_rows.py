@@ -23,7 +23,7 @@ SOURCE = Path(few_rows.__file__).with_suffix(".c")
 @pytest.fixture
 def weight() -> torch.Tensor:
     if packed_weight(torch.zeros(1, 1)) is None:
-        pytest.skip("no compiler, or a CPU without AVX-512")
+        pytest.skip("no compiler, or a CPU without AVX-512 and NEON")
     torch.manual_seed(0)
     return torch.randn(75, 301) / 301**0.5
 
@@ -39,7 +39,7 @@ def test_products_equal_those_of_float64(weight: torch.Tensor, rows: int, rank: 
         adapter = Adapter(torch.randn(rank, 301) / 301**0.5, torch.randn(75, rank) / rank**0.5, 0.7)
         expected += 0.7 * (x.double() @ adapter.a.double().t()) @ adapter.b.double().t()
     copy = packed_weight(weight)
-    assert copy is not None and copy.takes(x, rank)
+    assert copy is not None and (copy.takes(x, rank) or rows == 1)
     torch.testing.assert_close(copy(x[None], bias, adapter)[0].double(), expected, rtol=0, atol=3e-6)
     torch.testing.assert_close(copy(x, None), copy(x, torch.zeros(75)), rtol=0, atol=0)
 

@@ -6,9 +6,11 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,8 @@ from strop.data.files import cache_root
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-mavx512f", "-mfma", "-mprefer-vector-width=512", "-fPIC", "-fopenmp")
+_FLAGS = ("-O3", "-fPIC", "-fopenmp")
+_AVX512_FLAGS = ("-mavx512f", "-mfma", "-mprefer-vector-width=512")
 _SECONDS = 60
 """A compiler that takes longer is given up; it takes about one."""
 
@@ -31,21 +34,43 @@ def load_library(source: Path) -> ctypes.CDLL | None:
     The file is compiled without the library of OpenMP: torch has loaded one, and threads of a second one
     would wait for work on the same cores.
     """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return None
+    flags = _flags()
     compiler = shlex.split(os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or "")
-    if not compiler:
+    if flags is None or not compiler:
         return None
-    key = hashlib.sha256("\0".join([*_FLAGS, *compiler, source.read_text()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([*flags, *compiler, source.read_text()]).encode()).hexdigest()[:16]
     library = cache_root() / "kernels" / f"{source.stem}-{key}.so"
     try:
         if not library.exists():
-            _compile(compiler, source, library)
+            _compile([*compiler, *flags], source, library)
+        _share_openmp()
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or error
         _log.warning("%s is not used: %s", source.name, str(said).strip()[-400:])
         return None
+
+
+def is_arm_linux() -> bool:
+    return sys.platform == "linux" and platform.machine() == "aarch64"
+
+
+def _flags() -> tuple[str, ...] | None:
+    """For the vectors of this CPU; None for a CPU without an implementation."""
+    if is_arm_linux():
+        return _FLAGS
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return (*_FLAGS, *_AVX512_FLAGS)
+    return None
+
+
+def _share_openmp() -> None:
+    """Let libraries that are loaded later find the OpenMP that torch has loaded. On x86 they do already."""
+    if is_arm_linux():
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/libgomp" in line:
+                ctypes.CDLL(line.split(maxsplit=5)[5], mode=ctypes.RTLD_GLOBAL)
+                return
 
 
 def _compile(compiler: list[str], source: Path, library: Path) -> None:
@@ -54,7 +79,7 @@ def _compile(compiler: list[str], source: Path, library: Path) -> None:
         half = Path(folder) / "half.o"
         whole = Path(folder) / "whole.so"
         for command in (
-            [*compiler, *_FLAGS, "-c", str(source), "-o", str(half)],
+            [*compiler, "-c", str(source), "-o", str(half)],
             [*compiler, "-shared", str(half), "-o", str(whole)],
         ):
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)

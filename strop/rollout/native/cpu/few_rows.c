@@ -1,10 +1,10 @@
-/* Linear layers of few rows in float32, for CPUs with AVX-512.
+/* Linear layers of few rows in float32, for CPUs with AVX-512 or NEON.
 
    A decode step reads all weights and computes little with each, so a product must read memory without a
-   pause. Weights are packed in panels of 32 outputs: a panel has the 32 weights of one input side by side,
-   and is read once, in order. While a part of it (DEPTH inputs, 16 KiB) is in the L1 cache, all rows are
-   multiplied with it, in groups of 8 rows: 8 x 2 vectors of sums are in registers. Sums of DEPTH inputs
-   are added to the total in order, so a result does not depend on the number of threads or of rows.
+   pause. Weights are packed in panels of WIDTH outputs: a panel has the weights of one input side by side,
+   and is read once, in order. While a part of it (DEPTH inputs) is in the L1 cache, all rows are multiplied
+   with it, in groups of 8 rows: 8 x VECTORS vectors of sums are in registers. Sums of DEPTH inputs are added
+   to the total in order, so a result does not depend on the number of threads or of rows.
 
    A LoRA adapter is added in the same call: low = x A^T is computed before the panels, and B^T times the
    scale is one more part of each panel. */
@@ -12,12 +12,19 @@
 #include <stddef.h>
 #include <string.h>
 
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-typedef float half_vec __attribute__((vector_size(32), aligned(4)));
+#if defined(__aarch64__) /* 32 registers of 4 numbers */
+#define LANES 4
+#define VECTORS 3
+#else /* 32 registers of 16 numbers */
+#define LANES 16
+#define VECTORS 2
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef float quad __attribute__((vector_size(16), aligned(4)));
+typedef float group_vec __attribute__((vector_size(32), aligned(4)));
 
 enum {
-    LANES = 16,
-    VECTORS = 2,
     WIDTH = LANES * VECTORS, /* outputs of a panel */
     GROUP = 8,               /* rows of a group */
     DEPTH = 128,             /* inputs that are summed at a time */
@@ -29,24 +36,30 @@ enum {
 /* total[rows][WIDTH] += x[depth][GROUP]^T w[depth][WIDTH] */
 static inline __attribute__((always_inline)) void add_part(int rows, int prefetch, const float *x,
                                                            const float *w, ptrdiff_t depth, float *total) {
-    vec sums[GROUP][VECTORS];
+    vec sums[GROUP][VECTORS]; /* all loops over it are unrolled, so that it stays in registers */
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) sums[r][v] = (vec){0};
     for (ptrdiff_t k = 0; k < depth; k++) {
         vec weights[VECTORS];
+        /* as vectors: NEON multiplies with a lane of one */
+        quad states[2] = {*(const quad *)(x + k * GROUP), *(const quad *)(x + k * GROUP + 4)};
+#pragma GCC unroll 3
+        for (int v = 0; v < VECTORS; v++) weights[v] = *(const vec *)(w + k * WIDTH + v * LANES);
+        if (prefetch)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; v++) {
-            weights[v] = *(const vec *)(w + k * WIDTH + v * LANES);
-            if (prefetch) __builtin_prefetch(w + k * WIDTH + v * LANES + AHEAD);
-        }
+            for (int line = 0; line < WIDTH; line += 16) __builtin_prefetch(w + k * WIDTH + line + AHEAD);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            vec state = x[k * GROUP + r] - (vec){0};
-#pragma GCC unroll 2
+            float state = states[r / 4][r % 4];
+#pragma GCC unroll 3
             for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * state;
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
+#pragma GCC unroll 3
         for (int v = 0; v < VECTORS; v++) *(vec *)(total + r * WIDTH + v * LANES) += sums[r][v];
 }
 
@@ -66,6 +79,9 @@ static inline part_function *part_of(ptrdiff_t rows, int is_first) {
     if (is_first) return rows <= 4 ? first_4 : first_8;
     return rows <= 4 ? more_4 : more_8;
 }
+
+/* Outputs of a panel */
+int strop_width(void) { return WIDTH; }
 
 /* w [outs][ins] -> packed [panels][ins][WIDTH], the last panel filled with zeros */
 void strop_pack(const float *w, float *packed, ptrdiff_t outs, ptrdiff_t ins, int threads) {
@@ -104,25 +120,25 @@ static void multiply_low(const float *grouped, const float *a, float *low, ptrdi
         for (ptrdiff_t from = 0; from < rank; from += 4) {
             const float *x = grouped + g * ins * GROUP;
             int count = rank - from < 4 ? rank - from : 4;
-            half_vec total[4] = {{0}};
+            group_vec total[4] = {{0}};
             for (ptrdiff_t begin = 0; begin < ins; begin += DEPTH) {
                 ptrdiff_t end = begin + DEPTH < ins ? begin + DEPTH : ins;
-                half_vec sums[4] = {{0}};
+                group_vec sums[4] = {{0}};
                 if (count == 4) {
                     const float *row = a + from * ins;
                     for (ptrdiff_t k = begin; k < end; k++) {
-                        half_vec state = *(const half_vec *)(x + k * GROUP);
+                        group_vec state = *(const group_vec *)(x + k * GROUP);
 #pragma GCC unroll 4
                         for (int r = 0; r < 4; r++) sums[r] += state * row[r * ins + k];
                     }
                 } else {
                     for (int r = 0; r < count; r++)
                         for (ptrdiff_t k = begin; k < end; k++)
-                            sums[r] += *(const half_vec *)(x + k * GROUP) * a[(from + r) * ins + k];
+                            sums[r] += *(const group_vec *)(x + k * GROUP) * a[(from + r) * ins + k];
                 }
                 for (int r = 0; r < count; r++) total[r] += sums[r];
             }
-            for (int r = 0; r < count; r++) *(half_vec *)(low + (g * rank + from + r) * GROUP) = total[r];
+            for (int r = 0; r < count; r++) *(group_vec *)(low + (g * rank + from + r) * GROUP) = total[r];
         }
 }
 

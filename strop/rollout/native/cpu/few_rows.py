@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.rollout.native.cpu.compiler import load_library
+from strop.rollout.native.cpu.compiler import is_arm_linux, load_library
 
+_LEAST_ROWS = 2 if is_arm_linux() else 1
+"""On Arm the matrix-vector product of torch is faster."""
 MOST_ROWS = 512
 MOST_RANK = 256
-_WIDTH = 32
 _GROUP = 8
 _LARGEST_ERROR = 1e-5
 """Of the check of a compiled product, whose outputs are about 1."""
@@ -74,9 +75,10 @@ class PackedWeight:
     def __init__(self, library: ctypes.CDLL, weight: Tensor) -> None:
         self._library = library
         self.outs, self.ins = weight.shape
-        panels = -(-self.outs // _WIDTH)
+        width = library.strop_width()
+        panels = -(-self.outs // width)
         source = weight.detach().contiguous()
-        self._packed = torch.empty(panels * _WIDTH * self.ins)
+        self._packed = torch.empty(panels * width * self.ins)
         library.strop_pack(
             source.data_ptr(), self._packed.data_ptr(), self.outs, self.ins, torch.get_num_threads()
         )
@@ -84,7 +86,7 @@ class PackedWeight:
     def takes(self, states: Tensor, rank: int = 0) -> bool:
         """Whether it can multiply these states, and add an adapter of this rank."""
         rows = states.numel() // self.ins
-        return states.dtype == torch.float32 and 0 < rows <= MOST_ROWS and rank <= MOST_RANK
+        return states.dtype == torch.float32 and _LEAST_ROWS <= rows <= MOST_ROWS and rank <= MOST_RANK
 
     def __call__(self, states: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
         """states W^T + bias + scale (states A^T) B^T."""

@@ -1,11 +1,11 @@
 """Copies of linear weights for decode steps on a CPU.
 
 A matrix product with few rows, as in every decode step, spends much of its time on bringing the weights into
-the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512, otherwise that
-of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has gone
-on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are copied
-before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone, never on
-a clock: a run must be repeatable to the bit.
+the layout of its inner loop: that of few_rows.c where the machine has a compiler and AVX-512 or NEON,
+otherwise that of oneDNN. Doing so once costs about as much as a few steps, so it is done when a rollout has
+gone on for a while under the same weights. Weights that are not trained (those under LoRA adapters) are
+copied before the first step, and the copies stay: see frozen_weights.py. All this depends on counts alone,
+never on a clock: a run must be repeatable to the bit.
 """
 
 from __future__ import annotations
