@@ -3,6 +3,7 @@ plain pass over each sequence, and sampled likewise or refused."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -68,12 +69,25 @@ def test_it_trains_on_the_log_probs_of_each_sequence_alone(
     assert f"attn_implementation={padded_attention(model)}" in caplog.text
 
 
+@torch.no_grad()
+def float32_error(model: Any) -> float:
+    """How far log-probs of a plain pass in float32 are from those in float64. Layers with a state amplify it: to
+    1e-4 in those of Mamba."""
+    ids = torch.randint(3, 61, (1, 33), generator=torch.Generator().manual_seed(0))
+    single = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    exact = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    return float((single - exact).abs().max())
+
+
 @pytest.mark.parametrize("family", [*STATEFUL, *OTHERS])
 def test_it_is_sampled_as_it_is_recomputed_or_refused(family: str) -> None:
     model = hybrid(family)
     if family in PACKED:
         measured = measure_sampling(model)
-        assert measured.difference is not None and measured.difference < 1e-5, measured
+        limit = 1e-5
+        if "mamba" in family:
+            limit = max(limit, float32_error(model))
+        assert measured.difference is not None and measured.difference < limit, (measured, limit)
         return
     with pytest.raises(ValueError, match=rf"{REFUSED[family]}.*rollout\.name=hf"):
         build_engine("native", model)

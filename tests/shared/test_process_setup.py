@@ -33,6 +33,18 @@ print(faults() - before)
 """
 
 
+def torch_has_mimalloc() -> bool:
+    """It keeps freed memory for a while and takes huge pages, whatever glibc and torch are told."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch; torch.ones(1)"],
+        env={**os.environ, "MIMALLOC_VERBOSE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "mimalloc" in done.stderr
+
+
 def faults(prepare: str, **environment: str) -> tuple[int, str]:
     """Pages mapped by three steps that use 48 MiB each, and what the allocator says of itself."""
     own = {name: value for name, value in os.environ.items() if name != "MIMALLOC_PURGE_DELAY"}
@@ -83,6 +95,8 @@ def test_the_allocator_of_glibc_keeps_what_a_step_freed() -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     if sys.platform != "linux" or "GLIBC_TUNABLES" in own or not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("the allocator of glibc with its own settings")
+    if torch_has_mimalloc():
+        pytest.skip("torch has an allocator of its own")
     mapped = []
     for prepare in ("", "prepare_process()"):
         done = subprocess.run(
@@ -112,6 +126,8 @@ def test_large_tensors_have_huge_pages() -> None:
     """128 MiB are 32,768 small pages or 64 huge ones."""
     if not HUGE_PAGES.exists() or "[madvise]" not in HUGE_PAGES.read_text():
         pytest.skip("huge pages are for all or for nobody here")
+    if torch_has_mimalloc():
+        pytest.skip("torch has an allocator that takes huge pages without being told")
     own = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
     mapped = []
     for more in ({"THP_MEM_ALLOC_ENABLE": "0"}, {}):
