@@ -79,8 +79,9 @@ class Interactions:
         return bool(self.by_name)
 
     def choose(self, kwargs: Mapping[str, object] | None) -> BaseInteraction | None:
-        """Return the interaction that a row's interaction_kwargs name; None for rows without."""
-        if not kwargs:
+        """Return the interaction that a row's interaction_kwargs name; None for rows without, and for rows
+        that name none in a run without interactions (verl's tool data has such interaction_kwargs)."""
+        if not kwargs or (not self.by_name and "name" not in kwargs):
             return None
         if not self.by_name:
             raise ValueError(

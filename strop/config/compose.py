@@ -116,7 +116,7 @@ def load(
             set_values[path] = value
     spoken = {text.lstrip("+").partition("=")[0] for text in overrides}
     leaves, notices = translate(set_values, root, spoken)
-    notices += fill_async_lengths(leaves)
+    notices += fill_async_lengths(leaves, set_values)
     leaves, without_effect = drop_without_effect(leaves, schema.has)
     notices += without_effect + schema.drop_nulls(leaves)
     plugins = leaves.get("plugins")

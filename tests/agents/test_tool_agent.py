@@ -255,6 +255,13 @@ def test_one_failed_episode_is_masked_and_counted_and_the_others_survive(
     assert metrics["timing_s/agent_loop/generate_sequences/max"] >= 0
 
 
+def test_rows_with_kwargs_of_no_interaction_have_none() -> None:
+    nothing = Interactions({})
+    assert nothing.choose({"query": "2+2?", "ground_truth": "4"}) is None  # as in verl's tool data
+    with pytest.raises(ValueError, match="interaction_config_path"):
+        nothing.choose({"name": "countdown"})
+
+
 def test_when_all_episodes_fail_the_run_stops() -> None:
     _, scene = counting()
     with pytest.raises(ValueError, match=r"All 2 episodes failed.*row 3 of test.*first"):

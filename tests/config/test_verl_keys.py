@@ -248,6 +248,11 @@ def test_lengths_of_asynchronous_training_count_in_steps():
     assert config.data.train_batch_size == 64
     assert config.trainer.total_training_steps == 8
     assert config.trainer.test_freq == 20
+    words = ["trainer.test_freq=10", "trainer.save_freq=3", "async_training.trigger_parameter_sync_step=4"]
+    trainer = load("ppo_trainer", words).config.trainer
+    assert (trainer.test_freq, trainer.save_freq) == (40, 12)
+    words[-1] = "trainer.async_training.trigger_parameter_sync_step=4"  # no key of verl: counts in steps
+    assert load("ppo_trainer", words).config.trainer.test_freq == 10
 
 
 def test_a_link_to_an_old_name_is_followed(tmp_path):

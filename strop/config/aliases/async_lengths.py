@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 ASYNC_LENGTHS = ("rollout.total_rollout_steps", "rollout.test_freq")
 """Keys of verl's asynchronous trainers that other keys turn into trainer.total_training_steps and
 trainer.test_freq."""
 
 
-def fill_async_lengths(leaves: dict[str, object]) -> list[str]:
+def fill_async_lengths(leaves: dict[str, object], names: Iterable[str]) -> list[str]:
     """Translate the lengths of verl's asynchronous trainers in `leaves`, the keys that the user set; returns
-    the notices.
+    the notices. `names`: the keys as the user wrote them.
 
-    They count a step as `require_batches` mini-batches, the run in prompts, and validations in weight syncs.
+    They count a step as `require_batches` mini-batches, the run in prompts, and validations and checkpoints
+    in weight syncs. Only verl's fully asynchronous trainer has a section `async_training` of its own.
     """
+    fully_async = any(name.startswith("async_training.") for name in names)
     mini = leaves.get("actor_rollout_ref.actor.ppo_mini_batch_size")
     batches = leaves.get("trainer.async_training.require_batches") or 1
     steps_per_sync = leaves.get("trainer.async_training.trigger_parameter_sync_step") or 1
@@ -26,6 +30,12 @@ def fill_async_lengths(leaves: dict[str, object]) -> list[str]:
         leaves[path] = value
         notices.append(f"{why}: {path}={value}.")
 
+    def fill_syncs(path: str) -> None:
+        count = leaves.get(path)
+        if isinstance(count, int) and count > 0:
+            why = f"{path}={count} weight syncs, one every {steps_per_sync} steps"
+            fill(path, count * steps_per_sync, why)
+
     is_async = any(key.startswith("trainer.async_training.") for key in leaves)
     if leaves.get("data.train_batch_size") == 0 and isinstance(mini, int) and is_async:
         why = f"data.train_batch_size=0 with {batches} mini-batches (require_batches) of {mini} prompts"
@@ -36,4 +46,8 @@ def fill_async_lengths(leaves: dict[str, object]) -> list[str]:
     if isinstance(syncs, int) and syncs > 0:
         why = f"rollout.test_freq={syncs} weight syncs, one every {steps_per_sync} steps"
         fill("trainer.test_freq", syncs * steps_per_sync, why)
+    elif fully_async and steps_per_sync > 1:
+        fill_syncs("trainer.test_freq")
+    if fully_async and steps_per_sync > 1:
+        fill_syncs("trainer.save_freq")
     return notices
