@@ -8,11 +8,14 @@ from typing import Any
 from strop.config.yaml_files import read_yaml
 from strop.registry import load_attribute
 
-BUILT_IN_TOOLS = {"verl.tools.gsm8k_tool.Gsm8kTool": "strop.agents.gsm8k.Gsm8kTool"}
-"""Tools of verl that Strop has too, for files that name verl's."""
+BUILT_IN_CLASSES = {
+    "verl.tools.gsm8k_tool.Gsm8kTool": "strop.agents.gsm8k.Gsm8kTool",
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": "strop.agents.gsm8k.Gsm8kInteraction",
+}
+"""Tools and interactions of verl that Strop has too, for files that name verl's."""
 VERL_ADVICE = (
     " BaseTool, ToolResponse and OpenAIFunctionToolSchema can be imported from strop.agents.verl_tool "
-    "instead."
+    "instead, BaseInteraction from strop.agents.interaction."
 )
 
 
@@ -26,7 +29,7 @@ def load_target(target: str, folder: Path, where: str) -> Any:
 
     Paths are relative to `folder`, then to the working directory. Errors name `where`.
     """
-    target = BUILT_IN_TOOLS.get(target, target)
+    target = BUILT_IN_CLASSES.get(target, target)
     module, colon, name = str(target).rpartition(":")
     if not colon:
         module, _, name = str(target).rpartition(".")

@@ -284,9 +284,10 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(_for_language(model, name))
     except (ValueError, ImportError) as error:
         known = sorted({"eager", *AttentionInterface().valid_keys()} - {PACKED})
+        similar = "" if name in known else did_you_mean(name, known)
         raise ValueError(
             f"attn_implementation={name!r} cannot be used with {type(model).__name__}: "
-            f"{error}{did_you_mean(name, known)} Always there: sdpa, eager."
+            f"{error}{similar} Always there: sdpa, eager."
         ) from error
 
 

@@ -160,11 +160,26 @@ def build_tokenizer(settings: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def attention_of(settings: ModelConfig) -> str | None:
-    """The attention function of the padded layout that override_config names, if any."""
+    """The attention function of the padded layout that override_config names, if any. flash_attention_2 is
+    the choice of many commands, and few machines need it: without it the default is used."""
     chosen = settings.override_config.get("attn_implementation")
-    if chosen is None:
+    if chosen is None or (chosen == "flash_attention_2" and not _has_flash_attention()):
         return None
     return str(chosen)
+
+
+@cache
+def _has_flash_attention() -> bool:
+    """Whether transformers can use the package flash-attn here; a warning says so if not, once."""
+    from transformers.utils import is_flash_attn_2_available
+
+    found = bool(is_flash_attn_2_available())
+    if not found:
+        log.warning(
+            "attn_implementation=flash_attention_2 has no effect: flash-attn is not installed, or there is "
+            "no GPU for it. Packed rows (use_remove_padding=true) do not need it."
+        )
+    return found
 
 
 def stored_dtype(settings: ModelConfig) -> torch.dtype:

@@ -208,7 +208,7 @@ def test_react_fits_its_explanation_or_fails_the_episode() -> None:
 
 GSM8K = """
 interaction:
-  - class_name: strop.agents.gsm8k.Gsm8kInteraction
+  - class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
   - name: easy
     class_name: strop.agents.gsm8k.Gsm8kInteraction
     config: {method: flexible, wrong: No.}

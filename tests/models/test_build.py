@@ -42,6 +42,17 @@ def test_a_change_of_precision_is_logged_once(monkeypatch, caplog):
     assert caplog.text.count("no bf16 instructions") == 1
 
 
+def test_flash_attention_is_used_where_it_is(monkeypatch, caplog):
+    chosen = ModelConfig(override_config={"attn_implementation": "flash_attention_2"})
+    for found, expected in ((False, None), (True, "flash_attention_2")):
+        monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda found=found: found)
+        build._has_flash_attention.cache_clear()
+        assert [build.attention_of(chosen) for _ in range(2)] == [expected] * 2
+    build._has_flash_attention.cache_clear()
+    assert caplog.text.count("flash-attn is not installed") == 1
+    assert build.attention_of(ModelConfig(override_config={"attn_implementation": "eager"})) == "eager"
+
+
 def test_adapters_larger_than_every_matrix_are_refused() -> None:
     from strop.models.lora import add_adapters
 
