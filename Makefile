@@ -24,7 +24,7 @@ WORKERS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 # What is imported is compiled once, whatever the surroundings say: hundreds of processes import the same.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test unit test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-deploy test-gpu test-slow test-megatron lint resolve docs board board-images test-browser clean
+.PHONY: quickstart test unit test-newest test-oldest test-loggers test-vllm test-vllm-core test-kernels test-tinker test-agents test-environments test-deploy test-gpu test-slow test-megatron lint resolve docs board board-images test-browser clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -67,8 +67,21 @@ quickstart: $(READY)
 
 test: lint unit
 
+UNIT := --dist worksteal --durations 20 -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments and not deploy'
 unit: $(READY)
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations 20 -m 'not slow and not gpu and not vllm and not loggers and not browser and not kernels and not tinker and not agents and not environments and not deploy'
+	$(BIN)/pytest -n $(WORKERS) $(UNIT)
+
+# The same tests without the pins, with the newest versions that pyproject.toml allows and with its lower bounds (direct
+# requirements only). Installed at each call, by uv: pip does not look for the lowest versions.
+test-newest: RESOLUTION := highest
+test-oldest: RESOLUTION := lowest-direct
+test-newest test-oldest: test-%:
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/$(PIP) --upgrade uv
+	extras=dev; test "$$(uname -s)" != Linux || extras=dev,megatron; \
+		.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python --upgrade --resolution $(RESOLUTION) -e ".[$$extras]"
+	.venv-$*/bin/uv pip list --python .venv-$*/bin/python
+	.venv-$*/bin/python -m pytest -n $(WORKERS) $(UNIT)
 
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/pytest -m 'vllm and not slow and not gpu' tests/rollout tests/ppo/test_engines.py
@@ -186,4 +199,4 @@ board-images: $(READY) docs
 	for image in docs/images/board/*.png; do cp "build/images/$$(basename "$$image")" "$$image"; done
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) $(AGENTS) $(ENVIRONMENTS) $(DOCS) $(DEPLOY) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(LOGGERS) $(KERNELS) $(TINKER) $(AGENTS) $(ENVIRONMENTS) $(DOCS) $(DEPLOY) .venv-newest .venv-oldest build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

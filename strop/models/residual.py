@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from strop.models.changes import subclass
 from strop.models.projections.divided import add_wide
-from strop.models.vision.passes import towers_of
+from strop.models.vision.passes import find_vision_part, towers_of
 
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _NARROW = (torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ _adding_layers: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def widen_residual(model: nn.Module) -> list[RemovableHandle]:
-    """Hooks that keep the residual stream in float32: embeddings return float32, norms the dtype of their
+    """Hooks that keep the residual stream in float32: it begins so, and norms return the dtype of their
     weights. Empty where the model cannot do that.
 
     The hooks look at dtypes when they run: a model in float32 is left alone, also if it is rounded later.
@@ -53,12 +53,23 @@ def widen_residual(model: nn.Module) -> list[RemovableHandle]:
     if not norms or not rotary or any(isinstance(part, nn.LayerNorm | nn.GroupNorm) for part in norms):
         return []
     embeddings: nn.Module = cast(Any, model).get_input_embeddings()
-    handles = [embeddings.register_forward_hook(_widen)]
+    handles = [_begin_wide(model, embeddings)]
     for part in norms:
         handles.append(part.register_forward_hook(_narrow))
     for part in rotary:
         handles.append(part.register_forward_hook(_angles_hook(embeddings)))
     return handles
+
+
+def _begin_wide(model: nn.Module, embeddings: nn.Module) -> RemovableHandle:
+    """Embeddings return float32. With a vision tower, the language model takes float32 instead: before it,
+    features are put among the embeddings, and some models round them to the dtype of the weights."""
+    part = find_vision_part(model)
+    if part is not None:
+        for language in part.module.modules():
+            if language is not part.module and embeddings in language.children():
+                return language.register_forward_pre_hook(_widen_embeddings, with_kwargs=True)
+    return embeddings.register_forward_hook(_widen)
 
 
 def _language_parts(model: nn.Module) -> Iterator[nn.Module]:
@@ -100,6 +111,12 @@ def _widen(module: nn.Module, _: object, output: Tensor) -> Tensor:
     if output.dtype in _NARROW:
         return output.float()
     return output
+
+
+def _widen_embeddings(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**kwargs, "inputs_embeds": _widen(module, args, kwargs["inputs_embeds"])}
 
 
 def _narrow(module: nn.Module, _: object, output: Tensor) -> Tensor:

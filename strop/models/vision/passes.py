@@ -300,6 +300,8 @@ def _features_of(
     own = part.module.get_image_features
     assert callable(own)
     in_a_list = _merger(part.module) != "inputs_merger" and not part.looks_both_ways
+    # transformers 5.18 and later also take the features of each layer in a list.
+    layers_in_lists = "mm_encoder_outputs" in inspect.signature(part.module.forward).parameters
 
     def compute(*arguments: object, **options: object) -> object:
         for name in ("packing", "rollout"):  # how the language model attends
@@ -312,7 +314,8 @@ def _features_of(
             dtype = next(part.module.parameters()).dtype  # sharded weights are gathered in that of the pass
             cast_options = {name: _cast(value, dtype) for name, value in options.items()}
             output = own(*(_cast(value, dtype) for value in arguments), **cast_options)
-            tables = (_flat(output.pooler_output), *(getattr(output, "deepstack_features", None) or ()))
+            by_layer = getattr(output, "deepstack_features", None) or ()
+            tables = [_flat(features) for features in (output.pooler_output, *by_layer)]
             sizes = [image.num_tokens for image in missing]
             _refuse_other_count(tables[0], sizes)
             split = [table.split(sizes) for table in tables]
@@ -323,7 +326,8 @@ def _features_of(
         by_image = [known[image.digest] for image in images]
         whole = [torch.cat(parts).index_select(0, take) for parts in zip(*by_image, strict=True)]
         features = (whole[0],) if in_a_list else whole[0]
-        return SimpleNamespace(pooler_output=features, deepstack_features=whole[1:])
+        by_layer = [(table,) for table in whole[1:]] if layers_in_lists else whole[1:]
+        return SimpleNamespace(pooler_output=features, deepstack_features=by_layer)
 
     return compute
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+import transformers
 
 from strop.config.schema.model import ModelConfig
 from strop.models.load import copy_processor_files
@@ -39,9 +39,13 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
         load_processor(str(tmp_path), str(tmp_path))
 
 
-def test_a_processor_that_needs_torchvision_says_so() -> None:
-    if importlib.util.find_spec("torchvision") is not None:
-        pytest.skip("torchvision is installed")
+def test_a_processor_that_needs_torchvision_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Idefics3 and SmolVLM before transformers 5.18."""
+
+    def needs_torchvision(**_: object) -> None:
+        raise ImportError("torchvision")
+
+    monkeypatch.setattr(transformers, "Idefics3ImageProcessorPil", needs_torchvision)
     with pytest.raises(ValueError, match="Idefics3ImageProcessor of transformers needs torchvision"):
         processor_of("idefics3")
 

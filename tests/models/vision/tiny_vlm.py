@@ -59,7 +59,7 @@ IDEFICS = {
         "scale_factor": 2,
     },
 }
-"""Their processors need torchvision: images are made by hand, as crops of 4 tokens."""
+"""Their processors need torchvision before transformers 5.18: images are made by hand, as crops of 4 tokens."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
