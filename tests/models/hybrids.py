@@ -76,5 +76,5 @@ def hybrid(family: str) -> Any:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
-                weight.mul_({"mamba": 2, "falcon_mamba": 4}.get(family, 8))
+                weight.mul_(4 if family == "mamba" else 8)
     return model
