@@ -162,7 +162,7 @@ T = TypeVar("T")
 
 
 class Episode:
-    """A conversation that a loop drives, and the sample that comes of it."""
+    """A conversation that a loop drives, and the sample that it becomes."""
 
     def __init__(
         self,

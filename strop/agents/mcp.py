@@ -147,7 +147,7 @@ class McpServer:
             self.loop.run(self._disconnect(), CLOSING_SECONDS)
 
     async def call(self, name: str, arguments: JsonObject, *, repeatable: bool = False) -> CallResult:
-        """Call a tool. A server that died is started again, and the call is repeated if that does no harm.
+        """Call a tool. A server that died is started again, and the call is repeated if that is safe.
 
         The timeout of the tool limits all attempts together.
         """

@@ -226,7 +226,7 @@ def _tool_of_class(
 
 
 def _verl_schema(tool: Any) -> object:
-    """Return the schema that a tool of verl brings itself, or None."""
+    """Return the schema that a tool of verl defines itself, or None."""
     if not hasattr(tool, "get_openai_tool_schema"):
         return None
     schema = tool.get_openai_tool_schema()

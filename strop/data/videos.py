@@ -133,7 +133,7 @@ def cut_into_patches(processor: Any, frames: Frames, limits: Mapping[str, int], 
     together = int(images.temporal_patch_size)
     pictures = list(frames.images)
     times = list(frames.times)
-    while len(pictures) % together:  # the last frame stands once more
+    while len(pictures) % together:  # the last frame is repeated
         pictures.append(pictures[-1])
         times.append(times[-1])
     width, height = _target_size(processor, frames.images, limits, where)

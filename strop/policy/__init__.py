@@ -1,1 +1,1 @@
-"""The primitives of training for one's own loop: sample, log-probs, forward and backward, optimizer step."""
+"""The primitives of custom training loops: sample, log-probs, forward and backward, optimizer step."""

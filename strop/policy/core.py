@@ -239,7 +239,7 @@ class PolicyCore:
         return self.samplers.snapshots.get(adapter, self._updates[adapter])
 
     def _changed(self, adapter: str) -> None:
-        """The weights of an adapter are others now."""
+        """The weights of an adapter have changed."""
         self.samplers.changed(adapter)
         if adapter == FIRST_ADAPTER:
             self._synced = False

@@ -1,4 +1,4 @@
-"""`Policy`: a language model with the primitives of training, for one's own loop.
+"""`Policy`: a language model with the primitives of custom training loops.
 
     policy = Policy("Qwen/Qwen2.5-0.5B-Instruct", lr=1e-6)
     groups = policy.sample(prompts, n=8, max_tokens=256)

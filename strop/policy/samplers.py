@@ -45,7 +45,7 @@ class Samplers:
         """Published names, with the updates that the adapter had then."""
 
     def changed(self, adapter: str) -> None:
-        """The weights of an adapter are others now."""
+        """The weights of an adapter have changed."""
         self._changes[adapter] += 1
 
     def removed(self, adapter: str) -> None:

@@ -65,7 +65,7 @@ def write_state(path: Path, backend: ModuleBackend, counters: Mapping[str, int])
 
 def read_state(path: Path, backend: ModuleBackend, *, optimizer: bool = True) -> dict[str, int]:
     """Load what `write_state` saved; returns the counters. Without `optimizer` only the weights are loaded,
-    and the optimizer begins anew."""
+    and the optimizer starts from scratch."""
     folders = candidates(path) if layout.step_of(path) is None else [path]
     if not folders:
         raise ValueError(f"There is no saved state in {path}: no folder global_step_... is in it.")

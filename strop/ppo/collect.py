@@ -111,8 +111,8 @@ class EmptyDraws:
     next_notice: int = FIRST_NOTICE
 
     def count(self, prompts: int, kept: int, fresh: Sequence[Trajectory], *, found: int) -> None:
-        """Count a draw; warn after some empty ones, and end a run that would go on for ever. `found`: the
-        prompts that the step has."""
+        """Count a draw; warn after some empty ones, and end a run that would never complete a step. `found`:
+        the prompts that the step has."""
         if kept:
             self.draws = 0
             self.prompts = 0
@@ -296,7 +296,7 @@ class Collector:
         finally:
             if ended:
                 self.engine.close()
-            else:  # closing could wait for ever for a lock of the thread that hangs
+            else:  # the thread that hangs may hold a lock that closing waits for
                 log.error("The rollout engine does not end what it is doing; it is left behind.")
                 threading.Thread(target=self.engine.close, daemon=True).start()
 

@@ -33,7 +33,7 @@ JOIN_SECONDS = 20.0
 
 @dataclass(eq=False)
 class QueuedBatch:
-    """Prompts that were drawn together, and their samples in the making."""
+    """Prompts that were drawn together, and the futures of their samples."""
 
     step: int
     """The step whose random streams they use."""

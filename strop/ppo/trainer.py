@@ -40,7 +40,13 @@ from strop.ranks import SharedFailure
 from strop.rewards.scorer import BrokenScorer
 from strop.run.checkpoint.contents import LoopState
 from strop.run.samples import UpdateLogProbs
-from strop.shared.dropped_step import drop_validation, end_if_stopped, save_before_end
+from strop.shared.dropped_step import (
+    drop_validation,
+    end_if_stopped,
+    save_and_log,
+    save_before_end,
+    validate_again,
+)
 from strop.shared.run_output import RunOutput
 from strop.stopping import StopRequested, deferred, droppable, requested
 from strop.types import Batch, Trajectory, batch_of
@@ -94,7 +100,7 @@ class PpoTrainer:
                 self.write_samples(record, trajectories, batch)
                 state = LoopState.of(self, self.step)
                 self.validate_if_due(record)
-                self.save_and_log(record)
+                save_and_log(self.output, self, record)
                 end_if_stopped(self.output, self, record, state)
 
     def resume(self) -> None:
@@ -102,22 +108,13 @@ class PpoTrainer:
         self.step = self.output.resume(self)
         self.sync_weights(self.step)
         if self.output.validation_dropped:
-            self.validate_again()
+            validate_again(self.output, self)
         trainer = self.config.trainer
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             record = self.output.record(self.step)
             self.validate(record)
             if self.validator is not None:
                 self.output.log(record, self.step)
-
-    def validate_again(self) -> None:
-        """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
-        record = self.output.record(self.step)
-        state = LoopState.of(self, self.step)
-        self.validate(record)
-        self.output.validation_dropped = False
-        self.output.save(self, record, state)
-        self.output.log(record, self.step)
 
     def train_step(self, record: StepRecord) -> tuple[list[Trajectory], Batch]:
         """One step: sample, score, estimate, update."""
@@ -302,15 +299,11 @@ class PpoTrainer:
         self.output.keep_samples(trajectories, batch, self.step, record, self.update_log_probs)
         self.update_log_probs = None
 
-    @property
-    def is_last_step(self) -> bool:
-        return self.step == self.total_steps
-
     def validate_if_due(self, record: StepRecord) -> None:
         """Validate every trainer.test_freq steps and after the last one. A signal ends the validation; the
         resumed run does it again."""
         every = self.config.trainer.test_freq
-        if every > 0 and (self.is_last_step or self.step % every == 0):
+        if every > 0 and (self.step == self.total_steps or self.step % every == 0):
             with drop_validation(self.output):
                 self.validate(record)
 
@@ -322,14 +315,6 @@ class PpoTrainer:
         with record.phase("testing"), droppable(alone):
             samples = self.validator.run(self.step, record)
         self.output.log_validation(samples, record, self.step)
-
-    def save_and_log(self, record: StepRecord) -> None:
-        """Save a checkpoint if it is due, and log the step even if saving fails (a full disk)."""
-        try:
-            if self.output.save_due(self.step, self.is_last_step, record):
-                self.output.save(self, record)
-        finally:
-            self.output.log(record, self.step)
 
     def close(self) -> None:
         """Close data workers, the scorer and the engine."""

@@ -80,7 +80,7 @@ class BrokenScorer(ValueError):
 
 
 class Scorer:
-    """Scores trajectories with a reward model, a reward manager, or the one after the other."""
+    """Scores trajectories with a reward model, a reward manager, or both, one after the other."""
 
     def __init__(
         self,

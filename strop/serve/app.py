@@ -1,8 +1,8 @@
 """The HTTP side of `strop serve-train`: paths, keys of users, limits on bodies, and errors with a reason.
 
 Status codes: 400 a request that cannot be understood or carried out, 401 no or an unknown key, 404 nothing of
-that name that the user owns, 408 a future that is not there yet, 410 what is gone (the client asks anew),
-413 too large, 421 a host name that this service does not have, 429 too many requests at once.
+that name that the user owns, 408 a future that is not there yet, 410 what is not kept any more (the client
+asks again), 413 too large, 421 a host name that this service does not have, 429 too many requests at once.
 """
 
 from __future__ import annotations

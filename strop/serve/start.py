@@ -38,7 +38,7 @@ def serve(config: TrainingServiceConfig) -> None:
     uvicorn = require("uvicorn", extra="serve", why="strop serve-train")
     server = config.server
     accounts = load_accounts(server.tokens_file, server.host)
-    listener = _listen(server.host, server.port)  # before the model is loaded: a taken port is told at once
+    listener = _listen(server.host, server.port)  # first: a port in use is reported at once
     from strop.serve.policy_host import PolicyHost
 
     service = build_service(config, PolicyHost.build(config))

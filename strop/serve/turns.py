@@ -59,7 +59,7 @@ class ModelTurns:
             admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(admitted)
             try:
-                await admitted  # whoever admits it has counted it
+                await admitted  # `_admit` has counted it
             except asyncio.CancelledError:
                 if admitted.done() and not admitted.cancelled():
                     self._leave()

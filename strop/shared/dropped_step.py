@@ -1,4 +1,4 @@
-"""Ends a run without a loss: the state before an unfinished step is saved.
+"""The end of a step, and of a run without a loss: the state before an unfinished step is saved.
 
 While a step samples and scores, the models are those of the step before. So when a signal ends the run, or no
 sample can be scored, the step is dropped, and a checkpoint of the step before is written with the loader and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from strop.algorithms.metrics.training import StepRecord
 from strop.run.checkpoint.contents import Loop, LoopState
@@ -17,6 +18,12 @@ from strop.shared.run_output import RunOutput
 from strop.stopping import StoppedByCaller, StopRequested, first_request, mark_saved, requested
 
 log = logging.getLogger(__name__)
+
+
+class ValidatingLoop(Loop, Protocol):
+    """A training loop that validates."""
+
+    def validate(self, record: StepRecord) -> None: ...
 
 
 def save_before_end(
@@ -53,6 +60,25 @@ def drop_validation(output: RunOutput) -> Iterator[None]:
     except StopRequested:
         output.validation_dropped = True
         output.validation = {}
+
+
+def validate_again(output: RunOutput, loop: ValidatingLoop) -> None:
+    """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
+    record = output.record(loop.step)
+    state = LoopState.of(loop, loop.step)
+    loop.validate(record)
+    output.validation_dropped = False
+    output.save(loop, record, state)
+    output.log(record, loop.step)
+
+
+def save_and_log(output: RunOutput, loop: Loop, record: StepRecord) -> None:
+    """Save a checkpoint if it is due, and log the step even if saving fails (a full disk)."""
+    try:
+        if output.save_due(loop.step, record):
+            output.save(loop, record)
+    finally:
+        output.log(record, loop.step)
 
 
 def end_if_stopped(output: RunOutput, loop: Loop, record: StepRecord, state: LoopState) -> None:

@@ -296,13 +296,13 @@ class RunOutput:
         """What is loaded of each model."""
         return {role: list(own.load_contents or own.save_contents) for role, own in self.contents.items()}
 
-    def save_due(self, step: int, last: bool, record: StepRecord) -> bool:
+    def save_due(self, step: int, record: StepRecord) -> bool:
         """Whether to save after this step; the same on all ranks, which also agree about a signal here."""
         self.longest_step = max(self.longest_step, record.seconds.get("step", 0.0))
         due = save_is_due(
             step,
             save_freq=self.save_freq,
-            last=last,
+            last=step == self.total_steps,
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )

@@ -16,7 +16,13 @@ from strop.config.arithmetic import SupervisedPlan
 from strop.data.loader import Loader
 from strop.models.heads import RewardStatistics
 from strop.run.checkpoint.contents import LoopState
-from strop.shared.dropped_step import drop_validation, end_if_stopped, raise_if_stopped
+from strop.shared.dropped_step import (
+    drop_validation,
+    end_if_stopped,
+    raise_if_stopped,
+    save_and_log,
+    validate_again,
+)
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred
 from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference
@@ -149,10 +155,10 @@ class SupervisedTrainer:
                     batch = self.train_step(record)
                 self.report(record, batch)
                 state = LoopState.of(self, self.step)
-                if self.is_last_step or self.step % self.test_freq == 0:
+                if self.step == self.total_steps or self.step % self.test_freq == 0:
                     with drop_validation(self.output):
                         self.validate(record)
-                self.save_and_log(record)
+                save_and_log(self.output, self, record)
                 end_if_stopped(self.output, self, record, state)
 
     def resume(self) -> None:
@@ -160,32 +166,11 @@ class SupervisedTrainer:
         self.step = self.output.resume(self)
         trainer = self.config.trainer
         if self.output.validation_dropped:
-            self.validate_again()
+            validate_again(self.output, self)
         wanted = trainer.val_only or (self.step == 0 and trainer.val_before_train)
         if wanted and self.validation is not None:
             record = self.output.record(self.step)
             self.validate(record)
-            self.output.log(record, self.step)
-
-    def validate_again(self) -> None:
-        """Do the validation that a signal ended, and save its result with the checkpoint of the step."""
-        record = self.output.record(self.step)
-        state = LoopState.of(self, self.step)
-        self.validate(record)
-        self.output.validation_dropped = False
-        self.output.save(self, record, state)
-        self.output.log(record, self.step)
-
-    @property
-    def is_last_step(self) -> bool:
-        return self.step == self.total_steps
-
-    def save_and_log(self, record: StepRecord) -> None:
-        """Save a checkpoint if it is due, and log the step even if saving fails (a full disk)."""
-        try:
-            if self.output.save_due(self.step, self.is_last_step, record):
-                self.output.save(self, record)
-        finally:
             self.output.log(record, self.step)
 
     def train_step(self, record: StepRecord) -> Batch | None:

@@ -30,7 +30,7 @@ TEXT_PARTS = ("text", "refusal")
 
 
 def read_chat_call(body: bytes) -> ModelCall:
-    """Return the call of a request; ApiRefusal if it asks for what there is not."""
+    """Return the call of a request; ApiRefusal if it asks for what is not supported."""
     fields = RequestFields.read(body)
     messages = fields.objects("messages")
     if not messages:

@@ -26,7 +26,7 @@ WITHOUT_EFFECT = (
 
 
 def read_messages_call(body: bytes) -> ModelCall:
-    """Return the call of a request; ApiRefusal if it asks for what there is not."""
+    """Return the call of a request; ApiRefusal if it asks for what is not supported."""
     fields = RequestFields.read(body)
     given = fields.objects("messages")
     if not given:

@@ -31,7 +31,7 @@ ROLES = {"developer": "system", "system": "system", "user": "user", "assistant":
 
 
 def read_responses_call(body: bytes) -> ModelCall:
-    """Return the call of a request; ApiRefusal if it asks for what there is not."""
+    """Return the call of a request; ApiRefusal if it asks for what is not supported."""
     fields = RequestFields.read(body)
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         if fields.get(name):

@@ -83,7 +83,7 @@ class Ruleset:
             os.close(target)
 
     def restrict(self) -> None:
-        """Restrict this process and its descendants for ever; no_new_privs must be set."""
+        """Restrict this process and its descendants permanently; no_new_privs must be set."""
         _call(_RESTRICT_SELF, self.descriptor, 0)
 
 

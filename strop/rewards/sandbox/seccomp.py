@@ -152,7 +152,7 @@ def _refuse_outside(rules: _Rules, scoped_signals: bool) -> None:
 
 
 def install(program: bytes) -> None:
-    """Apply the filter to this process for ever; no_new_privs must be set."""
+    """Apply the filter to this process permanently; no_new_privs must be set."""
 
     class _Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]

@@ -48,7 +48,7 @@ run code of whoever wrote the checkpoint; they come from the command line alone.
 
 @dataclass(frozen=True)
 class CodeTrust:
-    """What code may run while a checkpoint is read. The checkpoint itself has no say in it."""
+    """What code may run while a checkpoint is read. It is never read from the checkpoint."""
 
     trust_remote_code: bool = False
     external_lib: str | None = None
