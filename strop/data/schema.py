@@ -297,10 +297,7 @@ def _list(row: Row, name: str, where: str) -> list[object]:
 
 
 def _columns_hint(name: str, row: Row) -> str:
-    others = []
-    for column in row:
-        if column != name:
-            others.append(column)
+    others = [column for column in row if column != name]
     return f"{did_you_mean(name, others)} The row has: {', '.join(others) or 'nothing else'}."
 
 

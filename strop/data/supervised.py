@@ -352,10 +352,7 @@ def render_conversation(
 ) -> Rendered:
     """Render a conversation that begins with the user, after an optional system message."""
     roles = [message["role"] for message in messages]
-    turns = []
-    for role in roles:
-        if role != "system":
-            turns.append(role)
+    turns = [role for role in roles if role != "system"]
     if turns and turns[0] != "user":
         raise UnusableRow(
             f"{where}: the conversation begins with {turns[0]!r}, but it must begin with 'user' "

@@ -51,28 +51,16 @@ class ScoredPrompt:
     @property
     def scored(self) -> list[float]:
         """The scores of the responses that could be scored."""
-        found = []
-        for score in self.scores:
-            if score is not None:
-                found.append(score)
-        return found
+        return [score for score in self.scores if score is not None]
 
     def correctness(self) -> list[float]:
         """1 or 0 of each response for which it is known."""
-        found = []
-        for right in self.correct:
-            if right is not None:
-                found.append(right)
-        return found
+        return [right for right in self.correct if right is not None]
 
     def correctness_with_votes(self) -> list[tuple[float, str | None]]:
         """(1 or 0, vote) of each response for which the correctness is known."""
         votes = self.votes or [None] * len(self.correct)
-        found = []
-        for right, vote in zip(self.correct, votes):
-            if right is not None:
-                found.append((right, vote))
-        return found
+        return [(right, vote) for right, vote in zip(self.correct, votes) if right is not None]
 
 
 @dataclass
@@ -330,11 +318,7 @@ def _columns(prompts: list[ScoredPrompt], settings: EvaluationSettingsConfig) ->
 
 def _best_of_k(values_per_prompt: Sequence[Sequence[float]], k: int) -> list[float]:
     """The expected best of k responses, for every prompt with at least k values."""
-    found = []
-    for values in values_per_prompt:
-        if len(values) >= k:
-            found.append(best_of(values, k)[0])
-    return found
+    return [best_of(values, k)[0] for values in values_per_prompt if len(values) >= k]
 
 
 def _majority_of_k(prompts: Sequence[ScoredPrompt], k: int, seed: int) -> list[float]:

@@ -55,19 +55,11 @@ class Comparison:
 
     @property
     def gained(self) -> list[Flip]:
-        found = []
-        for flip in self.flips:
-            if flip.gained:
-                found.append(flip)
-        return found
+        return [flip for flip in self.flips if flip.gained]
 
     @property
     def lost(self) -> list[Flip]:
-        found = []
-        for flip in self.flips:
-            if not flip.gained:
-                found.append(flip)
-        return found
+        return [flip for flip in self.flips if not flip.gained]
 
 
 def compare(
@@ -109,10 +101,7 @@ def _compare(
     only_after: int,
 ) -> Comparison | None:
     """The comparison of the pairs in which both prompts have a score; None: there is no such pair."""
-    scored = []
-    for a, b in pairs:
-        if a.scored and b.scored:
-            scored.append((a, b))
+    scored = [(first, second) for first, second in pairs if first.scored and second.scored]
     if not scored:
         return None
     binary = has_binary_scores([*map(itemgetter(0), scored), *map(itemgetter(1), scored)])

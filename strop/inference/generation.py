@@ -13,6 +13,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,10 +57,9 @@ def generate_on_devices(
             f"trainer.n_gpus_per_node={count}, but torch sees {torch.cuda.device_count()} GPUs here."
         )
     if count == 1 or len(todo) <= 1:
-        generator = ResponseGenerator(config, inputs, device)
-        yield GenerationCounts()
-        yield from generate_batches(generator, todo, partial, config.data.batch_size)
-        generator.close()
+        with closing(ResponseGenerator(config, inputs, device)) as generator:
+            yield GenerationCounts()
+            yield from generate_batches(generator, todo, partial, config.data.batch_size)
         return
     yield from _spawn(config, todo, partial, device.type, count)
 
@@ -73,11 +73,15 @@ def _spawn(
         _work, (config, list(todo), partial, kind, count, counts), nprocs=count, join=False
     )
     running = True
-    while running or not counts.empty():
-        try:
-            yield counts.get(timeout=POLL_SECONDS)
-        except queue.Empty:
-            running = not started.join(timeout=0)  # raises the error of a worker, and ends all workers
+    try:
+        while running or not counts.empty():
+            try:
+                yield counts.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                running = not started.join(timeout=0)  # raises the error of a worker, and ends all workers
+    finally:
+        for process in started.processes:
+            process.terminate()  # if this process was interrupted; it does nothing to those that have ended
 
 
 def _work(
@@ -96,11 +100,10 @@ def _work(
         device = torch.device(kind, rank)
     if kind == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
-    generator = ResponseGenerator(config, open_input_rows(config), device)
-    counts.put(GenerationCounts())
-    for batch in generate_batches(generator, todo[rank::count], partial, config.data.batch_size):
-        counts.put(batch)
-    generator.close()
+    with closing(ResponseGenerator(config, open_input_rows(config), device)) as generator:
+        counts.put(GenerationCounts())
+        for batch in generate_batches(generator, todo[rank::count], partial, config.data.batch_size):
+            counts.put(batch)
 
 
 log = logging.getLogger(__name__)

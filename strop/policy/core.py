@@ -33,7 +33,7 @@ from strop.models.lora import (
     without_adapter_name,
 )
 from strop.models.patches import undo_patches
-from strop.policy.batches import StepOutput
+from strop.policy.batches import StepOutput, split_rows
 from strop.policy.losses import (
     TOTAL,
     Objective,
@@ -269,11 +269,7 @@ class PolicyCore:
             value, report = objective.loss(outputs, objective.whole)
         metrics = {name: float(number) for name, number in report.items()}
         assert outputs.log_probs is not None
-        lengths = batch.response_lengths.tolist()
-        rows: list[Tensor | None] = []
-        for row, length in zip(outputs.log_probs, lengths, strict=True):
-            rows.append(row[:length])
-        return StepOutput(float(value), metrics, rows)
+        return StepOutput(float(value), metrics, list(split_rows(outputs.log_probs, batch)))
 
     def forward_backward(
         self,

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -288,17 +288,23 @@ class Collector:
         return episode_metrics(episodes)
 
     def close(self) -> None:
-        """Stop background sampling, and close the scorer, the tools and the engine."""
-        ended = self.run_ahead is None or self.run_ahead.close()
-        try:
-            self.scorer.close()
-            self.rollout.sampler.close()
-        finally:
+        """Stop background sampling, and close the scorer, the tools and the engine, each also if another one
+        fails."""
+        ended = self.run_ahead is None
+
+        def close_engine() -> None:
             if ended:
                 self.engine.close()
             else:  # the thread that hangs may hold a lock that closing waits for
                 log.error("The rollout engine does not end what it is doing; it is left behind.")
                 threading.Thread(target=self.engine.close, daemon=True).start()
+
+        with ExitStack() as stack:
+            stack.callback(close_engine)
+            stack.callback(self.rollout.sampler.close)
+            stack.callback(self.scorer.close)
+            if self.run_ahead is not None:
+                ended = self.run_ahead.close()
 
 
 def draw_prompts(draw: Draw, prompts: int) -> tuple[list[Prompt], int]:

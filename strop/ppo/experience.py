@@ -342,11 +342,7 @@ def _advantages_of_episodes(
 def rows_to_compare(trajectories: Sequence[Trajectory], min_group: int) -> list[int]:
     """Rows that have a score and whose prompt has at least `min_group` of them."""
     peers = Counter(t.group for t in trajectories if t.score is not None)
-    rows: list[int] = []
-    for row, t in enumerate(trajectories):
-        if t.score is not None and peers[t.group] >= min_group:
-            rows.append(row)
-    return rows
+    return [row for row, t in enumerate(trajectories) if t.score is not None and peers[t.group] >= min_group]
 
 
 def _estimate(

@@ -166,10 +166,7 @@ class PackedTrajectories:
     @staticmethod
     def pack(trajectories: Sequence[Trajectory], prompts: Mapping[int, Prompt]) -> PackedTrajectories:
         arrays = [t.arrays for t in trajectories]
-        names = []
-        for field in fields(Trajectory):
-            if field.name not in NOT_PACKED:
-                names.append(field.name)
+        names = [field.name for field in fields(Trajectory) if field.name not in NOT_PACKED]
         columns = zip(TokenArrays.of([], [], []), *arrays)
         return PackedTrajectories(
             rest=[{name: getattr(t, name) for name in names} for t in trajectories],

@@ -57,11 +57,7 @@ class QueuedBatch:
         start = self.first + self.started
         self.started = min(len(self.prompts), self.started + count)
         end = self.first + self.started
-        found = []
-        for numbered in self.local:
-            if start <= numbered[0] < end:
-                found.append(numbered)
-        return found
+        return [numbered for numbered in self.local if start <= numbered[0] < end]
 
 
 @dataclass(eq=False)

@@ -318,7 +318,6 @@ class PpoTrainer:
 
     def close(self) -> None:
         """Close data workers, the scorer and the engine."""
-        self.loader.close()
-        if self.validator is not None:
-            self.validator.loader.close()
-        self.collector.close()
+        with closing(self.collector), closing(self.loader):  # the collector also if a loader fails
+            if self.validator is not None:
+                self.validator.loader.close()

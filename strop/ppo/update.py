@@ -244,11 +244,7 @@ class ActorUpdate:
 
 
 def _settings(section: object, *, without: Sequence[str]) -> dict[str, object]:
-    found = {}
-    for name, value in vars(section).items():
-        if name not in without:
-            found[name] = value
-    return found
+    return {name: value for name, value in vars(section).items() if name not in without}
 
 
 def _entropies(outputs: Outputs) -> Tensor | None:

@@ -89,9 +89,7 @@ def diagnose(run: Path, timeout: float = STACKS_TIMEOUT) -> RunDiagnosis:
         raise ValueError(
             f"{workers_folder(run)} has no heartbeat: no training has started here, or an old version did."
         )
-    reports: list[WorkerReport] = []
-    for worker in workers:
-        reports.append(_inspect(run, worker, timeout))
+    reports = [_inspect(run, worker, timeout) for worker in workers]
     path = run / "metrics.jsonl"
     rows = list(read_metrics(path))
     last_step: int | None = None

@@ -98,9 +98,14 @@ def test_a_job_goes_on_where_it_was(asked, tmp_path, monkeypatch):
         calls.append(list(rows))
         return original(self, rows)
 
+    close, closed = generation_model.ResponseGenerator.close, []
     monkeypatch.setattr(generation_model.ResponseGenerator, "generate", interrupted)
+    monkeypatch.setattr(
+        generation_model.ResponseGenerator, "close", lambda self: closed.append(self) or close(self)
+    )
     with pytest.raises(KeyboardInterrupt):
         answered(asked)
+    assert len(closed) == 1, "engines of other processes end with it"
     assert not (tmp_path / "out.parquet").exists() and (tmp_path / "out.parquet.parts").is_dir()
     calls.clear()
     monkeypatch.setattr(

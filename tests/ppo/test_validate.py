@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 
+import pytest
+
 from strop.algorithms.metrics.training import StepRecord
 from strop.data.loader import Loader
-from strop.ppo.collect import Validator
+from strop.ppo.collect import Collector, Validator
+from strop.ppo.sampler import StepRollout
 from strop.rewards.scorer import ScoreReport
 from strop.rollout.base import Sampling
 from strop.types import Prompt
@@ -66,6 +69,30 @@ def test_validation_alone_of_a_checkpoint(overrides, tmp_path):
         else "val-core/arithmetic/acc/mean@1"
     )
     assert again[4][name] == trained[4][name]
+
+
+def test_what_cannot_be_closed_keeps_nothing_else_open():
+    closed = []
+
+    class Part:
+        def __init__(self, name, fails=False):
+            self.name, self.fails = name, fails
+
+        def close(self):
+            closed.append(self.name)
+            if self.fails:
+                raise TimeoutError(self.name)
+            return True
+
+    rollout = StepRollout(Part("tools"), Sampling(), 1)
+    ahead = Part("ahead", fails=True)
+    collector = Collector(Part("engine"), rollout, Part("scorer", fails=True), run_ahead=ahead)
+    with pytest.raises(TimeoutError):
+        collector.close()
+    collector.run_ahead = None
+    with pytest.raises(TimeoutError, match="scorer"):
+        collector.close()
+    assert closed[:3] == ["ahead", "scorer", "tools"] and closed[-3:] == ["scorer", "tools", "engine"]
 
 
 def test_every_validation_has_the_same_order():

@@ -119,10 +119,7 @@ def load(
         return any(_belongs(file, name) for name in names)
 
     verify(folder, manifest.files, contents=lambda file: check and is_read(file))
-    parts: dict[str, Tree] = {}
-    for name in names:
-        parts[name] = _read_part(folder, name, manifest.files, later(name))
-    return parts
+    return {name: _read_part(folder, name, manifest.files, later(name)) for name in names}
 
 
 def prepare_checkpoint(
