@@ -249,7 +249,16 @@ def openrlhf(arguments: list[str]) -> int:
             f"`strop {conversion.verb}` cannot run yet; `strop check {conversion.verb} ...` examines the "
             "configuration."
         )
-    return PROGRAMS[conversion.verb](conversion.arguments())
+    code = PROGRAMS[conversion.verb](conversion.arguments())
+    folders = [found.value for found in conversion.overrides if found.key == "trainer.default_local_dir"]
+    if code == 0 and conversion.final_model and folders:
+        from strop.run.checkpoint.final_model import place_final_model
+
+        role = "actor" if conversion.verb == "ppo" else "model"
+        target = Path(conversion.final_model).expanduser()
+        if place_final_model(Path(folders[0]).expanduser(), role, target):
+            print(f"The final model is in {target}.", file=sys.stderr)
+    return code
 
 
 def profile(arguments: list[str]) -> int:

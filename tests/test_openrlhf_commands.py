@@ -15,7 +15,7 @@ from strop.quickstart.tiny_model import tiny_model, tiny_tokenizer
 
 SHARED = "--apply_chat_template --train_batch_size 8 --micro_train_batch_size 4 --max_epochs 1"
 PAIRS = "--dataset pairs.jsonl --prompt_key prompt --chosen_key chosen --rejected_key rejected --max_len 32 --learning_rate 1e-3"
-SFT, RM = "sft/global_step_2/model/huggingface", "rm/global_step_2/model/huggingface"
+SFT, RM = "final/sft", "final/rm"
 COMMANDS = {
     "sft": "train_sft --pretrain model --dataset sft.jsonl --input_key prompt --output_key response --packing_samples "
     "--max_len 32 --learning_rate 1e-3",
@@ -49,9 +49,9 @@ def test_one_command_of_each_trainer_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path)
     for name, command in COMMANDS.items():
-        assert (
-            PROGRAMS["openrlhf"](shlex.split(f"{command} {SHARED} --save_path final --ckpt_path {name}")) == 0
-        )
+        words = shlex.split(f"{command} {SHARED} --save_path final/{name} --ckpt_path {name}")
+        assert PROGRAMS["openrlhf"](words) == 0
+        assert (tmp_path / "final" / name / "model.safetensors").is_file()
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["step"] == 2, name
     scores = [line["data"]["critic/score/mean"] for line in lines]

@@ -39,6 +39,8 @@ class Conversion:
     unmapped: list[tuple[str, str, str]]  # flag, value, reason
     notes: list[str] = field(default_factory=list)
     framework: str = "OpenRLHF"
+    final_model: str | None = None
+    """Folder that gets the model when the run ends (--ckpt.output_dir)."""
 
     def arguments(self) -> list[str]:
         """Hydra overrides, one word each."""
@@ -81,7 +83,10 @@ def convert(argv: list[str]) -> Conversion:
         _leave_out_critic(draft)
     _leave_out_inert(draft)
     notes = [*_about(command), *command.notes, *draft.notes, *_arithmetic(draft), *_unset_defaults(draft)]
-    return Conversion(command.verb, list(draft.overrides.values()), draft.unmapped, notes)
+    output = "ckpt.output_dir"
+    final_model = str(draft.value(output)) if draft.given(output) else None
+    overrides = list(draft.overrides.values())
+    return Conversion(command.verb, overrides, draft.unmapped, notes, final_model=final_model)
 
 
 def _single_flags(draft: ConversionDraft) -> None:

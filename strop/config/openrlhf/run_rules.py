@@ -162,13 +162,17 @@ def checkpoint(draft: ConversionDraft) -> None:
     ppo = draft.command.verb == "ppo"
     if draft.given(folder):
         draft.put("trainer.default_local_dir", draft.value(folder), folder)
-        draft.drop(output, "the final model is part of the last checkpoint, in trainer.default_local_dir")
+        draft.drop(
+            output,
+            "the final model is part of the last checkpoint, in trainer.default_local_dir; `strop openrlhf` "
+            "puts it there too",
+        )
     elif draft.given(output):
         draft.put(
             "trainer.default_local_dir",
             draft.value(output),
             output,
-            why="the final model is part of the last checkpoint there",
+            why="checkpoints and the final model",
         )
     if draft.value(steps) > 0:
         draft.put("trainer.save_freq", draft.value(steps), steps, why="steps")
