@@ -20,6 +20,7 @@ from strop.planning.advice import Advice, advise, complaint
 from strop.planning.devices import DEVICES, OTHER, Device, PlannedCluster
 from strop.planning.knobs import SettingChange, changed
 from strop.preflight.report import PreflightReport
+from strop.registry import load_attribute
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -233,6 +234,17 @@ def reward_file_finding(path: str, problem: ValueError) -> ConfigFinding:
     """The error about a file from which no reward function could be loaded."""
     key = "custom_reward_function.path"
     return error(key, str(problem).removeprefix(f"{key}={path}: "))
+
+
+def remote_file_findings(url: str | list[str] | None) -> list[ConfigFinding]:
+    """Whether the function can be loaded where reward_model.remote_url is a file."""
+    if not isinstance(url, str) or not url.endswith(".py"):
+        return []
+    try:
+        load_attribute(url, "reward_func")
+    except ValueError as problem:
+        return [error("reward_model.remote_url", str(problem))]
+    return []
 
 
 def examine_memory(config: TrainingConfig, report: PreflightReport) -> None:

@@ -36,6 +36,7 @@ from strop.preflight.model_checks import (
     policy_findings,
     ppo_expert_findings,
     quantization_findings,
+    remote_file_findings,
     reward_file_finding,
     teacher_tokenizer_findings,
 )
@@ -235,7 +236,7 @@ def _rewards(
         except ValueError as problem:
             return [error("reward_model.judge", str(problem))]
     if not custom.path and (reward.enable or reward.remote_url or reward.judge.enable):
-        return []
+        return remote_file_findings(reward.remote_url)
     function: RewardFunction | RuleScorer
     if custom.path:
         lists = config.reward_manager.name == "batch"

@@ -31,7 +31,7 @@ from strop.rewards.base import RewardSample
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import ChatCompleter, ChatCompletionsClient, Judge
 from strop.rewards.model import TokenScorer, build_reward_model_scorer
-from strop.rewards.remote import RewardServerClient
+from strop.rewards.remote import RewardFile, RewardServerClient
 from strop.rewards.scorer import RewardManager, Scorer, Shaping
 from strop.rewards.timelimit import TimeLimitedPool
 
@@ -237,6 +237,8 @@ def _build_model(
     if config.remote_url:
         if config.normalize:
             logger.warning("reward_model.normalize has no effect: scores of a reward server are not changed.")
+        if isinstance(config.remote_url, str) and config.remote_url.endswith(".py"):
+            return RewardFile(config.remote_url, tokenizer, timeout=config.timeout)
         return RewardServerClient(
             config.remote_url, tokenizer, timeout=config.timeout, workers=config.num_workers
         )

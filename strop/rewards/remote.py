@@ -1,10 +1,13 @@
-"""A client of reward servers that speak OpenRLHF's protocol.
+"""Scores in OpenRLHF's form: a client of its reward servers, and its reward functions in this process.
 
     POST {"query": [prompt and response with special tokens], "prompts": [...], "labels": [ground truths]}
     -> {"rewards": [...], "scores": [...], "extra_logs": {name: [...]}}      the last two are optional
 
 Samples are distributed over the servers. A request that fails is sent again, to the next server, until it
 times out, so a server may restart; one that a server finds too large is split in two.
+
+A Python file in the place of an address has `reward_func(queries, prompts, labels)` with the same lists. It
+returns the same mapping, or the rewards alone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from strop.concurrency import call_each
+from strop.registry import load_attribute
 from strop.rewards.base import RewardSample
 from strop.rewards.http import MAX_FAULTS, PAUSE, RequestTooLarge, post_json
 
@@ -80,7 +84,7 @@ class RewardServerClient:
         try:
             reply, url = post_json(
                 self._next_url,
-                self._body(samples),
+                request_of(samples, self.tokenizer),
                 what="reward server",
                 timeout=deadline - time.monotonic(),
                 max_faults=self.max_faults,
@@ -111,14 +115,55 @@ class RewardServerClient:
         with self._lock:
             self.retried += 1
 
-    def _body(self, samples: Sequence[RewardSample]) -> dict[str, Sequence[object]]:
-        prompts = [sample.trajectory.prompt.ids for sample in samples]
-        conversations = [ids + sample.trajectory.response for ids, sample in zip(prompts, samples)]
-        return {
-            "query": self.tokenizer.batch_decode(conversations, skip_special_tokens=False),
-            "prompts": self.tokenizer.batch_decode(prompts, skip_special_tokens=False),
-            "labels": [sample.ground_truth for sample in samples],
-        }
+
+class RewardFile:
+    """Scores samples with the function `reward_func` of a file; it is used like a reward manager."""
+
+    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, *, timeout: float = 300.0):
+        """`timeout` is per sample."""
+        self.path = path
+        self.function = load_attribute(path, "reward_func")
+        self.tokenizer = tokenizer
+        self.timeout = timeout
+
+    def score(self, samples: Sequence[RewardSample]) -> list[object]:
+        if not samples:
+            return []
+        [values] = call_each(self._call, [samples], timeout=self.timeout * len(samples))
+        if isinstance(values, Exception):
+            return [values] * len(samples)
+        return values
+
+    def _call(self, samples: Sequence[RewardSample]) -> list[object]:
+        asked = request_of(samples, self.tokenizer)
+        found = _plain(self.function(asked["query"], asked["prompts"], asked["labels"]))
+        if not isinstance(found, dict):
+            found = {"rewards": found}
+        return parse_reply(found, len(samples), self.path)
+
+
+def request_of(
+    samples: Sequence[RewardSample], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Sequence[object]]:
+    """The texts and ground truths of samples, as OpenRLHF's scorers get them."""
+    prompts = [sample.trajectory.prompt.ids for sample in samples]
+    conversations = [ids + sample.trajectory.response for ids, sample in zip(prompts, samples)]
+    return {
+        "query": tokenizer.batch_decode(conversations, skip_special_tokens=False),
+        "prompts": tokenizer.batch_decode(prompts, skip_special_tokens=False),
+        "labels": [sample.ground_truth for sample in samples],
+    }
+
+
+def _plain(value: object) -> object:
+    """Tensors and arrays inside a result as numbers and lists."""
+    if isinstance(value, dict):
+        return {name: _plain(inside) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inside) for inside in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
 
 
 def parse_reply(reply: object, count: int, url: str) -> list[object]:
@@ -130,13 +175,11 @@ def parse_reply(reply: object, count: int, url: str) -> list[object]:
         raise _no_rewards(url, ", ".join(map(str, reply))[:200] or "nothing")
     rewards = _column(reply["rewards"], count)
     if len(rewards) != count:
-        raise ValueError(
-            f"The reward server {url} was sent {count} samples and answered with {len(rewards)} rewards."
-        )
+        raise ValueError(f"{url} was sent {count} samples and answered with {len(rewards)} rewards.")
     columns = {"score": rewards}
     extra = reply.get("extra_logs") or {}
     if not isinstance(extra, dict):
-        raise ValueError(f"The reward server {url} answered with extra_logs of type {type(extra).__name__}.")
+        raise ValueError(f"{url} answered with extra_logs of type {type(extra).__name__}.")
     logs = {"scores": reply.get("scores"), **extra}
     for name, value in logs.items():
         column = _column(value, count)
@@ -150,7 +193,7 @@ def parse_reply(reply: object, count: int, url: str) -> list[object]:
 
 
 def _no_rewards(url: str, sent: str) -> ValueError:
-    return ValueError(f"The reward server {url} answered without 'rewards' (it sent: {sent}).")
+    return ValueError(f"{url} answered without 'rewards' (it sent: {sent}).")
 
 
 def _column(value: object, count: int) -> list[object]:

@@ -186,11 +186,7 @@ def test_rewards():
     assert apart["reward_model.enable_resource_pool"] is True and apart["reward_model.n_gpus_per_node"] == 2
     assert "reward_model.nnodes" not in ppo("--reward_num_nodes", 0, "--reward_num_gpus_per_node", 0)
     assert model["critic.model.path"] == "rm"  # the critic starts from the reward model
-    file = ppo("--remote_rm_url", "/code/reward.py")
-    assert (
-        file["custom_reward_function.path"] == "/code/reward.py"
-        and file["custom_reward_function.name"] == "reward_func"
-    )
+    assert ppo("--remote_rm_url", "/code/reward.py")["reward_model.remote_url"] == "/code/reward.py"
     assert ppo("--remote_rm_url", "http://a:1/r")["reward_model.remote_url"] == "http://a:1/r"
     assert ppo("--remote_rm_url", "http://a:1/r,http://b:1/r")["reward_model.remote_url"] == [
         "http://a:1/r",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,23 @@ def test_scores_and_logs_come_along(serve: Any) -> None:
         "shared": 3,
     }
     assert report.metrics["reward/scores/mean"] == 1.0 and report.metrics["reward/place/mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "returned", ["{'rewards': found, 'scores': found, 'extra_logs': {'mean': found.mean()}}", "found"]
+)
+def test_a_reward_function_of_openrlhf(returned: str, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import torch\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n"
+        "    found = torch.tensor([float(q == p + '4<|im_end|>') for q, p in zip(queries, prompts)])\n"
+        "    assert labels == ['4', '4']\n"
+        f"    return {returned}\n"
+    )
+    answers = [trajectory("4"), trajectory("5")]
+    report = scorer(remote_url=str(tmp_path / "reward.py")).score(answers)
+    assert [t.score for t in answers] == [1.0, 0.0] and report.metrics["reward/score/mean"] == 0.5
+    assert answers[0].extras.get("mean") == (0.5 if "extra_logs" in returned else None)
 
 
 def test_samples_are_divided_over_the_servers(serve: Any) -> None:

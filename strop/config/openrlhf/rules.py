@@ -235,14 +235,8 @@ def reward(draft: ConversionDraft) -> None:
         draft.put("reward_model.enable", True, model, why="a model scores")
         draft.put("reward_model.model.path", path, model, why="")
     if url and url.endswith(".py"):
-        draft.put("custom_reward_function.path", url, remote, why="a Python file")
         draft.put(
-            "custom_reward_function.name", "reward_func", remote, why="what OpenRLHF calls the function"
-        )
-        draft.notes.append(
-            f"{url}: OpenRLHF calls reward_func(queries, prompts, labels) with lists; a function here is "
-            "called with (data_source, solution_str, ground_truth, extra_info) for one sample. Adapt its "
-            "head."
+            "reward_model.remote_url", url, remote, why="reward_func(queries, prompts, labels) of a file"
         )
     elif url:
         draft.put("reward_model.remote_url", split_commas(url), remote, why="HTTP server(s), same protocol")

@@ -191,7 +191,8 @@ class RewardModelConfig:
     retries: int = setting(0, at_least=0)
     """Retries of a failing scorer before its sample is masked."""
     remote_url: str | list[str] | None = setting(None)
-    """Address of one or more HTTP reward servers with OpenRLHF's protocol."""
+    """Address of one or more HTTP reward servers with OpenRLHF's protocol, or a Python file with its function
+    reward_func(queries, prompts, labels)."""
     normalize: bool = setting(False)
     """Normalize the model's scores with the mean and standard deviation that are saved with it."""
     clip_range: list[float] | None = setting(None)
