@@ -35,6 +35,9 @@ def save_before_end(
     stop.resumable = state.step == 0 or output.save_if_missing(loop, record, state)
     if stop.resumable:
         mark_saved()
+    if state.step == 0:
+        log.warning("%sNothing is trained yet; the same command starts again.", dropped)
+    elif stop.resumable:
         log.warning(
             "%sThe state after step %d is saved; the same command goes on from it.", dropped, state.step
         )

@@ -154,6 +154,7 @@ class SupervisedTrainer:
                 with record.phase("step"):
                     batch = self.train_step(record)
                 self.report(record, batch)
+                self.refuse_useless_data()
                 state = LoopState.of(self, self.step)
                 if self.step == self.total_steps or self.step % self.test_freq == 0:
                     with drop_validation(self.output):
@@ -186,6 +187,15 @@ class SupervisedTrainer:
                 raise self.output.evidence(problem, batch, self.step) from problem
         self.model.advance_schedule()
         return batch
+
+    def refuse_useless_data(self) -> None:
+        """ValueError if no row of the first epoch, or of the whole run, could be trained on."""
+        if not self.progress.rows and (self.step == self.total_steps or self.loader.epoch > 0):
+            raise ValueError(
+                f"No row could be trained on in {self.step} steps. All were skipped: they cannot be learned "
+                f"from, or nothing is left of them after data.max_length={self.config.data.max_length}. "
+                "Set data.max_length higher, or repair data.train_files."
+            )
 
     def collect(self, items: Sequence[Item], record: StepRecord | None = None) -> Batch | None:
         """The trainable rows as a batch; None: there are none. All other rows are counted."""

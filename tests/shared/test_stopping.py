@@ -269,6 +269,19 @@ def test_without_checkpoints_the_exit_code_is_that_of_the_signal(overrides, tmp_
     assert any("trainer.save_freq=-1: no checkpoint is written" in text for text in caplog.messages)
 
 
+def test_a_signal_in_the_first_step_does_not_speak_of_a_checkpoint(overrides, tmp_path, monkeypatch, caplog):
+    sample = Collector._sample
+
+    def interrupted(self, draw, prompts, step, first):
+        send()
+        return sample(self, draw, prompts, step, first)
+
+    monkeypatch.setattr(Collector, "_sample", interrupted)
+    assert run_ppo(overrides, tmp_path / "run") == STOPPED
+    assert not checkpoints(tmp_path / "run")
+    assert "Step 1 is dropped. Nothing is trained yet; the same command starts again." in caplog.messages
+
+
 def test_helpers_that_the_signal_ended_too_do_not_spoil_the_checkpoint(overrides, tmp_path, monkeypatch):
     score = Collector.score
 

@@ -83,16 +83,17 @@ def test_rows_that_are_too_long(small, tmp_path):
     )
     report = examine(load("sft_trainer", [*base, "data.truncation=right"]))
     assert report.ok and any("will be cut (right)" in str(finding) for finding in report.findings)
-    nothing = train(
-        "sft",
-        base,
-        "data.max_length=4",
-        "data.truncation=right",
-        "trainer.total_epochs=1",
-        "data.val_files=null",
-    )
-    assert nothing[1]["train/skipped_rows"] == 16 and nothing[1]["train/empty_updates"] == 1
-    assert nothing[1]["train/total_rows"] == 0
+    with pytest.raises(ValueError, match=r"No row could be trained on .* data\.max_length=4"):
+        train("sft", base, "data.max_length=4", "data.truncation=right", "data.val_files=null")
+
+
+def test_an_update_without_rows_is_counted(small, tmp_path):
+    base = with_rows(small, tmp_path, "sft", [{"prompt": "1", "response": ""}] * 16)
+    more = ("data.bad_rows=skip", "data.shuffle=false", "data.train_batch_size=16", "trainer.total_epochs=1")
+    first, second, third = train("sft", base, *more).values()
+    assert first["train/loss"] > 0 and second["train/loss"] > 0
+    assert third["train/skipped_rows"] == 16 and third["train/empty_updates"] == 1
+    assert third["train/total_rows"] == 32
 
 
 def test_a_file_without_a_usable_row(small, tmp_path):
