@@ -59,7 +59,7 @@ $(LOGGERS)/.ready: $(READY)
 	$(BIN)/python -c "import site, os; print(site.getsitepackages()[0]); print(os.getcwd())" > \
 		"$$($(LOGGERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/strop.pth"
 	$(LOGGERS)/bin/$(PIP) -c constraints.txt \
-		'wandb>=0.19' 'mlflow-skinny>=3.1' 'sqlalchemy>=2' 'alembic>=1.13' 'swanlab>=0.10' 'trackio>=0.43'
+		'wandb>=0.19' 'mlflow-skinny>=3.9' 'sqlalchemy>=2' 'alembic>=1.13' 'swanlab>=0.10' 'trackio>=0.43'
 	touch $@
 
 quickstart: $(READY)
