@@ -240,6 +240,12 @@ def test_courses_that_no_recorded_run_takes(name: str, course: Any) -> None:
             "critic/score/mean": CALCULATOR[1][min(i, 15) - 1],
             **SPAN,
         },
+        lambda i: {
+            "critic/score/mean": 0.02 * i,
+            "reward/acc/mean": 0.02 * i,  # the score under another name
+            "reward/no_program/mean": 0.1 / i,
+            **SPAN,
+        },
     ],
 )
 def test_ordinary_courses_are_no_news(course: Any) -> None:

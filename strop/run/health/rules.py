@@ -164,7 +164,7 @@ def reward_hacking(history: History) -> RuleFinding | None:
     for name in _components(history):
         then = history.first(name)
         now = history.recent(name)
-        if then is None or now is None:
+        if then is None or now is None or (then, now) == (first, score):  # the score under another name: acc
             continue
         known[name] = (then, now)
         if then > 0 and now < (1 - COMPONENT_FALL) * then:
