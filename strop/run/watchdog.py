@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import TextIO
 
 from strop.run.health.monitor import write_stall_alert
@@ -109,11 +111,23 @@ def _write_stacks(worker: WorkerState, seconds: float, stacks: TextIO) -> None:
 def _main_stack() -> str:
     """The main thread in faulthandler's format: faulthandler writes it last, and not at all after too many
     threads."""
-    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    frames = traceback.extract_stack(_current_frames().get(threading.main_thread().ident or 0))
     text = f"\nThread 0x{threading.main_thread().ident:016x} (most recent call first):\n"
     for frame in reversed(frames):
         text += f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n'
     return text
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The stacks of all threads, read without garbage collection: CPython before 3.12 holds a lock meanwhile,
+    for which the end of a thread-local object waits, and the process would hang for ever."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _report_and_exit(worker: WorkerState, timeout: float, where: str) -> None:

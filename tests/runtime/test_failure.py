@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -189,6 +190,16 @@ def test_a_full_disk_does_not_end_the_watchdog(tmp_path, caplog, monkeypatch):
             heart.beat(2, phase)
             time.sleep(0.6)
     assert "in phase 'gen' of step 2" in caplog.text and "in phase 'testing' of step 2" in caplog.text
+
+
+def test_stacks_are_read_without_garbage_collection(monkeypatch):
+    """In CPython 3.11, a thread-local object that is collected meanwhile waits for a lock for ever."""
+    from strop.run import watchdog
+
+    enabled = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: enabled.append(gc.isenabled()) or {})
+    watchdog._current_frames()
+    assert enabled == [False] and gc.isenabled()
 
 
 def test_the_main_thread_is_written_however_many_there_are(tmp_path, monkeypatch):
