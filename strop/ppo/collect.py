@@ -191,7 +191,9 @@ class Collector:
         if ahead is not None:
             record.add(staleness(trajectories, step))
             record.add(ahead.metrics())
-        return rows_of_episodes(trajectories, self.credit)
+        if any(t.branches for t in trajectories):
+            return rows_of_episodes(trajectories, self.credit)
+        return trajectories
 
     def _collect(self, draw: Draw, prompts: int, step: int, record: StepRecord) -> list[Trajectory]:
         if self.group_filter is None:
