@@ -108,7 +108,7 @@ def test_sft_gets_the_tokens_that_were_asked_for_round_by_round():
 PROGRAMS = {"ppo": "ppo_trainer", "sft": "sft_trainer", "generate": "generation"}
 
 
-@pytest.mark.parametrize("example", ["qwen_code", "qwen_tools", "qwen_distillation"])
+@pytest.mark.parametrize("example", ["qwen_code", "qwen_math", "qwen_tools", "qwen_distillation"])
 def test_commands_of_the_page_compose(example, monkeypatch):
     monkeypatch.chdir(ROOT)
     page = (EXAMPLES / example / "README.md").read_text().replace("\\\n", " ")
