@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import shutil
 import socket
 import sys
 import tempfile
@@ -53,7 +52,9 @@ class LocalWorkers:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._folder = Path(tempfile.mkdtemp(prefix="strop-policy-"))
+        # Deleted at the latest when this process ends: a script may leave its policy open.
+        self._temporary = tempfile.TemporaryDirectory(prefix="strop-policy-", ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
         self._ranks: StartedRanks | None = None
         self._connections: list[Connection] = []
         self._calls = 0
@@ -163,7 +164,7 @@ class LocalWorkers:
         self._connections = []
         if self._ranks is not None:
             self._ranks.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._temporary.cleanup()
 
 
 def _python_path() -> str:

@@ -1,4 +1,4 @@
-"""Weight transfer to another process on this machine: one bucket at a time through a file in shared memory.
+"""Weight transfer to another process on this machine: one bucket at a time through shared memory.
 
 The other process gets a short JSON string for each bucket: the file's path, and the offset of each weight in
 it. So any RPC that takes strings can deliver it.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict
+from typing import IO, TypedDict
 
 import torch
 from torch import Tensor
 
-_SHARED_MEMORY = Path("/dev/shm")
 _ALIGNMENT = 64
 
 
@@ -75,38 +72,41 @@ class Buckets:
     def __init__(self, megabytes: int) -> None:
         """`megabytes`: size of a bucket; a larger weight gets a bucket of the weight's size."""
         self._size = megabytes << 20
-        self._path: Path | None = None
+        self._file: IO[bytes] | None = None
+        self._path = ""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], deliver: Callable[[str, bool], None]) -> None:
         """Call `deliver(contents, last)` for each bucket; it must return after the other side has read it."""
         for bucket in pack(weights, self._allocate):
-            deliver(bucket.contents(path=str(self._path), size=len(self._memory)), bucket.last)
+            deliver(bucket.contents(path=self._path, size=len(self._memory)), bucket.last)
 
     def _allocate(self, needed: int) -> Tensor:
-        """Memory for a whole bucket. A file in shared memory only uses the pages that were written."""
+        """Memory for a whole bucket. Only the pages that were written use memory."""
         if needed <= len(self._memory):
             return self._memory
         self.close()
         size = max(self._size, needed)
-        handle, name = tempfile.mkstemp(prefix="strop-weights-", dir=_folder(size))
-        os.close(handle)
-        self._path = Path(name)
-        self._memory = torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        self._file, self._path = _shared_file()
+        self._memory = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
         return self._memory
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def _folder(size: int) -> str:
-    """Shared memory, or the disk if that is too small: writing past its end would kill the process."""
-    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > size:
-        return str(_SHARED_MEMORY)
-    return tempfile.gettempdir()
+def _shared_file() -> tuple[IO[bytes], str]:
+    """An empty file that is gone when it is closed, and the path under which other processes open it."""
+    if not hasattr(os, "memfd_create"):
+        file = tempfile.NamedTemporaryFile(prefix="strop-weights-")  # noqa: SIM115 - the caller closes it
+        return file, file.name
+    # It has no name in /dev/shm: its memory is freed even if this process is killed, and the size of /dev/shm
+    # (64 MB in a container) does not limit it.
+    memory = os.fdopen(os.memfd_create("strop-weights"), "wb")
+    return memory, f"/proc/{os.getpid()}/fd/{memory.fileno()}"
 
 
 def read_bucket(contents: str, memory: Tensor | None = None) -> tuple[list[tuple[str, Tensor]], bool, bool]:

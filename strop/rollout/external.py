@@ -66,11 +66,13 @@ class ModelSource:
     """Its weights have the names and layout of the engine's checkpoint, or transformers can convert them."""
     takes_images: bool = False
     """The model has a vision tower, and the folder has tokenizer and processor."""
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+    """The folder, if it was made for the engine. Deleted at the latest when the process ends."""
 
     def close(self) -> None:
         """Delete the folder, if it was made for the engine."""
-        if self.shapes is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self.temporary is not None:
+            self.temporary.cleanup()
 
     def check(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`weights` without second names of tied weights. Raises ValueError unless they are exactly the
@@ -123,15 +125,16 @@ def model_source(model: nn.Module | str | Path, max_model_len: int | None) -> Mo
     else:
         base = model
     base = cast("PreTrainedModel", base)
-    folder = tempfile.mkdtemp(prefix="strop-model-")
+    limit = resolve_max_model_len(base.config, max_model_len)
+    temporary = tempfile.TemporaryDirectory(prefix="strop-model-", ignore_cleanup_errors=True)
+    folder = temporary.name
     config = copy.deepcopy(base.config)
     config.architectures = config.architectures or [type(base).__name__]
     config.eos_token_id = None  # Sampling.stop_ids decides where a completion ends
     config.save_pretrained(folder)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model)}
-    limit = resolve_max_model_len(base.config, max_model_len)
     vision = hasattr(config, "vision_config") and _copy_processor(str(base.config.name_or_path), folder)
-    return ModelSource(folder, limit, num_embeddings(base), shapes, base, takes_images=vision)
+    return ModelSource(folder, limit, num_embeddings(base), shapes, base, vision, temporary)
 
 
 def _copy_processor(source: str, folder: str) -> bool:

@@ -31,6 +31,8 @@ _kept_in: list[Path] = []
 """The folder for the output of processes that died; the last entry counts."""
 _TERMINATE_SECONDS = 10.0
 """Between SIGTERM and SIGKILL."""
+_GUARD = 'read -r _; kill -s KILL -- "-$1"; rm -rf "$2"'
+"""Shell script that waits for the end of its stdin, which is the end of this process, however it comes."""
 
 Json = Any
 """A decoded JSON value of a server's reply; the caller knows its layout."""
@@ -132,7 +134,8 @@ def keep_output_in(folder: Path | None) -> None:
 
 
 class HostProcess:
-    """A subprocess that hosts an engine. Its output goes to a file, which is kept when it dies."""
+    """A subprocess that hosts an engine. Its output goes to a file, which is kept when it dies. It ends with
+    this process, even if this one is killed: it would keep a GPU and a temporary folder."""
 
     def __init__(
         self,
@@ -156,6 +159,13 @@ class HostProcess:
                 pass_fds=pass_fds,
                 start_new_session=True,  # so that its children can be ended with it
             )
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "sh", str(self.pid), self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -198,6 +208,8 @@ class HostProcess:
                 os.killpg(self.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=_TERMINATE_SECONDS)
+        self._guard.kill()
+        self._guard.communicate()
         self._folder.cleanup()
 
     def _python_path(self) -> str:

@@ -56,6 +56,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # the numbers of malloc.h
 
 def prepare_process() -> None:
     configure_logging()
+    # On Arm, every process would leave /tmp/perf-PID.map, in which oneDNN lists its kernels for a profiler.
+    os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
     keep_freed_memory()
     use_huge_pages()
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
-import time
 from concurrent.futures import Future
 
 from strop.rollout.base import Completion
@@ -24,7 +22,6 @@ def main(fd: int) -> None:
     """Start the engine and serve messages until the trainer's side is gone."""
     # The engine already has its own process, so vLLM needs no further one, unless the user sets it.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     wire = Wire(socket.socket(fileno=fd))
     first = wire.receive()
     if first is None:
@@ -38,13 +35,6 @@ def main(fd: int) -> None:
     while (message := wire.receive()) is not None:
         _serve(driver, wire, *message)
     driver.close()
-
-
-def _exit_with_parent(parent: int) -> None:
-    """If the trainer is killed while the engine starts, which takes minutes, the engine must not survive."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _serve(driver: Driver, wire: Wire, header: Header, numbers: bytes) -> None:
