@@ -109,12 +109,18 @@ def convert(wanted: object, value: object) -> object:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError(value)
-    number = float(value)
-    if wanted is float:
-        return number
-    if number != int(number):
+    if wanted is int and isinstance(value, int):
+        return value
+    try:
+        number = float(value)
+        if wanted is float:
+            return number
+        whole = int(number)
+    except OverflowError as error:  # infinity, or a whole number of hundreds of digits
+        raise TypeError(value) from error
+    if number != whole:
         raise TypeError(value)
-    return value if isinstance(value, int) else int(number)
+    return whole
 
 
 def accepts_null(wanted: object) -> bool:

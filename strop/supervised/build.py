@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.algorithms.ema import EMA
@@ -34,15 +33,14 @@ from strop.shared.export import average_of, averaged, exported, folder_of, maste
 from strop.shared.in_process import RunObserver
 from strop.shared.run_output import RunOutput
 from strop.supervised.kto import KtoTask, with_kl
+from strop.supervised.reference import ReferencePass
 from strop.supervised.tasks import (
     DpoTask,
     Forward,
     Item,
-    PairsWithReference,
     RewardModelTask,
     SftTask,
     Task,
-    precompute_reference,
 )
 from strop.supervised.trainer import EpochProgress, Observer, ScoreMoments, SupervisedTrainer
 from strop.types import Batch
@@ -80,7 +78,7 @@ def build_supervised_trainer(
     val_items: Sequence[Item] | None = val_rows
     reference = build_reference_forward(config, model, make)
     if reference is not None and isinstance(config, DpoConfig) and config.loss.precompute_ref:
-        reference_pass = _ReferencePass(config, reference, micro, ranks.is_rank0)
+        reference_pass = ReferencePass(config, reference, micro, ranks)
         train_items = reference_pass.add(train_rows, _places_to_train(config, train_rows, plan))
         if val_rows is not None:
             val_items = reference_pass.add(val_rows, range(len(val_rows)))
@@ -272,29 +270,6 @@ def build_reference_forward(
             frozen.offload()
 
     return onload_and_forward
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReferencePass:
-    """Computes reference log-probs before training."""
-
-    config: DpoConfig
-    forward: Forward
-    micro: MicroBatching
-    is_rank0: bool
-
-    def add(self, rows: SupervisedDataset, places: Sequence[int]) -> PairsWithReference:
-        """The rows with reference log-probs at `places`."""
-        folder = Path(self.config.trainer.default_local_dir).expanduser()
-        return precompute_reference(
-            rows,
-            places,
-            self.forward,
-            self.micro,
-            folder=folder,
-            model_name=str(self.config.ref.path),
-            write=self.is_rank0,
-        )
 
 
 def _places_to_train(config: DpoConfig, rows: SupervisedDataset, plan: SupervisedPlan) -> Sequence[int]:

@@ -25,7 +25,8 @@ from strop.shared.dropped_step import (
 )
 from strop.shared.run_output import RunOutput
 from strop.stopping import deferred
-from strop.supervised.tasks import Forward, Item, Task, is_trainable, with_reference
+from strop.supervised.reference import with_reference
+from strop.supervised.tasks import Forward, Item, Task, is_trainable
 from strop.types import Batch
 
 if TYPE_CHECKING:

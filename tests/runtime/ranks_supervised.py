@@ -28,6 +28,19 @@ def test_shared_matrices_teach_what_one_process_teaches(verb, tmp_path):
     assert_alike(verb, ["tensor_parallel_size=2", *ASKED[verb]], tmp_path)
 
 
+def test_ranks_agree_about_what_the_reference_must_read(tmp_path, monkeypatch):
+    """Validation rows that are training rows: rank 0 stores their log-probs while other ranks look for them."""
+    place = Path(here().broadcast_object(str(tmp_path)))
+    if here().is_rank0:
+        make_task(place)
+    else:
+        monkeypatch.setattr("strop.supervised.reference.read_tensors", lambda path: {})
+    here().all_gather_object(None)
+    world = [f"trainer.n_gpus_per_node={here().world}", "trainer.device=cpu", "trainer.total_epochs=1"]
+    asked = [*settings(place, place / "run", "dpo"), *world, f"data.val_files={place}/train.jsonl"]
+    build_supervised_trainer(load("dpo_trainer", asked), ranks=here()).fit()
+
+
 def assert_alike(verb: str, more: list[str], tmp_path: Path) -> None:
     place = Path(here().broadcast_object(str(tmp_path)))
     if here().is_rank0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from strop.quickstart.tiny_model import tiny_tokenizer
 from strop.rewards.base import RewardSample
 from strop.rewards.model import build_reward_model_scorer, load_model
 from strop.run.checkpoint.tensor_files import read_tensors
-from strop.supervised.tasks import REFERENCE_FILE
+from strop.supervised.reference import REFERENCE_FILE
 from strop.supervised.trainer import ScoreMoments
 from strop.types import Prompt, Trajectory
 from tests.ppo.runs import run as run_ppo
@@ -256,3 +258,21 @@ def test_only_the_rows_of_the_run_are_asked_about_and_only_once(pairs, tmp_path,
         "dpo", base, "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/fresh"
     )
     assert same(weights(tmp_path, 3), weights(tmp_path / "fresh", 3)) and set(fresh) == {1, 2, 3}
+
+
+def test_a_resume_with_another_batch_size_or_order_knows_the_reference_of_every_pair(pairs, tmp_path):
+    base = [*settings(pairs, tmp_path, "dpo"), "data.val_files=null", "trainer.save_freq=1"]
+    train("dpo", base, "trainer.total_training_steps=2")
+    steps = train("dpo", base, "trainer.total_training_steps=4", "data.train_batch_size=8", "data.seed=77")
+    assert steps[4]["train/total_rows"] == 2 * 16 + 2 * 8
+
+
+def test_other_weights_at_the_same_path_are_another_reference(pairs, tmp_path):
+    """A policy is its own reference before the first update, whatever an earlier run in the folder stored."""
+    model = make_task_model(pairs, tmp_path / "model")
+    base = [*settings(pairs, tmp_path / "run", "dpo"), f"model.path={model}", "data.val_files=null"]
+    base += ["trainer.resume_mode=disable", "trainer.total_training_steps=1"]
+    train("dpo", base)
+    shutil.copytree(pairs / "model", model, dirs_exist_ok=True)
+    steps = train("dpo", base)
+    assert steps[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.fields import MAX_SEED, FreeForm, inert, link, section, setting
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class DataConfig:
     """Shuffle training rows, with a new order in each epoch."""
     validation_shuffle: bool = setting(False)
     """Shuffle validation rows too."""
-    seed: int | None = link("trainer.seed")
+    seed: int | None = link("trainer.seed", at_least=0, at_most=MAX_SEED)
     """Seed of the row order."""
     filter_overlong_prompts: bool = setting(False)
     """Drop rows whose prompt is longer than max_prompt_length instead of applying `truncation`."""

@@ -22,6 +22,9 @@ from strop.registry import Registry
 FreeForm: TypeAlias = dict[str, Any]
 """A mapping whose keys the schema does not check: arguments of a library, a plugin or a template."""
 
+MAX_SEED = 2**63 - 1
+"""Generators of NumPy take no negative seed, those of torch none over 64 bits."""
+
 
 def setting(
     default: object = MISSING,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from strop.catalog import DATASETS
 from strop.compat import FRAMEWORKS
 from strop.config.schema.actor import STRATEGIES
-from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.fields import MAX_SEED, FreeForm, inert, link, section, setting
 from strop.config.schema.model import _FUSED, FsdpConfig, ModelConfig
 from strop.config.schema.reward import CustomRewardFunctionConfig
 from strop.config.schema.rollout import (
@@ -200,7 +200,7 @@ class EvaluationSettingsConfig:
     """Bootstrap samples for confidence intervals; 0: no intervals."""
     confidence: float = setting(0.95, above=0, at_most=0.9999)
     """Confidence level of the intervals."""
-    seed: int = 42
+    seed: int = setting(42, at_least=0, at_most=MAX_SEED)
     """Seed of the bootstrap."""
 
 

@@ -8,7 +8,7 @@ from strop.catalog import PREFERENCE_LOSSES, SCHEDULES
 from strop.compat import FRAMEWORKS
 from strop.config.schema.actor import STRATEGIES
 from strop.config.schema.data import CustomClassConfig
-from strop.config.schema.fields import FreeForm, inert, link, section, setting
+from strop.config.schema.fields import MAX_SEED, FreeForm, inert, link, section, setting
 from strop.config.schema.megatron import MegatronConfig
 from strop.config.schema.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, ProfilerConfig
 from strop.config.schema.trainer import GlobalProfilerConfig, RayKwargsConfig, TrainerConfig
@@ -59,7 +59,7 @@ class SupervisedDataConfig:
     start with the user."""
     shuffle: bool = True
     """Shuffle the rows."""
-    seed: int | None = link("trainer.seed")
+    seed: int | None = link("trainer.seed", at_least=0, at_most=MAX_SEED)
     """Seed of the shuffle."""
     apply_chat_template: bool = setting(True)
     """Render rows with the tokenizer's chat template."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.schema.fields import FreeForm, inert, section, setting
+from strop.config.schema.fields import MAX_SEED, FreeForm, inert, section, setting
 from strop.config.schema.model import TorchMemoryToolConfig
 
 
@@ -70,7 +70,7 @@ class TrainerConfig:
     over the step. About 15 bytes per token on disk. 0: none."""
     health: bool = setting(True)
     """Check the metrics for signs of a failing run, with alerts on the console and in alerts.jsonl."""
-    seed: int = setting(1)
+    seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of everything: row order, sampling, initial heads, shuffles."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "npu"))
     """auto: a GPU if there is one, else the CPU."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strop.config.schema.fields import FreeForm, section, setting
+from strop.config.schema.fields import MAX_SEED, FreeForm, section, setting
 from strop.config.schema.model import ModelConfig
 
 
@@ -62,7 +62,7 @@ class ServiceConfig:
     """Tokens per forward and backward pass."""
     device: str = setting("auto", choices=("auto", "cpu", "cuda"))
     """auto: a GPU if there is one, else the CPU."""
-    seed: int = 1
+    seed: int = setting(1, at_least=0, at_most=MAX_SEED)
     """Seed of the base run; adapters and samples have their own seeds."""
 
 
