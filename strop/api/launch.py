@@ -108,12 +108,12 @@ def _build(
 ) -> tuple[Backend, Any, Callable[[], None]]:
     """The trained model, the tokenizer, and the loop."""
     if loaded.root == "ppo_trainer":
+        from strop.models.build import build_tokenizer
         from strop.ppo.build import build_ppo
         from strop.replay.recording import trainer_class
-        from strop.shared.build import tokenizer_of
 
         trainer = build_ppo(loaded, ranks, trainer_class(loaded.config), given)
-        return trainer.roles.actor, tokenizer_of(loaded.config.actor_rollout_ref.model), trainer.fit
+        return trainer.roles.actor, build_tokenizer(loaded.config.actor_rollout_ref.model), trainer.fit
     from strop.supervised.build import build_chat_tokenizer, build_supervised_trainer
 
     datasets = None

@@ -45,6 +45,16 @@ class Rendered:
     images: Images = ()
 
 
+def template_text(template: str) -> str:
+    """A Jinja template as text, where a setting holds it or names a .jinja file."""
+    if not template.endswith((".jinja", ".j2")):
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"The chat template file {template} does not exist.")
+    return file.read_text(encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class Chat:
     """A tokenizer with its chat template and template arguments."""
@@ -71,11 +81,8 @@ class Chat:
             raise ValueError(
                 f"data.apply_chat_template_kwargs sets {clash}, which Strop sets itself. Remove it."
             )
-        if self.template is not None and self.template.endswith((".jinja", ".j2")):
-            file = Path(self.template).expanduser()
-            if not file.is_file():
-                raise ValueError(f"The chat template file {self.template} does not exist.")
-            object.__setattr__(self, "template", file.read_text(encoding="utf-8"))
+        if self.template is not None:
+            object.__setattr__(self, "template", template_text(self.template))
         if not self.plain and self.template is None and not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(
                 f"The tokenizer {self.tokenizer.name_or_path or 'of the model'} has no chat template. Set "

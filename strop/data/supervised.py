@@ -222,6 +222,8 @@ class SftDataset(SupervisedDataset):
             messages, learn_from = self._prompt_and_response(row, where)
         if config.pretrain_mode:  # any role may come first
             ids = chat.ids(messages, generate=False, tools=tools)
+            if not ids:
+                raise UnusableRow(f"{where} has no text.")
             return Rendered(ids, [1] * len(ids))
         return render_conversation(chat, messages, learn_from, where, tools=tools)
 

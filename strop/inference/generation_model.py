@@ -21,11 +21,11 @@ from strop.data.make import published_rows
 from strop.data.prompts import PromptDataset, truncate
 from strop.data.schema import ColumnKeys, require_column
 from strop.inference.resumable_rows import PartialOutput
-from strop.models.build import build_policy, compute_dtype
+from strop.models.build import build_policy, build_tokenizer, compute_dtype
 from strop.models.vision.processor import processor_loader
 from strop.rewards.base import response_texts
 from strop.rollout.base import Request, Sampling, stream_seed
-from strop.shared.build import engine_for, max_model_len, sampling_for, tokenizer_of
+from strop.shared.build import engine_for, max_model_len, sampling_for
 from strop.types import Prompt
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class ResponseGenerator:
     def __init__(self, config: GenerationConfig, inputs: InputRows, device: torch.device):
         rollout = config.rollout
         self.config = config
-        self.tokenizer = tokenizer_of(config.model)
+        self.tokenizer = build_tokenizer(config.model)
         chat = Chat(
             self.tokenizer,
             kwargs=dict(config.data.apply_chat_template_kwargs),

@@ -149,13 +149,14 @@ def build_reward_model(
     return model.requires_grad_(False).eval()
 
 
-def build_tokenizer(settings: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of tokenizer_path, or of the model itself."""
+def build_tokenizer(settings: ModelConfig, *, local_files_only: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of tokenizer_path, or of the model itself, with custom_chat_template if it is set."""
     _import_libraries(settings)
     return load_tokenizer(
         settings.tokenizer_path or settings.path,
         trust_remote_code=settings.trust_remote_code,
         chat_template=settings.custom_chat_template,
+        local_files_only=local_files_only,
     )
 
 

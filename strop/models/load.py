@@ -18,6 +18,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from strop.data.chat import template_text
 from strop.extras import require
 from strop.registry import did_you_mean
 
@@ -346,14 +347,22 @@ def copy_processor_files(source: str | None, target: Path) -> None:
 
 
 def load_tokenizer(
-    path: str | None, *, trust_remote_code: bool = False, chat_template: str | None = None
+    path: str | None,
+    *,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    local_files_only: bool = False,
 ) -> Any:
-    """The tokenizer of a model folder. Without a padding token it pads with the end-of-sequence token."""
+    """The tokenizer of a model folder. Without a padding token it pads with the end-of-sequence token.
+    `chat_template`: a template, or a .jinja file, that replaces its own."""
     source = resolve(path)
     try:
         with _gguf_read_once(source):
             tokenizer = AutoTokenizer.from_pretrained(
-                source.name, trust_remote_code=trust_remote_code, **source.arguments
+                source.name,
+                trust_remote_code=trust_remote_code,
+                local_files_only=local_files_only,
+                **source.arguments,
             )
     except Exception as error:
         raise ValueError(
@@ -364,7 +373,7 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = template_text(chat_template)
     return tokenizer
 
 

@@ -7,9 +7,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 from strop.config.schema.model import ModelConfig
+from strop.models.build import build_tokenizer
 from strop.models.lora import has_adapters
 from strop.models.patches import applied_patches, undo_patches
-from strop.shared.build import tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,4 +85,4 @@ def find_tokenizer(settings: ModelConfig, module: PreTrainedModel | None) -> Pre
         if not path:
             raise ValueError("Policy(model, tokenizer): a loaded model needs its tokenizer; none was given.")
         settings = dataclasses.replace(settings, tokenizer_path=path)
-    return tokenizer_of(settings)
+    return build_tokenizer(settings)

@@ -30,6 +30,7 @@ from strop.config.schema.ppo import PpoConfig
 from strop.config.schema.rollout import RolloutConfig
 from strop.data.loader import Loader, PromptLoader, build_loader
 from strop.data.prompts import build_chat, build_prompts
+from strop.models.build import build_tokenizer
 from strop.models.vision.processor import processor_loader
 from strop.ppo.admission import AnswerLengths, LengthRecorder
 from strop.ppo.collect import Collector, GroupFilter, TrajectoryScorer, Validator
@@ -69,7 +70,6 @@ from strop.shared.build import (
     max_model_len,
     sampling_for,
     tensor_parallel_size,
-    tokenizer_of,
 )
 from strop.shared.export import average_of, masters_of
 from strop.shared.in_process import NOTHING_GIVEN, InProcess
@@ -92,7 +92,7 @@ def build_ppo(
     load_plugins(config.plugins)
     seed_random_states(config.trainer.seed)
     device = device_of(config.trainer.device)
-    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+    tokenizer = build_tokenizer(config.actor_rollout_ref.model)
     load_processor = processor_loader(config.actor_rollout_ref.model)
     chat = build_chat(config.data, tokenizer, load_processor=load_processor)
     agents = AgentSetup(rollout, chat, given.tools)

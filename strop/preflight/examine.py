@@ -128,8 +128,13 @@ def _folders(config: RootConfig) -> list[ConfigFinding]:
 
 def _folder_findings(key: str, folder: str) -> list[ConfigFinding]:
     place = Path(folder).expanduser().absolute()
-    while not place.exists():
-        place = place.parent
+    try:
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+    except OSError as problem:  # a name that is too long, or a folder that may not be searched
+        return [error(key, f"{folder} cannot be a folder: {problem.strerror}. Name another.")]
+    if not place.exists():
+        return [error(key, f"{folder} cannot be a folder: the link {place} leads nowhere. Name another.")]
     if not place.is_dir():
         return [error(key, f"{folder} cannot be a folder: {place} is a file. Name another.")]
     if not os.access(place, os.W_OK | os.X_OK):

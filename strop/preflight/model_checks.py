@@ -188,27 +188,18 @@ def find_tokenizer(
     place = model.tokenizer_path or model.path
     assert place is not None, "a missing model.path is an error of the configuration"
     local = Path(place).expanduser()
-    if local.exists() or place.endswith(".gguf") or place == "smollm2-135m":
-        from strop.models.build import build_tokenizer
-
-        try:
-            return build_tokenizer(model), []
-        except (ValueError, OSError) as problem:
-            return None, [error(key, str(problem).partition("\n")[0])]
-    if place.startswith(("/", "./", "~")) or place.count("/") > 1:
+    is_hub_name = not (local.exists() or place.endswith(".gguf") or place == "smollm2-135m")
+    if is_hub_name and (place.startswith(("/", "./", "~")) or place.count("/") > 1):
         return None, [error(key, f"there is no folder {local}.")]
-    from transformers import AutoTokenizer
+    from strop.models.build import build_tokenizer
 
-    from strop.models.load import refused_code_or_first_line
-
-    trust = model.trust_remote_code
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust), []
-    except (OSError, ValueError) as problem:
-        if "trust_remote_code" in str(problem):
-            return None, [error(key, f"{place}: {refused_code_or_first_line(problem)}")]
-        message = f"{place} is not on this machine, so template and prompt lengths were not checked."
-        return None, [warning(key, message)]
+        return build_tokenizer(model, local_files_only=is_hub_name), []
+    except (ValueError, OSError) as problem:
+        if is_hub_name and isinstance(problem.__cause__, OSError):
+            message = f"{place} is not on this machine, so template and prompt lengths were not checked."
+            return None, [warning(key, message)]
+        return None, [error(key, str(problem).partition("\n")[0])]
 
 
 def teacher_tokenizer_findings(policy: ModelConfig, path: str) -> list[ConfigFinding]:

@@ -183,6 +183,7 @@ def dump_trajectories(
     folder: str | Path, step: int, trajectories: Sequence[Trajectory], *, decode: Decode
 ) -> None:
     """Write the samples of a step as rows and as transcripts. A disk that fails does not stop a run."""
+    folder = Path(folder).expanduser()
     try:
         dump(folder, step, rollout_rows(trajectories, step=step, decode=decode))
         write_transcripts(folder, step, trajectories, decode=decode)

@@ -24,11 +24,10 @@ from strop.config.derived import engine_name, holds_weights
 from strop.config.schema.megatron import MegatronConfig
 from strop.config.schema.model import FsdpConfig, ModelConfig, OptimConfig
 from strop.config.schema.rollout import RolloutConfig
-from strop.data.chat import Chat, stop_ids
+from strop.data.chat import stop_ids
 from strop.models.build import (
     attention_of,
     build_critic,
-    build_tokenizer,
     compute_dtype,
     dtype_of,
     persistent_buffers,
@@ -227,15 +226,6 @@ def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda, but torch sees no GPU here. Set trainer.device=cpu or auto.")
     return torch.device(name)
-
-
-def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with the chat template that was asked for: a text, or the content of a .jinja
-    file."""
-    tokenizer = build_tokenizer(model)
-    if model.custom_chat_template is not None:
-        tokenizer.chat_template = Chat(tokenizer, template=model.custom_chat_template).template
-    return tokenizer
 
 
 @dataclass

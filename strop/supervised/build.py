@@ -14,7 +14,7 @@ from strop.compat import conventions
 from strop.config.arithmetic import SupervisedPlan, plan_supervised
 from strop.config.compose import Loaded
 from strop.config.schema.supervised import DpoConfig, RmConfig, SupervisedTrainerConfig
-from strop.data.chat import Chat
+from strop.data.chat import template_text
 from strop.data.labelled import dataset_class, reads_labels
 from strop.data.loader import Loader
 from strop.data.prompts import order_seed
@@ -204,9 +204,8 @@ def open_datasets(
 def build_chat_tokenizer(config: AnySupervisedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that renders the rows; checkpoints keep this template."""
     tokenizer = build_tokenizer(config.model)
-    template = config.data.chat_template or config.model.custom_chat_template
-    if template is not None:
-        tokenizer.chat_template = Chat(tokenizer, template=template).template
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = template_text(config.data.chat_template)
     return tokenizer
 
 

@@ -172,6 +172,13 @@ def test_a_folder_that_cannot_be_one(overrides, tmp_path, key, below):
     assert f"{tmp_path}/taken is a file" in found[f"trainer.{key}"], found
 
 
+@pytest.mark.parametrize(("name", "said"), [("link/run", "link leads nowhere"), ("n" * 300, "name too long")])
+def test_a_folder_that_cannot_be_made(overrides, tmp_path, name, said):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    found = errors(examined(overrides, f"trainer.default_local_dir={tmp_path}/{name}"))
+    assert said in found["trainer.default_local_dir"], found
+
+
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path"])
 def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tmp_path, key):
     shutil.copytree(task / "model", tmp_path / "cut")

@@ -57,8 +57,9 @@ def test_rows_have_the_known_columns_and_ours(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_the_file_of_a_step_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # a write beyond it fails as on a full disk
     try:
@@ -66,7 +67,7 @@ def test_a_full_disk_costs_the_file_of_a_step_and_not_the_run(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"The samples of step 1 are not in {tmp_path}/said: [Errno 27]" in caplog.text
-    dump_trajectories(tmp_path / "said", 2, [trajectory(1.0)], decode=decode)
+    dump_trajectories("~/said", 2, [trajectory(1.0)], decode=decode)
     assert [path.name for path in (tmp_path / "said").iterdir()] == ["2.jsonl"]
 
 

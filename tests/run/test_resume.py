@@ -106,9 +106,11 @@ def test_a_half_written_checkpoint_is_ignored_and_cleared(tmp_path: Path) -> Non
     assert not (tmp_path / ".saving_global_step_2").exists()
 
 
-def test_named_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["{home}/old", "~/old"])
+def test_named_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     saves(tmp_path / "old", 1, 2)
-    path = str(tmp_path / "old/global_step_1")
+    path = folder.format(home=tmp_path) + "/global_step_1"
     found = resume(tmp_path / "new", mode="resume_path", path=path)
     assert found is not None and found.step == 1
     cut(tmp_path / "old", 1)

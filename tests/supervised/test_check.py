@@ -69,6 +69,13 @@ def test_a_bad_row_is_named_and_stops_the_run_or_is_counted(small, tmp_path, ver
     assert steps[1]["train/skipped_rows"] == 1 and steps[1]["train/loss"] > 0
 
 
+def test_a_text_without_tokens_is_a_bad_row(small, tmp_path):
+    base = with_rows(small, tmp_path, "sft", [{"prompt": "", "response": ""}])
+    base += ["data.pretrain_mode=true", "data.response_key=null", "data.apply_chat_template=false"]
+    assert "row 32 has no text" in errors("sft", base)
+    assert not errors("sft", base, "data.bad_rows=skip")
+
+
 def test_margins_must_be_numbers(small, tmp_path):
     base = with_rows(
         small, tmp_path, "rm", [{"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": "large"}]
@@ -119,6 +126,33 @@ def test_templates(small, tmp_path):
     bare.save_pretrained(tmp_path / "model")
     assert "has no chat template" in errors("sft", settings(tmp_path, tmp_path / "run", "sft"))
     assert not errors("sft", settings(tmp_path, tmp_path / "run", "sft"), "data.apply_chat_template=false")
+
+
+HASHED = (
+    "{% for m in messages %}#{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("of_the_hub", [False, True])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_the_rows_of_the_preflight_have_the_template_of_the_run(
+    small, tmp_path, monkeypatch, of_the_hub, as_file
+):
+    (tmp_path / "hashed.jinja").write_text(HASHED)
+    base = settings(small, tmp_path / "run", "sft")
+    if of_the_hub:
+        home = tmp_path / "models--org--tiny"
+        shutil.copytree(small / "model", home / "snapshots" / "abc")
+        (home / "refs").mkdir()
+        (home / "refs" / "main").write_text("abc")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        base.append("model.path=org/tiny")
+    loaded = load("sft_trainer", base)
+    loaded.config.model.custom_chat_template = str(tmp_path / "hashed.jinja") if as_file else HASHED
+    report = examine(loaded)
+    assert report.ok, report.errors
+    assert report.datasets["train"].chat.tokenizer.chat_template == HASHED
 
 
 @pytest.mark.parametrize("verb", ["sft", "rm", "dpo"])

@@ -84,7 +84,7 @@ def _resume_named(home: Path, path: str | None, read: Reader) -> ResumePoint:
         raise ValueError(
             "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder."
         )
-    folder = remote.fetch(path, home) if remote.is_address(path) else Path(path)
+    folder = remote.fetch(path, home) if remote.is_address(path) else Path(path).expanduser()
     if (folder / layout.LATEST).exists():
         inside = ", ".join(found.name for found in layout.step_folders(folder)) or "nothing"
         raise ValueError(

@@ -108,7 +108,7 @@ class StepProfiler:
             steps=frozenset(settings.steps),
             continuous=settings.profile_continuous_steps,
             phases=_captured_phases(settings, profilers),
-            folder=Path(settings.save_path),
+            folder=Path(settings.save_path).expanduser(),
             rank=rank,
             contents=frozenset(contents) or DEFAULT_CONTENTS,
             memory=settings.global_tool_config.torch_memory,
@@ -274,7 +274,7 @@ def nsys_command(command: Sequence[str], config: ProfiledConfig, rank: int | Non
     given = dict(nsys.worker_nsight_options)
     if devices > 1 and rank is None:
         given = {**nsys.controller_nsight_options, **given}
-    folder = Path(settings.save_path)
+    folder = Path(settings.save_path).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     per_step = 6 if nsys.discrete else 1
     chosen = nsys_options(given, per_step * len(settings.steps))
