@@ -1,7 +1,7 @@
 """Jobs over rows that can resume: finished rows are in small files next to the output until the job ends.
 
     OUT.parquet.parts/job.json            what the job is; a different job refuses to resume from it
-    OUT.parquet.parts/000007-4f1d.json    some finished rows, {"12": value, ...}
+    OUT.parquet.parts/1763441-4f1d.json   some finished rows, {"12": value, ...}; named by the time
     OUT.parquet                           written at the end, atomically; then the folder is deleted
 
 Every file is written under a temporary name and renamed. Addresses are local paths or fsspec URLs.
@@ -67,7 +67,7 @@ class PartialOutput:
             reject_other_job(f"{self.output}.parts holds finished rows of another job", before, self.job)
 
     def finished(self) -> dict[int, Any]:
-        """All rows that are finished so far."""
+        """All rows that are finished so far. Of a row that was done again, the later value."""
         rows: dict[int, Any] = {}
         self._system.invalidate_cache()
         for name in sorted(self._system.ls(self._folder, detail=False)):
@@ -77,9 +77,8 @@ class PartialOutput:
 
     def add(self, rows: Mapping[int, object]) -> None:
         """Store finished rows on disk."""
-        self._write(
-            f"{min(rows):08d}-{secrets.token_hex(4)}.json", {str(row): value for row, value in rows.items()}
-        )
+        name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
+        self._write(name, {str(row): value for row, value in rows.items()})
 
     def finish(self, write: Callable[[Path], object]) -> None:
         """Publish the output that `write` makes at the path it is given, then delete the folder of parts."""

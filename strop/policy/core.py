@@ -55,7 +55,8 @@ from strop.ppo.roles import EngineMemory, backend_maker, build_actor, rollout_mo
 from strop.ppo.sampler import NumberedPrompt, PromptSampler, Sampler
 from strop.ranks import Ranks
 from strop.registry import load_plugins
-from strop.rollout.base import Completion, Request, Sampling, resolve_max_model_len
+from strop.rollout.base import Completion, Request, Sampling
+from strop.rollout.position_limit import resolve_max_model_len
 from strop.shared.adapter_folders import load_weights, read_sampling_folder
 from strop.shared.build import device_of, engine_for, max_model_len, tensor_parallel_size
 from strop.types import Batch, Trajectory
@@ -139,12 +140,13 @@ class PolicyCore:
         return self.adapters.names
 
     def add_adapter(self, name: str, rank: int, alpha: float, seed: int) -> None:
+        self.samplers.check_adapter(name)
         self.adapters.add(name, rank=rank, alpha=alpha, seed=seed)
 
     def load_adapter(self, name: str, path: Path) -> None:
         """Add an adapter with the weights of a folder of peft."""
         rank, alpha, weights = read_sampling_folder(path)
-        self.adapters.add(name, rank=rank, alpha=alpha, seed=0)
+        self.add_adapter(name, rank, alpha, seed=0)
         self.adapters.activate(name)
         names = {without_adapter_name(own): own for own in self.backend.weights.masters}
         try:

@@ -48,6 +48,13 @@ class Samplers:
         """The weights of an adapter have changed."""
         self._changes[adapter] += 1
 
+    def check_adapter(self, name: str) -> None:
+        """Refuse a new adapter with the name of a snapshot, from which it could not be sampled apart."""
+        if name in self.snapshots:
+            raise ValueError(
+                f"There is a published copy {name!r} already. Unpublish it first, or choose another name."
+            )
+
     def removed(self, adapter: str) -> None:
         """An adapter does not exist any more."""
         if self._loaded.pop(_OWN + adapter, None) is not None:

@@ -11,6 +11,7 @@ from strop.config.schema.reward import RewardModelConfig
 from strop.data.chat import Chat, stop_ids
 from strop.models.build import build_reference, build_tokenizer, compute_dtype
 from strop.rollout.base import Completion, Engine, Request, Sampling, build_engine
+from strop.rollout.position_limit import position_limit
 
 
 class EngineChat:
@@ -60,8 +61,7 @@ def local_judge(reward: RewardModelConfig, device: torch.device, *, prompt_lengt
     longest = reward.rollout.get("max_model_len")
     if longest is None:
         longest = (reward.rollout.get("prompt_length") or prompt_length) + reward.judge.max_tokens
-        limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-        longest = min(longest, limit or longest)
+        longest = min(longest, position_limit(module.config) or longest)
     engine = build_engine(name, module, max_model_len=longest, **settings)
     generation = getattr(module, "generation_config", None)
     sampling = Sampling(

@@ -44,6 +44,7 @@ from strop.preflight.report import PreflightReport
 from strop.rewards.base import RewardSample, parse_verdict
 from strop.rewards.function import RewardFunction, RuleScorer, load_function
 from strop.rewards.judge import check_judge
+from strop.rollout.position_limit import position_limit
 from strop.shared.in_process import NOTHING_GIVEN, InProcess
 from strop.types import Prompt, Trajectory
 
@@ -187,7 +188,7 @@ def _positions(config: PpoConfig) -> list[ConfigFinding]:
         obstacle = native_obstacle(model_config)
         if obstacle is not None:
             return [error("actor_rollout_ref.rollout.name", f"{obstacle} Set it to hf.")]
-    limit = getattr(model_config, "max_position_embeddings", None)
+    limit = None if model_config is None else position_limit(model_config)
     tokens = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if not limit or tokens <= limit:
         return []

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor, nn
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
+
+    NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Sampling:
     """Do not end at stop tokens."""
     repetition_penalty: float = 1.0
     """1: none."""
+
+    def __post_init__(self) -> None:
+        for name, is_allowed, words in (
+            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (temperature=0 is greedy)"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+        ):
+            if not is_allowed:
+                raise ValueError(f"{name}={getattr(self, name)} must be {words}.")
 
 
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
@@ -187,10 +199,6 @@ class AdapterEngine(Engine, Protocol):
         ...
 
 
-if TYPE_CHECKING:
-    NamedWeights = Iterable[tuple[str, Tensor]]
-
-
 def refuse_more(engine: object, more: MoreRequests | None) -> None:
     """Raise ValueError if `more` is given: this engine cannot take requests during `generate`."""
     if more is not None:
@@ -247,20 +255,6 @@ def check_request(
 def error_completions(request: Request, reason: str, version: int) -> list[Completion]:
     """One completion with finish=error per sample of the request."""
     return [Completion([], [], "error", version, reason) for _ in range(max(1, request.n))]
-
-
-def resolve_max_model_len(config: PretrainedConfig, max_model_len: int | None) -> int:
-    """`max_model_len`, or by default the model's limit. Raises ValueError if it exceeds the model's limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if max_model_len is None:
-        return int(limit) if limit else 1 << 20
-    if max_model_len < 2 or (limit and max_model_len > limit):
-        raise ValueError(
-            f"max_model_len={max_model_len}: the model takes from 2 to {limit or 'any number of'} positions. "
-            "Prompt and response together must fit: lower data.max_prompt_length, data.max_response_length "
-            "or rollout.max_model_len."
-        )
-    return max_model_len
 
 
 def copy_weights(model: nn.Module, weights: NamedWeights) -> None:
@@ -357,6 +351,7 @@ def join_completions(before: Completion, after: Completion) -> Completion:
         after,
         ids=[*before.ids, *after.ids],
         log_probs=[*before.log_probs, *after.log_probs],
+        version=newest_version(spans, after.version),
         versions=spans if len(spans) > 1 else [],
         experts=join_experts(before.experts, after.experts),
     )
@@ -380,6 +375,11 @@ def merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         elif count:
             merged.append((version, count))
     return merged
+
+
+def newest_version(spans: Sequence[tuple[int, int]], current: int) -> int:
+    """The version that sampled the newest token; `current` if there is none."""
+    return spans[-1][0] if spans else current
 
 
 def truncate_spans(spans: list[tuple[int, int]], tokens: int) -> list[tuple[int, int]]:

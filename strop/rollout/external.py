@@ -36,8 +36,8 @@ from strop.rollout.base import (
     error_completions,
     num_embeddings,
     refuse_more,
-    resolve_max_model_len,
 )
+from strop.rollout.position_limit import resolve_max_model_len
 
 if TYPE_CHECKING:
     import torch

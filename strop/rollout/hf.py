@@ -31,8 +31,8 @@ from strop.rollout.base import (
     error_completions,
     num_embeddings,
     refuse_more,
-    resolve_max_model_len,
 )
+from strop.rollout.position_limit import resolve_max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +100,8 @@ class HfEngine:
         self, requests: Sequence[Request], valid: list[int], sampling: Sampling
     ) -> Iterator[list[int]]:
         """Indices of requests with the same n and token limit; a request with a seed or images is its own
-        batch."""
+        batch. A repetition penalty would count padding as a token of the prompt: then prompts of a batch
+        have the same length."""
 
         def order(i: int) -> tuple[int, int]:
             return self._max_new_tokens(requests[i], sampling), len(requests[i].ids)
@@ -110,7 +111,8 @@ class HfEngine:
         for i in sorted(valid, key=order):
             request = requests[i]
             alone = i if request.seed is not None or request.images else None
-            key = (self._max_new_tokens(request, sampling), request.n, alone)
+            length = len(request.ids) if sampling.repetition_penalty != 1 else None
+            key = (self._max_new_tokens(request, sampling), request.n, alone, length)
             if batch and (key != batch_key or (len(batch) + 1) * max(1, request.n) > self._max_num_seqs):
                 yield batch
                 batch = []

@@ -127,7 +127,7 @@ def test_a_real_kill(asked, tmp_path):
     answered(asked, f"data.output_path={tmp_path}/whole.parquet")
     process = Forked("strop.trainer.main_generation", [*asked, "data.batch_size=2"], tmp_path / "killed.log")
     parts = tmp_path / "out.parquet.parts"
-    process.kill_when(lambda: parts.is_dir() and len(list(parts.glob("0*.json"))) >= 3)
+    process.kill_when(lambda: parts.is_dir() and len(list(parts.glob("[0-9]*.json"))) >= 3)
     assert not (tmp_path / "out.parquet").exists()
     summary = answered(asked)
     assert 0 < summary.fresh.rows < 64

@@ -52,10 +52,20 @@ def test_a_damaged_part_is_done_again(tmp_path: Path, caplog: pytest.LogCaptureF
     parts.open()
     parts.add({0: ["whole"]})
     parts.add({1: ["cut"]})
-    cut = next(file for file in (tmp_path / "out.parquet.parts").glob("00000001-*.json"))
+    cut = sorted((tmp_path / "out.parquet.parts").glob("[0-9]*.json"))[-1]
     cut.write_text(cut.read_text()[:9])
     assert parts.open() == {0: ["whole"]} and "cannot be read" in caplog.text
     assert not cut.exists()
+
+
+def test_a_row_that_was_done_again_has_its_later_value(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = iter(["f", "e", "d", "c", "b", "a", "9", "8"])
+    monkeypatch.setattr("secrets.token_hex", lambda _: next(marks))
+    parts = PartialOutput(output, {})
+    parts.open()
+    parts.add({0: {"error": "the engine ran out of memory"}, 1: ["x"]})
+    parts.add({0: ["y"]})
+    assert parts.open() == {0: ["y"], 1: ["x"]}
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:

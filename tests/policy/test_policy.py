@@ -327,6 +327,10 @@ def test_samples_of_all_adapters_share_batches_and_are_their_own(
         adapted.sample(PROMPTS, max_tokens=2, adapter="snap")
     with pytest.raises(ValueError, match="has this name already"):
         adapted.publish("b")
+    with pytest.raises(ValueError, match="published copy 'saved' already"):
+        adapted.add_adapter("saved")
+    with pytest.raises(ValueError, match="published copy 'saved' already"):
+        adapted.load_adapter("saved", tmp_path / "b")
     with pytest.raises(ValueError, match=r"no adapter_config\.json"):
         adapted.publish("other", folder=tmp_path)
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from strop.catalog import ENGINES
-from strop.rollout.base import Engine, build_engine, resolve_max_model_len
+from strop.rollout.base import Engine, build_engine
 from strop.rollout.external import named_weights
+from strop.rollout.position_limit import resolve_max_model_len
 from tests.rollout import tiny
 from tests.rollout.sglang_double import Double
 

@@ -89,6 +89,25 @@ def test_a_sequence_ends_at_the_longest_length(name: str) -> None:
     assert {c.finish for c in everything(answers)} == {"length"}
 
 
+def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_alone(name: str) -> None:
+    """Token 0, which engines may fill batches with, is the likeliest one, and not in the prompts."""
+    logits = torch.full((tiny.VOCABULARY,), -1.0)
+    logits[0], logits[1] = 2.0, 1.5
+    engine = engines.build(name, tiny.fixed(logits, wide=name == "vllm"))
+    greedy = Sampling(temperature=0, max_tokens=1, repetition_penalty=1.8)
+    answers = engine.generate([Request([5]), Request([5, 9, 9, 9]), Request([5, 0])], greedy)
+    assert [c.ids for c in everything(answers)] == [[0], [0], [1]]
+
+
+@pytest.mark.parametrize(
+    "setting", ["temperature=-1", "temperature=nan", "top_p=0", "top_p=1.5", "min_p=-0.1", "min_p=2"]
+)
+def test_settings_that_no_distribution_has_are_refused(setting: str) -> None:
+    key, _, value = setting.partition("=")
+    with pytest.raises(ValueError, match=f"{key}={float(value)} must be"):
+        Sampling(**{key: float(value)})  # type: ignore[arg-type] # all of these are numbers
+
+
 FILTERS = {
     "plain": Sampling(),
     "cold": Sampling(temperature=0.5),

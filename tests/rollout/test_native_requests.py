@@ -172,6 +172,37 @@ def test_requests_in_flight_go_on_under_new_weights_and_say_which_sampled_what()
             )
 
 
+def test_weights_that_sampled_nothing_do_not_give_their_version() -> None:
+    engine = NativeEngine(tiny.make())
+    tickets = [engine.submit(Request(PROMPTS[0], n=2, seed=1), SAMPLING)]
+    with engine.borrowed_model():
+        for _ in range(4):
+            engine.step()
+        engine.update_weights([], version=3)
+        engine.abort()
+        tickets.append(engine.submit(Request(PROMPTS[1]), SAMPLING))
+        while not engine.idle:
+            engine.step()
+    for completion in tickets[0].result():
+        assert completion.finish == "abort" and len(completion.ids) == 5
+        assert version_spans(completion) == [(0, 5)] and completion.version == 0
+    assert tickets[1].result()[0].version == 3
+
+
+def test_a_request_can_be_aborted_while_another_one_is() -> None:
+    """A callback runs in the middle of an abort, as a thread might."""
+    engine = NativeEngine(tiny.make())
+    second = Request(PROMPTS[1])
+    first = Request(PROMPTS[0], on_done=lambda: engine.abort(second))
+    tickets = [engine.submit(request, SAMPLING) for request in (first, second)]
+    with engine.borrowed_model():
+        engine.step()
+        engine.abort(first)
+        while not engine.idle:
+            engine.step()
+    assert [ticket.result()[0].finish for ticket in tickets] == ["abort", "abort"]
+
+
 def slices(engine: NativeEngine, request: Request, longest: int, size: int) -> list[Completion]:
     """An answer in goes of `size` tokens."""
     found = engine.generate([Request(request.ids, request.n, request.seed, size)], SAMPLING)[0]
@@ -223,5 +254,8 @@ def test_joining_keeps_the_order_of_versions() -> None:
     assert join_completions(both, c).versions == [(4, 3), (5, 1), (6, 1)]
     assert merge_spans([(1, 0), (2, 3), (2, 1), (1, 2)]) == [(2, 4), (1, 2)]
     assert not is_unfinished(c, 99) and not is_unfinished(Completion([1], [0.0], "length"), 1)
+    unsampled = join_completions(a, Completion([], [], "abort", 5))
+    assert (unsampled.version, unsampled.versions) == (4, []), "the weights of version 5 sampled nothing"
+    assert join_completions(unsampled, c).versions == [(4, 2), (5, 1), (6, 1)]
     with pytest.raises(ValueError, match="3 of 3 tokens: there is nothing left"):
         continuation(Request([1]), 0, both, 3)

@@ -25,7 +25,6 @@ from strop.rollout.base import (
     completion_limit,
     copy_weights,
     num_embeddings,
-    resolve_max_model_len,
 )
 from strop.rollout.native.adapters import NO_ADAPTER, Adapters
 from strop.rollout.native.async_driver import AsyncDriver
@@ -38,6 +37,7 @@ from strop.rollout.native.requests import RequestState, ScheduledSample, listene
 from strop.rollout.native.runner import Runner
 from strop.rollout.native.sampler import SharedSettings, stream
 from strop.rollout.native.step_loop import StepLoop
+from strop.rollout.position_limit import resolve_max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -386,11 +386,11 @@ class NativeEngine:
 
     def _drop_aborted(self) -> None:
         below = self._abort_below
-        cancelled = self._cancelled
+        cancelled = set(self._cancelled)
         any_aborted = self._requests and (cancelled or min(self._requests) < below)
         if self._step_loop is not None and any_aborted:
             self._step_loop.abort(lambda sample: sample.request < below or sample.request in cancelled)
-        self._cancelled = set()
+        self._cancelled -= cancelled  # others may be added meanwhile, by callbacks and other threads
 
     def _drop_adapters(self) -> None:
         """Free the weights of replaced adapters that no request uses any more."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from strop.config.schema.rollout import SpeculationConfig
-from strop.rollout.base import Completion, merge_spans
+from strop.rollout.base import Completion, merge_spans, newest_version
 from strop.rollout.native.decode_rows import ERROR, RUNNING, finish_name
 from strop.rollout.native.meter import CacheUse, Meter
 from strop.rollout.native.pages import PAGE, SPARE, PagedKVCache
@@ -325,13 +325,8 @@ class StepLoop:
         states, lengths = self.runner.rows.states_and_lengths(len(scheduler.running))
         scheduler.lengths[:] = lengths
         self._stream([row for row, sample in enumerate(scheduler.running) if sample.listener is not None])
-        finished = []
-        failed = []
-        for row, state in enumerate(states):
-            if state != RUNNING:
-                finished.append(row)
-            if state == ERROR:
-                failed.append(row)
+        finished = [row for row, state in enumerate(states) if state != RUNNING]
+        failed = [row for row in finished if states[row] == ERROR]
         if failed:  # a later sequence in the same row must not read NaN
             self.runner.cache.clear(failed)
         if finished:
@@ -378,7 +373,8 @@ class StepLoop:
         if self._speculator is not None and error is None:
             self._speculator.remember(sample)
         versions = sample.versions if len(sample.versions) > 1 else []
-        completion = Completion(sample.tokens, sample.log_probs, finish, self.version, error, versions)
+        version = newest_version(sample.versions, self.version)
+        completion = Completion(sample.tokens, sample.log_probs, finish, version, error, versions)
         completion.adapter_version = sample.adapter
         completion.experts = sample.experts
         self._on_finished(sample, completion)
