@@ -283,7 +283,9 @@ def build_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] 
             status, body = await pool.answer(
                 f"{request.url.path}?{request.url.query}", partial(answer, question, values), request
             )
-            return responses.Response(body, status, media_type="application/json")
+            # "replace": names of folders and metrics may hold bytes that are no text.
+            content = body.encode("utf-8", "replace")
+            return responses.Response(content, status, media_type="application/json")
 
         return endpoint
 

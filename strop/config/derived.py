@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import importlib.util
 import math
 from collections.abc import Mapping
@@ -277,7 +277,8 @@ def rollout_correction(config: PpoConfig) -> RolloutCorrectionConfig:
     chosen = config.algorithm.rollout_correction
     is_stale = _is_uncorrected(config) and config.trainer.async_training.compute_prox_log_prob
     if is_stale or corrects_quantization(config):
-        return dataclasses.replace(chosen, rollout_is="token")
+        chosen = copy.copy(chosen)
+        chosen.rollout_is = "token"
     return chosen
 
 

@@ -14,7 +14,10 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from strop.board.describe import plan
 from strop.board.serve import checked_token, main
+from strop.config.arithmetic import plan_ppo
+from strop.config.compose import load
 from strop.run.heartbeat import Heartbeat
 from tests.board.scene import CONFIG, answer, line, metrics, serving, write_run, write_step
 
@@ -402,3 +405,27 @@ def test_numbers_of_any_length_in_the_address(url: str, route: str, digits: int)
     run = runs(url)["one"]["id"]
     status, _, _ = ask(url, f"/api/runs/{run}/{route.format(n='9' * digits)}")
     assert 400 <= status < 500, status
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["trainer.async_training.enable=true"],
+        ["actor_rollout_ref.rollout.over_sampling=1.5"],
+        ["actor_rollout_ref.rollout.quantization=fp8"],
+    ],
+)
+def test_the_arithmetic_is_that_of_the_run(settings: list[str]) -> None:
+    loaded = load("ppo_trainer", settings)
+    assert plan(loaded.tree()) == plan_ppo(loaded.config).table()
+
+
+def test_names_that_are_no_text_are_answered(tmp_path: Path) -> None:
+    folder = tmp_path / "run-\udcff"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "data": {"loss\\ud800": 1.0}}\n')
+    with serving(tmp_path) as url:
+        (run,) = ask(url, "/api/runs")[1]["runs"]
+        for what in ("metrics", "checkpoints"):
+            assert ask(url, f"/api/runs/{run['id']}/{what}")[0] == 200
