@@ -305,16 +305,17 @@ def make_optimizer(named: Mapping[str, Tensor], settings: OptimConfig) -> Optimi
     arguments: dict[str, object] = {"lr": settings.lr}
     if "adam" in settings.optimizer.lower() or cls is Muon:
         arguments |= {"betas": tuple(settings.betas), "eps": settings.eps}
-    if cls in (torch.optim.AdamW, torch.optim.Adam):
+    chosen = dict(settings.override_optimizer_config or {})
+    if cls in (torch.optim.AdamW, torch.optim.Adam) and not chosen.get("foreach"):  # torch: one or the other
         arguments["fused"] = True
-    arguments |= dict(settings.override_optimizer_config or {})
+    arguments |= chosen
     try:
         made: Optimizer = cls(groups, **arguments)
         return made
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{settings.optimizer_impl}.{settings.optimizer} does not take the arguments "
-            f"{sorted(arguments)}: {error}. Change override_optimizer_config."
+            f"{sorted(arguments)}: {error} Change override_optimizer_config."
         ) from error
 
 

@@ -143,9 +143,12 @@ def limit_broken(value: object, facts: Mapping[str, Any]) -> str | None:
     """Which limit of a field a value breaks, in words."""
     choices = facts.get("choices")
     registry = facts.get("one_of")
-    if choices is not None and value not in choices:
-        listed = ", ".join("null" if c is None else str(c) for c in choices)
-        return f"{value!r} is not one of: {listed}.{did_you_mean(str(value), [str(c) for c in choices])}"
+    if choices is not None:
+        for item in value if isinstance(value, list) else [value]:
+            if item not in choices:
+                listed = ", ".join("null" if c is None else str(c) for c in choices)
+                hint = did_you_mean(str(item), [str(c) for c in choices])
+                return f"{item!r} is not one of: {listed}.{hint}"
     if isinstance(registry, Registry) and isinstance(value, str) and value not in registry:
         try:
             registry.entry(value)

@@ -462,6 +462,7 @@ def test_other_optimizers_and_bad_settings(make):
     train(make(tiny_model(), optim=optim(optimizer="SGD", override_optimizer_config={"momentum": 0.9})), 1)
     with pytest.raises(ValueError, match=r"no 'AdamWW'.*Did you mean 'AdamW'"):
         make(tiny_model(), optim=optim(optimizer="AdamWW"))
+    train(make(tiny_model(), optim=optim(override_optimizer_config={"foreach": True})), 1)
     with pytest.raises(ValueError, match="override_optimizer_config"):
         make(tiny_model(), optim=optim(override_optimizer_config={"momentun": 0.9}))
     with pytest.raises(ValueError, match=r"vanish in fp16 masters.*model_dtype=fp32"):

@@ -71,6 +71,8 @@ def test_values_are_converted_like_people_mean_them():
         ("data.train_batch_size=1.5", ["expected whole number", "1.5"]),
         ("data.train_batch_size=inf", ["expected whole number", "inf"]),
         (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", ["expected number", "999"]),
+        ("critic.checkpoint.save_contents=[model,optimiser]", ["'optimiser'", "'optimizer'"]),
+        ("actor_rollout_ref.actor.checkpoint.load_contents=[modell]", ["'modell'", "'model'"]),
         ("data.seed=-1", ["data.seed", "at least 0"]),
         (f"trainer.seed={10**20}", ["trainer.seed", "at most"]),
         ("data.shuffle=maybe", ["true or false", "'maybe'"]),

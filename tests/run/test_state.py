@@ -72,11 +72,11 @@ def test_contents_choose_the_parts_and_come_back() -> None:
     assert [name for name in parts if part_selector({"actor": ["model"]})(name)] == ["actor/model"]
 
 
-def test_contents_that_are_unknown_or_missing_are_named() -> None:
+def test_contents_that_are_missing_are_named() -> None:
     with pytest.raises(
-        ValueError, match=r"actor\.checkpoint\.save_contents names 'optimiser'\. Did you mean 'optimizer'"
+        ValueError, match=r"No weights are loaded: actor\.checkpoint\.load_contents.*'hf_model'"
     ):
-        role_parts("actor", STATE, ["model", "optimiser"])
+        role_state("actor", {}, ["hf_model"])
     with pytest.raises(
         ValueError, match=r"no 'actor/optimizer', it has actor/model\. Take 'optimizer' out of"
     ):

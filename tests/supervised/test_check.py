@@ -231,10 +231,12 @@ def test_settings_that_cannot_work(small, tmp_path, verb, more, said):
 
 def test_settings_without_effect_are_said(small, tmp_path):
     more = ["loss.type=ipo", "loss.label_smoothing=0.1", "trainer.critic_warmup=3"]
+    more.append("trainer.checkpoint.save_contents=[optimizer]")
     report = examine(load("dpo_trainer", [*settings(small, tmp_path, "dpo"), *more]))
     said = "\n".join(map(str, report.findings))
     assert report.ok and "loss.label_smoothing: 0.1 has no effect: ipo has no such term" in said
     assert "trainer.critic_warmup: no effect in supervised training" in said
+    assert "trainer.checkpoint.save_contents: ['optimizer']: checkpoints have no weights" in said
 
 
 def test_validating_alone(small, tmp_path):

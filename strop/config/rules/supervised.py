@@ -18,6 +18,7 @@ from strop.config.rules.actor import (
 from strop.config.rules.findings import Findings, error, nearest_multiples, warning
 from strop.config.rules.megatron import megatron_schedule, own_balance, role_findings, supervised_role
 from strop.config.rules.parallelism import expert_parallel, tensor_parallel
+from strop.config.rules.trainer import saved_weights
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
@@ -82,8 +83,9 @@ def strategy(loaded: Loaded[AnySupervisedConfig]) -> Findings:
 
 
 def frequencies(loaded: Loaded[AnySupervisedConfig]) -> Findings:
-    """save_freq and test_freq are a number of steps, or one word."""
+    """save_freq and test_freq are a number of steps, or one word; what is saved has the weights."""
     trainer = loaded.config.trainer
+    yield from saved_weights("trainer.checkpoint", trainer.checkpoint)
     yield from _frequency("trainer.save_freq", trainer.save_freq)
     yield from _frequency("trainer.test_freq", trainer.test_freq)
 

@@ -13,6 +13,7 @@ from strop.registry import did_you_mean
 
 if TYPE_CHECKING:
     from strop.config.compose import Loaded
+    from strop.config.schema.model import CheckpointConfig
     from strop.config.schema.ppo import PpoConfig
     from strop.config.schema.roots import TrainingConfig
 
@@ -82,8 +83,17 @@ def record_steps(loaded: Loaded[PpoConfig]) -> Findings:
         )
 
 
+def saved_weights(key: str, checkpoint: CheckpointConfig) -> Findings:
+    """Checkpoints have the weights, in one form or the other."""
+    saved = checkpoint.save_contents
+    if not {"model", "hf_model"} & set(saved):
+        yield warning(f"{key}.save_contents", f"{saved}: checkpoints have no weights. Add model or hf_model.")
+
+
 def checkpoints(loaded: Loaded[PpoConfig]) -> Findings:
-    """A run without save_freq writes no checkpoint."""
+    """A run without save_freq writes no checkpoint; what is saved has the weights."""
+    actor = loaded.config.actor_rollout_ref.actor
+    yield from saved_weights("actor_rollout_ref.actor.checkpoint", actor.checkpoint)
     save_freq = loaded.config.trainer.save_freq
     if save_freq <= 0:
         yield warning(

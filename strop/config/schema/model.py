@@ -256,14 +256,17 @@ class FsdpConfig:
     """Old FSDP option."""
 
 
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
 @dataclass(eq=False)
 class CheckpointConfig:
     """Contents of checkpoints."""
 
-    save_contents: list[str] = setting(["model", "optimizer", "extra"])
+    save_contents: list[str] = setting(["model", "optimizer", "extra"], choices=CHECKPOINT_CONTENTS)
     """Parts to save: model, optimizer, extra (schedule and random states), hf_model (a folder that
     transformers can load)."""
-    load_contents: list[str] | None = setting(None)
+    load_contents: list[str] | None = setting(None, choices=(None, *CHECKPOINT_CONTENTS))
     """Parts to load on resume. Null: save_contents."""
     async_save: bool = setting(True)
     """Write checkpoints in the background."""

@@ -14,20 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from strop.registry import did_you_mean
+from strop.config.schema.model import CHECKPOINT_CONTENTS
 from strop.run.checkpoint.tensor_files import Tree
 
-CONTENTS = ("model", "optimizer", "extra", "hf_model")
 log = logging.getLogger(__name__)
-
-
-def check_contents(contents: Sequence[str], *, key: str) -> None:
-    """Refuse names that are no part of a model's checkpoint; `key` is the setting that has them."""
-    for name in contents:
-        if name not in CONTENTS:
-            raise ValueError(
-                f"{key} names {name!r}.{did_you_mean(name, CONTENTS)} Known: {', '.join(CONTENTS)}."
-            )
 
 
 def role_parts(role: str, state: Mapping[str, Tree], contents: Sequence[str]) -> dict[str, Tree]:
@@ -36,7 +26,6 @@ def role_parts(role: str, state: Mapping[str, Tree], contents: Sequence[str]) ->
     >>> role_parts("actor", {"model": {}, "optimizer": {}, "schedule": {"step": 3}}, ["model", "extra"])
     {'actor/model': {}, 'actor/extra': {'schedule': {'step': 3}}}
     """
-    check_contents(contents, key=f"{role}.checkpoint.save_contents")
     extra = {name: tree for name, tree in state.items() if name not in ("model", "optimizer")}
     parts: dict[str, Tree] = {}
     for name in ("model", "optimizer"):
@@ -49,7 +38,11 @@ def role_parts(role: str, state: Mapping[str, Tree], contents: Sequence[str]) ->
 
 def role_state(role: str, parts: Mapping[str, Tree], contents: Sequence[str]) -> dict[str, Tree]:
     """The inverse of `role_parts`, for those contents that are to be loaded."""
-    check_contents(contents, key=f"{role}.checkpoint.load_contents")
+    if "model" not in contents:
+        raise ValueError(
+            f"No weights are loaded: {role}.checkpoint.load_contents, by default save_contents, is "
+            f"{list(contents)}. Put 'model' into it, and resume from a checkpoint that was saved with it."
+        )
     state: dict[str, Tree] = {}
     for name in contents:
         if name == "hf_model":  # written for other libraries, never read back
@@ -78,7 +71,7 @@ def part_selector(contents: Mapping[str, Sequence[str]]) -> Callable[[str], bool
 
     def wanted(part: str) -> bool:
         role, _, name = part.partition("/")
-        return role not in contents or name not in CONTENTS or name in contents[role]
+        return role not in contents or name not in CHECKPOINT_CONTENTS or name in contents[role]
 
     return wanted
 
