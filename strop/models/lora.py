@@ -168,6 +168,7 @@ def add_adapter(model: Any, name: str, *, rank: int, alpha: float, seed: int) ->
     settings = copy.deepcopy(model.peft_config[FIRST_ADAPTER])
     settings.r = rank
     settings.lora_alpha = alpha
+    settings.use_rslora = False  # the scale is alpha / rank
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model.add_adapter(name, settings)
@@ -270,9 +271,15 @@ def adapted_weight(paths: Mapping[nn.Module, str], layer: Any) -> str:
 
 
 def adapter_scale(model: Any, name: str) -> float:
-    """What the product B A of an adapter is multiplied by."""
-    settings = model.peft_config[name]
-    return float(settings.lora_alpha) / int(settings.r)
+    """What the product B A of an adapter is multiplied by: alpha / rank, or what its adapter_config.json says
+    instead (use_rslora ...)."""
+    scales = {float(layer.scaling[name]) for layer in adapted_layers(model) if name in layer.scaling}
+    if len(scales) != 1:
+        raise ValueError(
+            f"The adapter {name!r} has other scales in other modules ({sorted(scales)}), as alpha_pattern or "
+            "rank_pattern of its adapter_config.json make them. An adapter beside others needs one scale."
+        )
+    return scales.pop()
 
 
 def write_adapter_config(model: Any, name: str, folder: Path) -> None:

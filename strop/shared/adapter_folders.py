@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,22 +14,29 @@ from strop.run.checkpoint.tensor_files import read_tensors
 
 
 def read_sampling_folder(path: Path) -> tuple[int, float, dict[str, Tensor]]:
-    """Rank, alpha and weights of an adapter in a folder of peft."""
+    """Rank, alpha (its scale is alpha / rank) and weights of an adapter in a folder of peft."""
     return (*read_adapter_size(path), read_tensors(path / "adapter_model.safetensors"))
 
 
 def read_adapter_size(path: Path) -> tuple[int, float]:
-    """Rank and alpha of an adapter in a folder of peft."""
+    """Rank and alpha of an adapter in a folder of peft. With use_rslora the alpha that gives its scale."""
     file = path / "adapter_config.json"
     if not file.is_file():
         raise ValueError(f"{path} holds no adapter: there is no adapter_config.json in it.")
     try:
         settings = json.loads(file.read_text())
-        return int(settings["r"]), float(settings["lora_alpha"])
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+        patterns = [key for key in ("rank_pattern", "alpha_pattern") if settings.get(key)]
+        rank_stabilised = bool(settings.get("use_rslora"))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as that of a LoRA adapter ({type(error).__name__}: {str(error)[:200]})."
         ) from error
+    if patterns:
+        raise ValueError(
+            f"{file} sets {' and '.join(patterns)}: an adapter beside others needs one rank and one scale."
+        )
+    return rank, alpha * math.sqrt(rank) if rank_stabilised else alpha
 
 
 def load_weights(weights: Mapping[str, Tensor], backend: ModuleBackend) -> None:

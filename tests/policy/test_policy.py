@@ -335,6 +335,34 @@ def test_samples_of_all_adapters_share_batches_and_are_their_own(
         adapted.publish("other", folder=tmp_path)
 
 
+def test_copies_of_an_adapter_with_a_scale_of_its_own_have_that_scale(task: Path, tmp_path: Path) -> None:
+    """use_rslora divides alpha by the root of the rank."""
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=True)
+    made = get_peft_model(model, settings)
+    torch.manual_seed(0)
+    for name, weight in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    made.save_pretrained(str(tmp_path / "stable"))
+    with make(task, lora_rank=4, lora_alpha=8, lora_adapter_path=str(tmp_path / "stable")) as policy:
+        policy.publish("snap")
+        policy.publish("saved", folder=tmp_path / "stable")
+        policy.load_adapter("loaded", tmp_path / "stable")
+        for adapter in ("default", "snap", "saved", "loaded"):
+            (samples,) = policy.sample([PROMPTS[0]], n=4, max_tokens=5, seed=1, adapter=adapter)
+            for t, log_probs in zip(samples, policy.log_probs(samples), strict=True):
+                torch.testing.assert_close(torch.tensor(t.log_probs), log_probs, rtol=1e-4, atol=1e-4)
+        pairs = [((5, 6), (7, 8, 9))]
+        torch.testing.assert_close(policy.log_probs(pairs, adapter="loaded"), policy.log_probs(pairs))
+        file = tmp_path / "stable" / "adapter_config.json"
+        file.write_text(file.read_text().replace('"alpha_pattern": {}', '"alpha_pattern": {"q_proj": 2}'))
+        with pytest.raises(ValueError, match="sets alpha_pattern: an adapter beside others needs one rank"):
+            policy.publish("saved", folder=tmp_path / "stable")
+
+
 # --- state --------------------------------------------------------------------------------------------------
 
 

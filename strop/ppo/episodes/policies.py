@@ -60,14 +60,13 @@ class PolicySet:
         self._adapters = AdapterSet(actor)
         self._in_engine: set[str] = set()
         self._means: dict[str, list[float]] = {}
-        first = cast(Any, actor.module).peft_config[FIRST_ADAPTER]  # of peft
+        rank = int(cast(Any, actor.module).peft_config[FIRST_ADAPTER].r)  # of peft
+        alpha = rank * adapter_scale(actor.module, FIRST_ADAPTER)
         for place, policy in enumerate(self.policies):
             if place:
-                self._adapters.add(
-                    self._adapter(policy), rank=first.r, alpha=first.lora_alpha, seed=seed + place
-                )
+                self._adapters.add(self._adapter(policy), rank=rank, alpha=alpha, seed=seed + place)
             if policy.path is not None:
-                self._load(policy, Path(policy.path).expanduser(), first.r, first.lora_alpha)
+                self._load(policy, Path(policy.path).expanduser(), rank, alpha)
 
     def _adapter(self, policy: AgentPolicy) -> str:
         if policy is self.policies[0]:
