@@ -121,9 +121,24 @@ def _folders(config: RootConfig) -> list[ConfigFinding]:
         folder = getattr(trainer, name, None)
         if folder is not None:
             findings += _folder_findings(f"trainer.{name}", folder)
+    copies = getattr(trainer, "default_hdfs_dir", None)
+    if copies is not None:
+        findings += _address_findings("trainer.default_hdfs_dir", copies)
     if isinstance(config, GenerationConfig) and "://" not in str(config.data.output_path):
         findings += _folder_findings("data.output_path", str(Path(str(config.data.output_path)).parent))
     return findings
+
+
+def _address_findings(key: str, address: str) -> list[ConfigFinding]:
+    """Whether there is a library for the file system of an address, and whether it starts."""
+    import fsspec
+
+    try:
+        fsspec.core.url_to_fs(address)
+    except (ValueError, ImportError, OSError) as problem:
+        reason = str(problem).partition("\n")[0]
+        return [error(key, f"{address} cannot be used: {reason}.", about_machine=True)]
+    return []
 
 
 def _folder_findings(key: str, folder: str) -> list[ConfigFinding]:

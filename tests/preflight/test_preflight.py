@@ -179,6 +179,11 @@ def test_a_folder_that_cannot_be_made(overrides, tmp_path, name, said):
     assert said in found["trainer.default_local_dir"], found
 
 
+def test_an_address_for_copies_that_no_library_knows(overrides):
+    found = errors(examined(overrides, "trainer.default_hdfs_dir=nosuch://bucket/run"))
+    assert "Protocol not known: nosuch" in found["trainer.default_hdfs_dir"], found
+
+
 @pytest.mark.parametrize("key", ["actor_rollout_ref.model.path", "critic.model.path"])
 def test_weights_that_were_cut_are_found_without_loading_any(overrides, task, tmp_path, key):
     shutil.copytree(task / "model", tmp_path / "cut")
