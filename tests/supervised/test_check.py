@@ -207,6 +207,7 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
             "compares the scores of a reward model. Choose one of dpo, ipo, kto, orpo, simpo",
         ),
         ("dpo", ["loss.label_smoothing=0.5"], "Set it below 0.5"),
+        ("sft", ["data.micro_batch_size=4", "data.micro_batch_size_per_gpu=3"], "Keep only the latter"),
         (
             "dpo",
             ["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100", "data.max_length=60"],

@@ -62,6 +62,13 @@ def parallel_sizes(loaded: Loaded[AnySupervisedConfig]) -> Findings:
     yield from tensor_parallel("tensor_parallel_size", config, config.model, devices)
     model = config.model
     yield from expert_parallel("model.fsdp_config", model, model.fsdp_config, model, devices)
+    data = config.data
+    if data.micro_batch_size is not None and "data.micro_batch_size_per_gpu" in loaded.set_by_user:
+        yield error(
+            "data.micro_batch_size",
+            f"set together with micro_batch_size_per_gpu ({data.micro_batch_size} over all devices, "
+            f"{data.micro_batch_size_per_gpu} per device). Keep only the latter.",
+        )
     if devices % ulysses:
         yield error("ulysses_sequence_parallel_size", f"{ulysses} does not divide the {devices} devices.")
     elif devices % group == 0 and rows % (devices // group):
