@@ -359,5 +359,5 @@ def _disk_advice(directory: Path, code: int | None) -> str:
         free = f"{shutil.disk_usage(directory).free / 1024**3:.2f} GiB free"
     return (
         f" There: {free}. Make room, or keep fewer checkpoints (trainer.max_actor_ckpt_to_keep, "
-        "trainer.max_ckpt_mem_gb)."
+        "max_ckpt_to_keep in supervised training; or trainer.max_ckpt_mem_gb)."
     )
