@@ -19,7 +19,10 @@ def begin(module: str, words: list[str], environment: dict[str, str], out: str, 
 
     global inside
     inside = True
-    local.start_rank = ForkedRank  # type: ignore[assignment]
+    # A fork of a launcher that has computed with several threads would hang in OpenMP, whose threads it lacks: then
+    # ranks are fresh interpreters, as for users.
+    if environment["OMP_NUM_THREADS"] == "1":
+        local.start_rank = ForkedRank  # type: ignore[assignment]
     files = [
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
         for path in dict.fromkeys([out, err])

@@ -117,6 +117,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Flood], Server]
 
     yield start
     for server in started:
+        server.listening.shutdown(socket.SHUT_RDWR)  # closing alone leaves its thread in `accept`
         server.listening.close()
 
 

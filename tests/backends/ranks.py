@@ -44,6 +44,8 @@ def pytest_as_ranks(world: int, arguments: Sequence[str], timeout: float = 300) 
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTEST_PLUGINS": "",
         "PYTEST_ADDOPTS": "",
+        # As in the product: ranks with a thread per core each wait for one another a hundred times longer.
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world)),
     }
     words = ["-q", "-x", "-p", "no:cacheprovider", *arguments]
     with tempfile.TemporaryDirectory() as folder:

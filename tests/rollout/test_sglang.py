@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,13 @@ def test_weights_are_written_as_the_server_reads_them() -> None:
 
 
 def test_memory_is_given_back_only_if_asked(double: Double) -> None:
-    engine = SglangEngine(tiny.make(), free_cache_engine=False, engine_kwargs={"url": double.url})
-    double.calls.clear()
-    engine.sleep()
-    engine.wake()
-    assert double.calls == []
-    engine = SglangEngine(tiny.make(), engine_kwargs={"url": double.url}, free_cache_engine=True)
-    double.calls.clear()
-    engine.sleep()
-    engine.wake()
-    assert double.calls == ["/release_memory_occupation", "/resume_memory_occupation"]
+    for asked, calls in ((False, []), (True, ["/release_memory_occupation", "/resume_memory_occupation"])):
+        engine = SglangEngine(tiny.make(), free_cache_engine=asked, engine_kwargs={"url": double.url})
+        double.calls.clear()
+        engine.sleep()
+        engine.wake()
+        assert double.calls == calls
+        engine.close()
 
 
 def test_a_server_that_refuses_one_request_serves_the_others(double: Double) -> None:
@@ -134,6 +132,7 @@ def test_a_server_that_refuses_one_request_serves_the_others(double: Double) -> 
     bad, good = engine.generate([Request([1] * 20), Request([5, 9])], GREEDY)
     assert bad[0].finish == "error" and "Input length (20 tokens) exceeds" in (bad[0].error or "")
     assert good[0].finish == "length"
+    engine.close()
 
 
 def test_a_server_that_goes_away_is_named(double: Double) -> None:
@@ -141,7 +140,8 @@ def test_a_server_that_goes_away_is_named(double: Double) -> None:
     double.close()
     with pytest.raises(EngineDied, match=f"The sglang server at {double.url} cannot be reached"):
         SglangEngine(tiny.make(), engine_kwargs={"url": double.url})
-    engine._client._loop.call_soon_threadsafe(lambda: None)
+    engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "strop-sglang-http"]
 
 
 def test_a_server_that_does_not_start_tells_its_last_words() -> None:

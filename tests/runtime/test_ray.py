@@ -183,7 +183,7 @@ def test_ten_replicas_that_die_change_nothing(nodes, settings, tmp_path, backend
     for _ in range(times):
         run.wait_for(lambda beat, after=after: beat.step >= after)
         time.sleep(dice.uniform(0, 0.5))
-        victims.append(run.kill_child("Replica", nodes.raylets(), besides=victims))
+        victims.append(run.kill_child("RolloutReplica", nodes.raylets(), besides=victims))
         after = max(beat.step for beat in read_worker_states(run.folder)) + 2  # its successor has answered
     assert calm.end() == 0 and run.end() == 0, run.said()
     steps = max(metrics(calm.folder))
@@ -211,7 +211,7 @@ def test_every_transport_brings_the_same_weights(nodes, settings, tmp_path, back
         own = [address, "actor_rollout_ref.rollout.nnodes=2", f"{TRANSPORT}.backend={backend}", SMALL_BUCKETS]
         run = Started([*settings, *own], tmp_path / "run")
         run.wait_for(lambda beat: beat.step == 3)
-        run.kill_child("Replica", nodes.raylets())
+        run.kill_child("RolloutReplica", nodes.raylets())
         assert calm.end() == 0 and run.end() == 0, run.said()
     finally:
         nodes.cluster.remove_node(nodes.workers.pop())
@@ -236,7 +236,7 @@ def test_a_replica_that_dies_in_the_middle_of_an_update_changes_nothing(nodes, s
         own = [address, "actor_rollout_ref.rollout.nnodes=2", f"{TRANSPORT}.backend=nccl", SMALL_BUCKETS]
         run = Started([*settings, *own], tmp_path / "run")
         run.wait_for(lambda beat: beat.step >= 3)
-        victim, dice = run.child("Replica", nodes.raylets()), random.Random(0)
+        victim, dice = run.child("RolloutReplica", nodes.raylets()), random.Random(0)
         while (
             read_worker_states(run.folder)[0].phase != "update_weights"
         ):  # then it is waited for there, and nowhere else
@@ -359,7 +359,7 @@ def test_a_killed_critic_on_machines_of_its_own_changes_nothing(nodes, settings,
         own = [address, f"trainer.nnodes={ranks}", f"critic.nnodes={machines}", "trainer.max_restarts=1"]
         run = Started([*settings, *GAE, *own], tmp_path / "run")
         run.wait_for(lambda beat: beat.step == 4)
-        pid = run.kill_child("Learner", nodes.raylets())
+        pid = run.kill_child("TrainingWorker", nodes.raylets())
         assert calm.end() == 0 and run.end() == 0, calm.said() + run.said()
     finally:
         nodes.cluster.remove_node(nodes.workers.pop())
@@ -426,6 +426,7 @@ def test_a_successor_waits_for_weights_that_are_on_their_way(monkeypatch):
         False,
         "",
     )
+    keeper._given_up = {}
     given = []
 
     def replace(number):
@@ -444,6 +445,28 @@ def test_a_successor_waits_for_weights_that_are_on_their_way(monkeypatch):
     keeper.keep_copy([], 8, "no room")
     with pytest.raises(EngineDied, match="Replica 0 died, and there are no weights for another: no room"):
         keeper.restart(0, 0)
+
+
+def test_a_replica_without_a_place_is_refused_to_all_who_ask(monkeypatch):
+    """Also to those who ask later, and would otherwise send their requests to an actor that never starts."""
+    import ray
+
+    from strop.rollout.base import EngineDied
+    from strop.runtime.ray.replica_pool import ReplicaManager
+
+    keeper = object.__new__(ReplicaManager)
+    keeper._ray, keeper._incarnations, keeper._replicas, keeper._given_up = ray, [0], ["a"], {}
+    keeper._deaths, keeper._timeout, keeper._update_running, keeper._why_no_copy = 0, 3.0, False, ""
+
+    def wait_in_vain(replica):
+        raise ray.exceptions.GetTimeoutError("not ready")
+
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(keeper, "_start_replica", lambda number: "b")
+    monkeypatch.setattr(keeper, "_load_current_weights", wait_in_vain)
+    for _ in range(2):
+        with pytest.raises(EngineDied, match=r"no place for another within .*_timeout=3 s"):
+            keeper.restart(0, 0)
 
 
 @pytest.mark.vllm

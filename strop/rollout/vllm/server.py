@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
 
-from strop.rollout.base import Completion, Request, Sampling, error_completions
+from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
 from strop.rollout.external_host import Json, JsonClient, ServerRefused
 from strop.rollout.vllm.driver import SLEEP_TAGS
 
@@ -34,6 +34,9 @@ class VllmServer:
             self._model: str = card["id"]
             self.max_model_len: int = card["max_model_len"]
             self.log_probs = str(self._rpc("strop_prepare")[0])
+        except EngineDied:
+            self._client.close()
+            raise
         except ServerRefused as error:
             self._client.close()
             raise ValueError(

@@ -28,6 +28,7 @@ from strop.runtime.ray.connection import (
     ClusterLost,
     ObjectRef,
     PlacementGroup,
+    kept_signal_handlers,
     ray_module,
     short_error,
 )
@@ -46,6 +47,14 @@ from strop.runtime.remote_models import ServedModel
 from strop.runtime.rollout_replica import ReplicaSpec
 
 NAMESPACE = "strop"
+POOL_SECTIONS = {
+    "rollout": "actor_rollout_ref.rollout",
+    "reference": "actor_rollout_ref.ref",
+    "teacher": "algorithm.distillation",
+    "critic": "critic",
+    "reward": "reward_model",
+}
+"""Where the configuration asks for machines of a role."""
 MAX_CONCURRENT_REQUESTS = 10_000
 """Requests that a replica accepts at once; its engine queues them."""
 LAUNCHER_CONCURRENCY = 4
@@ -96,7 +105,8 @@ class RayCluster:
         try:
             if re.fullmatch(r"[^/]+:\d+", address):
                 ClusterHead(address).connect()  # fails at once; Ray itself retries for minutes
-            self._ray.init(address=address, **arguments)
+            with kept_signal_handlers():
+                self._ray.init(address=address, **arguments)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise ValueError(
                 f"Cannot reach a Ray cluster at {address}: {' '.join(str(error).split())[:400]} Start one "
@@ -123,8 +133,8 @@ class RayCluster:
         errors = self._ray.exceptions
         try:
             with (
-                self._placement.reserve(self._trainer) as group,
-                self._start_replicas() as replica_variables,
+                self._placement.reserve(self._trainer, "trainer") as group,
+                self._start_replicas(group) as replica_variables,
                 self._start_models() as model_variables,
             ):
                 launchers = self._start_launchers(group)
@@ -200,22 +210,24 @@ class RayCluster:
     # --- roles on their own machines ------------------------------------------------------------------------
 
     @contextmanager
-    def _start_replicas(self) -> Iterator[dict[str, str]]:
-        """Run rollout replicas while the block lasts, if the run has any; yields variables for the ranks."""
+    def _start_replicas(self, ranks: PlacementGroup) -> Iterator[dict[str, str]]:
+        """Run rollout replicas while the block lasts, if the run has any; yields variables for the ranks.
+        Their manager runs on the machine of rank 0, so that it survives the loss of a replica's machine."""
         if self._replica_spec is None:
             yield {}
             return
         assert isinstance(self._config, PpoConfig)
         rollout = self._config.actor_rollout_ref.rollout
         devices = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-        with self._placement.reserve(rollout) as group:
+        with self._placement.reserve(rollout, POOL_SECTIONS["rollout"]) as group:
             places = []
             for number in range(replica_count(rollout)):
                 machine = number * devices // rollout.n_gpus_per_node
                 options = self._placement.actor_options(group, machine, devices)
                 places.append({**options, "max_concurrency": MAX_CONCURRENT_REQUESTS})
             name = f"rollout-pool-{os.getpid()}-{time.monotonic_ns()}"
-            remote = self._ray.remote(ReplicaManager).options(name=name, namespace=NAMESPACE, num_cpus=0)
+            options = {**self._placement.actor_options(ranks, 0, devices=0), "name": name}
+            remote = self._ray.remote(ReplicaManager).options(namespace=NAMESPACE, **options)
             timeout = self._trainer.ray_wait_register_center_timeout
             manager = remote.remote(self._replica_spec, places, timeout)
             self._ray.get(manager.deaths.remote())  # returns when the replicas are ready
@@ -230,7 +242,7 @@ class RayCluster:
             variables: dict[str, str] = {}
             for role in [*self._frozen_models, *self._trained_models]:
                 section = resource_pools(self._config)[role]
-                group = stack.enter_context(self._placement.reserve(section))
+                group = stack.enter_context(self._placement.reserve(section, POOL_SECTIONS[role]))
                 variables |= stack.enter_context(self._start_model(role, section, group))
             yield variables
 
@@ -238,7 +250,7 @@ class RayCluster:
     def workers(self, role: str, worker: type[RankWorker]) -> Iterator[dict[str, str]]:
         """Run one actor of class `worker` per device of the `trainer` section while the block lasts; yields
         the variables by which `RayTrainingWorkers` finds them."""
-        with self._placement.reserve(self._trainer) as group:
+        with self._placement.reserve(self._trainer, "trainer") as group:
             places, seats = self._seats(self._trainer, group)
             timeout = self._trainer.ray_wait_register_center_timeout
             with start_training_workers(role, None, places, seats, NAMESPACE, timeout, worker) as variables:

@@ -7,15 +7,18 @@ name the little of Ray's handles that the other files of this folder use.
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, Protocol
 
 from strop.extras import require
+from strop.stopping import SIGNALS
 
 HEAD_TIMEOUT = 5.0
 """Seconds that the head of the cluster may be silent."""
@@ -57,8 +60,24 @@ def connect_to_cluster(address: str, namespace: str) -> ModuleType:
     """Return Ray, connected to the cluster that launched this rank."""
     ray = ray_module("A role on its own machines")
     if not ray.is_initialized():
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+        with kept_signal_handlers():
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     return ray
+
+
+@contextmanager
+def kept_signal_handlers() -> Iterator[None]:
+    """Restore the handlers of SIGTERM and SIGINT after the block. `ray.init` installs one for SIGTERM that
+    ends the process with a stack: a run would end without a checkpoint."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def bundle_strategy(group: PlacementGroup, bundle: int) -> object:

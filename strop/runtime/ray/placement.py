@@ -144,6 +144,8 @@ class RayPlacement:
         self._ray = ray
         self._trainer = trainer
         self.private_cluster = private_cluster
+        self._reserved: dict[str, ResourceRequest] = {}
+        """What this run has reserved so far, by the section that asked for it."""
 
     def on_gpus(self) -> bool:
         """Whether actors get GPUs: trainer.device, where auto looks at the cluster."""
@@ -182,19 +184,21 @@ class RayPlacement:
         return [address_of_node[node_of_bundle[number // section.n_gpus_per_node]] for number in devices]
 
     @contextmanager
-    def reserve(self, section: DeviceSection) -> Iterator[PlacementGroup]:
-        """Reserve what a section asks for, each bundle on a different machine, until the block ends."""
+    def reserve(self, section: DeviceSection, name: str) -> Iterator[PlacementGroup]:
+        """Reserve what a section asks for, each bundle on a different machine, until the block ends. `name`:
+        of the section in the configuration."""
         request = self.request(section)
         missing = missing_resources(request, self._alive_machines())
         if missing is not None and self.private_cluster:
             raise ValueError(
-                f"{missing} Lower trainer.nnodes or trainer.n_gpus_per_node, or name a cluster "
-                "(ray_init.address)."
+                f"{name}.nnodes={request.nodes}: {missing}{self._besides()} Lower {name}.nnodes or "
+                f"{name}.n_gpus_per_node, or name a cluster (ray_init.address)."
             )
         bundles = [dict(request.per_node)] * request.nodes
         group = self._ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
         try:
-            self._wait_for(group, request, missing)
+            self._wait_for(group, request, name, missing)
+            self._reserved[name] = request
             yield group
         except ClusterLost:
             raise  # a cluster without a head cannot remove the group
@@ -203,28 +207,46 @@ class RayPlacement:
             raise
         else:
             self._ray.util.remove_placement_group(group)
+        finally:
+            self._reserved.pop(name, None)
 
-    def _wait_for(self, group: PlacementGroup, request: ResourceRequest, missing: str | None) -> None:
+    def _besides(self) -> str:
+        """A sentence about what this run has reserved already, for a message."""
+        if not self._reserved:
+            return ""
+        others = [f"{request} for {name}" for name, request in self._reserved.items()]
+        return f" It has taken {', and '.join(others)}."
+
+    def _wait_for(
+        self, group: PlacementGroup, request: ResourceRequest, name: str, missing: str | None
+    ) -> None:
         """Wait until the cluster has placed the group; ValueError after the timeout."""
         timeout = self._trainer.ray_wait_register_center_timeout
         key = "trainer.ray_wait_register_center_timeout"
         if missing is not None:
+            missing = f"{name}: {missing}{self._besides()}"
             log.warning("%s Waiting for it, at most %d s (%s).", missing, timeout, key)
         start = time.monotonic()
         while not group.wait(1):
             waited = time.monotonic() - start
             if waited > timeout:
                 missing = missing_resources(request, self._alive_machines())
-                missing = missing or f"The run asks for {request}; other jobs have taken it."
+                missing = missing or f"The run asks for {request}, which are in use."
                 raise ValueError(
-                    f"{missing} It did not come within {key}={timeout} s. Add machines, end other jobs, or "
-                    "lower trainer.nnodes or trainer.n_gpus_per_node."
+                    f"{name}: {missing}{self._besides()} It did not come within {key}={timeout} s. Add "
+                    f"machines, end other jobs, or lower {name}.nnodes or {name}.n_gpus_per_node."
                 )
             if missing is None and waited > QUIET_SECONDS:
-                missing = f"The run asks for {request}; other jobs use them."
+                missing = f"{name}: The run asks for {request}, which are in use.{self._besides()}"
                 log.warning("%s Waiting, at most %d s (%s).", missing, timeout, key)
 
     def _alive_machines(self) -> list[tuple[str, dict[str, float]]]:
-        """Return address and resources of every machine of the cluster."""
+        """Return address and resources of every machine of the cluster. In a cluster of this run alone, which
+        has one machine, without what the run has taken: it cannot become free."""
         alive = [node for node in self._ray.nodes() if node["Alive"]]
-        return [(node["NodeManagerAddress"], node["Resources"]) for node in alive]
+        machines = [(node["NodeManagerAddress"], dict(node["Resources"])) for node in alive]
+        if self.private_cluster:
+            for request in self._reserved.values():
+                for kind, amount in request.per_node.items():
+                    machines[0][1][kind] -= amount
+        return machines

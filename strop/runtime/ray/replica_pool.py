@@ -51,6 +51,8 @@ class ReplicaManager:
         self._why_no_copy = ""
         """Why there is no copy of the current weights."""
         self._deaths = 0
+        self._given_up: dict[int, str] = {}
+        """Replicas that could not be restarted, and why. Requests to their last actor would wait for ever."""
         self._incarnations = [0] * len(places)
         self._replicas = [self._start_replica(number) for number in range(len(places))]
         self._ray.get([replica.ready.remote() for replica in self._replicas])
@@ -73,6 +75,8 @@ class ReplicaManager:
 
         None while the weights that the replica needs are on their way.
         """
+        if number in self._given_up:
+            raise EngineDied(self._given_up[number])
         if incarnation == self._incarnations[number]:
             if self._update_running:
                 return None
@@ -94,15 +98,17 @@ class ReplicaManager:
                 self._load_current_weights(self._replicas[number])
                 return
             except errors.GetTimeoutError as error:
-                raise EngineDied(
+                self._given_up[number] = (
                     f"Replica {number} died, and the cluster had no place for another within "
                     f"trainer.ray_wait_register_center_timeout={self._timeout:g} s."
-                ) from error
+                )
+                raise EngineDied(self._given_up[number]) from error
             except errors.RayActorError as error:
                 if start + 1 == MAX_STARTS:
-                    raise EngineDied(
+                    self._given_up[number] = (
                         f"Replica {number} died {MAX_STARTS} times before it was ready: {error}"
-                    ) from error
+                    )
+                    raise EngineDied(self._given_up[number]) from error
 
     def _load_current_weights(self, replica: ActorHandle) -> None:
         self._ray.get(replica.ready.remote(), timeout=self._timeout)
@@ -165,12 +171,21 @@ class RayReplicaPool:
         _, replica = self._handles[number]
         return future_of(self._ray, replica.generate.remote(request, sampling), died)
 
+    def _get(self, call: ObjectRef) -> Any:
+        """The result of a call of the manager. Why it gave a replica up is raised without Ray's stacks."""
+        try:
+            return self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, EngineDied):
+                raise error.cause from None
+            raise
+
     def incarnation(self, number: int) -> int:
         return self._handles[number][0]
 
     def wait_for_restart(self, number: int, incarnation: int) -> None:
         while incarnation == self._handles[number][0]:
-            restarted = self._ray.get(self._manager.restart.remote(number, incarnation))
+            restarted = self._get(self._manager.restart.remote(number, incarnation))
             if restarted is None:
                 time.sleep(POLL_SECONDS)
             else:
@@ -199,7 +214,7 @@ class RayReplicaPool:
     def load(self, box: Reference, contents: str, version: int) -> Future[None]:
         table = json.loads(contents)
         call = self._manager.load.remote([box], contents, version, table["first"], table["last"])
-        return self._load_threads.submit(self._ray.get, call)
+        return self._load_threads.submit(self._get, call)
 
     def begin_update(self, version: int) -> list[int]:
         handles: list[Incarnation] = self._ray.get(self._manager.begin_update.remote(version))
