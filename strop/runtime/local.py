@@ -274,7 +274,13 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
     if world != devices:
         raise ValueError(
             f"{world} ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is {devices}. Set "
-            "them to what was started, or start as many."
+            "them to what was started, or start as many. Without torchrun, unset RANK and WORLD_SIZE."
+        )
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={world} are set, as torchrun does, but not {' and '.join(missing)}. "
+            "Start the ranks with torchrun, or unset RANK and WORLD_SIZE."
         )
     if device.type == "cuda":
         _set_device(rank)

@@ -91,6 +91,10 @@ def test_sizes_that_do_not_fit_are_refused(monkeypatch):
         ValueError, match=r"4 ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is 2"
     ):
         local.joined(2, torch.device("cpu"), timeout=5).__enter__()
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises(ValueError, match=r"but not MASTER_ADDR\. .*unset RANK and WORLD_SIZE"):
+        local.joined(4, torch.device("cpu"), timeout=5).__enter__()
     with pytest.raises(ValueError, match=r"fsdp_size=4 does not divide the 6 ranks.*one of \[1, 2, 3\]"):
         make_mesh(torch.device("cpu"), 6, 4)
 
