@@ -276,12 +276,6 @@ def joined(devices: int, device: torch.device, *, timeout: float) -> Iterator[Ra
             f"{world} ranks were started, but trainer.nnodes x trainer.n_gpus_per_node is {devices}. Set "
             "them to what was started, or start as many. Without torchrun, unset RANK and WORLD_SIZE."
         )
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"RANK={rank} and WORLD_SIZE={world} are set, as torchrun does, but not {' and '.join(missing)}. "
-            "Start the ranks with torchrun, or unset RANK and WORLD_SIZE."
-        )
     if device.type == "cuda":
         _set_device(rank)
     _init_process_group(rank, world, device, timeout)
@@ -340,6 +334,12 @@ def _set_device(rank: int) -> None:
 def _init_process_group(rank: int, world: int, device: torch.device, timeout: float) -> None:
     import torch.distributed as dist
 
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={world} are set, as torchrun does, but not {' and '.join(missing)}. "
+            "Start the ranks with torchrun, or unset RANK and WORLD_SIZE."
+        )
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if os.environ.get("MASTER_PORT") == "0":
         raise ValueError(

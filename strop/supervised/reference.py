@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from strop.algorithms.losses import answer_log_probs
@@ -111,7 +112,11 @@ class ReferencePass:
         """Tables of all data sets of the run, by name; on rank 0 only."""
         if not self.ranks.is_rank0 or not self._file.exists():
             return {}
-        return read_tensors(self._file)
+        try:
+            return read_tensors(self._file)
+        except SafetensorError as problem:
+            log.warning("%s is damaged (%s) and is computed again.", self._file, problem)
+            return {}
 
     def _store(self, tables: Mapping[str, Tensor]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -258,6 +258,8 @@ def test_only_the_rows_of_the_run_are_asked_about_and_only_once(pairs, tmp_path,
         "dpo", base, "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}/fresh"
     )
     assert same(weights(tmp_path, 3), weights(tmp_path / "fresh", 3)) and set(fresh) == {1, 2, 3}
+    (tmp_path / REFERENCE_FILE).write_bytes(b"")  # as after a power cut
+    assert 4 in train("dpo", base, "trainer.total_training_steps=4")
 
 
 def test_a_resume_with_another_batch_size_or_order_knows_the_reference_of_every_pair(pairs, tmp_path):
