@@ -109,7 +109,7 @@ class GenerationCounts:
     cut_prompts: int = 0
     """Prompts longer than rollout.prompt_length; only their last tokens were used."""
     cut_responses: int = 0
-    """Responses that reached rollout.response_length."""
+    """Responses that reached rollout.response_length before any of rollout.stop."""
 
     def __add__(self, other: GenerationCounts) -> GenerationCounts:
         return GenerationCounts(
@@ -187,11 +187,14 @@ class ResponseGenerator:
             if broken is not None:
                 values[row] = {"error": str(broken)}
                 continue
-            values[row] = self._texts([c.ids for c in completions])
-            count.responses += len(completions)
+            texts: list[str] = []
             for completion in completions:
+                text, ends = self._text(completion.ids)
+                texts.append(text)
                 count.tokens += len(completion.ids)
-                count.cut_responses += completion.finish == "length"
+                count.cut_responses += completion.finish == "length" and not ends
+            values[row] = texts
+            count.responses += len(completions)
         for row, episodes in self._run_conversations(conversations).items():
             values[row] = episode_texts(episodes, self.tokenizer)
             samples = [episode.trajectory() for episode in episodes]
@@ -210,15 +213,14 @@ class ResponseGenerator:
         n = self.config.data.n_samples
         return run_episodes(self._runner, prompts, self.sampling, n, seed=seed)
 
-    def _texts(self, ids: list[list[int]]) -> list[str]:
+    def _text(self, ids: list[int]) -> tuple[str, bool]:
+        """A response up to the first of rollout.stop, and whether it has one of them."""
         end = str(self.tokenizer.eos_token or "")  # some tokenizers do not mark it as special
-        texts: list[str] = []
-        for text in self.tokenizer.batch_decode(ids, skip_special_tokens=True):
-            text = text.removesuffix(end)
-            for stop in self.config.rollout.stop:
-                text = text.partition(stop)[0]
-            texts.append(text)
-        return texts
+        whole = str(self.tokenizer.decode(ids, skip_special_tokens=True)).removesuffix(end)
+        text = whole
+        for stop in filter(None, self.config.rollout.stop):
+            text = text.partition(stop)[0]
+        return text, len(text) < len(whole)
 
     def close(self) -> None:
         if self._runner is not None:

@@ -219,8 +219,9 @@ def test_a_benchmark_as_it_is_published(asked, tmp_path):
 
 
 def test_stop_strings_cut_what_comes_after(asked, tmp_path):
-    answered(asked)
-    answered(asked, f"data.output_path={tmp_path}/cut.parquet", "rollout.stop=['5','=']")
+    whole = answered(asked)
+    cut = answered(asked, f"data.output_path={tmp_path}/cut.parquet", "rollout.stop=['5','','=']")
+    assert cut.fresh.cut_responses < whole.fresh.cut_responses, "a response that ends at a text was not cut"
     pairs = zip(responses(tmp_path / "out.parquet"), responses(tmp_path / "cut.parquet"))
     expected = [[text.partition("5")[0].partition("=")[0] for text in whole] for whole, _ in pairs]
     assert responses(tmp_path / "cut.parquet") == expected and expected != responses(tmp_path / "out.parquet")
