@@ -107,6 +107,8 @@ class JsonClient:
             ) from error
 
     def close(self) -> None:
+        if self._loop.is_closed():
+            return
         asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

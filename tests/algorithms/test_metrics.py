@@ -193,6 +193,13 @@ def test_validation_groups_by_source_and_prompt_and_skips_text() -> None:
     assert "pass@2" not in metrics["b"]["reward"], "0.5 is no pass or fail"
 
 
+def test_votes_and_values_of_different_responses_are_not_paired() -> None:
+    """The first response has no value and the last one no vote: as many of both, but not of the same."""
+    variables = {"acc": [None, 1.0, 0.0, 0.0], "pred": ["a", "b", "a", None]}
+    found = validation_metrics(["s"] * 4, ["p"] * 4, variables)["s"]["acc"]
+    assert found["mean@3"] == pytest.approx(1 / 3) and not any(name.startswith("maj@") for name in found)
+
+
 def test_a_variable_with_texts_and_numbers_counts_as_text() -> None:
     variables = {"reward": [1.0, 0.0, 1.0], "pred": [42, "none", 7]}
     found = validation_metrics(["a", "a", "a"], ["p", "p", "q"], variables)

@@ -55,6 +55,17 @@ def value_and_gradient(
     return loss.item(), leaf.grad
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_and_rows_without_tokens_give_numbers(name: str) -> None:
+    tensors = {key: value.half() if value.is_floating_point() else value for key, value in batch(3).items()}
+    tensors["mask"][1] = 0
+    tensors["rollout_weights"][2] = 0  # as outside of the band of IcePop
+    log_probs = tensors["log_probs"].requires_grad_()
+    per_token = policy_loss(name, **tensors, **SETTINGS).per_token
+    per_token.float().sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.isfinite().all() and per_token.isfinite().all()
+
+
 @pytest.mark.parametrize("name", sorted(set(NAMES) - BY_TOKENS_GIVEN))
 @given(seed=st.integers(0, 10_000), cut=st.integers(1, 4))
 @settings(max_examples=25, deadline=None)

@@ -89,6 +89,14 @@ def test_a_sequence_ends_at_the_longest_length(name: str) -> None:
     assert {c.finish for c in everything(answers)} == {"length"}
 
 
+def test_closing_twice_is_closing(name: str) -> None:
+    if name == "vllm":
+        pytest.skip("its engine is shared by all tests")
+    engine = engines.build(name, engines.model(name))
+    engine.close()
+    engine.close()
+
+
 def test_a_repetition_penalty_counts_the_tokens_of_the_prompt_alone(name: str) -> None:
     """Token 0, which engines may fill batches with, is the likeliest one, and not in the prompts."""
     logits = torch.full((tiny.VOCABULARY,), -1.0)

@@ -59,12 +59,15 @@ def validation_metrics(
         collected: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         texts: set[str] = set()
         for prompt in prompts_of_source.values():
-            texts.update(name for name, values in prompt.items() if any(isinstance(v, str) for v in values))
+            for name, values in prompt.items():
+                if any(isinstance(value, str) for value in values.values()):
+                    texts.add(name)
         for prompt in prompts_of_source.values():
+            votes = prompt.get("pred", {})
             for variable, values in prompt.items():
                 if values and variable not in texts:
-                    votes = prompt.get("pred")
-                    found = prompt_metrics(values, votes, estimator=estimator, seed=seed)
+                    own_votes = list(votes.values()) if votes.keys() == values.keys() else None
+                    found = prompt_metrics(list(values.values()), own_votes, estimator=estimator, seed=seed)
                     for metric, value in found.items():
                         collected[variable][metric].append(value)
         metrics[source] = {
@@ -212,22 +215,24 @@ def _draws(count: int, size: int, seed: int, draws: int = DRAWS) -> NDArray[np.i
 
 def _by_prompt(
     data_sources: Sequence[str], uids: Sequence[Hashable], variables: Mapping[str, Sequence[Any]]
-) -> dict[str, dict[Hashable, dict[str, list[Any]]]]:
-    prompts: dict[str, dict[Hashable, dict[str, list[Any]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
+) -> dict[str, dict[Hashable, dict[str, dict[int, Any]]]]:
+    """By data source, prompt and variable: the values that there are, by the number of the response."""
+    prompts: dict[str, dict[Hashable, dict[str, dict[int, Any]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(dict))
     )
     for row, (source, uid) in enumerate(zip(data_sources, uids)):
         for variable, column in variables.items():
             if column[row] is not None:
-                prompts[source][uid][variable].append(column[row])
+                prompts[source][uid][variable][row] = column[row]
     return prompts
 
 
-def _fill_missing_acc(prompt: dict[str, list[Any]], expected: int) -> None:
-    received = prompt.get("acc", [])
+def _fill_missing_acc(prompt: dict[str, dict[int, Any]], expected: int) -> None:
+    received = prompt.get("acc", {})
     if received:
-        prompt["acc_success_only"] = list(received)
-    prompt["acc"] = list(received) + [0.0] * (expected - len(received))
+        prompt["acc_success_only"] = received
+    missing = {-1 - number: 0.0 for number in range(expected - len(received))}
+    prompt["acc"] = {**received, **missing}
 
 
 # --- Confidence intervals by bootstrap, and a test for two systems on the same prompts ----------------------

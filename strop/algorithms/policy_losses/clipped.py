@@ -92,6 +92,14 @@ def finish(per_token: Tensor, mask: Tensor, rollout_weights: Tensor | None, **me
     return PolicyLoss(per_token, detached)
 
 
+def log_of_weights(rollout_weights: Tensor, mask: Tensor, *, least: float) -> Tensor:
+    """Logarithms of importance weights of at least `least`, in float32 or wider: in float16 `least` may be 0,
+    and so are the weights of tokens outside the mask."""
+    wide = rollout_weights.to(torch.promote_types(rollout_weights.dtype, torch.float32))
+    (weights,) = inside(mask, rollout_weights=wide)
+    return weights.clamp(min=least).log()
+
+
 def nowhere(like: Tensor) -> Tensor:
     """The metric of an event that cannot happen in a loss: zeros in the shape of `like`, without memory."""
     return like.new_zeros(()).expand_as(like)

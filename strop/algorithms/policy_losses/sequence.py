@@ -10,6 +10,7 @@ from strop.algorithms.policy_losses.clipped import (
     at_level,
     finish,
     inside,
+    log_of_weights,
     log_ratio,
     nowhere,
     require_clip_range,
@@ -77,8 +78,8 @@ def geo_mean(
     kept = sign * torch.minimum(sign * x, sign * near)
     ratio = row_mean(kept, mask).exp()
     if rollout_weights is not None:
-        (weights,) = inside(mask, rollout_weights=rollout_weights.detach())
-        ratio = ratio * row_mean(weights.clamp(min=1e-8).log() * mask, mask).exp()
+        log_weights = log_of_weights(rollout_weights.detach(), mask, least=1e-8)
+        ratio = ratio * row_mean(log_weights * mask, mask).exp().to(ratio.dtype)
     per_row = -row_mean(advantages, mask) * ratio
     outside = near != x
     return finish(

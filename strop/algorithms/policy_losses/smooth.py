@@ -12,6 +12,7 @@ from strop.algorithms.policy_losses.clipped import (
     PolicyLoss,
     finish,
     inside,
+    log_of_weights,
     log_ratio,
     nowhere,
     row_mean,
@@ -139,8 +140,8 @@ def gamma_weights(
     """
     per_token = log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if rollout_weights is not None:
-        (weights,) = inside(mask, rollout_weights=rollout_weights)
-        per_token = per_token + weights.clamp(min=SMALLEST_WEIGHT).log().clamp(max=LOG_RATIO_LIMIT)
+        log_weights = log_of_weights(rollout_weights, mask, least=SMALLEST_WEIGHT)
+        per_token = per_token + log_weights.clamp(max=LOG_RATIO_LIMIT)
     log_w = (per_token * mask).sum(-1, keepdim=True).clamp(math.log(SMALLEST_WEIGHT), LOG_RATIO_LIMIT)
     positive = row_advantages >= 0
     k = torch.where(positive, k_pos, k_neg)
