@@ -324,7 +324,7 @@ class ThroughputMeter:
 def _mark_nan_as_error(completion: Completion) -> Completion:
     """A completion with a NaN log-prob becomes an error; the tokens before it are kept."""
     for i, log_prob in enumerate(completion.log_probs):
-        if math.isnan(log_prob):
+        if log_prob is None or math.isnan(log_prob):  # JSON has no NaN
             reason = "the model's logits are not numbers (NaN or infinity)"
             return Completion(
                 completion.ids[:i], completion.log_probs[:i], "error", completion.version, reason

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import strop
 from strop.extras import require
 from strop.http_replies import limit_replies
-from strop.rollout.base import EngineDied
+from strop.rollout.base import Completion, EngineDied, Request, error_completions
 
 if TYPE_CHECKING:
     import httpx
@@ -113,6 +113,18 @@ class JsonClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def completions_of(
+    request: Request, name: str, version: int, read: Callable[[], list[Completion]]
+) -> list[Completion]:
+    """What `read` finds in a reply to a request; with finish=error if the reply has another layout. An
+    exception in a callback of a future is only logged, and the caller would wait forever."""
+    try:
+        return read()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        reason = f"the reply of the {name} server cannot be read ({type(error).__name__}: {error})"
+        return error_completions(request, reason, version)
 
 
 def _error_message(reply: httpx.Response) -> str:

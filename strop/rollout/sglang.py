@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from strop.config.schema.rollout import CheckpointEngineConfig, RolloutConfig
 from strop.models.load import load_config, resolve
 from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
 from strop.rollout.external import CompletionsFuture, ExternalEngine, engine_dtype, model_source
-from strop.rollout.external_host import HostProcess, Json, JsonClient, ServerRefused
+from strop.rollout.external_host import HostProcess, Json, JsonClient, ServerRefused, completions_of
 from strop.rollout.routed_experts import decoded_experts, engine_experts
 
 _START_SECONDS = 900.0
@@ -135,7 +136,8 @@ class SglangEngine(ExternalEngine):
         def on_reply(done: Future[Json]) -> None:
             error = done.exception()
             if error is None:
-                future.set_result([self._completion(request, reply) for reply in done.result()])
+                read = partial(self._completions, request, done.result())
+                future.set_result(completions_of(request, "sglang", self.version, read))
             elif isinstance(error, ServerRefused):
                 future.set_result(error_completions(request, str(error), self.version))
             else:
@@ -143,6 +145,9 @@ class SglangEngine(ExternalEngine):
 
         self._client.send("POST", "/generate", self._body(request, sampling)).add_done_callback(on_reply)
         return future
+
+    def _completions(self, request: Request, replies: Sequence[Mapping[str, Json]]) -> list[Completion]:
+        return [self._completion(request, reply) for reply in replies]
 
     def _completion(self, request: Request, reply: Mapping[str, Json]) -> Completion:
         completion = read_completion(reply, self.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import pickle
@@ -132,6 +133,19 @@ def test_a_server_that_refuses_one_request_serves_the_others(double: Double) -> 
     bad, good = engine.generate([Request([1] * 20), Request([5, 9])], GREEDY)
     assert bad[0].finish == "error" and "Input length (20 tokens) exceeds" in (bad[0].error or "")
     assert good[0].finish == "length"
+    engine.close()
+
+
+@pytest.mark.parametrize("reply", [[{"text": "no ids"}], "busy", {"meta_info": {}}], ids=str)
+def test_a_reply_of_another_layout_is_an_error_of_its_request(
+    double: Double, monkeypatch: pytest.MonkeyPatch, reply: Any
+) -> None:
+    """Nothing waits for it forever."""
+    engine = SglangEngine(double.module, engine_kwargs={"url": double.url})
+    monkeypatch.setattr(double, "generate", lambda _: (200, reply))
+    asked = engine.agenerate(Request([5, 9]), Sampling(max_tokens=2))
+    (answer,) = asyncio.run(asyncio.wait_for(asked, 20))
+    assert answer.finish == "error" and "reply of the sglang server cannot be read" in str(answer.error)
     engine.close()
 
 

@@ -217,6 +217,13 @@ def test_new_weights_wake_only_the_weights_and_only_once() -> None:
     assert engine.calls[-1] == ("wake", ["kv_cache", "weights"])
 
 
+@pytest.mark.parametrize("reply", [{"object": "error"}, {"choices": []}, {"choices": [{"index": 0}]}, "busy"])
+def test_a_reply_of_a_server_that_cannot_be_read_is_an_error(reply: Any) -> None:
+    found = external_host.completions_of(Request([1], n=2), "vllm", 3, lambda: read_choices(reply, 3))
+    assert [(c.finish, c.version) for c in found] == [("error", 3)] * 2
+    assert "reply of the vllm server cannot be read" in str(found[0].error)
+
+
 def test_answers_of_a_server_are_read_in_order() -> None:
     def choice(index: int, finish: str) -> dict[str, Any]:
         return {

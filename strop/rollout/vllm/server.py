@@ -11,9 +11,10 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future
+from functools import partial
 
 from strop.rollout.base import Completion, EngineDied, Request, Sampling, error_completions
-from strop.rollout.external_host import Json, JsonClient, ServerRefused
+from strop.rollout.external_host import Json, JsonClient, ServerRefused, completions_of
 from strop.rollout.vllm.driver import SLEEP_TAGS
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class VllmServer:
         def on_reply(done: Future[Json]) -> None:
             error = done.exception()
             if error is None:
-                choices = read_choices(done.result(), self._version)
+                read = partial(read_choices, done.result(), self._version)
+                choices = completions_of(request, "vllm", self._version, read)
                 copies = [copy.deepcopy(choices[i % len(choices)]) for i in range(request.n)]
                 future.set_result(copies)
             elif isinstance(error, ServerRefused):
@@ -152,6 +154,8 @@ class VllmServer:
 def read_choices(reply: Mapping[str, Json], version: int) -> list[Completion]:
     """The completions in a reply of /v1/completions, in order."""
     completions = []
+    if not reply["choices"]:
+        raise ValueError("it has no choices")
     for choice in sorted(reply["choices"], key=lambda choice: choice["index"]):
         log_probs = choice["logprobs"]["token_logprobs"] if choice["logprobs"] else []
         finish = choice["finish_reason"]
