@@ -150,12 +150,14 @@ def test_a_reply_of_another_layout_is_an_error_of_its_request(
 
 
 def test_a_server_that_goes_away_is_named(double: Double) -> None:
+    before = set(threading.enumerate())  # engines of other tests may be open
     engine = SglangEngine(tiny.make(), engine_kwargs={"url": double.url})
     double.close()
     with pytest.raises(EngineDied, match=f"The sglang server at {double.url} cannot be reached"):
         SglangEngine(tiny.make(), engine_kwargs={"url": double.url})
     engine.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "strop-sglang-http"]
+    left = set(threading.enumerate()) - before
+    assert not [thread for thread in left if thread.name == "strop-sglang-http"]
 
 
 def test_a_server_that_does_not_start_tells_its_last_words() -> None:
