@@ -77,7 +77,8 @@ def kept_signal_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: installed by C code, which cannot be restored from here
+                signal.signal(number, handler)
 
 
 def bundle_strategy(group: PlacementGroup, bundle: int) -> object:
