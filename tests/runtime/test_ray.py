@@ -97,7 +97,7 @@ def test_an_undisturbed_run_is_told_like_one_on_this_machine(nodes, settings, lo
         [*settings, *on(nodes, f"ray_kwargs.timeline_json_file={tmp_path}/timeline.json")], tmp_path / "calm"
     )
     assert calm.end() == 0, calm.said()
-    assert f"step:{STEPS} - " in calm.said()
+    assert f"step:{STEPS}/{STEPS} - " in calm.said()
     assert_same_run(local_run, calm.folder, STEPS)
     assert (tmp_path / "timeline.json").exists()
 
