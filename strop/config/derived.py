@@ -169,12 +169,12 @@ def objective(config: PpoConfig) -> str:
     actor = config.actor_rollout_ref.actor
     algorithm = config.algorithm
     low, high = clip_range(actor)
-    loss = POLICY_LOSSES.entry(actor.policy_loss.loss_mode)
+    bypass = algorithm.rollout_correction.bypass_mode
+    loss = POLICY_LOSSES.entry("bypass_mode" if bypass else actor.policy_loss.loss_mode)
     aggregation = loss.facts["aggregation"] or actor.loss_agg_mode
     reward = "score"
     if algorithm.use_kl_in_reward:
-        kl_ctrl = algorithm.kl_ctrl
-        reward += f" - {kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {kl_ctrl.type}]"
+        reward += f" - {algorithm.kl_ctrl.kl_coef:g}*KL[{algorithm.kl_penalty}, {algorithm.kl_ctrl.type}]"
     text = f"maximise {aggregation} of the {loss.name} surrogate (clip {1 - low:g}..{1 + high:g})"
     text += f", advantage {_advantage(config, reward)}"
     if actor.use_kl_loss:

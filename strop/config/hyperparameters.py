@@ -197,19 +197,23 @@ def advantage_kwargs(config: PpoConfig) -> KeywordArguments:
     )
 
 
+def policy_loss_name(config: PpoConfig) -> str:
+    """The policy loss that is trained: bypass mode has one of its own."""
+    if config.algorithm.rollout_correction.bypass_mode:
+        return "bypass_mode"
+    return config.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
 def policy_loss_kwargs(config: PpoConfig) -> KeywordArguments:
     """The keyword arguments of the policy loss."""
     settings = config.actor_rollout_ref.actor.policy_loss
-    bypass = config.algorithm.rollout_correction.bypass_mode
     keys = LOSS_KEYS
-    name = settings.loss_mode
-    if bypass:
+    if config.algorithm.rollout_correction.bypass_mode:
         keys = {**LOSS_KEYS, **BYPASS_KEYS}
-        name = "bypass_mode"
     return KeywordArguments(
         section=f"{LOSS}.kwargs",
         values=settings.kwargs,
-        entry=POLICY_LOSSES.entry(name),
+        entry=POLICY_LOSSES.entry(policy_loss_name(config)),
         inputs=LOSS_INPUTS,
         keys=keys,
     )

@@ -221,18 +221,18 @@ class WeightSync:
     copies: bool
     """The engine holds a copy. One that samples from the actor's own module takes the version only."""
     every: int = 1
-    """Steps from one weight sync to the next."""
+    """Steps from one weight sync to the next. A run that resumes between two syncs has one more."""
     last_step: int | None = None
     """This step is synced in any case."""
     on_sync: Callable[[], None] | None = None
-    _synced: int | None = None
+    _synced: bool = False
 
     def __call__(self, version: int) -> None:
-        """Sync the weights of step `version` if a sync is due."""
-        recent = self._synced is not None and version - self._synced < self.every
-        if recent and version != self.last_step:
+        """Sync the weights of step `version` if a sync is due: at multiples of `every`, where validations
+        are, whatever step the run resumed from or began to train the actor with."""
+        if self._synced and version % self.every and version != self.last_step:
             return
         self.engine.update_weights(self.actor.export_weights() if self.copies else (), version)
-        self._synced = version
+        self._synced = True
         if self.on_sync is not None:
             self.on_sync()

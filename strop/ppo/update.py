@@ -20,7 +20,7 @@ from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import AGGREGATIONS, POLICY_LOSSES
 from strop.compat import conventions
 from strop.config.derived import clip_range
-from strop.config.hyperparameters import policy_loss_kwargs
+from strop.config.hyperparameters import policy_loss_kwargs, policy_loss_name
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
 from strop.config.schema.ppo import PpoConfig
@@ -73,9 +73,7 @@ class ActorUpdate:
     def __post_init__(self) -> None:
         self.actor: ActorConfig = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
-        self.loss_mode: str = self.actor.policy_loss.loss_mode
-        if correction.bypass_mode:
-            self.loss_mode = "bypass_mode"
+        self.loss_mode = policy_loss_name(self.config)
         entry = POLICY_LOSSES.entry(self.loss_mode)
         facts = entry.facts
         self.policy_loss: Callable[..., PolicyLoss] = entry.load()
@@ -146,7 +144,7 @@ class ActorUpdate:
                 if self.actor.entropy_coeff:
                     total = total - self.actor.entropy_coeff * entropy
                 metrics["actor/entropy_loss"] = entropy.detach()
-                if micro.old_log_probs is None:  # it was not measured before the update
+                if micro.entropy is None:  # it was not measured before the update
                     metrics["actor/entropy"] = token_mean(entropies, micro.mask, active_totals)
             if self.actor.aux_loss_coef and outputs.auxiliary is not None:
                 # A mean over the tokens of the micro-batch, weighted by its share of all tokens.

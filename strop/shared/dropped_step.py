@@ -85,8 +85,8 @@ def save_and_log(output: RunOutput, loop: Loop, record: StepRecord) -> None:
 
 
 def end_if_stopped(output: RunOutput, loop: Loop, record: StepRecord, state: LoopState) -> None:
-    """After a step: if a signal came or the caller asks for the end, save `state` and raise
-    StopRequested."""
+    """After a step: if a signal came or the caller asks for the end, save and raise StopRequested. `state` is
+    that before the validation, from which a resumed run goes on if it must do the validation again."""
     if output.stop_signal is not None:
         stop = StopRequested(output.stop_signal)
     elif output.observer is not None and output.observer.stop_requested:
@@ -94,5 +94,7 @@ def end_if_stopped(output: RunOutput, loop: Loop, record: StepRecord, state: Loo
     else:
         return
     if loop.step < output.total_steps or output.validation_dropped:
+        if not output.validation_dropped:  # its scorers may have drawn random numbers
+            state = LoopState.of(loop, loop.step)
         save_before_end(output, loop, record, state, stop)
         raise stop

@@ -159,8 +159,10 @@ class RunOutput:
     def _after_resume(self, found: ResumePoint) -> None:
         settings = self.config.trainer
         self.ranks.all_gather_object(None)  # all ranks have read it
-        if found.path.parent == self.directory and not settings.del_local_ckpt_after_load:
-            self.saved_step = found.step
+        if found.path.parent.resolve() == self.directory.resolve():
+            self.validation = dict(found.metrics)
+            if not settings.del_local_ckpt_after_load:
+                self.saved_step = found.step
         if settings.del_local_ckpt_after_load and self.ranks.is_rank0:
             delete_checkpoint(found.path)
         log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)

@@ -436,6 +436,20 @@ def test_quantised_rollouts_are_corrected_by_default():
     assert "compares with the engine's log-probs" in errors(quantised, f"{key}=false")[key]
 
 
+def test_bypass_mode_has_a_loss_of_its_own():
+    loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    correction = "algorithm.rollout_correction"
+    bypass = f"{correction}.bypass_mode=true"
+    assert not errors(bypass) and not errors(bypass, f"{loss_mode}=vanilla")
+    refused = errors(bypass, f"{loss_mode}=gspo")[loss_mode]
+    assert "loss_type=ppo_clip" in refused and "use_rollout_log_probs=true" in refused
+    assert not errors(f"{loss_mode}=gspo", "actor_rollout_ref.actor.use_rollout_log_probs=true")
+    assert f"{correction}.bypass_mode=true" in errors(f"{loss_mode}=bypass_mode")[loss_mode]
+    normalize = f"{correction}.rollout_is_batch_normalize"
+    assert "micro-batch" in errors(bypass, f"{correction}.rollout_is=token", f"{normalize}=true")[normalize]
+    assert "of the bypass_mode surrogate" in objective(load("ppo_trainer", [*GRPO, bypass]).config)
+
+
 def test_gradient_checkpointing_named_twice():
     model = "actor_rollout_ref.model"
     both = [f"{model}.gradient_checkpointing=none", f"{model}.enable_gradient_checkpointing=true"]

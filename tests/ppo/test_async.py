@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from strop.ppo.collect import Validator
 from tests.ppo.runs import run, same, weights
 from tests.ppo.test_loop import AT_ONCE, SEVENS
 
@@ -102,6 +103,26 @@ def test_half_a_step_ahead_and_weights_every_so_many_steps(overrides, every, ahe
     )
     assert [steps[step]["staleness/prompts_ahead"] for step in range(1, 7)] == ahead
     assert 0 < max(steps[step]["staleness/max"] for step in steps if step) <= oldest
+
+
+def test_validations_have_the_newest_weights_also_after_a_resume_between_two_syncs(overrides, monkeypatch):
+    """With weights every two steps, the run goes on from step 3; the actor is trained from step 3 on."""
+    seen = {}
+    validate = Validator.run
+
+    def remember(self, step, record):
+        samples = validate(self, step, record)
+        seen[step] = {sample.version for sample in samples}
+        return samples
+
+    monkeypatch.setattr(Validator, "run", remember)
+    long = [*BESIDE, f"{ASYNC}trigger_parameter_sync_step=2", "trainer.total_training_steps=7"]
+    run(overrides, *long, "trainer.save_freq=1", "trainer.total_training_steps=3")
+    run(overrides, *long)
+    assert seen == {0: {0}, 2: {2}, 3: {3}, 4: {4}, 6: {6}, 7: {7}}
+    seen.clear()
+    run(overrides, *long, "trainer.critic_warmup=3", "trainer.resume_mode=disable")
+    assert seen == {0: {0}, 2: {0}, 4: {4}, 6: {6}, 7: {7}}
 
 
 @pytest.mark.slow

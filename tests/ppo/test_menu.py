@@ -94,6 +94,7 @@ def test_bypass_mode_needs_no_pass_for_old_log_probs(short):
     steps = sound(run(short, *on_policy, f"{CORRECTION}.bypass_mode=true"))
     assert "training/rollout_logprobs_diff_mean" not in steps[2]  # nobody computed the other log-probs
     assert abs(steps[2]["actor/ppo_kl"]) < 1e-4
+    assert steps[2]["actor/entropy"] == pytest.approx(steps[2]["actor/entropy_loss"])  # token-mean of both
 
 
 def test_the_parts_of_a_score_reach_gdpo(short, tmp_path):

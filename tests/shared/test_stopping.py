@@ -20,6 +20,7 @@ from strop.errors import CRASHED, STOPPED
 from strop.ppo.collect import Collector
 from strop.ppo.trainer import PpoTrainer
 from strop.ranks import Ranks, SharedFailure
+from strop.run.checkpoint.layout import read_manifest
 from strop.run.heartbeat import STOPPED_BY_SIGNAL, read_worker_states
 from strop.stopping import StopRequested, deferred, droppable, handle_stop_signals, requested
 from strop.supervised.trainer import SupervisedTrainer
@@ -253,6 +254,55 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     assert [worker.phase for worker in read_worker_states(folder)] == [STOPPED_BY_SIGNAL]
     assert run_ppo(overrides, folder) == 0
     assert_same_run(calm_runs["calm"], folder, 4)
+
+
+RANDOM_SCORES = """
+import random
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return random.random()
+"""
+
+
+def test_a_signal_after_a_validation_does_not_give_its_random_numbers_out_again(
+    overrides, tmp_path, monkeypatch
+):
+    (tmp_path / "reward.py").write_text(RANDOM_SCORES)
+    random_scores = f"custom_reward_function.path={tmp_path}/reward.py"
+    assert run_ppo(overrides, tmp_path / "calm", random_scores) == 0
+    validate_if_due = PpoTrainer.validate_if_due
+
+    def signalled(self, record):
+        validate_if_due(self, record)
+        if self.step == 2:
+            send()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PpoTrainer, "validate_if_due", signalled)
+        assert run_ppo(overrides, tmp_path / "run", random_scores) == STOPPED
+    assert checkpoints(tmp_path / "run") == {2}
+    assert run_ppo(overrides, tmp_path / "run", random_scores) == 0
+    assert_same_run(tmp_path / "calm", tmp_path / "run", 4)
+
+
+def test_a_signal_right_after_a_resume_keeps_what_the_checkpoint_says(overrides, tmp_path, monkeypatch):
+    """The folder is relative, as by default. Which checkpoint is the best depends on these metrics."""
+    monkeypatch.chdir(tmp_path)
+    more = ["trainer.save_freq=2", "trainer.total_training_steps=2"]
+    assert run_ppo(overrides, "run", *more) == 0
+    before = read_manifest(Path("run/global_step_2"))
+    assert before.metrics
+    sample = Collector._sample
+
+    def interrupted(self, draw, prompts, step, first):
+        send()
+        return sample(self, draw, prompts, step, first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Collector, "_sample", interrupted)
+        assert run_ppo(overrides, "run") == STOPPED
+    assert read_manifest(Path("run/global_step_2")) == before, "it was not written again"
+    assert run_ppo(overrides, "run", "trainer.del_local_ckpt_after_load=true", "trainer.test_freq=-1") == 0
+    assert read_manifest(Path("run/global_step_4")).metrics == before.metrics, "of the latest validation"
 
 
 def test_without_checkpoints_the_exit_code_is_that_of_the_signal(overrides, tmp_path, monkeypatch, caplog):

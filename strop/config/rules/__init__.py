@@ -62,6 +62,7 @@ PPO: tuple[Rule, ...] = (
     algorithm.filter_groups,
     reward.clip_range,
     algorithm.rollout_correction_inputs,
+    algorithm.bypass_mode,
     algorithm.keyword_arguments,
     distillation.teacher,
     distillation.without_task_reward,

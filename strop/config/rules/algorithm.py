@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from strop.config.compose import Loaded
     from strop.config.schema.ppo import PpoConfig
 
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
 
 def group_size(loaded: Loaded[PpoConfig]) -> Findings:
     """Estimators that compare the samples of a prompt need several."""
@@ -80,6 +82,34 @@ def rollout_correction_inputs(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             "algorithm.rollout_correction.rollout_rs_threshold",
             f"rollout_rs={correction.rollout_rs!r} needs bounds.",
+        )
+
+
+def bypass_mode(loaded: Loaded[PpoConfig]) -> Findings:
+    """Bypass mode has a policy loss of its own, which computes the importance weights in each pass."""
+    config = loaded.config
+    correction = config.algorithm.rollout_correction
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if not correction.bypass_mode:
+        if loss_mode == "bypass_mode":
+            yield error(
+                LOSS_MODE,
+                "bypass_mode compares with the engine's log-probs, but those of the old policy are computed. "
+                "Set algorithm.rollout_correction.bypass_mode=true, which selects this loss.",
+            )
+        return
+    if LOSS_MODE in loaded.set_by_user and loss_mode not in ("vanilla", "bypass_mode"):
+        yield error(
+            LOSS_MODE,
+            f"{loss_mode} has no effect with algorithm.rollout_correction.bypass_mode=true, which trains "
+            f"loss_type={correction.loss_type}. For {loss_mode} with the engine's log-probs as the old ones "
+            "set bypass_mode=false and actor_rollout_ref.actor.use_rollout_log_probs=true.",
+        )
+    if correction.rollout_is_batch_normalize:
+        yield error(
+            "algorithm.rollout_correction.rollout_is_batch_normalize",
+            "true with bypass_mode=true: the weights are known in a micro-batch only, and its mean is not "
+            "that of the batch. Set one of them to false.",
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class ResumePoint:
     path: Path
     step: int
     parts: dict[str, Tree]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the validation that the checkpoint was saved with."""
 
     def refuse_other_optimizers(
         self, now: Mapping[str, object], loaded: Mapping[str, Collection[str]]
@@ -137,7 +139,8 @@ def _first_complete(
 
 def _load(folder: Path, read: Reader) -> ResumePoint:
     parts = read(folder)
-    return ResumePoint(folder.absolute(), read_manifest(folder).step, parts)
+    manifest = read_manifest(folder)
+    return ResumePoint(folder.absolute(), manifest.step, parts, manifest.metrics)
 
 
 def delete_checkpoint(path: Path) -> None:
