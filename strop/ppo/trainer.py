@@ -235,7 +235,7 @@ class PpoTrainer:
         """All actor updates of a step."""
         actor = self.config.actor_rollout_ref.actor
         objective = self.actor_objective
-        objective.captured.clear()
+        objective.begin_step()
         metrics = run_updates(
             self.roles.actor,
             batch,

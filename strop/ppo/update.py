@@ -19,7 +19,7 @@ from strop.algorithms.policy_losses.clipped import PolicyLoss, policy_loss
 from strop.backends.base import Backend, Loss, MicroBatching, Outputs
 from strop.catalog import AGGREGATIONS, POLICY_LOSSES
 from strop.compat import conventions
-from strop.config.derived import clip_range
+from strop.config.derived import clip_range, uses_engine_log_probs
 from strop.config.hyperparameters import policy_loss_kwargs, policy_loss_name
 from strop.config.schema.actor import ActorConfig
 from strop.config.schema.critic import CriticConfig
@@ -66,8 +66,10 @@ class ActorUpdate:
     width: float
     """The length that seq-mean-token-sum-norm divides by."""
     captured: list[tuple[Tensor, Tensor, Tensor | None]] = field(default_factory=list)
-    """Row ids, log-probs and entropy from the passes of an on-policy update, where no old log-probs were
-    computed before."""
+    """Row ids, log-probs and entropy from passes with the weights that the step began with, where the trainer
+    computed no old log-probs before."""
+    updates: int = 0
+    """Updates of this step so far."""
     observe: Observe | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +99,12 @@ class ActorUpdate:
         if correction.bypass_mode:
             self.fixed_arguments |= _settings(correction, without=("bypass_mode",))
         self.fixed_arguments |= policy_loss_kwargs(self.config).converted()
+        self.old_from_engine = uses_engine_log_probs(self.config)
+
+    def begin_step(self) -> None:
+        """Forget what the passes of the last step found."""
+        self.captured.clear()
+        self.updates = 0
 
     def want(self) -> list[str]:
         """The outputs of the model that the loss needs."""
@@ -131,14 +139,18 @@ class ActorUpdate:
         if active is not mini:
             active_totals = self._totals(active)
         all_tokens = sum(mini.lengths)
+        captures = mini.old_log_probs is None or (self.old_from_engine and self.updates == 0)
+        self.updates += 1
 
         def loss(outputs: Outputs, micro: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
+            entropies = _entropies(outputs)
+            if captures:
+                self._capture(micro, outputs, entropies)
             total, metrics = self._policy_loss(outputs, micro, totals, active_totals)
             if self.actor.use_kl_loss:
                 kl = self._kl_loss(outputs, micro, totals)
                 total = total + self.actor.kl_loss_coef * kl
                 metrics["actor/kl_loss"] = kl.detach()
-            entropies = _entropies(outputs)
             if entropies is not None:
                 entropy = aggregate(entropies, micro.mask, self.aggregation, active_totals)
                 if self.actor.entropy_coeff:
@@ -172,7 +184,6 @@ class ActorUpdate:
         assert log_probs is not None
         old_log_probs = micro.old_log_probs
         if old_log_probs is None:
-            self._capture(micro, log_probs, _entropies(outputs))
             old_log_probs = log_probs.detach()
         found = policy_loss(
             self.policy_loss,
@@ -200,13 +211,13 @@ class ActorUpdate:
         per_token = kl_penalty(outputs.log_probs, micro.ref_log_probs, estimator=estimator, **limits)
         return aggregate(per_token, micro.mask, self.aggregation, totals)
 
-    def _capture(self, micro: Batch, log_probs: Tensor, entropy: Tensor | None) -> None:
-        assert micro.row_ids is not None
+    def _capture(self, micro: Batch, outputs: Outputs, entropy: Tensor | None) -> None:
+        assert micro.row_ids is not None and outputs.log_probs is not None
         detached = None if entropy is None else entropy.detach().float()
-        self.captured.append((micro.row_ids, log_probs.detach().float(), detached))
+        self.captured.append((micro.row_ids, outputs.log_probs.detach().float(), detached))
 
     def known(self, batch: Batch, ranks: Ranks) -> UpdateLogProbs | None:
-        """The log-probs that on-policy updates computed on the way, of all ranks. None: there are none."""
+        """The log-probs that were captured on the way, of all ranks. None: there are none."""
         local = []
         for row_ids, log_probs, entropy in self.captured:
             local.append((row_ids.cpu(), log_probs.cpu(), None if entropy is None else entropy.cpu()))

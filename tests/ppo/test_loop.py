@@ -36,6 +36,35 @@ def test_an_on_policy_step_has_ratio_one_and_exact_log_probs(overrides):
             "actor/grad_norm", "actor/lr", "actor/entropy_loss", "training/global_step"} <= {*steps[4]}  # fmt: skip
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_engines_log_probs_save_the_pass_and_are_still_compared(
+    overrides, tmp_path, monkeypatch, updates
+):
+    """The first update of a step computes log-probs with the weights that sampled; later ones do not."""
+    base = [
+        *overrides,
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={8 // updates}",
+    ]
+    passes, forward = [], SingleBackend.forward
+    monkeypatch.setattr(
+        SingleBackend, "forward", lambda self, *given: passes.append(given) or forward(self, *given)
+    )
+    recomputed = run(base, f"trainer.default_local_dir={tmp_path}/recomputed")
+    assert len(passes) == (4 if updates == 2 else 0)
+    steps = run(
+        base,
+        "actor_rollout_ref.actor.use_rollout_log_probs=true",
+        f"trainer.default_local_dir={tmp_path}/engine",
+    )
+    assert len(passes) == (4 if updates == 2 else 0)
+    for step in range(1, 5):
+        assert 0 < steps[step]["training/rollout_logprobs_diff_max"] < 1e-4
+        assert steps[step]["actor/entropy"] > 0
+        for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm"):
+            assert steps[step][name] == pytest.approx(recomputed[step][name], rel=1e-3, abs=1e-5), name
+
+
 def test_micro_batches_change_nothing(overrides, tmp_path):
     folders = []
     for rows in (3, 32):
