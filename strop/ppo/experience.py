@@ -225,7 +225,7 @@ def correct_off_policy(batch: Batch, facts: ExperienceFacts, record: StepRecord)
     settings = facts.correction
     if batch.old_log_probs is None or batch.rollout_log_probs is None:
         return batch
-    if settings.bypass_mode or not bool(batch.mask.any()):
+    if facts.old_from_engine or not bool(batch.mask.any()):  # there is nothing to compare
         return batch
     correction = correct_rollout(
         batch.old_log_probs,
