@@ -47,16 +47,34 @@ def read_image(value: object, *, where: str, folder: Path | None = None) -> Imag
         raise UnusableImages(
             f"{where} cannot be read ({len(value)} bytes): it is no image of a known format."
         ) from error
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+    except Exception as error:  # readers of damaged files raise also SyntaxError, RuntimeError ...
         raise UnusableImages(f"{where} cannot be read ({len(value)} bytes): {error}") from error
     return _decoded(opened, where)
 
 
 def _decoded(image: Image, where: str) -> Image:
     try:
-        return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
+        return _as_rgb(image)
+    except Exception as error:  # as above
         raise UnusableImages(f"{where} is damaged: {error}") from error
+
+
+def _as_rgb(image: Image) -> Image:
+    """Return the image as it is seen on white paper; the colors behind transparent pixels are not meant to be
+    seen, and often black."""
+    import PIL.Image
+
+    image.load()
+    if image.mode.startswith("I;16"):  # `convert` clips it at 255
+        import numpy as np
+
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    shown = image.convert("RGBA")
+    paper = PIL.Image.new("RGB", image.size, "white")
+    paper.paste(shown, mask=shown.getchannel("A"))
+    return paper
 
 
 def _from_mapping(value: Mapping[str, object], where: str) -> object:
@@ -83,10 +101,13 @@ def file_content(value: str, where: str, folder: Path | None) -> bytes:
         raise UnusableImages(
             f"{where} is an address ({value[:80]}), which is not fetched; store the file itself."
         )
-    path = Path(value.removeprefix("file://")).expanduser()
-    if not path.is_file() and folder is not None and (folder / path).is_file():
-        path = folder / path
+    path = Path(value.removeprefix("file://"))
     try:
+        path = path.expanduser()
+        if not path.is_file() and folder is not None and (folder / path).is_file():
+            path = folder / path
         return path.read_bytes()
     except OSError as error:
         raise UnusableImages(f"{where}: the file {str(path)!r} cannot be read: {error.strerror}") from error
+    except (ValueError, RuntimeError) as error:  # a zero byte, the home folder of nobody
+        raise UnusableImages(f"{where}: {str(path)!r} is no path of a file: {error}") from error

@@ -77,6 +77,8 @@ def test_every_way_to_store_an_image(tmp_path: Path) -> None:
         ("data:image/png;base64,!!", "broken base64"),
         ("data:text/plain,hello", "without base64"),
         ({"pixels": 1}, "has none of bytes"),
+        ("a\0b.png", "is no path of a file"),
+        ("~nobody-has-this-name/a.png", "is no path of a file"),
         (7, "of the type int"),
     ],
 )
@@ -89,7 +91,8 @@ def test_damaged_bytes_of_every_format_are_named() -> None:
     """Pillow raises several kinds of errors, in `open` and later."""
     draw = random.Random(0)
     refused = 0
-    for kind in ("PNG", "JPEG", "GIF", "WEBP", "BMP"):
+    Image.init()
+    for kind in sorted({"PNG", "JPEG", "GIF", "WEBP", "BMP", "AVIF", "QOI"} & set(Image.SAVE)):
         stream = io.BytesIO()
         picture(width=40).save(stream, kind)
         for _ in range(60):
@@ -102,6 +105,31 @@ def test_damaged_bytes_of_every_format_are_named() -> None:
                 assert "row 3, images" in str(problem)
                 refused += 1
     assert refused > 200
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_transparent_drawings_are_shown_on_white(mode: str) -> None:
+    """Black lines on nothing, as many drawings are stored; `convert("RGB")` alone makes them all black."""
+    drawing = Image.new("LA", (8, 8), (0, 0))
+    drawing.putpixel((3, 3), (0, 255))
+    drawing.putpixel((4, 4), (0, 128))
+    stream = io.BytesIO()
+    drawing.convert("RGBA").convert(mode).save(stream, "PNG")
+    for value in (stream.getvalue(), Image.open(stream)):
+        shown = read_image(value, where="x")
+        assert shown.mode == "RGB"
+        assert shown.getpixel((0, 0)) == (255, 255, 255) and shown.getpixel((3, 3)) == (0, 0, 0)
+        if mode != "P":
+            assert shown.getpixel((4, 4)) == (127, 127, 127)
+
+
+def test_gray_of_16_bits_keeps_its_shades() -> None:
+    """Pillow clips it at 255, so nearly every pixel would be white."""
+    scan = Image.new("I;16", (3, 1))
+    for place, value in enumerate((0, 0x8000, 0xFFFF)):
+        scan.putpixel((place, 0), value)
+    shown = read_image(png(scan), where="x")
+    assert [shown.getpixel((place, 0)) for place in range(3)] == [(0, 0, 0), (128,) * 3, (255,) * 3]
 
 
 def test_a_damaged_file_and_a_row_of_json_without_the_column_are_named(tmp_path: Path) -> None:
