@@ -323,6 +323,13 @@ class Episode:
             return []
         if self.context.chat.images is None:
             raise EpisodeError("a tool returned images, and the model takes none.")
+        token = self.context.chat.images.token_id
+        own = sum(image.num_tokens for image in self.images if not image.video)
+        if [*self.prompt.ids, *self._row.response].count(token) != own:  # images take the first such tokens
+            raise EpisodeError(
+                "an image token that belongs to no image was sampled or written as text, so images of a tool "
+                "cannot follow."
+            )
         return self.context.chat.images.prepare(images, where="the images of a tool")
 
     def reward(self, amount: float) -> None:

@@ -422,6 +422,27 @@ def test_images_of_tools_are_seen_and_trained_on_exactly() -> None:
     assert received.prompt.images == sample.prompt.images
 
 
+def test_a_sampled_image_token_does_not_take_the_place_of_an_image_of_a_tool() -> None:
+    """Images are put at the first image tokens of a sequence: passes of such a sample ended the run."""
+    family = "qwen2_5_vl"
+    tokenizer = vlm_tokenizer(family)
+    processor = ImageProcessor(lambda: processor_of(family))
+    said = tokenizer.decode([processor.token_id])
+
+    def look() -> ToolResult:
+        return ToolResult("there", images=(picture(),))
+
+    engine = ScriptedEngine([f"a{said}b"], tokenizer)
+    scene = replace(episode_context(engine, tools=tool_set(look)), chat=Chat(tokenizer, images=processor))
+    question = [{"role": "user", "content": "what"}]
+    episode = Episode(
+        scene, Prompt(0, scene.chat.ids(question), question, "test"), Sampling(max_tokens=8), seeds=(1,)
+    )
+    with pytest.raises(ValueError, match="an image token that belongs to no image was sampled"):
+        BackgroundLoop().run(Photographer().run(episode))
+    assert not episode.images and len(episode.trajectory().turns) == 1
+
+
 def test_images_of_tools_without_a_model_for_them_mask_the_episode() -> None:
     def look() -> ToolResult:
         """Take a picture."""
