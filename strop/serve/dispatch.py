@@ -74,13 +74,16 @@ class Dispatcher:
         return await done
 
     async def sample(self, sampler: str | None, request: SampleRequest, seed: int) -> list[SampledSequence]:
-        while True:
-            if not self._trainer.is_published(sampler):
+        if not self._trainer.is_published(sampler):
+            async with self._turns.training():
                 await self._publish(sampler)
-            async with self._turns.sampling():
-                if not self._trainer.is_published(sampler):
-                    continue  # it had to make room for others while this sample waited
+        async with self._turns.sampling():
+            if self._trainer.is_published(sampler):
                 return await self._trainer.host.sample(sampler, request, seed)
+        # It had to make room for others while this sample waited. A second time it may not: with fewer places
+        # than samplers, all of them would publish and withdraw each other forever.
+        async with self._turns.sampling_after(lambda: self._publish(sampler)):
+            return await self._trainer.host.sample(sampler, request, seed)
 
     async def alone(self, call: Callable[[], Result]) -> Result:
         """Call a function in the thread of training, while nothing is sampled."""
@@ -90,7 +93,7 @@ class Dispatcher:
     async def _publish(self, sampler: str | None) -> None:
         if sampler is not None:
             path = sampler
-            await self.alone(lambda: self._trainer.publish(path))
+            await self._in_thread(lambda: self._trainer.publish(path))
 
     # --- turns of training ----------------------------------------------------------------------------------
 

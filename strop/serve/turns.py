@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
@@ -90,6 +90,17 @@ class ModelTurns:
             self._admit()
             if not self._running:
                 self._idle.set()
+
+    @asynccontextmanager
+    async def sampling_after(self, prepare: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Sample after `prepare`, which has a turn of training; no other turn comes in between."""
+        async with self.training():
+            await prepare()
+            self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def _admit(self) -> None:
         while self._waiting:

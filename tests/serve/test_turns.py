@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+from strop.serve.dispatch import Dispatcher
 from strop.serve.turns import FairQueue, ModelTurns
 
 
@@ -54,3 +56,33 @@ def test_training_is_alone_and_alternates_with_sampling() -> None:
     # s2 and s3 came while training waited, so they come after its first turn and before the second.
     assert happened[:3] == ["s1 in", "s1 out", "t1"]
     assert set(happened[3:7]) == {"s2 in", "s2 out", "s3 in", "s3 out"} and happened[7:] == ["t2"]
+
+
+class OnePlace:
+    """A trainer with room for the weights of one sampler."""
+
+    def __init__(self) -> None:
+        self.host = self
+        self.published: str | None = None
+
+    def is_published(self, path: str | None) -> bool:
+        return path == self.published
+
+    def publish(self, path: str) -> None:
+        self.published = path
+
+    async def sample(self, path: str, request: object, seed: int) -> str:
+        await asyncio.sleep(0.001)
+        assert self.published == path
+        return path
+
+
+def test_more_samplers_than_places_do_not_withdraw_each_other_forever() -> None:
+    async def scene() -> list[Any]:
+        trainer: Any = OnePlace()
+        dispatcher = Dispatcher(trainer, lambda *_: None)
+        request: Any = None
+        paths = [f"p{number % 4}" for number in range(12)]
+        return await asyncio.gather(*(dispatcher.sample(path, request, 0) for path in paths))
+
+    assert asyncio.run(asyncio.wait_for(scene(), 10)) == [f"p{number % 4}" for number in range(12)]
