@@ -250,7 +250,8 @@ class HookedTrainer(PpoTrainer):
         return self.hooks.sampled(trajectories)
 
     def run_models(self, batch: Batch, record: StepRecord) -> Batch:
-        return self._report_phases(super().run_models(batch, record), ("old_log_prob", "ref", "values"))
+        phases = ("old_log_prob", "ref", "teacher", "values")
+        return self._report_phases(super().run_models(batch, record), phases)
 
     def estimate(self, batch: Batch, trajectories: list[Trajectory], record: StepRecord) -> Batch:
         return self._report_phases(super().estimate(batch, trajectories, record), ("adv",))

@@ -241,16 +241,23 @@ RUNS_CODE = (
     "tool_config_path",
     "interaction_config_path",
     "agent_loop_config_path",
+    "rollout.agent.command",
+    "rollout.environment",
     "sandbox_fusion.isolation",
+    "reward_model.remote_url",
+    "sandbox_fusion.url",
+    "judge.url",
+    "distillation.url",
 )
-"""Ends of keys that run code of the user's, or isolate programs less."""
+"""Ends of keys that run code of the user's or isolate programs less, and of those that send the data of the
+run to a server, some with the value of an environment variable."""
 RUNS_CODE_INSIDE = ("engine_kwargs.", "ray_kwargs.ray_init.")
 """Free arguments, among which are an interpreter and an environment."""
 
 
 def code_named(tree: Mapping[str, object]) -> list[str]:
-    """The settings of a recorded configuration that run code, as key=value, where they are not the
-    default."""
+    """The settings of a recorded configuration that run code or call a server, as key=value, where they are
+    not the default."""
     default = flatten(dataclasses.asdict(PpoConfig()))
     found: list[str] = []
     for key, value in flatten(tree).items():
@@ -268,8 +275,8 @@ def _loaded(before: Path, scratch: str, trust_code: bool) -> Loaded:
     named = code_named(tree)
     if named and not trust_code:
         raise ValueError(
-            f"The recorded run names code, which a replay would run: {', '.join(named[:5])}. If the record "
-            "is yours, or you trust whoever made it, add --trust_code."
+            "The recorded run names code or servers, which a replay would run or call: "
+            f"{', '.join(named[:5])}. If the record is yours, or you trust whoever made it, add --trust_code."
         )
     overrides = {
         "trainer.default_local_dir": scratch,
@@ -298,7 +305,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--trust_code",
         action="store_true",
-        help="run code that the recorded configuration names: plugins, reward functions, tools, model code",
+        help="run code that the recorded configuration names (plugins, reward functions, tools, programs, "
+        "model code), and call its servers",
     )
     options = parser.parse_args(list(arguments))
     outcomes, facts = replay(options.run, options.step, trust_code=options.trust_code)

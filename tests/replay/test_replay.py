@@ -46,6 +46,15 @@ def test_a_replay_is_equal_bit_for_bit_and_recording_changes_nothing(overrides, 
     assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
 
 
+def test_a_replay_has_unfinished_prompts_and_the_teacher(overrides, tmp_path, task, capsys):
+    teacher = ["algorithm.distillation.enable=true", f"algorithm.distillation.path={task}/model"]
+    run(overrides, *teacher, "actor_rollout_ref.rollout.over_sampling=1.5", "trainer.record_steps=[3]")
+    capsys.readouterr()
+    assert main([str(tmp_path / "run"), "--step", "3"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {phase:<14} equal" in told for phase in ("gen", "teacher", "adv", "after"))
+
+
 def test_a_changed_constant_of_the_loss_is_found_in_the_update_alone(overrides, tmp_path, monkeypatch):
     run(overrides, *PPO, "trainer.record_steps=[2]", "trainer.total_training_steps=2")
     from strop.ppo import update
@@ -119,8 +128,13 @@ def test_the_record_can_be_read(overrides, tmp_path):
     assert not [path for path in Path(folder).rglob("*") if path.suffix in (".pt", ".pkl")]
 
 
-def test_many_ranks_are_refused(overrides):
-    found = check(load("ppo_trainer", [*overrides, "trainer.record_steps=[1]", "trainer.n_gpus_per_node=2"]))
+@pytest.mark.parametrize(
+    "more",
+    ["trainer.n_gpus_per_node=2", "trainer.async_training.partial_rollout=true"],
+    ids=["ranks", "ahead"],
+)
+def test_what_a_replay_cannot_repeat_is_refused(overrides, more):
+    found = check(load("ppo_trainer", [*overrides, "trainer.record_steps=[1]", more]))
     assert any(f.key == "trainer.record_steps" and f.level == "error" for f in found)
 
 

@@ -176,6 +176,11 @@ def refuse_wrong_states(checkpoint: Path, asked: list[str], more: list[str]) -> 
         "actor_rollout_ref.rollout.engine_kwargs.vllm.python=/tmp/evil",
         "ray_kwargs.ray_init.runtime_env.pip=evil",
         "reward_model.sandbox_fusion.isolation=limits",
+        "actor_rollout_ref.rollout.agent.command='sh -c evil'",
+        "actor_rollout_ref.rollout.environment=gym:evil.py:Evil",
+        "reward_model.judge.url=http://evil/v1",
+        "reward_model.remote_url=http://evil",
+        "algorithm.distillation.url=http://evil/v1",
     ],
 )
 def test_a_replay_finds_the_code_that_a_record_names(setting: str) -> None:

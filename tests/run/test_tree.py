@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -102,6 +103,14 @@ def test_every_dtype_keeps_its_bits_through_a_file(tmp_path: Any) -> None:
     assert all(same(saved[name], loaded[name]) for name in saved)
     (tmp_path / "x.safetensors").write_bytes(b"")
     assert all(same(saved[name], loaded[name]) for name in saved), "the loaded tensors still live in the file"
+
+
+def test_an_empty_array_of_numpy_is_written(tmp_path: Any) -> None:
+    empty = torch.from_numpy(np.array([], np.int64))
+    write_tensors(tmp_path / "t.safetensors", {"empty": empty, "more": torch.ones(2)})
+    found = read_tensors(tmp_path / "t.safetensors")
+    assert found["empty"].dtype == torch.int64 and found["empty"].shape == (0,)
+    assert torch.equal(found["more"], torch.ones(2))
 
 
 def test_names_of_tensors_are_their_places_and_never_clash() -> None:

@@ -75,7 +75,8 @@ def _tracker(name: str) -> Findings:
 def record_steps(loaded: Loaded[PpoConfig]) -> Findings:
     """A recorded step is written by one process that samples and trains in turn."""
     trainer = loaded.config.trainer
-    if trainer.record_steps and (device_count(trainer) > 1 or trainer.async_training.enable):
+    ahead = trainer.async_training.enable or trainer.async_training.partial_rollout
+    if trainer.record_steps and (device_count(trainer) > 1 or ahead):
         yield error(
             "trainer.record_steps",
             "a step is stored by one process that samples and learns in turn. Record with one device, "

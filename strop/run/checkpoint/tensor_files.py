@@ -65,6 +65,8 @@ def _pieces(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> Iterator
     yield _header(names, tensors, facts)
     for name in names:
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        if not len(flat):  # an empty array of NumPy has no stride that `view` takes
+            continue
         raw = flat.view(torch.uint8).numpy().data
         for start in range(0, len(raw), CHUNK):
             yield raw[start : start + CHUNK]
