@@ -245,7 +245,7 @@ class RunOutput:
         checkpoint of it."""
         if self.save_freq <= 0:
             return False
-        if loop.step and self.saved_step != loop.step:
+        if loop.step and (self.saved_step != loop.step or self.checkpoints.failed_on_any_rank()):
             self.save(loop, record, start)
         self.ranks.run_or_raise_on_all(self.checkpoints.wait, "writing a checkpoint")
         return bool(loop.step)
@@ -304,7 +304,7 @@ class RunOutput:
         due = save_is_due(
             step,
             save_freq=self.save_freq,
-            last=step == self.total_steps,
+            last=step == self.total_steps or self.checkpoints.failed,  # make up for it
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )

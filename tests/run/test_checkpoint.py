@@ -120,7 +120,7 @@ def test_saves_wait_for_each_other(tmp_path: Path) -> None:
     assert all(load(c.path)["actor/model"]["w"][0] == c.step for c in layout.saved_checkpoints(tmp_path))
 
 
-@pytest.mark.parametrize("call", ["save", "wait", "close"])
+@pytest.mark.parametrize("call", ["wait", "close"])
 def test_an_error_in_the_background_surfaces_at_the_next_call_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
@@ -133,10 +133,30 @@ def test_an_error_in_the_background_surfaces_at_the_next_call_once(
         checkpoints._thread.join()
     assert "Saving step 2 failed" in caplog.text
     with pytest.raises(SaveError, match="Step 2 could not be saved"):
-        checkpoints.save(3, state()) if call == "save" else getattr(checkpoints, call)()
+        getattr(checkpoints, call)()
     checkpoints.save(4, state())
     checkpoints.close()
     assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [1, 4]
+
+
+def test_after_an_error_in_the_background_the_next_save_writes_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_space)
+        checkpoints.save(1, state())
+        with pytest.raises(SaveError, match="Step 2 could not be saved"):
+            checkpoints.save(2, state())
+    checkpoints.save(3, state())
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _no_space)
+        checkpoints.save(4, state())
+        assert checkpoints.failed_on_any_rank()
+    checkpoints.save(5, state())
+    assert [c.step for c in layout.saved_checkpoints(tmp_path)] == [3, 5], "before close"
+    checkpoints.close()
 
 
 def _no_space(descriptor: int) -> None:

@@ -221,8 +221,9 @@ def commit(plan: PendingCheckpoint) -> Path:
 class Checkpoints:
     """The checkpoints of one run: saved in the background, pruned, and copied to a remote address.
 
-    `save` copies the state to host memory and returns; a thread writes it. The next `save`, `wait` or `close`
-    waits for that thread and raises its error.
+    `save` copies the state to host memory and returns; a thread writes it. `wait` and `close` wait for that
+    thread and raise its error. The next `save` waits, too; after an error it writes before it returns, so
+    that a disk that was full for a while costs no run.
     """
 
     def __init__(
@@ -253,29 +254,43 @@ class Checkpoints:
         exports: Mapping[str, Export] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        self.ranks.run_or_raise_on_all(self.wait, "writing a checkpoint")
+        background = self.background and not self.failed_on_any_rank()
+        self._failure = None
         plan = prepare_checkpoint(
             self.directory,
             step,
             parts,
             exports=exports,
             metrics=metrics,
-            copy=self.background,
+            copy=background,
             ranks=self.ranks,
         )
-        if not self.background:
-            self._finish(plan)
+        if not background:
+            self.ranks.run_or_raise_on_all(lambda: self._finish(plan), "writing a checkpoint")
             return
         self._thread = threading.Thread(
             target=self._finish_in_background, args=(plan,), name=f"save step {step}"
         )
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait for the save in the background; raises its error."""
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed."""
+        return self._failure is not None
+
+    def failed_on_any_rank(self) -> bool:
+        """Wait for the save in the background of all ranks; whether one failed. A collective operation."""
+        self._join()
+        return any(self.ranks.all_gather_object(self.failed))
+
+    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Wait for the save in the background; raises its error."""
+        self._join()
         failure = self._failure
         self._failure = None
         if failure is not None:
