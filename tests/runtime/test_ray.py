@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from strop.config.compose import load
 from strop.errors import CRASHED
 from strop.run.heartbeat import WorkerState, read_worker_states
 from strop.runtime.ray.cluster import RayCluster
+from strop.runtime.ray.connection import kept_signal_handlers
 from tests.ppo.runs import metrics
 from tests.ppo.runs import run as train
 from tests.runtime.conftest import STEPS
@@ -26,18 +28,27 @@ from tests.runtime.started import Started, assert_near_run, assert_same_run
 pytest.importorskip("ray")
 
 
+def new_cluster(cpus: int) -> Any:
+    """The head of a cluster. Nodes install a handler of SIGTERM that stops them and raises SystemExit: pytest would
+    take it for the failure of one test and run the others without a head. Without it a SIGTERM ends pytest, and the
+    nodes end with it."""
+    from ray.cluster_utils import Cluster
+
+    quiet = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    with kept_signal_handlers():
+        return Cluster(initialize_head=True, head_node_args={"num_cpus": cpus, **quiet})
+
+
 class Nodes:
     """A cluster of Ray nodes on this machine, each with one processor to give."""
 
     def __init__(self) -> None:
-        from ray.cluster_utils import Cluster as RayCluster
-
-        quiet = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        self.cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, **quiet})
+        self.cluster = new_cluster(cpus=0)
         self.workers = [self.add(), self.add()]
 
     def add(self) -> Any:
-        return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+        with kept_signal_handlers():
+            return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
 
     def raylets(self) -> list[int]:
         """Process numbers; the workers of a node are its children."""
@@ -49,12 +60,20 @@ class Nodes:
         self.workers[place] = self.add()
 
 
+@contextmanager
+def started_nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")  # beside other tests, Ray's niceness of 15 takes minutes
+        found = Nodes()
+        yield found
+        found.cluster.shutdown()
+
+
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    found = Nodes()
-    yield found
-    found.cluster.shutdown()
+    with started_nodes() as found:
+        yield found
 
 
 def on(nodes: Nodes, *more: str) -> list[str]:
@@ -81,8 +100,11 @@ def test_a_killed_rank_on_another_machine_changes_nothing(nodes, settings, tmp_p
 def test_a_killed_node_changes_nothing(nodes, settings, local_run, tmp_path):
     """The run ends with the weights and the numbers of an undisturbed one on one machine, bit for bit."""
     run = Started([*settings, *on(nodes, "trainer.max_restarts=1")], tmp_path / "run")
-    run.wait_for(lambda beat: beat.rank == 1 and beat.step == 4)
+    beat = run.wait_for(lambda beat: beat.rank == 1 and beat.step == 4)
+    os.kill(beat.pid, signal.SIGSTOP)  # a node takes longer to die than a step
     nodes.kill(1)
+    with suppress(ProcessLookupError):
+        os.kill(beat.pid, signal.SIGCONT)
     assert run.end() == 0, run.said()
     assert re.search(
         r"Rank [01] of 2 \(host \S+, process \d+\) (was lost|waited|lost).* of step 4", run.said()
@@ -314,7 +336,8 @@ def test_learners_divide_a_critic_and_say_when_one_is_gone(nodes, overrides, mon
     config = load("ppo_trainer", [*overrides, *GAE, "critic.nnodes=2", "trainer.device=cpu"]).config
     batch, micro = tiny_batch(vocabulary=12), MicroBatching(rows=2)
     batch = batch.replace(values=batch.advantages, returns=batch.advantages + 1)
-    ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level="ERROR")
+    with kept_signal_handlers():
+        ray.init(address=nodes.cluster.address, log_to_driver=False, logging_level="ERROR")
     places, seats = [{"num_cpus": 1}] * 2, [("127.0.0.1", "0")] * 2
     try:
         with start_training_workers(
@@ -363,7 +386,7 @@ def test_a_killed_critic_on_machines_of_its_own_changes_nothing(nodes, settings,
         assert calm.end() == 0 and run.end() == 0, calm.said() + run.said()
     finally:
         nodes.cluster.remove_node(nodes.workers.pop())
-    lost = rf"Learner [01] of {machines} of the critic \(host \S+, process {pid}\) is gone"
+    lost = rf"Training worker [01] of {machines} of the critic \(host \S+, process {pid}\) is gone"
     assert re.search(lost, run.said()), run.said()
     assert "Starting again from step 2; 0 restart(s) left." in run.said()
     compare = assert_same_run if ranks == machines == 1 else assert_near_run
@@ -373,11 +396,8 @@ def test_a_killed_critic_on_machines_of_its_own_changes_nothing(nodes, settings,
 
 @pytest.mark.slow
 def test_a_cluster_that_goes_away_is_told_and_leaves_nobody_behind(settings, tmp_path, monkeypatch):
-    from ray.cluster_utils import Cluster as RayCluster
-
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    quiet = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, **quiet})
+    cluster = new_cluster(cpus=1)
     try:
         more = ["trainer.total_training_steps=2000", f"ray_kwargs.ray_init.address={cluster.address}"]
         run = Started([*settings, *more], tmp_path / "run")

@@ -17,7 +17,7 @@ from tests.runtime.conftest import STEPS
 from tests.runtime.started import Started, assert_near_run, assert_same_run
 
 pytest.importorskip("ray")
-from tests.runtime.test_ray import Nodes
+from tests.runtime.test_ray import Nodes, started_nodes
 
 ONE_STEP_OFF = "trainer.async_training.enable=true"
 
@@ -25,12 +25,8 @@ ONE_STEP_OFF = "trainer.async_training.enable=true"
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     """Two nodes that can hold a rank or a replica each, and a head."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_worker_niceness", "0")  # beside other tests, Ray's niceness of 15 takes minutes
-        found = Nodes()
+    with started_nodes() as found:
         yield found
-        found.cluster.shutdown()
 
 
 def separated(nodes: Nodes, *more: str) -> list[str]:
