@@ -59,7 +59,7 @@ class CallerObserver:
                 f"strop: all {self.total_steps} steps of this run are done already. Give another folder= for "
                 "a new run, or more steps=."
             )
-        return f"strop: going on from step {self.first_step} of {self.total_steps}."
+        return f"strop: resuming from step {self.first_step} of {self.total_steps}."
 
     def log(self, metrics: StepMetrics, step: int) -> None:
         self.rows.append({"step": step, **metrics})

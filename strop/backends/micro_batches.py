@@ -300,7 +300,7 @@ class OomRetry:
         smaller = halved(micro, lengths)
         if smaller is None or not may_retry:
             raise ValueError(self._advice(micro, smaller, short, error)) from error
-        log.warning("%s Going on with the smaller size.", self._advice(micro, smaller, short, error))
+        log.warning("%s The run continues with the smaller size.", self._advice(micro, smaller, short, error))
         self.count += 1
         self._fits[wanted] = smaller
         return smaller

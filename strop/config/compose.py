@@ -9,7 +9,7 @@ nothing is refused before old names are translated.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -99,11 +99,11 @@ class Loaded(Generic[Root]):
 def load(
     root: str, overrides: Sequence[str] = (), config: str | None = None, search: str | None = None
 ) -> Loaded:
-    """Compose and type-check. `root` is a name in ROOTS; `config` a YAML of the user's (name or path);
-    `search` its folder."""
+    """Compose and type-check. `root`: a name in ROOTS; `config`: a user's YAML; `search`: its folder."""
     kind = ROOTS[root]
     overrides = [_clean(quote_command(text)) for text in overrides]
-    _refuse_unknown(overrides, root)
+    named = {text.lstrip("+").partition("=")[0] for text in overrides}
+    _refuse_unknown(overrides, named, root)
     said = None
     if config is None and search is None and root not in SETS_VALUES:
         said = plain_values(overrides)
@@ -114,8 +114,7 @@ def load(
     for path, value in said.items():
         if value != "???" and (value != {} or schema.is_free(path)):
             set_values[path] = value
-    spoken = {text.lstrip("+").partition("=")[0] for text in overrides}
-    leaves, notices = translate(set_values, root, spoken)
+    leaves, notices = translate(set_values, root, named)
     notices += fill_async_lengths(leaves, set_values)
     leaves, without_effect = drop_without_effect(leaves, schema.has)
     notices += without_effect + schema.drop_nulls(leaves)
@@ -206,7 +205,7 @@ def _clean(text: str) -> str:
     return "++" + text
 
 
-def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
+def _refuse_unknown(overrides: Iterable[str], named: Container[str], root: str) -> None:
     """Typos on the command line are answered before Hydra is even imported."""
     schema = schema_keys(root)
     problems = []
@@ -222,7 +221,9 @@ def _refuse_unknown(overrides: Iterable[str], root: str) -> None:
             continue
         translated, _ = translate({path: 0}, root)
         for name in translated:
-            if not schema.has(name) and reason_for(name) is None:
+            full = f"actor_rollout_ref.{name}"  # of `rollout.n`, which verl has but does not read
+            known = reason_for(name) is not None and (full in named or not schema.has(full))
+            if not schema.has(name) and not known:
                 problems.append(unknown_key(path, ROOTS[root]))
     if problems:
         raise ConfigError(problems)

@@ -246,7 +246,7 @@ def describe_async(config: PpoConfig) -> tuple[str, str] | None:
     plan = async_plan(config)
     if not plan.off_policy:
         return None
-    where = "beside training" if plan.concurrent else "between steps"
+    where = "during training" if plan.concurrent else "between steps"
     updates = "weight update" if plan.age == 1 else "weight updates"
     if plan.over_sampling > 1:
         return (

@@ -100,7 +100,7 @@ def _about(name: str) -> str:
     lines += [f"{label + ':':<10} {value}" for label, value in limits(text)]
     lines.append(f"found in:  {', '.join(roots)}")
     if text.inert:
-        lines.append(f"read by:   nobody; {text.inert}")
+        lines.append(f"read by:   none; {text.inert}")
     else:
         lines += _reader_lines(text, roots)
     flags = flags_for(VERB_OF[roots[0]], text.path) if roots[0] in VERB_OF else ()

@@ -364,5 +364,5 @@ def refuse_surrogates(row: Mapping[str, object], where: str) -> None:
             shown = name.encode("utf-8", "backslashreplace").decode()
             raise ValueError(
                 f"{where}, column {shown!r} holds {problem}. It was cut out of a longer text; write the "
-                "file anew, for instance with text.encode('utf-8', 'ignore').decode()."
+                "file again, for instance with text.encode('utf-8', 'ignore').decode()."
             )

@@ -155,7 +155,9 @@ def generate(config: GenerationConfig) -> GenerationSummary:
         return GenerationSummary(output, len(inputs.rows), GenerationCounts(), {}, 0.0)
     done = {row: value for row, value in partial.open().items() if isinstance(value, list)}
     if done:
-        log.info("%d of %d rows are answered already; going on with the others.", len(done), len(inputs.rows))
+        log.info(
+            "%d of %d rows have responses already; the others are generated now.", len(done), len(inputs.rows)
+        )
     todo = [row for row in range(len(inputs.rows)) if row not in done]
     start = time.perf_counter()
     fresh = GenerationCounts()

@@ -277,7 +277,8 @@ def adapter_scale(model: Any, name: str) -> float:
     if len(scales) != 1:
         raise ValueError(
             f"The adapter {name!r} has other scales in other modules ({sorted(scales)}), as alpha_pattern or "
-            "rank_pattern of its adapter_config.json make them. An adapter beside others needs one scale."
+            "rank_pattern of its adapter_config.json make them. With several adapters, each must have "
+            "one scale."
         )
     return scales.pop()
 

@@ -180,7 +180,7 @@ class PpoTrainer:
             self.step = start.step
             if self.output.save_if_missing(self, record, start):
                 log.error(
-                    "Step %d is dropped; the checkpoint of step %d is complete, and the same command goes on "
+                    "Step %d is dropped; the checkpoint of step %d is complete, and the same command resumes "
                     "from it.",
                     *(start.step + 1, start.step),
                 )

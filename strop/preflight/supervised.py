@@ -137,7 +137,7 @@ def _rows(
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)
     shown = f", {survey.images} rows with images" if survey.images else ""
-    share = f", {survey.taught / tokens:.0%} taught" if tokens else ""
+    share = f", {survey.taught / tokens:.0%} trained" if tokens else ""
     longest = max(survey.lengths, default=0)
     report.data[f"{split}_files"] = (
         f"{len(dataset)} rows; {survey.read} read: {tokens} tokens{share}, longest row {longest}{shown}"

@@ -253,7 +253,7 @@ def conclusion(found: RunDiagnosis) -> str:
         sentences.append(f"The run failed: {', '.join(map(str, failed))}.")
     if gone:
         sentences.append(
-            f"The process of rank {', '.join(gone)} is gone without a word (killed, or out of memory)."
+            f"The process of rank {', '.join(gone)} ended without a message (killed, or out of memory)."
         )
         sentences.append("The same command resumes the run.")
         return " ".join(sentences)

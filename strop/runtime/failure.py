@@ -125,7 +125,7 @@ def _place(failure: RankFailure, beat: WorkerState | None) -> str:
 
 def _end(failure: RankFailure) -> str:
     if failure.code == MACHINE_LOST:
-        return "was lost with its machine or its starter"
+        return "was lost with its machine or its launcher"
     if failure.code == WAITED:
         return "waited for another rank in vain"
     if failure.code == ORPHANED:

@@ -34,7 +34,8 @@ def read_adapter_size(path: Path) -> tuple[int, float]:
         ) from error
     if patterns:
         raise ValueError(
-            f"{file} sets {' and '.join(patterns)}: an adapter beside others needs one rank and one scale."
+            f"{file} sets {' and '.join(patterns)}: with several adapters, each must have one rank and one "
+            "scale."
         )
     return rank, alpha * math.sqrt(rank) if rank_stabilised else alpha
 

@@ -39,7 +39,7 @@ def save_before_end(
         log.warning("%sNothing is trained yet; the same command starts again.", dropped)
     elif stop.resumable:
         log.warning(
-            "%sThe state after step %d is saved; the same command goes on from it.", dropped, state.step
+            "%sThe state after step %d is saved; the same command resumes from it.", dropped, state.step
         )
     else:
         log.warning(

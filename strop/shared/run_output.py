@@ -146,7 +146,7 @@ class RunOutput:
                 raise ValueError(
                     f"{found.path} holds other values than a run writes ({type(error).__name__}: "
                     f"{str(error)[:200]}). Resume from another checkpoint (trainer.resume_from_path), or "
-                    "begin anew with trainer.resume_mode=disable."
+                    "start over with trainer.resume_mode=disable."
                 ) from error
             self._after_resume(found)
         step = None if found is None else found.step
@@ -165,7 +165,7 @@ class RunOutput:
                 self.saved_step = found.step
         if settings.del_local_ckpt_after_load and self.ranks.is_rank0:
             delete_checkpoint(found.path)
-        log.info("Going on from %s, step %d of %d.", found.path, found.step, self.total_steps)
+        log.info("Resuming from %s, step %d of %d.", found.path, found.step, self.total_steps)
         if self.ranks.is_rank0 and settings.resume_mode == "auto":  # the user did not name this checkpoint
             log_config_changes(found.parts.get("config", {}), self.tree)
         if found.step >= self.total_steps and not settings.val_only:
@@ -279,7 +279,7 @@ class RunOutput:
                 model.load_state_dict(role_state(role, found.parts, contents[role]))
         except ValueError as error:
             raise ValueError(
-                f"The run cannot go on from {found.path}: {error} A new run needs a "
+                f"The run cannot resume from {found.path}: {error} A new run needs a "
                 "trainer.default_local_dir of its own, or trainer.resume_mode=disable."
             ) from error
         loop.loader.load_state_dict(found.parts["data"])
@@ -287,7 +287,7 @@ class RunOutput:
             if name not in state:
                 raise ValueError(
                     f"{found.path} holds no state of {name}: it was saved without it. Switch {name} off to "
-                    "go on, or begin a new run (trainer.resume_mode=disable, another "
+                    "resume, or start a new run (trainer.resume_mode=disable, another "
                     "trainer.default_local_dir)."
                 )
             part.load_state_dict(state[name])

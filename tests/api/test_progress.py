@@ -49,7 +49,7 @@ def test_elsewhere_the_console_writes_its_lines(capsys: pytest.CaptureFixture[st
     observer = CallerObserver()
     assert not observer.replaces_console and CallerObserver(progress=False).replaces_console
     observer.begin(2, 4)
-    assert "going on from step 2 of 4" in capsys.readouterr().err
+    assert "resuming from step 2 of 4" in capsys.readouterr().err
     observer.begin(4, 4)
     assert "all 4 steps of this run are done already. Give another folder=" in capsys.readouterr().err
 

@@ -45,7 +45,7 @@ def test_a_pass_that_does_not_fit_is_made_again_with_half(micro, caplog):
     tries = small.out_of_memory
     assert tries >= 1
     key = "micro_batch_size_per_gpu" if micro.max_tokens is None else "max_token_len_per_gpu"
-    assert key in caplog.text and "Going on with the smaller size" in caplog.text
+    assert key in caplog.text and "continues with the smaller size" in caplog.text
     small.step()
     small.forward_backward(batch, ["log_probs"], policy_loss, micro)
     assert small.out_of_memory == tries, "a size that did not fit is not tried twice"

@@ -68,7 +68,7 @@ def test_older_answers_are_corrected_unless_somebody_chose():
 def test_the_plan_says_how_far_ahead():
     rows = {name: (value, why) for name, value, why in plan_ppo(config(ON, CUT)).table()}
     assert rows["sampling"] == (
-        "beside training, at most 1 weight update old",
+        "during training, at most 1 weight update old",
         "64 prompts from one weight update (every step) to the next, interrupted by a weight update; rollout_is=token",
     )
     assert "sampling" not in {name for name, _, _ in plan_ppo(config()).table()}

@@ -66,6 +66,7 @@ def test_values_are_converted_like_people_mean_them():
         ("data.trian_batch_size=3", ["data.trian_batch_size", "data.train_batch_size"]),
         ("custom_reward_functon.path=x", ["Did you mean custom_reward_function.path or"]),
         ("actor.optim.lr=1", ["Did you mean actor_rollout_ref.actor.optim.lr or"]),
+        ("rollout.n=4", ["Did you mean actor_rollout_ref.rollout.n or"]),
         ("ppo_mini_batch_size=3", ["actor_rollout_ref.actor.ppo_mini_batch_size"]),
         ("actor_rollout_ref.actor.optim.lr=fast", ["expected number", "'fast'"]),
         ("data.train_batch_size=1.5", ["expected whole number", "1.5"]),

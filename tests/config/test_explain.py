@@ -55,7 +55,7 @@ def test_explain_understands_old_names_and_openrlhf_flags():
 
 
 def test_explain_says_why_a_key_does_nothing():
-    assert "nobody; files are read once" in explain("data.use_shm")
+    assert "none; files are read once" in explain("data.use_shm")
 
 
 def test_explain_suggests():

@@ -359,7 +359,9 @@ def test_copies_of_an_adapter_with_a_scale_of_its_own_have_that_scale(task: Path
         torch.testing.assert_close(policy.log_probs(pairs, adapter="loaded"), policy.log_probs(pairs))
         file = tmp_path / "stable" / "adapter_config.json"
         file.write_text(file.read_text().replace('"alpha_pattern": {}', '"alpha_pattern": {"q_proj": 2}'))
-        with pytest.raises(ValueError, match="sets alpha_pattern: an adapter beside others needs one rank"):
+        with pytest.raises(
+            ValueError, match="sets alpha_pattern: with several adapters, each must have one rank"
+        ):
             policy.publish("saved", folder=tmp_path / "stable")
 
 

@@ -92,7 +92,7 @@ def test_one_that_was_killed_is_named(tmp_path: Path, workers) -> None:
     workers[0].wait()
     found = diagnose(tmp_path)
     assert [report.status for report in found.workers] == ["gone", "running"]
-    told = "The process of rank 0 is gone without a word (killed, or out of memory). The same command resumes the run."
+    told = "The process of rank 0 ended without a message (killed, or out of memory). The same command resumes the run."
     assert conclusion(found) == told
 
 

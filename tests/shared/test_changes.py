@@ -18,7 +18,7 @@ def test_another_model_and_other_settings_are_told(tmp_path, caplog):
     shutil.copytree(task / "model", task / "other")
     with caplog.at_level(logging.INFO, logger="strop"):
         train("sft", base, "trainer.total_training_steps=1")
-        assert "Going on from" in caplog.text and "Changed since" not in caplog.text
+        assert "Resuming from" in caplog.text and "Changed since" not in caplog.text
         caplog.clear()
         train("sft", base, "trainer.total_training_steps=2", f"model.path={task}/other", "optim.lr=1e-4")
     assert (
@@ -39,7 +39,7 @@ def test_a_folder_of_another_program_or_model_is_told(tmp_path):
     train("sft", base, "trainer.total_training_steps=1")
     with pytest.raises(
         ValueError,
-        match=r"cannot go on from .*global_step_1: .* SftTrainer, and this is a DpoTrainer\. .*resume_mode",
+        match=r"cannot resume from .*global_step_1: .* SftTrainer, and this is a DpoTrainer\. .*resume_mode",
     ):
         train("dpo", settings(task, tmp_path / "run", "dpo"))
     tokenizer = tiny_tokenizer()
@@ -47,7 +47,7 @@ def test_a_folder_of_another_program_or_model_is_told(tmp_path):
     tokenizer.save_pretrained(task / "wide")
     with pytest.raises(
         ValueError,
-        match=r"cannot go on from .*global_step_1: .*\(17, 32\) and is \(17, 64\) here.*default_local_dir",
+        match=r"cannot resume from .*global_step_1: .*\(17, 32\) and is \(17, 64\) here.*default_local_dir",
     ):
         train("sft", base, f"model.path={task}/wide")
 
@@ -72,4 +72,4 @@ def test_a_checkpoint_that_was_named_is_taken_as_it_is(tmp_path, caplog):
     named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/run/global_step_1"]
     with caplog.at_level(logging.INFO, logger="strop"):
         train("sft", base, "trainer.total_training_steps=2", *named)
-    assert "Going on from" in caplog.text and "Changed since" not in caplog.text
+    assert "Resuming from" in caplog.text and "Changed since" not in caplog.text

@@ -92,7 +92,7 @@ def test_a_run_says_where_it_goes_on_and_when_nothing_is_left(overrides, caplog)
     with caplog.at_level(logging.INFO, logger="strop"):
         run(overrides)
         assert (
-            "Going on from" in caplog.text
+            "Resuming from" in caplog.text
             and "step 2 of 4" in caplog.text
             and "All steps are done" not in caplog.text
         )

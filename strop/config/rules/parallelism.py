@@ -110,7 +110,7 @@ def param_offload(loaded: Loaded[PpoConfig]) -> Findings:
         yield warning(
             "actor_rollout_ref.actor.fsdp_config.param_offload",
             "no effect on one device: the engine samples from the actor's own weights. optimizer_offload "
-            "parks the rest.",
+            "moves the optimizer states to host memory.",
         )
 
 

@@ -187,7 +187,7 @@ def log_config_changes(before: Mapping[str, object], now: Mapping[str, object]) 
     for key, (was, value) in found.items():
         if key in ("model.path", "actor_rollout_ref.model.path", "critic.model.path"):
             log.warning(
-                "%s is %s, but the run goes on with the weights of its checkpoint, which began as %s. To "
+                "%s is %s, but the run continues with the weights of its checkpoint, which began as %s. To "
                 "train the new model set trainer.experiment_name to a name of its own, or "
                 "trainer.resume_mode=disable.",
                 key,

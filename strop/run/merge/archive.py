@@ -99,7 +99,7 @@ def _read(opened: BinaryIO, size: int, find: FindName) -> object:
     if start != b"PK\x03\x04":
         raise ValueError(
             "it is not in the zip format that torch.save writes since torch 1.6. Older formats are "
-            "refused, because reading them could run code; save it anew with a torch of today"
+            "refused, because reading them could run code; save it again with a current version of torch"
         )
     with zipfile.ZipFile(opened) as opened_zip:
         archive = _TorchArchive(opened_zip, size)

@@ -155,7 +155,7 @@ def megatron_weights(
     if not tensors:
         raise ValueError(
             f"{folder} holds no weights, only the state of an optimizer. verl then writes them to the folder "
-            "huggingface beside it, which transformers loads as it is."
+            "huggingface next to it, which transformers loads as it is."
         )
     found: dict[str, MegatronWeight] = {}
     used: set[str] = set()

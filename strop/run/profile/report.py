@@ -74,7 +74,10 @@ def _training_steps(path: Path) -> list[Mapping[str, object]]:
         metrics for metrics, _ in read_metrics(path) if "timing_s/step" in metrics
     ]
     if not steps:
-        raise ValueError(f"{path} has no training steps: name the folder of a run with the logger `file`.")
+        raise ValueError(
+            f"{path} has no training steps. Name the folder of a run whose trainer.logger includes `file`, "
+            "for instance [console,file]."
+        )
     return steps
 
 

@@ -123,7 +123,7 @@ class Trackers:
             except Exception as error:  # noqa: BLE001 - a tracker may fail, training may not
                 del self.active[name]
                 log.warning(
-                    "The tracker %r failed and gets nothing more: %s: %s. The run goes on.",
+                    "The tracker %r failed and gets nothing more: %s: %s. The run continues.",
                     name,
                     type(error).__name__,
                     error,

@@ -209,6 +209,6 @@ class RayTrainingWorkers:
         host, pid = self.machines[number]
         return TrainingWorkerLost(
             f"Training worker {number} of {len(self._actors)} of the {self._role} (host {host}, process "
-            f"{pid}) is gone, and what it had learnt since the last checkpoint with it: "
+            f"{pid}) is gone, and its updates since the last checkpoint are lost: "
             f"{' '.join(str(error).split())[-300:]}"
         )

@@ -233,7 +233,7 @@ class RankWatcher:
         self._stop(signal.SIGTERM)
         raise ClusterLost(
             f"The head of the Ray cluster at {head.address} does not answer any more, so the ranks were "
-            "stopped. Start the cluster again; the same command then goes on from the last checkpoint."
+            "stopped. Start the cluster again; the same command then resumes from the last checkpoint."
         )
 
     def _show_output(self) -> None:
