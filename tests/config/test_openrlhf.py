@@ -324,7 +324,7 @@ def test_the_flat_ray_command():
     assert found[f"{ACTOR}.ppo_mini_batch_size"] == 16 and found["trainer.resume_mode"] == "auto"
     assert found["trainer.logger"] == ["console", "file", "wandb"]
     assert "sekrit" not in text and "hush" not in text
-    assert "OpenRLHF's defaults that differ from ours" in text and "Flags without equivalent" in text
+    assert "OpenRLHF's defaults that differ from Strop's" in text and "Flags without equivalent" in text
 
 
 def test_the_dotted_command():

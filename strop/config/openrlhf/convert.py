@@ -52,7 +52,7 @@ class Conversion:
         implied = [override for override in self.overrides if override.implied]
         lines = [f"# strop {self.verb} with these overrides", *_listing(typed)]
         lines += block(
-            f"{self.framework}'s defaults that differ from ours, written out so that the run means the same",
+            f"{self.framework}'s defaults that differ from Strop's, written out for the same results",
             _listing(implied),
         )
         missing = []

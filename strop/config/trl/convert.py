@@ -248,7 +248,7 @@ def _python_call(draft: Draft) -> list[str]:
     if "reward_funcs" in given:
         notes.append(
             "On the command line a reward is custom_reward_function.path=FILE.py and "
-            "custom_reward_function.name=NAME. Give it a file of its own: to import a script is to train."
+            "custom_reward_function.name=NAME. Put it into its own file: importing this script would train."
         )
     if isinstance(given.get("train_dataset"), str | Expression):
         notes.append("On the command line data is data.train_files=FILE.parquet: dataset.to_parquet(FILE).")
