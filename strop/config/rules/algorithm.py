@@ -28,13 +28,13 @@ def group_size(loaded: Loaded[PpoConfig]) -> Findings:
         yield error(
             "actor_rollout_ref.rollout.n",
             f"{name} compares samples of one prompt and needs at least {facts['min_group']}, got n={n}. Set "
-            "rollout.n=8, say.",
+            "actor_rollout_ref.rollout.n=8.",
         )
     elif n == 1 and "group" in facts["needs"]:
         yield warning(
             "actor_rollout_ref.rollout.n",
-            f"{name} compares the samples of one prompt, but n=1: there is no baseline. Set rollout.n=8, "
-            "say.",
+            f"{name} compares the samples of one prompt, but n=1: there is no baseline. Set "
+            "actor_rollout_ref.rollout.n=8.",
         )
 
 
