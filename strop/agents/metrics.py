@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from strop.agents.episode import Episode
 from strop.algorithms.metrics.training import count_metrics
 
 
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """What the metrics need of a finished episode; ranks send these to each other."""
+
+    failed: bool
+    stopped: str
+    """Why it ended; empty: the model ended it."""
+    counts: dict[str, int]
+    assistant_turns: int
+    seconds: dict[str, float]
+    prompt_length: int
+    response_length: int
+
+    @staticmethod
+    def of(episode: Episode) -> EpisodeFacts:
+        return EpisodeFacts(
+            failed=episode.error is not None,
+            stopped=episode.stopped,
+            counts=dict(episode.counts),
+            assistant_turns=episode.assistant_turns,
+            seconds=dict(episode.seconds),
+            prompt_length=len(episode.prompt.ids),
+            response_length=len(episode),
+        )
+
+
+def episode_metrics(episodes: Sequence[EpisodeFacts]) -> dict[str, float]:
     """Return the metrics of a step's episodes.
 
     agent/...: failures, why conversations ended, events. timing_s/agent_loop/...: verl's names.
@@ -18,7 +45,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         return {}
     metrics: dict[str, float] = {
         "agent/episodes": len(episodes),
-        "agent/failed": sum(episode.error is not None for episode in episodes),
+        "agent/failed": sum(episode.failed for episode in episodes),
     }
     ends = Counter(episode.stopped for episode in episodes if episode.stopped)
     for reason, count in ends.items():
@@ -35,6 +62,6 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     slowest = max(episodes, key=lambda episode: sum(episode.seconds.values()))
     for name, duration in slowest.seconds.items():
         metrics[f"timing_s/agent_loop/slowest/{name}"] = duration
-    metrics["timing_s/agent_loop/slowest/prompt_length"] = len(slowest.prompt.ids)
-    metrics["timing_s/agent_loop/slowest/response_length"] = len(slowest)
+    metrics["timing_s/agent_loop/slowest/prompt_length"] = slowest.prompt_length
+    metrics["timing_s/agent_loop/slowest/response_length"] = slowest.response_length
     return metrics

@@ -280,6 +280,8 @@ def build_collector(
         weights=rollout.multi_turn.reward_weights,
         credit=rollout.agent.credit,
         task_reward=has_task_reward(config),
+        ranks=ranks,
+        tensor_parallel=tensor_parallel_size(rollout),
     )
 
 

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import torch
 
 from strop.agents.episode import Episode
-from strop.agents.metrics import episode_metrics
+from strop.agents.metrics import EpisodeFacts, episode_metrics
 from strop.algorithms.metrics.training import StepRecord, staleness
 from strop.algorithms.metrics.validation import summarise
 from strop.algorithms.selection import groups_that_disagree, groups_within
@@ -22,6 +23,7 @@ from strop.config.schema.rollout import AgentConfig, RewardWeightsConfig
 from strop.data.loader import Loader
 from strop.ppo.episodes.rows import rows_of_episodes
 from strop.ppo.sampler import Samples, StepRollout
+from strop.ranks import Ranks
 from strop.rewards.scorer import ScoreReport, merge_score_metrics
 from strop.rollout.base import Engine, Sampling
 from strop.types import Prompt, Trajectory
@@ -167,6 +169,9 @@ class Collector:
     """False: training samples are not scored, and their score is 0."""
     run_ahead: SampleQueue | None = None
     """None: a step samples when it begins, and trains when all of it is there."""
+    ranks: Ranks = field(default_factory=Ranks)
+    tensor_parallel: int = 1
+    """Neighbouring ranks that sample the same prompts together."""
 
     _reports: list[ScoreReport] = field(default_factory=list)
     """Of the draws of this step."""
@@ -282,12 +287,13 @@ class Collector:
         return report
 
     def episode_metrics(self) -> dict[str, float]:
-        """The metrics of all agent episodes since the last call."""
-        episodes = self._episodes
+        """The metrics of all agent episodes since the last call, of all ranks."""
+        mine: list[EpisodeFacts] = []
+        if self.ranks.rank % self.tensor_parallel == 0:
+            mine = [EpisodeFacts.of(episode) for episode in self._episodes]
         self._episodes = []
-        if not episodes:
-            return {}
-        return episode_metrics(episodes)
+        gathered = self.ranks.all_gather_object(mine)
+        return episode_metrics(list(chain.from_iterable(gathered)))
 
     def close(self) -> None:
         """Stop background sampling, and close the scorer, the tools and the engine, each also if another one

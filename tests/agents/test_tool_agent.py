@@ -15,7 +15,7 @@ import torch
 from strop.agents.episode import Episode, EpisodeContext, EpisodeLimits
 from strop.agents.interaction import BaseInteraction, Interactions
 from strop.agents.loops import AgentLoops
-from strop.agents.metrics import episode_metrics
+from strop.agents.metrics import EpisodeFacts, episode_metrics
 from strop.agents.parsers.base import ToolCall
 from strop.agents.runner import EpisodeRequest, EpisodeRunner
 from strop.agents.tool_agent import open_tools, run_tool_calls
@@ -250,7 +250,7 @@ def test_one_failed_episode_is_masked_and_counted_and_the_others_survive(
     assert [sample.finish for sample in samples] == ["stop"] * 3 + ["error"]
     assert why in str(episodes[-1].error) and not interaction.open
     assert "1 of 4 episodes failed; their samples are masked. The first, row 9 of test" in caplog.text
-    metrics = episode_metrics(episodes)
+    metrics = episode_metrics([EpisodeFacts.of(episode) for episode in episodes])
     assert metrics["agent/failed"] == 1 and metrics["agent/stopped/interaction"] == 3
     assert metrics["timing_s/agent_loop/generate_sequences/max"] >= 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from strop.agents.metrics import EpisodeFacts
 from strop.agents.runner import AgentSetup
 from strop.config.compose import load
 from strop.config.schema.rollout import RewardWeightsConfig
@@ -19,6 +21,7 @@ from strop.ppo.build import build_ppo
 from strop.ppo.collect import Collector, weigh_rewards
 from strop.ppo.sampler import Sampler, StepRollout
 from strop.preflight.examine import examine
+from strop.ranks import Ranks
 from strop.rollout.base import Sampling
 from strop.types import Prompt, Trajectory, Turn, batch_of
 from tests.ppo.runs import metrics, run
@@ -300,3 +303,22 @@ def test_a_tiny_model_learns_to_use_a_calculator_well(
     name = "val-core/arithmetic/acc/mean@1"
     assert steps[0][name] < 0.3 and steps[20][name] > 0.85
     assert steps[20]["val-aux/arithmetic/called/mean@1"] > 0.9
+
+
+class TwoRanks(Ranks):
+    """Rank 0 of two; the other one has the episodes of the test."""
+
+    def all_gather_object(self, value):
+        return [value, OTHER]
+
+
+FINE = EpisodeFacts(False, "", {"tool_calls": 2}, 1, {"generate_sequences": 0.5, "tool_calls": 0.1}, 8, 4)
+OTHER = [FINE, replace(FINE, failed=True, stopped="tool_error"), replace(FINE, response_length=9)]
+
+
+def test_the_metrics_of_episodes_are_those_of_all_ranks():
+    collector = Collector(None, None, None, ranks=TwoRanks(0, 2))  # type: ignore[arg-type]
+    found = collector.episode_metrics()
+    assert (found["agent/episodes"], found["agent/failed"], found["agent/tool_calls"]) == (3, 1, 6)
+    assert found["agent/stopped/tool_error"] == 1
+    assert Collector(None, None, None).episode_metrics() == {}  # type: ignore[arg-type]
