@@ -17,6 +17,7 @@ from strop.config.schema.reward import SandboxFusionConfig
 from strop.rewards.function import score_response
 from strop.rewards.rules import code as code_tests
 from strop.rewards.rules.code import compute_score, extract_program, same_output, same_value
+from strop.rewards.rules.code_names import with_judge_names
 from strop.rewards.sandbox.limits import SandboxError
 from tests.rewards.scene import scorer, trajectory
 from tests.rewards.test_remote import Server
@@ -34,7 +35,7 @@ QUICK = SandboxFusionConfig(timeout=2.0, total_timeout=6.0)
         ("```python\nreal\n```\nOutput:\n```\n3\n```", "real\n"),
         ("```cpp\nint main() {}\n```", None),
         ("```python\ncut_off = 1", "cut_off = 1"),
-        ("   ```python\n   x = 1\n   ```", "   x = 1\n"),
+        ("1. So:\n   ```python\n   if x:\n       y = 1\n   ```", "if x:\n    y = 1\n"),
         ("print(1)", "print(1)"),
         ("I cannot do that.", None),
         ("", None),
@@ -97,6 +98,33 @@ def test_functions_and_methods():
     assert (
         compute_score("```python\ndef add(items, x): return tuple(items) + (x,)\n```", lines)["score"] == 1.0
     )
+
+
+def test_functions_have_the_names_of_a_judge_and_scripts_have_not():
+    """As in LeetCode's form: annotations and containers that the program does not import."""
+    truth = {"fn_name": "total", "inputs": [[[1, 2]]], "outputs": [3]}
+    method = "class Solution:\n    def total(self, values: List[int]) -> Optional[int]:\n"
+    assert compute_score(f"```python\n{method}        return sum(deque(values))\n```", truth)["score"] == 1.0
+    assert compute_score(f"```python\n{method}        return missing(values)\n```", truth)["score"] == 0.0
+    script = "```python\nprint(math.gcd(*map(int, input().split())) + 2)\n```"
+    assert compute_score(script, {"inputs": ["1 2"], "outputs": ["3"]})["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("program", "imports"),
+    [
+        ("def f(x: List[int]): return math.floor(x[0])", "from typing import List\nimport math\n"),
+        ("def f(x): return heappop(x)", "from heapq import heappop\n"),
+        ("from collections import deque\ndef f(List): return deque(copy)", "import copy\n"),
+        ("def deque(x): return sum(x)", ""),
+        ("import math as re\nre.e", ""),
+        ("from __future__ import annotations\nList", ""),
+        ("List[", ""),
+        ("-" * 50_000 + "List", ""),
+    ],
+)
+def test_names_that_a_program_does_not_define_are_imported_before_it(program, imports):
+    assert with_judge_names(program) == imports + program
 
 
 @pytest.mark.parametrize(

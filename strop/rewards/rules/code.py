@@ -16,12 +16,14 @@ import ast
 import json
 import logging
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strop.config.schema.reward import SandboxFusionConfig
 from strop.rewards.rules.code_compare import same_output, same_value
+from strop.rewards.rules.code_names import with_judge_names
 from strop.rewards.sandbox.checker import UNSUPPORTED
 from strop.rewards.sandbox.launch import choose_isolation, run_tests
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
@@ -64,6 +66,8 @@ def compute_score(
     program = extract_program(solution_str)
     if program is None:
         return {"score": 0.0, "acc": 0.0, "verdict": "no program"}
+    if "function" in tests[0].run:
+        program = with_judge_names(program)
     outcomes = _run(program, [test.run for test in tests], settings)
     passed = 0
     verdict = "passed"
@@ -91,7 +95,7 @@ def extract_program(solution_str: str) -> str | None:
     for languages in (_PYTHON, _NO_LANGUAGE):
         for language, text in reversed(blocks):
             if language.lower() in languages and text.strip():
-                return text
+                return textwrap.dedent(text)  # a block in a list is indented
     if not blocks and _is_program(solution_str):
         return solution_str
     return None
