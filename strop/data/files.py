@@ -11,9 +11,8 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import mmap
 import os
-import re
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -24,32 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strop.data.chat import has_escaped_surrogate, refuse_surrogates
-from strop.registry import did_you_mean
+from strop.data.fetch import FORMATS, fetch
 
 if TYPE_CHECKING:
     import pyarrow
 
 Row = dict[str, Any]
 RowSource = Sequence[Any]  # `FileRows`, or a user's data set of dictionaries or finished items
-FORMATS = (".parquet", ".json", ".jsonl")
-HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 FINGERPRINT_BYTES = 1 << 16  # of each end of a file
 PARQUET_BATCH = 8192  # rows
-
-
-def cache_root() -> Path:
-    """Return the folder for copies of remote files: $STROP_CACHE, or ~/.cache/strop."""
-    return Path(os.environ.get("STROP_CACHE") or "~/.cache/strop").expanduser()
-
-
-def is_remote(address: str) -> bool:
-    """Whether an address is not a local path."""
-    return "://" in address and not address.startswith("file://")
-
-
-def fetch(address: str) -> Path:
-    """Return the local path of a file; a remote one is copied to the cache, once per version."""
-    return _download(address) if is_remote(address) else _local(address)
 
 
 class RowFile(ABC):
@@ -160,7 +142,8 @@ class JsonLinesFile(RowFile):
 
     def __init__(self, address: str, path: Path):
         super().__init__(address, path)
-        self._bytes: mmap.mmap | None = None
+        self._descriptor: int | None = None
+        self._size = path.stat().st_size
         self._spans = _line_spans(path)
         seen: dict[str, None] = {}
         for row in range(len(self)):
@@ -171,11 +154,18 @@ class JsonLinesFile(RowFile):
         return len(self._spans)
 
     def __getitem__(self, row: int) -> Row:
-        if self._bytes is None:
-            with self.path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        start, end = self._spans[row]
-        line = self._bytes[int(start) : int(end)]
+        # Not mapped: a file that is written again in place would end the process with SIGBUS.
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+        start, end = map(int, self._spans[row])
+        line = os.pread(self._descriptor, end - start, start)
+        size = os.fstat(self._descriptor).st_size
+        if size != self._size:
+            raise ValueError(
+                f"{self.address} had {self._size} bytes when it was opened and has {size} now, so its rows "
+                "are lost. Start again, and write new data to another file."
+            )
         try:
             value = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
@@ -187,7 +177,7 @@ class JsonLinesFile(RowFile):
             yield self[row].get(name)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_bytes": None}
+        return {**self.__dict__, "_descriptor": None}
 
 
 class JsonArrayFile(RowFile):
@@ -358,43 +348,3 @@ def _corrupt(address: str, kind: str, error: BaseException, row: int | None = No
     where = address if row is None else f"{address}, row {row}"
     reason = " ".join(str(error).split())[:300]
     return ValueError(f"{where} cannot be read as {kind}: {type(error).__name__}: {reason}")
-
-
-def _local(address: str) -> Path:
-    path = Path(address.removeprefix("file://")).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir():
-        names = sorted(file.name for file in path.iterdir() if file.suffix in FORMATS)
-        raise ValueError(
-            f"{address} is a folder; name its files. It holds: {', '.join(names[:10]) or 'no file of rows'}."
-        )
-    if HUB_NAME.fullmatch(address) and path.suffix.lower() not in FORMATS:
-        raise ValueError(
-            f"{address} does not exist. A data set of the Hugging Face hub is named by its files: "
-            f"hf://datasets/{address}/FILE.parquet, or the paths of files that were fetched."
-        )
-    hint = f" The folder {path.parent} does not exist either."
-    if path.parent.is_dir():
-        hint = did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
-    raise ValueError(f"{address} does not exist.{hint}")
-
-
-def _download(address: str) -> Path:
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(address)
-        if not system.isfile(path):
-            raise FileNotFoundError("no such file")
-        version = hashlib.sha256(f"{address} {system.ukey(path)}".encode()).hexdigest()[:24]
-        target = cache_root() / "files" / version / address.partition("?")[0].rpartition("/")[2]
-        if target.is_file():
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        system.get_file(path, str(part))
-        os.replace(part, target)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"{address} cannot be fetched: {type(error).__name__}: {error}") from error
-    return target

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as processes
 
 from strop.config.schema.inference import GenerationConfig
-from strop.data.files import fetch
+from strop.data.fetch import fetch
 from strop.inference.generation_model import (
     GenerationCounts,
     InputRows,

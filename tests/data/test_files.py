@@ -125,6 +125,17 @@ def test_bad_files_are_named_with_their_cause(tmp_path: Path) -> None:
         open_rows(str(tmp_path / "zero.parquet"))
 
 
+def test_a_file_that_is_written_again_in_place_is_an_error_not_a_bus_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"a": "{n} {"text" * 50}"}}\n' for n in range(500)))
+    rows = open_rows(str(path))
+    assert rows[499]["a"].startswith("499 ")
+    path.write_text('{"a": "new"}\n')
+    for reader in (rows, pickle.loads(pickle.dumps(rows))):
+        with pytest.raises(ValueError, match=r"a\.jsonl had \d+ bytes when it was opened and has 13 now"):
+            reader[400]
+
+
 def test_pages_that_rot_are_found_on_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": [f"{n} text" * 20 for n in range(500)]}), path, use_dictionary=False)

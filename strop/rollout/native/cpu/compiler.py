@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from strop.data.files import cache_root
+from strop.data.fetch import cache_root
 
 _log = logging.getLogger(__name__)
 

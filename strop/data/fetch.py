@@ -1,0 +1,68 @@
+"""Where files of rows are: a local path, or a copy of what lies at an fsspec address."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from strop.registry import did_you_mean
+
+FORMATS = (".parquet", ".json", ".jsonl")
+HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
+
+
+def cache_root() -> Path:
+    """Return the folder for copies of remote files: $STROP_CACHE, or ~/.cache/strop."""
+    return Path(os.environ.get("STROP_CACHE") or "~/.cache/strop").expanduser()
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address is not a local path."""
+    return "://" in address and not address.startswith("file://")
+
+
+def fetch(address: str) -> Path:
+    """Return the local path of a file; a remote one is copied to the cache, once per version."""
+    return _download(address) if is_remote(address) else _local(address)
+
+
+def _local(address: str) -> Path:
+    path = Path(address.removeprefix("file://")).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir() if file.suffix in FORMATS)
+        raise ValueError(
+            f"{address} is a folder; name its files. It holds: {', '.join(names[:10]) or 'no file of rows'}."
+        )
+    if HUB_NAME.fullmatch(address) and path.suffix.lower() not in FORMATS:
+        raise ValueError(
+            f"{address} does not exist. A data set of the Hugging Face hub is named by its files: "
+            f"hf://datasets/{address}/FILE.parquet, or the paths of files that were fetched."
+        )
+    hint = f" The folder {path.parent} does not exist either."
+    if path.parent.is_dir():
+        hint = did_you_mean(path.name, [file.name for file in path.parent.iterdir()])
+    raise ValueError(f"{address} does not exist.{hint}")
+
+
+def _download(address: str) -> Path:
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+        if not system.isfile(path):
+            raise FileNotFoundError("no such file")
+        version = hashlib.sha256(f"{address} {system.ukey(path)}".encode()).hexdigest()[:24]
+        target = cache_root() / "files" / version / address.partition("?")[0].rpartition("/")[2]
+        if target.is_file():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        system.get_file(path, str(part))
+        os.replace(part, target)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"{address} cannot be fetched: {type(error).__name__}: {error}") from error
+    return target
