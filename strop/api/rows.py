@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from strop.data.files import FORMATS, FileRows, open_rows
+from strop.data.fetch import FORMATS
+from strop.data.files import FileRows, open_rows
 from strop.data.schema import require_column
 from strop.rewards.base import plain_value
 from strop.rewards.signatures import ROW_FACTS

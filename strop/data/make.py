@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from strop.catalog import DATASETS
-from strop.data.files import FORMATS, FileRows, Row, is_remote, open_rows
+from strop.data.fetch import FORMATS, is_remote
+from strop.data.files import FileRows, Row, open_rows
 from strop.data.selection import permutation
 from strop.registry import did_you_mean
 
@@ -396,5 +397,4 @@ def _sample(rows: list[Row], limit: int | None, seed: int) -> list[Row]:
     """Return at most `limit` random rows, in their order."""
     if limit is None or limit >= len(rows):
         return rows
-    chosen = permutation(len(rows), seed=seed, stream=1)[:limit]
-    return [rows[int(index)] for index in sorted(chosen)]
+    return [rows[int(index)] for index in sorted(permutation(len(rows), seed=seed, stream=1)[:limit])]

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strop.data.files import ParquetFile, count_rows, fetch, open_file, open_rows
+from strop.data.fetch import fetch
+from strop.data.files import ParquetFile, count_rows, open_file, open_rows
 
 ROWS = [
     {"prompt": f"{n}+1=", "reward_model": {"style": "rule", "ground_truth": str(n + 1)}} for n in range(5)
