@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +21,7 @@ from strop.concurrency import BackgroundLoop
 from strop.config.schema.reward import SandboxFusionConfig
 from strop.registry import Entry, did_you_mean, load_attribute, nearest
 from strop.rewards.base import RewardSample
+from strop.rewards.sandbox.cores import concurrent_programs
 from strop.rewards.signatures import (
     LIST_ARGUMENTS,
     SAMPLE_ARGUMENTS,
@@ -180,7 +180,7 @@ class RuleScorer:
             return 1
         if self.sandbox.url:
             return self.sandbox.max_concurrent
-        return os.cpu_count() or 1
+        return concurrent_programs()
 
     def _entry(self, data_source: str) -> Entry:
         if data_source not in self._entries:  # matching patterns costs more than most rules do

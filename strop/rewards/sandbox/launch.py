@@ -43,6 +43,7 @@ from strop.rewards.sandbox import (
     sandbox_child,  # noqa: F401
 )
 from strop.rewards.sandbox.cgroup import memory_group
+from strop.rewards.sandbox.cores import concurrent_programs
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits, SupervisorKilled
 from strop.rewards.sandbox.work_folder import empty_folder
 
@@ -157,7 +158,6 @@ GRACE = 20.0  # seconds after the time limit; an interpreter that still runs is 
 # Dynamic users of systemd, which own nothing. Each program has its own, so that its processes are counted
 # alone.
 _USERS = itertools.cycle(range(61184, 65520))
-_SLOTS = threading.BoundedSemaphore(os.cpu_count() or 1)
 _PYTHON = os.path.realpath(sys.executable)
 _ROOT = str(Path(strop.__file__).parent.parent)
 _BOOT = (
@@ -165,6 +165,11 @@ _BOOT = (
     f"sys.path.remove({_ROOT!r}); main()"
 )
 _COMMAND = [_PYTHON, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _BOOT]
+
+
+@functools.cache
+def _slots() -> threading.BoundedSemaphore:
+    return threading.BoundedSemaphore(concurrent_programs())
 
 
 def run_program(
@@ -208,7 +213,7 @@ def run_tests(
         "user": next(_USERS),
         "reads_all": os.geteuid() == 0 and not _others_can_read(tuple(folders)),
     }
-    with _SLOTS, _work_folder(level) as work, _memory_group(level, limits) as group:
+    with _slots(), _work_folder(level) as work, _memory_group(level, limits) as group:
         content = _pack({**request, "work": work, "group": group}, tests)
         # To remove what a program wrote in the time of one test may take as long.
         seconds = limits.total_seconds + max(GRACE, 2 * limits.seconds)

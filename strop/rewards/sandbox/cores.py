@@ -1,0 +1,34 @@
+"""How many programs may run at the same time. Their limits are wall-clock time: with fewer cores than
+programs, programs that are right would time out."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def concurrent_programs() -> int:
+    """Return the cores that this process may use, divided among the ranks of this machine, at least 1."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, int(min(cores, cpu_quota(GROUPS))) // ranks)
+
+
+def cpu_quota(groups: Path) -> float:
+    """Return the cores that the control group of a container allows, infinity if there is no limit. `groups`:
+    where control groups are mounted, version 2 or 1."""
+    quota, period = "max", ""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (groups / "cpu.max").read_text().split()
+    with contextlib.suppress(OSError):
+        quota = (groups / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+        period = (groups / "cpu" / "cpu.cfs_period_us").read_text().strip()
+    if quota in ("max", "-1"):
+        return math.inf
+    return int(quota) / int(period)
