@@ -14,14 +14,16 @@ import queue
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.multiprocessing as processes
 
+from strop.config.aliases import flatten
 from strop.config.schema.inference import GenerationConfig
+from strop.data.chat import template_text
 from strop.data.fetch import fetch
 from strop.inference.generation_model import (
     GenerationCounts,
@@ -191,11 +193,45 @@ def check_output(config: GenerationConfig, inputs: InputRows) -> None:
         partial.reject_other()
 
 
+RARELY_SET = (
+    "model.tokenizer_path",
+    "model.hf_config_path",
+    "model.override_config",
+    "model.quantization",
+    "rollout.max_model_len",
+    "rollout.quantization",
+    "rollout.kv_cache_dtype",
+    "rollout.environment",
+    "rollout.agent.default_agent_loop",
+    "rollout.agent.agent_loop_config_path",
+    "rollout.agent.command",
+    "rollout.multi_turn.tool_config_path",
+    "rollout.multi_turn.interaction_config_path",
+    "rollout.multi_turn.format",
+    "rollout.multi_turn.max_assistant_turns",
+    "rollout.multi_turn.max_user_turns",
+    "rollout.multi_turn.max_parallel_calls",
+    "rollout.multi_turn.max_tool_response_length",
+)
+"""Beginnings of further keys that determine the responses. A job has those that are not the default."""
+
+
 def _job(config: GenerationConfig, inputs: InputRows) -> dict[str, object]:
     """The settings that determine the responses, by config key."""
     rollout = config.rollout
     data = config.data
+    more: dict[str, object] = {}
+    default = flatten(asdict(GenerationConfig()))
+    for key, value in flatten(asdict(config)).items():
+        if key.startswith(RARELY_SET) and value != default.get(key):
+            more[key] = value
+    if config.model.lora_adapter_path:
+        more["the weights in model.lora_adapter_path"] = _weights_fingerprint(config.model.lora_adapter_path)
+    if config.model.custom_chat_template:
+        text = template_text(config.model.custom_chat_template)
+        more["the text of model.custom_chat_template"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return {
+        **more,
         "the content of data.path": inputs.fingerprint,
         "model.path": config.model.path,
         "the weights in model.path": _weights_fingerprint(config.model.path),

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from strop.config.compose import load
 from strop.inference import generation, generation_model
 from strop.inference.generation import generate
+from strop.inference.resumable_rows import PartialOutput
 from strop.models.heads import new_scalar_model
 from strop.preflight.examine import main as preflight
 from strop.trainer.main_generation import run
@@ -161,10 +162,36 @@ def test_an_output_of_something_else_is_not_overwritten(asked, task, tmp_path):
         answered(asked, "data.n_samples=2")
 
 
+@pytest.mark.parametrize(
+    ("setting", "changed"),
+    [
+        ("model.lora_adapter_path", "the weights in model.lora_adapter_path"),
+        ("model.custom_chat_template", "the text of model.custom_chat_template"),
+        ("rollout.multi_turn.max_assistant_turns", "rollout.multi_turn.max_assistant_turns was 2 and is 3"),
+    ],
+)
+def test_finished_rows_of_other_weights_templates_or_turns_are_of_another_job(
+    asked, tmp_path, setting, changed
+):
+    """The path of an adapter, like that of a template, stays the same when a run writes it again."""
+    file = tmp_path / "adapter" / "template.jinja"
+    file.parent.mkdir()
+    values = {"model.lora_adapter_path": file.parent, "model.custom_chat_template": file}
+    file.write_text("{{ messages }}")
+    first = load("generation", [*asked, f"{setting}={values.get(setting, 2)}"]).config
+    inputs = generation.open_input_rows(first)
+    PartialOutput(str(tmp_path / "out.parquet"), generation._job(first, inputs)).open()
+    generation.check_output(first, inputs)
+    file.write_text("{{ messages[0] }}")
+    second = load("generation", [*asked, f"{setting}={values.get(setting, 3)}"]).config
+    with pytest.raises(ValueError, match=f"holds finished rows of another job: {changed}"):
+        generation.check_output(second, inputs)
+
+
 def test_a_half_written_output_of_this_job_is_written_again(asked, tmp_path):
     config = load("generation", asked).config
     inputs = generation.open_input_rows(config)
-    parts = generation.PartialOutput(str(tmp_path / "out.parquet"), generation._job(config, inputs))
+    parts = PartialOutput(str(tmp_path / "out.parquet"), generation._job(config, inputs))
     parts.open()
     parts.add({row: ["x", "y", "z"] for row in range(64)})
     (tmp_path / "out.parquet").write_bytes(b"PAR1 and then the power went")
@@ -290,7 +317,7 @@ def test_check_finds_what_generate_would_refuse(asked, task, tmp_path, case, wor
     elif case == "parts":
         config = load("generation", asked).config
         job = generation._job(config, generation.open_input_rows(config))
-        generation.PartialOutput(f"{tmp_path}/out.parquet", job).open()
+        PartialOutput(f"{tmp_path}/out.parquet", job).open()
         more = ["data.n_samples=2"]
     else:
         (tmp_path / "file").write_text("")
