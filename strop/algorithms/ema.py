@@ -60,8 +60,8 @@ class EMA:
         return {"decay": self.decay, "updates": self.updates, "average": dict(self.average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the averages. The decay stays that of the configuration."""
         self._check(state["average"])
-        self.decay = float(state["decay"])
         self.updates = int(state["updates"])
         for name, value in state["average"].items():
             self._fill(self.average[name], value)

@@ -148,7 +148,7 @@ class FixedKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])
+        """Nothing to restore: a coefficient that was changed before a resume takes effect."""
 
 
 class AdaptiveKL(FixedKL):
@@ -163,6 +163,15 @@ class AdaptiveKL(FixedKL):
             )
         self.target = target
         self.horizon = horizon
+        self.start = coef
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "start": self.start}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from the saved coefficient, unless the run was resumed with another one to start from."""
+        if state.get("start", self.start) == self.start:
+            self.value = float(state["value"])
 
     def update(self, current_kl: float, samples: int) -> None:
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)

@@ -53,11 +53,14 @@ def test_state_round_trip_continues_the_same_numbers() -> None:
     first = EMA(steps[0], decay=0.8)
     for step in steps[1:3]:
         first.update(step)
-    second = EMA(steps[0], decay=0.1)
+    second = EMA(steps[0], decay=0.8)
     second.load_state_dict(first.state_dict())
     for step in steps[3:]:
         second.update(step)
     assert torch.equal(straight.average["w"], second.average["w"]) and second.updates == 5
+    changed = EMA(steps[0], decay=0.1)
+    changed.load_state_dict(first.state_dict())
+    assert changed.decay == 0.1, "a setting that was changed before a resume takes effect"
 
 
 def test_mismatches_are_named() -> None:

@@ -82,6 +82,18 @@ def test_adaptive_controller_by_hand_and_after_a_restart() -> None:
         assert each.value == pytest.approx(0.09999738, rel=1e-6)
 
 
+def test_a_coefficient_that_was_changed_before_a_resume_takes_effect() -> None:
+    for kind in ("fixed", "adaptive"):
+        control = kl_controller(kind, coef=0.1, target=0.1, horizon=10_000)
+        control.update(0.3, 256)
+        changed = kl_controller(kind, coef=0.5, target=0.1, horizon=10_000)
+        changed.load_state_dict(control.state_dict())
+        assert changed.value == 0.5, kind
+    same = AdaptiveKL(0.1, target=0.1, horizon=10_000)
+    same.load_state_dict({"value": 0.2})  # of an earlier version
+    assert same.value == 0.2
+
+
 def test_fixed_controller_stays() -> None:
     control = FixedKL(0.01)
     control.update(100.0, 1000)
