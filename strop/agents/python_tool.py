@@ -9,9 +9,12 @@ A program that fails is not a failed call: the model reads what went wrong, as a
 
 from __future__ import annotations
 
+import asyncio
+
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tools import AbandonableThreads, StatelessTool, ToolResult, ToolSchema
 from strop.registry import did_you_mean
+from strop.rewards.sandbox.cores import concurrent_programs
 from strop.rewards.sandbox.launch import choose_isolation, run_tests
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
 
@@ -45,9 +48,12 @@ class PythonTool(StatelessTool):
         self.packages = bool(config.get("packages", True))
         self.isolation = choose_isolation(str(config.get("isolation", "auto")))
         self._threads = AbandonableThreads(f"strop-tool-{self.schema.name}")
+        # A call that times out while it waits must not run later, when nobody reads its result.
+        self._places = asyncio.Semaphore(concurrent_programs())
 
     async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
-        outcome = await self._threads.call(self._run, {"program": arguments[self.argument]})
+        async with self._places:
+            outcome = await self._threads.call(self._run, {"program": arguments[self.argument]})
         failed = float(outcome.status != "ok")
         return ToolResult(_describe(outcome, self.limits), metrics={"program_failed": failed})
 

@@ -12,6 +12,7 @@ from strop.agents.parsers.base import ToolCall
 from strop.agents.python_tool import PythonTool
 from strop.agents.tool_session import CallLimits
 from strop.agents.tool_set import ToolSet
+from strop.rewards.sandbox.limits import ProgramOutcome
 
 LIMITS = CallLimits(timeout=30.0, max_response_length=2000, truncate_side="middle", max_parallel=16)
 
@@ -53,6 +54,35 @@ def test_programs_run_side_by_side_and_share_nothing():
     )
     assert [r.text for r in results] == ["1", "[]"]
     assert time.perf_counter() - start < 5
+
+
+def test_calls_that_time_out_in_the_queue_are_not_run_later(monkeypatch: pytest.MonkeyPatch):
+    """They kept the tool busy for minutes after the episodes had gone on, and every later call was refused."""
+    monkeypatch.setattr("strop.agents.python_tool.concurrent_programs", lambda: 1)
+    begun: list[str] = []
+
+    def run(self: PythonTool, program: str) -> ProgramOutcome:
+        begun.append(program)
+        time.sleep(0.2)
+        return ProgramOutcome("ok", "done")
+
+    monkeypatch.setattr(PythonTool, "_run", run)
+    tools = ToolSet([PythonTool()], CallLimits(0.5, 256, "left", 1))
+
+    async def call(_: int) -> str:
+        session = await tools.open({})
+        [result] = await session.run([ToolCall("python", {"code": "print()"})])
+        return result.text
+
+    async def flood() -> tuple[list[str], str]:
+        first = await asyncio.gather(*map(call, range(100)))
+        await asyncio.sleep(0.5)
+        return first, await call(0)
+
+    first, later = asyncio.run(flood())
+    tools.close()
+    assert "done" in first and any("no answer within 0.5 seconds" in text for text in first)
+    assert later == "done" and len(begun) < 40
 
 
 def test_from_a_yaml_under_another_name(tmp_path: Path):
