@@ -213,6 +213,15 @@ def test_search_qa() -> None:
     assert score("x", "x") == 0.0
     with pytest.raises(ValueError, match="needs the key 'target', it has \\['answer'\\]"):
         score("<answer>x</answer>", {"answer": "x"})
+    # "A" is an article, of which normalisation leaves nothing.
+    assert (
+        score("<answer></answer>", ["A", "Alpha"]) == score("<answer>y</answer>", ["A"], match="exact") == 0.0
+    )
+    assert score("<answer>y</answer>", ["A", "Alpha"], match="substring") == 0.0
+    assert score("<answer>None</answer>", {"target": ["x", None]}) == 0.0
+    for text in ("<answer>x</answer>", "x"):
+        with pytest.raises(ValueError, match="accepts no answer: its list is empty"):
+            score(text, {"target": []})
 
 
 @pytest.mark.parametrize(

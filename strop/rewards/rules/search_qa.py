@@ -44,9 +44,12 @@ def accepted_answers(ground_truth: object) -> list[str]:
         ground_truth = ground_truth["target"]
     if hasattr(ground_truth, "tolist"):  # a numpy array, as parquet readers return
         ground_truth = ground_truth.tolist()
-    if isinstance(ground_truth, Sequence) and not isinstance(ground_truth, str):
-        return [str(target) for target in ground_truth]
-    return [str(ground_truth)]
+    if not isinstance(ground_truth, Sequence) or isinstance(ground_truth, str):
+        return [str(ground_truth)]
+    targets = [str(target) for target in ground_truth if target is not None]
+    if not targets:
+        raise ValueError("The ground truth of a search question accepts no answer: its list is empty.")
+    return targets
 
 
 def compute_score(
@@ -64,11 +67,13 @@ def compute_score(
     """
     if match not in ("exact", "substring"):
         raise ValueError(f"search_qa matches by 'exact' or 'substring', not {match!r}.")
+    # Lists of spellings have some like "A" and "!", of which nothing is left: any text would contain them.
+    spellings = [normalise(target) for target in accepted_answers(ground_truth)]
+    targets = [target for target in spellings if target] or spellings
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
     given = normalise(answer)
-    targets = [normalise(target) for target in accepted_answers(ground_truth)]
     if match == "substring":
         if any(target in given for target in targets):
             return score
