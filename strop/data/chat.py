@@ -33,6 +33,7 @@ RESERVED = (
     "tools",
     "return_dict",
 )
+CACHED_CHARACTERS = 1024  # of a text of tools or users; thousands of long ones would take gigabytes
 ANSWER = "ANSWERxOFxTHExASSISTANT"  # placeholder of a sampled answer; one word, so no template splits it
 
 
@@ -228,7 +229,8 @@ class Chat:
         `last_id` is the last sampled id. If it is the end-of-turn token, that token is not repeated; if the
         answer was cut at a length limit, the turn is closed first.
         """
-        ids = _cached_ids(self.tokenizer, text)
+        encode = _cached_ids if len(text) <= CACHED_CHARACTERS else _encoded
+        ids = encode(self.tokenizer, text)
         for position, token in enumerate(ids):
             if token == last_id:
                 return list(ids[position + 1 :])
@@ -309,11 +311,15 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, further: Sequence[int] | int | 
     return {int(token) for token in tokens if token is not None}
 
 
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 @functools.lru_cache(maxsize=4096)
 def _cached_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Return the ids of a short text; cached, because a tool often gives the samples of one prompt the same
     text."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _encoded(tokenizer, text)
 
 
 def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.chat import Chat, stop_ids
+from strop.data.chat import Chat, _cached_ids, stop_ids
 from strop.data.report import probe_template
 from tests.data.tokens import CHATML, REWRITING, UNENDING, character_tokenizer, decoded
 
@@ -249,3 +249,11 @@ def test_broken_templates_and_tokenizers_are_found() -> None:
     )
     assert "info: The tokenizer has no pad token" in said(probe_template(character_tokenizer(pad=None)))
     assert "no answer would ever stop" in said(probe_template(character_tokenizer(eos=None)))
+
+
+def test_only_short_texts_of_tools_stay_in_memory() -> None:
+    chat = Chat(character_tokenizer())
+    before = _cached_ids.cache_info().currsize
+    for text in ("x" * 5000, "y" * 5000, "a short text", "a short text"):
+        assert len(chat.ids_after(text, None)) == len(text)
+    assert _cached_ids.cache_info().currsize == before + 1
