@@ -110,7 +110,10 @@ def parse_row(
 ) -> RowFields:
     """Parse one row; `where` names it in errors, `stem` is its data_source if the file has no such column.
     `columns`: those of its file, of which a row of JSON may lack some."""
-    row = {name: to_plain(value) for name, value in row.items()}
+    try:
+        row = {name: to_plain(value) for name, value in row.items()}
+    except RecursionError as error:
+        raise ValueError(f"{where} has lists or objects that are nested too deeply.") from error
     if row.get(keys.prompt) is None:
         raise ValueError(
             f"{where}: the prompt column {keys.prompt!r} is empty.{_columns_hint(keys.prompt, row)}"

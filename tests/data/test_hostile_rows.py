@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from strop.data.chat import Chat, has_escaped_surrogate, lone_surrogate, refuse_surrogates
-from strop.data.files import open_file
+from strop.data.files import open_file, open_rows
+from strop.data.schema import ColumnKeys, read_row
 from strop.quickstart.tiny_model import tiny_tokenizer
 
 PLAIN = [{"prompt": "1+1=", "extra": {"a": [1, "é", "\U0001f600"]}}, {"prompt": "2+2=", "extra": None}]
@@ -35,6 +36,17 @@ def test_half_of_a_surrogate_pair(tmp_path: Path, row: dict[str, object], column
         ValueError, match=rf"rows\.{kind}, row 2, column {column} holds half of a surrogate pair"
     ):
         open_file(str(file))
+
+
+@pytest.mark.parametrize("depth", [500, 5000])
+def test_values_that_are_nested_too_deeply(tmp_path: Path, depth: int) -> None:
+    """JSON is read to a greater depth than rows are."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "x", "extra_info": {"a": ' + "[" * depth + "]" * depth + "}}")
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl, row 0 (has lists or objects that are nested|cannot be)"
+    ):
+        read_row(open_rows(str(file)), 0, ColumnKeys())
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
