@@ -65,11 +65,11 @@ from strop.run.checkpoint.contents import seed_random_states
 from strop.runtime.remote_models import RemoteTokenScorer
 from strop.shared.build import (
     DividedRewardModel,
-    device_of,
     engine_for,
     max_model_len,
     sampling_for,
     tensor_parallel_size,
+    use_device,
 )
 from strop.shared.export import average_of, masters_of
 from strop.shared.in_process import NOTHING_GIVEN, InProcess
@@ -91,7 +91,7 @@ def build_ppo(
     rollout = config.actor_rollout_ref.rollout
     load_plugins(config.plugins)
     seed_random_states(config.trainer.seed)
-    device = device_of(config.trainer.device)
+    device = use_device(config.trainer.device)
     tokenizer = build_tokenizer(config.actor_rollout_ref.model)
     load_processor = processor_loader(config.actor_rollout_ref.model)
     chat = build_chat(config.data, tokenizer, load_processor=load_processor)

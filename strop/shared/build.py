@@ -4,6 +4,7 @@ rollout engine with its sampling parameters."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -226,6 +227,25 @@ def device_of(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("trainer.device=cuda, but torch sees no GPU here. Set trainer.device=cpu or auto.")
     return torch.device(name)
+
+
+GPU_HOST_THREADS = 4
+"""Threads of an operation on the host while the models are on a GPU."""
+
+
+def use_device(name: str) -> torch.device:
+    """The device of a run. On a GPU, operations on the host get few threads.
+
+    They are small there: masks, advantages, packing. With a thread per core, every operation ends when the
+    last core has done its part, and one core that is busy with something else (the sampling thread of an
+    asynchronous run, another process) makes all of them wait for the scheduler: 0.3 s instead of 0.01 s for
+    the advantages of 1,024 responses on 16 cores.
+    """
+    device = device_of(name)
+    if device.type == "cuda":
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, min(GPU_HOST_THREADS, cores // 2, torch.get_num_threads())))
+    return device
 
 
 @dataclass

@@ -28,7 +28,7 @@ from strop.registry import load_plugins
 from strop.run.checkpoint.contents import Stateful, seed_random_states
 from strop.run.checkpoint.retention import RetentionPolicy
 from strop.run.checkpoint.store import Export
-from strop.shared.build import BackendMaker, WithoutAdapters, device_of
+from strop.shared.build import BackendMaker, WithoutAdapters, use_device
 from strop.shared.export import average_of, averaged, exported, folder_of, masters_of
 from strop.shared.in_process import RunObserver
 from strop.shared.run_output import RunOutput
@@ -71,7 +71,7 @@ def build_supervised_trainer(
     train_rows, val_rows = open_datasets(config, tokenizer, datasets or {})
     plan = plan_supervised(config, rows=len(train_rows))
     assert plan.total_steps is not None and plan.steps_per_epoch is not None
-    make = BackendMaker(device_of(config.trainer.device), plan.total_steps, ranks, compat=config.compat)
+    make = BackendMaker(use_device(config.trainer.device), plan.total_steps, ranks, compat=config.compat)
     model = build_model(config, make)
     micro = micro_batching(config, plan, task)
     train_items: Sequence[Item] = train_rows

@@ -92,7 +92,7 @@ def test_every_correction_of_the_rollout(short, settings):
 def test_bypass_mode_needs_no_pass_for_old_log_probs(short):
     on_policy = ["actor_rollout_ref.actor.ppo_mini_batch_size=4"]
     steps = sound(run(short, *on_policy, f"{CORRECTION}.bypass_mode=true"))
-    assert 0 < steps[2]["training/rollout_logprobs_diff_max"] < 1e-4  # the update computed the other log-probs
+    assert 0 < steps[2]["training/rollout_logprobs_diff_max"] < 1e-4  # of the update
     assert abs(steps[2]["actor/ppo_kl"]) < 1e-4
     assert steps[2]["actor/entropy"] == pytest.approx(steps[2]["actor/entropy_loss"])  # token-mean of both
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from strop.shared.build import use_device
 from strop.shared.process_setup import HUGE_PAGES, use_huge_pages
 
 STEPS = """
@@ -155,3 +157,21 @@ def test_huge_pages_are_asked_for_only_where_asking_helps(
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     use_huge_pages(file)
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(16, 1, 4), (4, 1, 2), (1, 1, 1), (32, 8, 2)])
+def test_on_a_gpu_the_hosts_operations_leave_cores_free(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(cores // ranks)
+        for _ in range(2):  # also when a second run begins in the same process
+            assert use_device("auto").type == "cuda"
+            assert torch.get_num_threads() == threads
+        torch.set_num_threads(3)
+        use_device("cpu")
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
