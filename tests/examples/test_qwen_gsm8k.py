@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shlex
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -67,7 +68,63 @@ def test_the_table_is_that_of_the_results(title):
         assert measured == {step: cells[column] for step, cells in table.items() if cells[column]}
 
 
+def rows_of(name: str) -> list[dict[str, float]]:
+    lines = (EXAMPLE / f"results/algorithms/{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["data"] for line in lines]
+
+
+def test_the_table_of_algorithms_is_that_of_the_results():
+    alone = {
+        "grpo_seed1": (2, 8),
+        "ppo": (2, 13),
+        "lora": (6, 12),
+        "one_step_off": (9, 12),
+        "async_partial": (6, 12),
+    }
+    section = README.partition("## Algorithms at the same number of samples\n")[2].partition("\n## ")[0]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if "%" in line]
+    table = [cells for cells in table if len(cells) == 7]
+    assert len(table) == 10
+    for name, *cells in table:
+        rows = rows_of(name)
+        found = []
+        for step, samples in ((5, 1), (10, 1), (15, 1), (15, 8)):
+            accuracy = (
+                rows[step - 1].get(f"val-core/openai/gsm8k/reward/mean@{samples}")
+                if step <= len(rows)
+                else None
+            )
+            found.append("" if accuracy is None else f"{100 * accuracy:.1f}%")
+        first, last = alone.get(name, (0, -1))
+        seconds = [row["timing_s/step"] for row in rows[first - 1 : last]] if name in alone else []
+        found.append(f"{median(seconds):.1f}" if seconds else "")
+        found.append(f"{max(row['perf/max_memory_allocated_gb'] for row in rows):.0f}")
+        assert cells == found, name
+
+
+def test_dapo_has_the_accuracies_of_its_rounds():
+    rounds, found = 0.0, {}
+    for row in rows_of("dapo"):
+        rounds += row["train/num_gen_batches"]
+        if "val-core/openai/gsm8k/acc/mean@1" in row:
+            found[rounds] = f"{100 * row['val-core/openai/gsm8k/acc/mean@1']:.1f}%"
+    assert (found[14], found[16], found[25]) == ("21.8%", "25.9%", "29.0%")
+
+
 def test_sampling_and_training_agreed_in_every_step():
+    synchronous = (
+        "grpo_seed1",
+        "grpo_seed2",
+        "grpo_seed3",
+        "ppo",
+        "rloo",
+        "reinforce_plus_plus",
+        "gspo",
+        "lora",
+        "dapo",
+    )
+    for name in synchronous:
+        assert max(row["training/rollout_logprobs_diff_max"] for row in rows_of(name)) < 2e-6, name
     for name, steps in (("grpo", 93), ("rloo", 73), ("grpo_1.5b", 46)):
         rows = [json.loads(line) for line in (EXAMPLE / f"results/{name}.jsonl").read_text().splitlines()]
         differences = [row["data"]["training/rollout_logprobs_diff_max"] for row in rows[1:]]
