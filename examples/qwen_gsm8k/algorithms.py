@@ -8,7 +8,7 @@ last step, the test questions are answered greedily (mean@1) and with eight samp
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,16 +86,20 @@ class SamplesAtTheEnd(PpoTrainer):
         self.validator = greedy
 
 
-def config_of(arguments: Sequence[str]) -> Loaded[PpoConfig]:
+def config_of(arguments: Sequence[str] | None = None) -> Loaded[PpoConfig]:
     """The configuration of a command line."""
-    if not arguments or arguments[0] not in ALGORITHMS:
-        raise SystemExit(f"name one of {', '.join(ALGORITHMS)}")
-    name, *keys = arguments
-    own = [f"trainer.experiment_name={name}", f"trainer.default_local_dir=runs/qwen_gsm8k/{name}"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=ALGORITHMS)
+    parser.add_argument("keys", nargs="*", help="KEY=VALUE")
+    asked = parser.parse_args(arguments)
+    folder = f"runs/qwen_gsm8k/{asked.name}"
+    own = [f"trainer.experiment_name={asked.name}", f"trainer.default_local_dir={folder}"]
     file = Path(__file__).with_name("grpo.yaml")
-    return load("ppo_trainer", [*GRPO, *own, *ALGORITHMS[name], *keys], str(file))
+    return load("ppo_trainer", [*GRPO, *own, *ALGORITHMS[asked.name], *asked.keys], str(file))
 
 
 if __name__ == "__main__":
     prepare_process()
-    build_ppo(config_of(sys.argv[1:]), trainer_class=SamplesAtTheEnd).fit()
+    build_ppo(config_of(), trainer_class=SamplesAtTheEnd).fit()
