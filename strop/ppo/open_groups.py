@@ -121,6 +121,7 @@ class OpenGroup:
         packed = self.pack()
         return {
             "number": self.number,
+            "row": self.prompt.index,
             "step": self.step,
             "ids": torch.from_numpy(packed.ids),
             "log_probs": torch.from_numpy(packed.log_probs),

@@ -74,6 +74,7 @@ class OpenPrompts:
         saved = {
             "first": first,
             "draws": len(self._draws),
+            "drawn": self._drawn,
             "asked_below": self.asked_below,
             "groups": groups,
         }
@@ -88,14 +89,25 @@ class OpenPrompts:
             return
         self._drawn = saved["first"]
         self.asked_below = saved["asked_below"]
-        for _ in range(saved["draws"]):
+        # Draws may have another size now. Checkpoints of earlier versions only have the number of draws.
+        drawn = saved.get("drawn", saved["first"] + saved["draws"] * self.loader.batch_size)
+        while self._drawn < drawn:
             self.draw()
         by_number = {group.number: group for group in self.groups}
+        new = [group for group in self.groups if group.number >= drawn]
         self.groups = []
         for one in saved["groups"]:
             group = by_number[one["number"]]
+            if one.get("row", group.prompt.index) != group.prompt.index:
+                raise ValueError(
+                    f"The checkpoint has an unfinished prompt of row {one['row']}, where row "
+                    f"{group.prompt.index} is drawn now. Was data.train_batch_size or gen_batch_size "
+                    "changed? At the end of an epoch other rows are left out then. Restore it, or "
+                    "begin a new run (trainer.resume_mode=disable)."
+                )
             group.load_state_dict(one)
             self.groups.append(group)
+        self.groups += new
 
     def update(self, trajectories: list[Trajectory]) -> None:
         self.loader.update(trajectories)

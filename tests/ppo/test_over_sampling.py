@@ -205,6 +205,29 @@ def test_a_killed_run_continues_with_the_same_tokens(killed_after):
         assert streams <= whole.asked[row], "the same random streams"
 
 
+@pytest.mark.parametrize("batch", [1, 8, 10])
+def test_no_row_is_lost_or_repeated_if_the_batch_size_changes_at_a_resume(batch):
+    first, pool, before = build(LENGTHS)
+    trained = [row for rows in steps(before, first, [1, 2, 3]) for row in rows]
+    _, resumed, after = build(LENGTHS, batch=batch)
+    resumed.load_state_dict(pool.state_dict())
+    for step in range(4, 4 + (40 - len(trained)) // batch):
+        _, samples = after.take(resumed.draw, batch, step, 0)
+        trained += [t.prompt.index for t in samples.trajectories[::2]]
+    assert len(set(trained)) == len(trained) > 30
+
+
+def test_tokens_are_never_continued_for_another_row():
+    """The draw of rows 36 to 39 is repeated; with batches of 16 these are left out, and row 0 comes."""
+    engine, pool, over = build([5] * 39 + [50])
+    steps(over, engine, range(1, 11))
+    assert pool.groups[0].prompt.index == 39 and pool.groups[0].samples
+    with pytest.raises(
+        ValueError, match=r"unfinished prompt of row 39, where row 3 is drawn now.*batch_size"
+    ):
+        build(LENGTHS, batch=16)[1].load_state_dict(pool.state_dict())
+
+
 def test_a_checkpoint_without_over_sampling_is_taken_over():
     plain = Loader(PROMPTS, 4, shuffle=False)
     plain.draw()
