@@ -64,8 +64,13 @@ ALGORITHMS = {
         "actor_rollout_ref.model.lora_alpha=64",
         f"{ACTOR}optim.lr=3e-5",
     ],
-    "one_step_off": [f"{ASYNC}enable=true"],
-    "async_partial": [f"{ASYNC}enable=true", f"{ASYNC}partial_rollout=true"],
+    # Old samples: clipping is around recomputed log-probs, the engine's are for importance weights.
+    "one_step_off": [f"{ASYNC}enable=true", f"{ACTOR}use_rollout_log_probs=false"],
+    "async_partial": [
+        f"{ASYNC}enable=true",
+        f"{ASYNC}partial_rollout=true",
+        f"{ACTOR}use_rollout_log_probs=false",
+    ],
 }
 
 
