@@ -7,8 +7,9 @@ from pathlib import Path
 
 from strop.extras import require
 
-COLORS = ("#1f5ab4", "#d66014", "#288c3c")
-"""Line colors in the order of the curves; they repeat after the last one."""
+COLORS = ("#1f5ab4", "#d66014", "#288c3c", "#8c3cb4", "#b41e3c", "#14a0b4")
+STYLES = ("-", "--", ":")
+"""Line colors in the order of the curves; after the last one they repeat in the next style."""
 SIZE_INCHES = (7.2, 4.0)
 DPI = 100
 
@@ -36,7 +37,9 @@ def line_chart(
     for number, (name, points) in enumerate(curves.items()):
         xs = [x for x, _ in points]
         ys = [y for _, y in points]
-        axes.plot(xs, ys, color=COLORS[number % len(COLORS)], label=name)
+        color = COLORS[number % len(COLORS)]
+        style = STYLES[number // len(COLORS) % len(STYLES)]
+        axes.plot(xs, ys, color=color, linestyle=style, label=name)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set_title(title)
     axes.set_xlabel(x_label)

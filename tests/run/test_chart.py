@@ -32,6 +32,18 @@ def test_a_chart_shows_every_curve(tmp_path: Path) -> None:
     assert count_pixels(file, COLORS[2]) == 0
 
 
+def test_more_curves_than_colors_can_be_told_apart(tmp_path: Path) -> None:
+    """The second of two curves of one color is dashed: it has fewer pixels."""
+    pytest.importorskip("matplotlib")
+
+    def pixels(first: int) -> int:
+        curves = {f"run {number}": [(0.0, 0.0)] for number in range(first)}
+        curves["line"] = [(0.0, 1.0), (1.0, 1.0)]
+        return count_pixels(line_chart(tmp_path / f"{first}.png", curves, title="t"), COLORS[0])
+
+    assert 100 < pixels(len(COLORS)) < 0.9 * pixels(0)
+
+
 def test_without_points_there_is_no_chart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward by step: there are no points"):
         line_chart(tmp_path / "reward.png", {"reward": []}, title="reward by step")
