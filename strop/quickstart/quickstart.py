@@ -81,7 +81,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="strop quickstart", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="strop quickstart",
+        description="Make a tiny model, teach it to write sums by SFT, then train it by reinforcement "
+        "learning with the loop and configuration of every other run (examples/quickstart.yaml). Needs no "
+        "GPU and no download.",
+    )
     parser.add_argument("--algorithm", default="grpo", help=", ".join(ALGORITHMS))
     parser.add_argument(
         "--out",
