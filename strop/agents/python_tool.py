@@ -14,7 +14,7 @@ import asyncio
 from strop.agents.tool_schema import JsonObject
 from strop.agents.tools import AbandonableThreads, StatelessTool, ToolResult, ToolSchema
 from strop.registry import did_you_mean
-from strop.rewards.sandbox.cores import concurrent_programs
+from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.sandbox.launch import choose_isolation, run_tests
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxLimits
 
@@ -49,7 +49,7 @@ class PythonTool(StatelessTool):
         self.isolation = choose_isolation(str(config.get("isolation", "auto")))
         self._threads = AbandonableThreads(f"strop-tool-{self.schema.name}")
         # A call that times out while it waits must not run later, when nobody reads its result.
-        self._places = asyncio.Semaphore(concurrent_programs())
+        self._places = asyncio.Semaphore(cores_per_rank())
 
     async def execute(self, instance_id: str, arguments: JsonObject) -> ToolResult:
         async with self._places:

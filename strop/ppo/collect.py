@@ -288,12 +288,13 @@ class Collector:
 
     def episode_metrics(self) -> dict[str, float]:
         """The metrics of all agent episodes since the last call, of all ranks."""
-        mine: list[EpisodeFacts] = []
+        episodes: list[EpisodeFacts] = []
         if self.ranks.rank % self.tensor_parallel == 0:
-            mine = [EpisodeFacts.of(episode) for episode in self._episodes]
+            episodes = [EpisodeFacts.of(episode) for episode in self._episodes]
         self._episodes = []
-        gathered = self.ranks.all_gather_object(mine)
-        return episode_metrics(list(chain.from_iterable(gathered)))
+        if self.ranks.world > 1:
+            episodes = list(chain.from_iterable(self.ranks.all_gather_object(episodes)))
+        return episode_metrics(episodes) if episodes else {}
 
     def close(self) -> None:
         """Stop background sampling, and close the scorer, the tools and the engine, each also if another one

@@ -21,7 +21,7 @@ from strop.concurrency import BackgroundLoop
 from strop.config.schema.reward import SandboxFusionConfig
 from strop.registry import Entry, did_you_mean, load_attribute, nearest
 from strop.rewards.base import RewardSample
-from strop.rewards.sandbox.cores import concurrent_programs
+from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.signatures import (
     LIST_ARGUMENTS,
     SAMPLE_ARGUMENTS,
@@ -180,7 +180,7 @@ class RuleScorer:
             return 1
         if self.sandbox.url:
             return self.sandbox.max_concurrent
-        return concurrent_programs()
+        return cores_per_rank()
 
     def _entry(self, data_source: str) -> Entry:
         if data_source not in self._entries:  # matching patterns costs more than most rules do

@@ -4,7 +4,6 @@ rollout engine with its sampling parameters."""
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from strop.models.build import (
 )
 from strop.models.load import resolve
 from strop.ranks import Ranks
+from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rollout.base import Engine, Sampling, build_engine
 from strop.types import Batch, Images
 
@@ -243,8 +243,7 @@ def use_device(name: str) -> torch.device:
     """
     device = device_of(name)
     if device.type == "cuda":
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, min(GPU_HOST_THREADS, cores // 2, torch.get_num_threads())))
+        torch.set_num_threads(max(1, min(GPU_HOST_THREADS, cores_per_rank() // 2, torch.get_num_threads())))
     return device
 
 

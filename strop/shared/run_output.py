@@ -304,7 +304,7 @@ class RunOutput:
         due = save_is_due(
             step,
             save_freq=self.save_freq,
-            last=step == self.total_steps or self.checkpoints.failed,  # make up for it
+            last=step == self.total_steps or self.checkpoints.failure is not None,  # make up for it
             longest_step=self.longest_step,
             spare=self.config.trainer.esi_redundant_time,
         )

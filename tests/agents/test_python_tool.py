@@ -58,7 +58,7 @@ def test_programs_run_side_by_side_and_share_nothing():
 
 def test_calls_that_time_out_in_the_queue_are_not_run_later(monkeypatch: pytest.MonkeyPatch):
     """They kept the tool busy for minutes after the episodes had gone on, and every later call was refused."""
-    monkeypatch.setattr("strop.agents.python_tool.concurrent_programs", lambda: 1)
+    monkeypatch.setattr("strop.agents.python_tool.cores_per_rank", lambda: 1)
     begun: list[str] = []
 
     def run(self: PythonTool, program: str) -> ProgramOutcome:

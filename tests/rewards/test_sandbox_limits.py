@@ -107,20 +107,20 @@ def test_programs_share_no_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(cores, "GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert cores.concurrent_programs() == 16
+    assert cores.cores_per_rank() == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cores.concurrent_programs() == 4
+    assert cores.cores_per_rank() == 4
     (tmp_path / "cpu.max").write_text("850000 100000\n")
-    assert cores.concurrent_programs() == 2
+    assert cores.cores_per_rank() == 2
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert cores.concurrent_programs() == 1
+    assert cores.cores_per_rank() == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert cores.concurrent_programs() == 4
+    assert cores.cores_per_rank() == 4
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     for quota, expected in (("-1\n", 4), ("800000\n", 2)):
         (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-        assert cores.concurrent_programs() == expected
+        assert cores.cores_per_rank() == expected
 
 
 def test_where_groups_are(tmp_path):

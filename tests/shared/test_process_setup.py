@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -162,7 +163,8 @@ def test_huge_pages_are_asked_for_only_where_asking_helps(
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(16, 1, 4), (4, 1, 2), (1, 1, 1), (32, 8, 2)])
 def test_on_a_gpu_the_hosts_operations_leave_cores_free(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr("strop.rewards.sandbox.cores.cpu_quota", lambda groups: math.inf)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     before = torch.get_num_threads()
     try:

@@ -1,5 +1,5 @@
-"""How many programs may run at the same time. Their limits are wall-clock time: with fewer cores than
-programs, programs that are right would time out."""
+"""The cores that a process may use: so many programs of the sandbox run at the same time. Their limits are
+wall-clock time: with fewer cores than programs, programs that are right would time out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 
 
-def concurrent_programs() -> int:
+def cores_per_rank() -> int:
     """Return the cores that this process may use, divided among the ranks of this machine, at least 1."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):

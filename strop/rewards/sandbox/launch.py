@@ -43,7 +43,7 @@ from strop.rewards.sandbox import (
     sandbox_child,  # noqa: F401
 )
 from strop.rewards.sandbox.cgroup import memory_group
-from strop.rewards.sandbox.cores import concurrent_programs
+from strop.rewards.sandbox.cores import cores_per_rank
 from strop.rewards.sandbox.limits import ProgramOutcome, SandboxError, SandboxLimits, SupervisorKilled
 from strop.rewards.sandbox.work_folder import empty_folder
 
@@ -169,7 +169,7 @@ _COMMAND = [_PYTHON, "-s", "-S", "-P", "-B", "-X", "utf8", "-c", _BOOT]
 
 @functools.cache
 def _slots() -> threading.BoundedSemaphore:
-    return threading.BoundedSemaphore(concurrent_programs())
+    return threading.BoundedSemaphore(cores_per_rank())
 
 
 def run_program(

@@ -243,7 +243,7 @@ class Checkpoints:
         self.ranks = ranks or Ranks()
         self.copy_to = copy_to
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of the save in the background
         self._not_copied: dict[Path, Exception] = {}
 
     def save(
@@ -255,7 +255,7 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
     ) -> None:
         background = self.background and not self.failed_on_any_rank()
-        self._failure = None
+        self.failure = None
         plan = prepare_checkpoint(
             self.directory,
             step,
@@ -273,15 +273,10 @@ class Checkpoints:
         )
         self._thread.start()
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save in the background has failed."""
-        return self._failure is not None
-
     def failed_on_any_rank(self) -> bool:
         """Wait for the save in the background of all ranks; whether one failed. A collective operation."""
         self._join()
-        return any(self.ranks.all_gather_object(self.failed))
+        return any(self.ranks.all_gather_object(self.failure is not None))
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -291,8 +286,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save in the background; raises its error."""
         self._join()
-        failure = self._failure
-        self._failure = None
+        failure = self.failure
+        self.failure = None
         if failure is not None:
             raise failure
 
@@ -318,7 +313,7 @@ class Checkpoints:
             self._finish(plan)
         except BaseException as error:  # noqa: BLE001 - the next call of wait() raises it
             log.warning("Saving step %d failed: %s", plan.step, error)
-            self._failure = error
+            self.failure = error
 
     def _finish(self, plan: PendingCheckpoint) -> None:
         path = commit(plan)
