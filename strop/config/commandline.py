@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from strop.config.aliases import flatten, nest
@@ -77,6 +78,25 @@ _WORD = re.compile(r"[A-Za-z/.][\w./@:%+-]*")
 _LIST = re.compile(r"\[[^\[\]{}()]+\]")
 COMMAND_KEY = "rollout.agent.command"
 _SPECIAL = {"true": True, "false": False, "null": None}
+_DIGITS = re.compile(r"[+-]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][+-]?\d[\d_]*)?")
+
+
+def quote_digits(text: str, type_of: Callable[[str], object]) -> str:
+    """Quote digits where the key takes text, so that they stay as they are written: to Hydra 2026_11_18 is
+    the number 20261118, 1.10 is 1.1, and the band 0.5_5 is 0.55. `type_of`: the type of a key.
+
+    >>> quote_digits("trainer.experiment_name=1.10", lambda path: str)
+    "trainer.experiment_name='1.10'"
+    """
+    path, _, value = text.partition("=")
+    wanted = type_of(path.lstrip("+"))
+    options = typing.get_args(wanted) or (wanted,)
+    if str not in options or not _DIGITS.fullmatch(value):
+        return text
+    takes_numbers = int in options or float in options
+    if takes_numbers and not (float in options and "_" in value):
+        return text
+    return f"{path}='{value}'"
 
 
 def quote_command(text: str) -> str:

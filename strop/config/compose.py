@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from strop.config.aliases import drop_without_effect, flatten, nest, reason_for, translate
 from strop.config.aliases.async_lengths import ASYNC_LENGTHS, fill_async_lengths
-from strop.config.commandline import plain_values, quote_command
+from strop.config.commandline import plain_values, quote_command, quote_digits
 from strop.config.references import refuse_growth
 from strop.config.schema import ROOTS
 from strop.config.schema.reflect import keys
@@ -100,8 +100,8 @@ def load(
     root: str, overrides: Sequence[str] = (), config: str | None = None, search: str | None = None
 ) -> Loaded:
     """Compose and type-check. `root`: a name in ROOTS; `config`: a user's YAML; `search`: its folder."""
-    kind = ROOTS[root]
-    overrides = [_clean(quote_command(text)) for text in overrides]
+    schema = schema_keys(root)
+    overrides = [_clean(quote_digits(quote_command(text), schema.types.get)) for text in overrides]
     named = {text.lstrip("+").partition("=")[0] for text in overrides}
     _refuse_unknown(overrides, named, root)
     said = None
@@ -109,7 +109,6 @@ def load(
         said = plain_values(overrides)
     if said is None:
         said = flatten(_compose(root, overrides, config, search))
-    schema = schema_keys(root)
     set_values = {}
     for path, value in said.items():
         if value != "???" and (value != {} or schema.is_free(path)):
@@ -122,7 +121,7 @@ def load(
     if isinstance(plugins, list):  # they may register names that `build` checks
         load_plugins(str(path) for path in plugins)
     tree = resolve(_merge(_defaults(root), nest(leaves)))
-    made = build(kind, tree)
+    made = build(ROOTS[root], tree)
     for key in schema.keys:
         if key.inert and any(path == key.path or path.startswith(key.path + ".") for path in leaves):
             notices.append(f"{key.path} has no effect: {key.inert}.")
@@ -135,6 +134,7 @@ class SchemaKeys:
     def __init__(self, root: type) -> None:
         self.keys = list(keys(root))
         self._by_path = {key.path: key for key in self.keys}
+        self.types = {key.path: key.type for key in self.keys}
         self._sections = {path[:at] for path in self._by_path for at in _dots(path)}
 
     def has(self, path: str) -> bool:
@@ -192,17 +192,15 @@ GROUP_WORDS = {name.partition("/")[0] for name in GROUPS} - {"", "data", "critic
 
 def _clean(text: str) -> str:
     """Overrides may add keys without `+`: what does not exist is refused by us, with the nearest names."""
-    if text.startswith(("+", "~")) or "=" not in text:
-        if text.startswith("~"):
-            return text
-        if "=" not in text:
-            raise ConfigError(f"Expected key=value, got {text!r}.")
-        return "++" + text.lstrip("+")
+    if text.startswith("~"):
+        return text
+    if "=" not in text:
+        raise ConfigError(f"Expected key=value, got {text!r}.")
     key = text.partition("=")[0]
     is_group = "@" in key or "/" in key or key in GROUP_WORDS
-    if is_group or key.startswith("hydra."):
+    if not text.startswith("+") and (is_group or key.startswith("hydra.")):
         return text
-    return "++" + text
+    return "++" + text.lstrip("+")
 
 
 def _refuse_unknown(overrides: Iterable[str], named: Container[str], root: str) -> None:

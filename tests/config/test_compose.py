@@ -44,6 +44,23 @@ def test_stages_do_not_share_a_folder():
     assert len({load(root, []).config.trainer.default_local_dir for root in roots}) == 4
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("trainer.experiment_name", "2026_11_18", "2026_11_18"),
+        ("+trainer.experiment_name", "0.10", "0.10"),
+        ("data.train_files", "1e3", "1e3"),
+        ("algorithm.rollout_correction.rollout_is_threshold", "0.5_5", "0.5_5"),
+        ("algorithm.rollout_correction.rollout_is_threshold", "5", 5.0),
+        ("data.train_batch_size", "1_000", 1000),
+    ],
+)
+def test_digits_stay_as_they_are_written_where_a_key_takes_text(key, value, expected):
+    """Hydra reads them as 20261118, 0.1, 1000.0 and 0.55: two runs would share a folder, a band be a number."""
+    tree = flatten(load("ppo_trainer", [f"{key}={value}"]).tree())
+    assert tree[key.removeprefix("+")] == expected
+
+
 def test_values_are_converted_like_people_mean_them():
     config = load(
         "ppo_trainer",
