@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from strop.api.rows import Data, columns_of, is_files, open_files, paths_of, rea
 from strop.api.run import Run
 from strop.api.settings import Settings
 from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig
+from strop.data.schema import to_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,12 +98,12 @@ def _train(
     config = draft_config(root, settings.arguments())
     folder = inputs_folder(config)
     settings.set_model("model", model, tokenizer, folder)
-    columns, rows = _set_files(settings, "data.train_files", train, folder, "train")
+    columns, first, rows = _set_files(settings, "data.train_files", train, folder, "train")
     if val is not None:
         _set_files(settings, "data.val_files", val, folder, "val")
     if verb == "sft":
         set_columns(settings, columns)
-    elif "prompt" in columns:
+    elif "prompt" in columns and not holds_prompt(first):
         settings.default("data.prompt_key", "prompt")
     settings.default("data.train_batch_size", min(MAX_ROWS, rows))
     settings.default("data.use_dynamic_bsz", True)
@@ -112,15 +113,23 @@ def _train(
 
 def _set_files(
     settings: Settings, key: str, data: Data, folder: Path, name: str
-) -> tuple[Sequence[str], int]:
-    """Set the files of the data; returns its columns and the number of rows."""
+) -> tuple[Sequence[str], Mapping[str, object], int]:
+    """Set the files of the data; returns its columns, its first row and the number of rows."""
     if is_files(data):
         files = open_files(data, name)
         settings.set(key, paths_of(data), name)
-        return files.columns, len(files)
+        return files.columns, files[0], len(files)
     rows = read_rows(data, name)
     settings.set(key, str(write_rows(rows, folder, name)), name)
-    return columns_of(rows), len(rows)
+    return columns_of(rows), rows[0], len(rows)
+
+
+def holds_prompt(row: Mapping[str, object]) -> bool:
+    """Whether the chosen response of a row is a whole conversation, which a column `prompt` only repeats."""
+    chosen = to_plain(row.get("chosen"))
+    if not isinstance(chosen, list) or not chosen or not isinstance(chosen[0], Mapping):
+        return False
+    return chosen[0].get("role") != "assistant"
 
 
 def set_columns(settings: Settings, columns: Sequence[str]) -> None:

@@ -131,7 +131,8 @@ class LabelledDataset(SupervisedDataset):
         prompt = row.get(config.prompt_key)
         if prompt is None:
             raise UnusableRow(f"{column}: the column {config.prompt_key!r} is empty.")
-        return parse_messages(prompt, column, config.input_template), answer_messages(answer, column), column
+        messages = parse_messages(prompt, column, config.input_template)
+        return messages, answer_messages(answer, messages, column), column
 
     def _other_answer(self, index: int) -> Sequence[Message]:
         """The response of the row before it (of pairs: on the same side); the row before that if it cannot

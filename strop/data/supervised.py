@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from strop.config.schema.supervised import PairDataConfig, SftDataConfig, SupervisedDataConfig
+from strop.config.schema.supervised import (
+    DpoDataConfig,
+    PairDataConfig,
+    SftDataConfig,
+    SupervisedDataConfig,
+)
 from strop.data.chat import Chat, Rendered, Tools
 from strop.data.examples import Example, PreferencePair, RowCache, images_of
 from strop.data.files import FileRows, Row, RowSource, open_rows
@@ -238,7 +243,7 @@ class SftDataset(SupervisedDataset):
         if config.response_key is None:
             return messages, len(messages) - 1
         response = nested_value(row, config.response_key, config.response_dict_keys, where=where)
-        answer = answer_messages(response, f"{where}, column {config.response_key!r}")
+        answer = answer_messages(response, messages, f"{where}, column {config.response_key!r}")
         return [*messages, *answer], len(messages)
 
 
@@ -265,9 +270,9 @@ class PreferenceDataset(SupervisedDataset):
         return PreferencePair(chosen, rejected, margin=self._margin(row, where))
 
     def _margin(self, row: Row, where: str) -> float:
-        """Return the margin of the chosen answer; 0 if the row has none."""
+        """Return the margin of the chosen answer, which reward models read; 0 if the row has none."""
         value = row.get(self.config.margin_key)
-        if value is None:
+        if value is None or isinstance(self.config, DpoDataConfig):
             return 0.0
         try:
             margin = float(value)
@@ -286,7 +291,7 @@ class PreferenceDataset(SupervisedDataset):
             if prompt is None:
                 raise UnusableRow(f"{where}, column {self.config.prompt_key!r} is empty.")
             messages = parse_messages(prompt, where, self.config.input_template)
-            conversation = [*messages, *answer_messages(answer, column)]
+            conversation = [*messages, *answer_messages(answer, messages, column)]
             return render_conversation(self.chat, conversation, len(messages), column)
         if isinstance(answer, str):
             raise ValueError(
@@ -340,13 +345,21 @@ def parse_messages(value: object, where: str, input_template: str | None = None)
         raise UnusableRow(str(error)) from error
 
 
-def answer_messages(value: object, where: str) -> list[Message]:
-    """Return an answer as messages; text is one assistant turn."""
+def answer_messages(value: object, prompt: Sequence[Message], where: str) -> list[Message]:
+    """Return the answer to a prompt as messages; text is one assistant turn."""
     if value is None or value == "" or value == []:
         raise UnusableRow(f"{where} is empty.")
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    return parse_messages(value, where)
+    answer = parse_messages(value, where)
+    role = answer[0]["role"]
+    if prompt[-1]["role"] == "user" and role in ("user", "system"):
+        raise ValueError(
+            f"{where} begins with {role!r} after the user's turn that ends the prompt: it holds a whole "
+            "conversation, in which the prompt would stand twice. For pairs set data.prompt_key=null; for "
+            "SFT set data.multiturn.enable=true, and data.multiturn.messages_key to this column."
+        )
+    return answer
 
 
 def render_conversation(

@@ -12,6 +12,7 @@ from strop.config.rules.megatron import supervised_role
 from strop.config.schema.model import ModelConfig
 from strop.config.schema.supervised import DpoConfig, RmConfig, SftConfig, SupervisedDataConfig
 from strop.data.examples import PreferencePair
+from strop.data.files import FileRows
 from strop.data.labelled import dataset_class
 from strop.data.prompts import Split
 from strop.data.report import probe_template
@@ -134,6 +135,7 @@ def _rows(
         report.findings.append(error(key, str(problem)))
         return None
     report.findings += row_findings(survey, config.data, key) + vocabulary_findings(survey, config.model, key)
+    report.findings += margin_findings(config, dataset)
     report.datasets[split] = dataset
     tokens = sum(survey.lengths)
     shown = f", {survey.images} rows with images" if survey.images else ""
@@ -181,6 +183,23 @@ def vocabulary_findings(survey: Survey, model: ModelConfig, key: str) -> list[Co
         "another one. Give a model and a tokenizer that belong together."
     )
     return [error("model.tokenizer_path", message)]
+
+
+def margin_findings(config: AnySupervisedConfig, dataset: SupervisedDataset) -> list[ConfigFinding]:
+    """Files without the column that loss.margin subtracts."""
+    if not isinstance(config, RmConfig) or not isinstance(dataset.rows, FileRows):
+        return []
+    if not config.loss.margin or config.loss.type != "logsigmoid":
+        return []
+    name = config.data.margin_key
+    for file in dataset.rows.files:
+        if name not in file.columns:
+            message = (
+                f"true, but {file.address} has no column {name!r} (data.margin_key); all its margins would "
+                "be 0. Name the column, or set it to false."
+            )
+            return [error("loss.margin", message)]
+    return []
 
 
 def row_findings(survey: Survey, data: SupervisedDataConfig, key: str) -> list[ConfigFinding]:

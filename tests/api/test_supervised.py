@@ -39,6 +39,20 @@ def test_columns_choose_the_keys(columns: list[str], given: dict[str, object], e
     assert settings.arguments() == expected
 
 
+def test_a_prompt_beside_whole_conversations_is_not_read_twice(task: Path, tmp_path: Path) -> None:
+    rows = []
+    for pair in PAIRS:
+        user = {"role": "user", "content": pair["prompt"]}
+        chosen, rejected = ({"role": "assistant", "content": pair[side]} for side in ("chosen", "rejected"))
+        rows.append({"prompt": pair["prompt"], "chosen": [user, chosen], "rejected": [user, rejected]})
+    settings = {"steps": 1, "max_length": 16, "progress": False, "logger": "file"}
+    runs = []
+    for name, data in (("whole", rows), ("parts", PAIRS)):
+        runs.append(strop.dpo(task / "model", data, folder=tmp_path / name, **settings))
+    whole, parts = (run.metrics["train/global_tokens"] for run in runs)
+    assert whole == parts
+
+
 @pytest.mark.parametrize(("function", "rows"), [("sft", EXAMPLES), ("dpo", PAIRS), ("reward_model", PAIRS)])
 def test_each_program_trains(function: str, rows: list[dict[str, str]], task: Path, tmp_path: Path) -> None:
     run: strop.Run[Any] = getattr(strop, function)(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 
 from strop.config.schema.data import CustomClassConfig
-from strop.config.schema.supervised import MultiTurnDataConfig, PairDataConfig, SftDataConfig
+from strop.config.schema.supervised import (
+    DpoDataConfig,
+    MultiTurnDataConfig,
+    PairDataConfig,
+    SftDataConfig,
+    SupervisedDataConfig,
+)
 from strop.data.chat import Chat, Rendered
 from strop.data.loader import Loader
 from strop.data.supervised import build_supervised
@@ -120,6 +127,28 @@ def test_pairs(tmp_path: Path) -> None:
     assert (taught(pair.chosen), taught(pair.rejected)) == ("b<|im_end|>", "c<|im_end|>"), (
         "the shared turns are prompt"
     )
+
+
+@pytest.mark.parametrize(
+    "config", [PairDataConfig(prompt_key="q"), SftDataConfig(prompt_key="q", response_key="chosen")]
+)
+def test_an_answer_that_repeats_the_prompt_is_refused(tmp_path: Path, config: SupervisedDataConfig) -> None:
+    """Rows of UltraFeedback: a prompt, and pairs of whole conversations. The user would ask twice."""
+    talk = [{"role": "user", "content": "a"}]
+    better, worse = [{"role": "assistant", "content": c} for c in "bc"]
+    rows = [{"q": "a", "chosen": [*talk, better], "rejected": [*talk, worse]}]
+    config = dataclasses.replace(config, train_files=lines(tmp_path / "a.jsonl", rows), bad_rows="skip")
+    with pytest.raises(ValueError, match="the prompt would stand twice"):
+        build_supervised(config, TOKENIZER)[0]
+
+
+def test_dpo_reads_no_margins(tmp_path: Path) -> None:
+    """A column of this name may hold anything, for instance words."""
+    rows = [{"q": "a", "chosen": "b", "rejected": "c", "margin": "slightly better"}]
+    files = lines(tmp_path / "a.jsonl", rows)
+    assert build_supervised(DpoDataConfig(train_files=files, prompt_key="q"), TOKENIZER)[0].margin == 0
+    with pytest.raises(ValueError, match="not a number"):
+        build_supervised(PairDataConfig(train_files=files, prompt_key="q"), TOKENIZER)[0]
 
 
 def test_a_row_is_rendered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

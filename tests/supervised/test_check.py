@@ -201,6 +201,7 @@ def test_folders_with_the_wrong_head(small, tmp_path, overrides):
     ("verb", "more", "said"),
     [
         ("rm", ["loss.type=sigmoid"], "logsigmoid"),
+        ("rm", ["loss.margin=true"], "has no column 'margin'"),
         (
             "dpo",
             ["loss.type=logexp"],
